@@ -1,0 +1,43 @@
+# Everything a contributor or a first visitor does. Needs Python 3.11 or newer and make, nothing else.
+PYTHON ?= python3
+VENV   ?= .venv
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+IN    := PATH="$(abspath $(BIN)):$$PATH"
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help:  ## lists these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(READY)  ## trains a small CNN on handwritten digits, on two ranks
+	$(IN) coordd run -n 2 python examples/pytorch/digits.py
+
+test: $(READY)  ## runs the tests
+	$(IN) python -m pytest
+
+check: $(READY)  ## lints, checks types, layers, sizes and generated pages
+	$(IN) ruff check
+	$(IN) ruff format --check
+	$(IN) mypy
+	$(IN) lint-imports --no-logo
+	$(IN) python -m coordd_tools.line_budget coordd plugins tools examples tests
+	$(IN) python -m coordd_tools.knob_table --check docs/knobs.md
+
+bench: $(READY)  ## measures coordd beside its peers, all four benchmarks
+	for name in allreduce step idle startup; do $(IN) python -m coordd_tools.bench $$name || exit; done
+
+clean:  ## removes the virtual environment, the caches and the builds
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The environment is made once, and again when what it should hold changes.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "coordd needs Python 3.11 or newer, and '$(PYTHON)' is not. Name one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(IN) python -m pip install --disable-pip-version-check -c constraints.txt -e ".[mpi,torch,examples,dev]"
+	@touch $@

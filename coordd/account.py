@@ -1,0 +1,45 @@
+"""What this rank is doing: told to others when they wait for it, and looked up when it does not answer."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from types import FrameType
+
+import psutil
+
+from coordd.messages import Account
+from coordd.table import Entry, show_site
+
+__all__ = ["account", "process_state"]
+
+_DEPTH = 8
+
+
+def account(rank: int, last: Entry | None) -> Account:
+    """Describes the main thread's stack, without coordd's own frames at its end, and the last submission."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way
+    told = "nothing yet" if last is None else f"{last.request.name!r} at {show_site(last.site)}"
+    return Account(rank, _stack(frame), told)
+
+
+def _stack(frame: FrameType | None) -> str:
+    if frame is None:
+        return "(the main thread has ended)"
+    lines = [
+        f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}" for entry in traceback.extract_stack(frame)
+    ]
+    return "\n".join(lines[-_DEPTH:])
+
+
+def process_state(pid: int, host: str, here: str) -> str:
+    """Says how the operating system sees a process of this host, such as ``stopped``; empty for another host's."""
+    if host != here:
+        return ""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return "gone"
+    except psutil.Error:
+        return ""

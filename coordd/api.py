@@ -1,0 +1,251 @@
+"""The process's default daemon, and coordd without a framework: operations on NumPy arrays.
+
+The only module-level state of coordd lives here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import contextvars
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from coordd.config import Config
+from coordd.daemon import Daemon
+from coordd.errors import ConfigError, ForkedProcessError, NotInitializedError, PeerError
+from coordd.exits import ExitWatch
+from coordd.handles import Handle
+from coordd.messages import ReduceOp
+from coordd.operations import Operations
+from coordd.process_sets import ProcessSet, global_process_set
+from coordd.rendezvous import meet
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "operations",
+    "rank",
+    "shutdown",
+    "size",
+    "using",
+]
+
+log = logging.getLogger("coordd")
+
+_LINGER_SECONDS = 1.0
+_HEARD_SECONDS = 0.3
+
+
+class _Default:
+    """The default daemon, and how this process ends."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.pid = os.getpid()
+        self.operations = Operations(Daemon(config, meet(config)))
+        self.daemon.start()
+        self.exits = ExitWatch(self._failed)
+
+    @property
+    def daemon(self) -> Daemon:
+        return self.operations.daemon
+
+    def _failed(self, reason: str, traceback: str, error: BaseException | None) -> None:
+        if not isinstance(error, PeerError):
+            self.daemon.fail(reason, traceback)
+
+    def leave(self) -> None:
+        """Ends the daemon: in step with the others, or after a failure so that its cause is seen first.
+
+        The culprit waits a moment until the others have heard of it. They wait until its process is gone, so that the
+        launcher sees the culprit's exit code before theirs.
+        """
+        self.exits.verdict()
+        self.exits.restore()
+        if self.daemon.failing:
+            culprit = self.daemon.await_failure(_LINGER_SECONDS)
+            if culprit == self.daemon.world.rank:
+                threading.Event().wait(_HEARD_SECONDS)
+            else:
+                self.daemon.wait_for_loss(culprit, _LINGER_SECONDS)
+            if not self.daemon.end(_LINGER_SECONDS):
+                os._exit(1)
+            return
+        self.daemon.stop()
+
+
+_guard = threading.Lock()
+_default: _Default | None = None
+_override: contextvars.ContextVar[Operations | None] = contextvars.ContextVar("coordd", default=None)
+
+
+def init(**settings: Any) -> None:
+    """Starts the daemon and waits until all ranks are there; does nothing if it runs with these settings already.
+
+    Args:
+        settings: fields of `coordd.config.Config`, such as ``fusion_mb=16``; they beat the environment.
+
+    Raises:
+        ConfigError: a setting is unusable, or the daemon runs with other settings.
+        StartError: the ranks did not find each other.
+        ForkedProcessError: this process was forked from one that uses coordd.
+    """
+    global _default
+    with _guard:
+        if _default is not None and _default.pid != os.getpid():
+            raise ForkedProcessError
+        config = Config.load(os.environ, **settings)
+        logging.getLogger("coordd").setLevel(config.log_level.upper())
+        _log_to_stderr()
+        if _default is None:
+            _default = _Default(config)
+            atexit.register(_at_exit)
+        elif _default.config != config:
+            text = "init() was called before, with other settings: call shutdown() first, or leave them equal"
+            raise ConfigError(text)
+
+
+def shutdown() -> None:
+    """Ends the daemon in step with the other ranks; `init` may be called again. Does nothing if it does not run."""
+    global _default
+    with _guard:
+        leaving, _default = _default, None
+    atexit.unregister(_at_exit)
+    if leaving is not None and leaving.pid == os.getpid():
+        leaving.leave()
+
+
+def _at_exit() -> None:
+    if _default is not None and _default.pid == os.getpid():
+        shutdown()
+
+
+def is_initialized() -> bool:
+    """Says whether operations can be used."""
+    return _override.get() is not None or (_default is not None and _default.pid == os.getpid())
+
+
+def operations() -> Operations:
+    """Returns the operations of the default daemon; for plugins.
+
+    Raises:
+        NotInitializedError: before `init`, or after `shutdown`.
+        ForkedProcessError: in a forked child.
+    """
+    if (override := _override.get()) is not None:
+        return override
+    if _default is None:
+        raise NotInitializedError
+    if _default.pid != os.getpid():
+        raise ForkedProcessError
+    return _default.operations
+
+
+@contextlib.contextmanager
+def using(daemon: Daemon) -> Iterator[None]:
+    """Makes another daemon the default of this thread; for ranks that are threads of one process."""
+    token = _override.set(Operations(daemon))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def rank() -> int:
+    """Returns this process's rank, from 0."""
+    return operations().daemon.world.rank
+
+
+def size() -> int:
+    """Returns the number of ranks."""
+    return operations().daemon.world.size
+
+
+def local_rank() -> int:
+    """Returns this process's place among the ranks of its host, from 0."""
+    return operations().daemon.world.local_rank
+
+
+def local_size() -> int:
+    """Returns the number of ranks on this host."""
+    return operations().daemon.world.local_size
+
+
+def cross_rank() -> int:
+    """Returns the place of this host among those that have this local rank."""
+    return operations().daemon.world.cross_rank
+
+
+def cross_size() -> int:
+    """Returns the number of hosts that have this local rank."""
+    return operations().daemon.world.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Says whether all hosts have the same number of ranks."""
+    return operations().daemon.world.is_homogeneous
+
+
+def allreduce(
+    array: np.ndarray,
+    *,
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+) -> np.ndarray:
+    """Returns the reduction of an array over all ranks; the array itself stays as it is.
+
+    Raises:
+        ArgumentError, MismatchError, DuplicateNameError, PeerError, ShutdownError: see `coordd.errors`.
+    """
+    copy = np.array(array, order="C")
+    result: np.ndarray = operations().allreduce(copy, name=name, op=op, process_set=process_set).result()
+    return result
+
+
+def broadcast(
+    array: np.ndarray, root: int, *, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> np.ndarray:
+    """Returns the root's array; raises like `allreduce`."""
+    copy = np.array(array, order="C")
+    result: np.ndarray = operations().broadcast(copy, root, name=name, process_set=process_set).result()
+    return result
+
+
+def allgather(
+    array: np.ndarray, *, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> np.ndarray:
+    """Returns all ranks' arrays, joined along the first dimension; raises like `allreduce`."""
+    result: np.ndarray = operations().allgather(array, name=name, process_set=process_set).result()
+    return result
+
+
+def barrier(*, process_set: ProcessSet = global_process_set) -> None:
+    """Waits until all ranks have come; raises like `allreduce`."""
+    handle: Handle[Any] = operations().barrier(process_set=process_set)
+    handle.result()
+
+
+def _log_to_stderr() -> None:
+    """Shows coordd's warnings even where the script configures no logging."""
+    if not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("coordd %(levelname)s: %(message)s"))
+        log.addHandler(handler)
+        log.propagate = False

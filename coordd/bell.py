@@ -1,0 +1,61 @@
+"""How the daemon sleeps and who wakes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Sequence
+
+__all__ = ["Bell"]
+
+_SELECT_LIMIT = 1024
+_SHORT = 0.005
+
+
+class Bell:
+    """A sleeper that any thread may wake, and that the network wakes too.
+
+    A ring is never lost: one that comes before the sleep ends it at once.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._watched = [self._read]
+        self._poll = select.poll()
+        self._poll.register(self._read, select.POLLIN)
+        self._rung = False
+
+    def watch(self, descriptors: Sequence[int]) -> None:
+        """Lets these file descriptors wake the sleeper too."""
+        for descriptor in descriptors:
+            self._watched.append(descriptor)
+            self._poll.register(descriptor, select.POLLIN)
+
+    def ring(self) -> None:
+        """Wakes the sleeper; cheap when it has been rung already."""
+        if not self._rung:
+            self._rung = True
+            with contextlib.suppress(OSError):  # the sleeper has left for good
+                os.write(self._write, b"!")
+
+    def sleep(self, seconds: float | None) -> None:
+        """Sleeps until rung, until a watched descriptor is readable, or for ``seconds``; None is without limit."""
+        if not self._rung:
+            if seconds is not None and seconds < _SHORT and max(self._watched) < _SELECT_LIMIT:
+                select.select(self._watched, (), (), seconds)  # poll() rounds up to whole milliseconds
+            else:
+                self._poll.poll(None if seconds is None else seconds * 1e3)
+        if self._rung:
+            # Cleared before draining: a ring in between leaves the flag set, and the next sleep ends at once.
+            self._rung = False
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._read, 64)
+
+    def close(self) -> None:
+        """Frees the descriptors."""
+        self._rung = True
+        os.close(self._read)
+        os.close(self._write)

@@ -1,0 +1,97 @@
+"""The response cache: tensors that all ranks know travel as single bits.
+
+Its one rule: it changes by plans only, so every rank and the coordinator hold the same cache after the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coordd.messages import Kind, Request, Response
+
+__all__ = ["ResponseCache"]
+
+_CACHED_KINDS = frozenset({Kind.ALLREDUCE, Kind.BROADCAST, Kind.BARRIER})
+
+
+class ResponseCache:
+    """Slots for the requests that were answered most recently.
+
+    A tensor keeps its slot when its shape changes. When no slot is free, the one that was used longest ago is reused.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Makes an empty cache of ``capacity`` slots; 0 turns it off."""
+        self._capacity = capacity
+        self._requests: list[Request] = []
+        self._used: list[int] = []
+        self._slots: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def slot(self, request: Request) -> int:
+        """Finds the slot that holds exactly this request; -1 if there is none."""
+        slot = self._slots.get(request.name, -1)
+        if slot < 0:
+            return -1
+        known = self._requests[slot]
+        return slot if known is request or known == request else -1
+
+    def slot_of(self, name: str) -> int:
+        """Finds the slot of a name, whatever its request; -1 if there is none."""
+        return self._slots.get(name, -1)
+
+    def request(self, slot: int) -> Request:
+        """Returns what a slot holds."""
+        return self._requests[slot]
+
+    def holds(self, slot: int) -> bool:
+        """Says whether there is such a slot."""
+        return 0 <= slot < len(self._requests)
+
+    def place(self, request: Request, *, pinned: int = 0) -> int:
+        """Chooses the slot that a newly answered request gets; -1 if it gets none.
+
+        Args:
+            request: what was answered.
+            pinned: bit mask of slots that must stay as they are.
+        """
+        if not self._capacity or request.transient or request.kind not in _CACHED_KINDS:
+            return -1
+        known = self._slots.get(request.name, -1)
+        if known >= 0:
+            return -1 if pinned >> known & 1 else known
+        if len(self._requests) < self._capacity:
+            return len(self._requests)
+        oldest = min(range(len(self._requests)), key=self._used.__getitem__)
+        return -1 if pinned >> oldest & 1 else oldest
+
+    def touch(self, slots: Iterable[int], sequence: int) -> None:
+        """Notes that a plan used these slots."""
+        for slot in slots:
+            self._used[slot] = sequence
+
+    def store(self, response: Response, sequence: int) -> Request | None:
+        """Puts an answered request into the slot that the plan gave it.
+
+        Returns:
+            the request that had to go, if any.
+        """
+        slot, request = response.slot, response.request
+        if slot == len(self._requests):
+            self._requests.append(request)
+            self._used.append(sequence)
+            self._slots[request.name] = slot
+            return None
+        gone = self._requests[slot]
+        del self._slots[gone.name]
+        self._requests[slot] = request
+        self._used[slot] = sequence
+        self._slots[request.name] = slot
+        return gone
+
+    def adopt(self, slot: int, request: Request) -> None:
+        """Keeps the caller's own equal object, so that the next look-up is a comparison by identity."""
+        if self._requests[slot] == request:
+            self._requests[slot] = request

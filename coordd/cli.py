@@ -1,0 +1,80 @@
+"""The command line: `coordd run`, `coordd doctor`, `coordd version`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from coordd.errors import ConfigError, CoorddError
+from coordd.launch.doctor import add_options as add_doctor_options
+from coordd.launch.options import EPILOG, add_options
+from coordd.launch.run import run
+from coordd.version import VERSION
+
+__all__ = ["main"]
+
+_ABOUT = "A background coordination daemon for distributed training."
+_FAILED, _MISUSED = 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code.
+
+    Args:
+        arguments: without the program's name; by default those of this process.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.action(options))
+    except ConfigError as error:
+        return _complain(error, _MISUSED)
+    except (CoorddError, OSError) as error:
+        return _complain(error, _FAILED)
+
+
+def _complain(error: Exception, status: int) -> int:
+    sys.stderr.write(f"coordd: {error}\n")
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="coordd", description=_ABOUT, allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    start = commands.add_parser(
+        "run",
+        help="start a command on several ranks",
+        usage="coordd run -n N [options] command [arguments]",
+        description="Starts a command once per rank, shows its output, and ends all ranks when one fails.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_options(start)
+    start.set_defaults(action=run)
+    check = commands.add_parser(
+        "doctor",
+        help="tell what is installed, and try it",
+        description="Tells what this machine has for coordd, and runs a self-test on two ranks.",
+        allow_abbrev=False,
+    )
+    add_doctor_options(check)
+    check.set_defaults(action=_doctor)
+    version = commands.add_parser("version", help="tell the version")
+    version.set_defaults(action=_version)
+    return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from coordd.launch.doctor import doctor  # rich takes longer to import than a job to start
+
+    return doctor(options)
+
+
+def _version(_: argparse.Namespace) -> int:
+    sys.stdout.write(f"coordd {VERSION}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Every knob, once.
+
+A knob's environment name (``COORDD_FUSION_MB``), its Horovod alias, its command-line flag (``--fusion-mb``) and its row
+in ``docs/knobs.md`` all derive from the one field below. An argument beats the environment, which beats the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, get_type_hints
+
+from coordd.errors import ConfigError
+
+__all__ = ["Config", "Knob", "knobs"]
+
+log = logging.getLogger("coordd")
+
+_MIB = 1 << 20
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_HOROVOD_LEVELS = {"trace": "debug", "fatal": "error"}
+
+
+def _from_bytes(text: str) -> str:
+    """Turns Horovod's byte count into our mebibytes."""
+    return repr(float(text) / _MIB)
+
+
+def _inverted(text: str) -> str:
+    """Turns Horovod's ``…_DISABLE`` into our positive switch."""
+    return "0" if _switch(text) else "1"
+
+
+def _adaptive_if_zero(text: str) -> str:
+    """Keeps Horovod's number of seconds; there is no zero-second stall limit."""
+    return "" if float(text) <= 0 else text
+
+
+def _nearest_level(text: str) -> str:
+    """Names our level for one of Horovod's, which has two more."""
+    return _HOROVOD_LEVELS.get(text.lower(), text)
+
+
+def _switch(word: str) -> bool:
+    if word.lower() in _SWITCH:
+        return _SWITCH[word.lower()]
+    raise ValueError(word)
+
+
+def _knob(  # noqa: PLR0913 - one row of the knob table
+    default: Any,
+    about: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    alias: str = "",
+    convert: Callable[[str], str] = str,
+) -> Any:
+    metadata = {"about": about, "low": low, "high": high, "choices": choices, "alias": alias, "convert": convert}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of one daemon.
+
+    Raises:
+        ConfigError: a value has the wrong type or lies outside its range; the message names the legal range.
+    """
+
+    fusion_mb: float = _knob(
+        32.0,
+        "largest fusion bucket in MiB; 0 reduces every tensor on its own",
+        low=0,
+        high=65536,
+        alias="HOROVOD_FUSION_THRESHOLD",
+        convert=_from_bytes,
+    )
+    cycle_ms: float = _knob(
+        1.0,
+        "batching window in milliseconds: how long ready tensors wait for company while nobody waits for them",
+        low=0,
+        high=10_000,
+        alias="HOROVOD_CYCLE_TIME",
+    )
+    cache_capacity: int = _knob(
+        4096,
+        "known tensors that are negotiated as single bits; 0 turns the response cache off",
+        low=0,
+        high=1 << 20,
+        alias="HOROVOD_CACHE_CAPACITY",
+    )
+    chunk_kb: int = _knob(
+        1024, "piece in KiB in which large tensors travel; several are in flight at once", low=4, high=262_144
+    )
+    stall_check: bool = _knob(
+        True, "report tensors that wait for other ranks", alias="HOROVOD_STALL_CHECK_DISABLE", convert=_inverted
+    )
+    stall_seconds: float | None = _knob(
+        None,
+        "seconds after which a waiting tensor is reported; empty: 20 times the usual wait, between 5 and 60",
+        low=0.05,
+        high=86_400,
+        alias="HOROVOD_STALL_CHECK_TIME_SECONDS",
+        convert=_adaptive_if_zero,
+    )
+    stall_abort_seconds: float = _knob(
+        0.0,
+        "seconds after which a waiting tensor ends the job; 0: never",
+        low=0,
+        high=86_400,
+        alias="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    )
+    heartbeat_seconds: float = _knob(
+        60.0, "silence on the control channel after which a rank counts as dead; 0: never", low=0, high=3600
+    )
+    start_seconds: float = _knob(
+        60.0, "how long init() waits for all ranks", low=0.1, high=86_400, alias="HOROVOD_START_TIMEOUT"
+    )
+    transport: str = _knob("auto", "data plane: auto picks mpi under an MPI launcher, else local")
+    interface: str = _knob(
+        "", "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one"
+    )
+    log_level: str = _knob(
+        "warning",
+        "least severe message that is printed",
+        choices=("debug", "info", "warning", "error"),
+        alias="HOROVOD_LOG_LEVEL",
+        convert=_nearest_level,
+    )
+
+    def __post_init__(self) -> None:
+        for knob in knobs():
+            knob.check(getattr(self, knob.name), source=knob.name)
+
+    @classmethod
+    def load(cls, environment: Mapping[str, str], **arguments: Any) -> Config:
+        """Builds the configuration from arguments, then environment, then defaults.
+
+        Args:
+            environment: usually ``os.environ``; an empty variable counts as not set.
+            arguments: fields by name; ``None`` counts as not given.
+
+        Raises:
+            ConfigError: an unknown argument, or a value that cannot be read or is out of range.
+        """
+        known = {knob.name: knob for knob in knobs()}
+        if unknown := sorted(set(arguments) - set(known)):
+            raise ConfigError.unknown(unknown, sorted(known))
+        values = {name: value for name, value in arguments.items() if value is not None}
+        for knob in known.values():
+            if knob.name not in values and (value := knob.read(environment)) is not None:
+                values[knob.name] = value
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting, with everything that derives from it."""
+
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    about: str
+    low: float | None
+    high: float | None
+    choices: tuple[str, ...]
+    alias: str
+    convert: Callable[[str], str]
+
+    @property
+    def variable(self) -> str:
+        """The environment variable, such as ``COORDD_FUSION_MB``."""
+        return "COORDD_" + self.name.upper()
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag, such as ``--fusion-mb``."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def legal(self) -> str:
+        """The legal values, in words."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.kind is bool:
+            return "one of " + ", ".join(_SWITCH)
+        kind = {int: "a whole number", float: "a number", str: "a word"}[self.kind]
+        span = f" from {self.low:.9g} to {self.high:.9g}" if self.low is not None and self.high is not None else ""
+        return kind + span + (", or empty" if self.optional or self.default == "" else "")
+
+    def read(self, environment: Mapping[str, str]) -> Any:
+        """Looks the knob up in the environment, under its own name first, then under Horovod's; ``None`` is not set.
+
+        Raises:
+            ConfigError: naming the variable and the legal values.
+        """
+        if environment.get(self.variable, "").strip():
+            return self.parse(environment[self.variable], source=self.variable)
+        if word := environment.get(self.alias, "").strip():
+            log.info("%s is read as %s", self.alias, self.variable)
+            try:
+                return self.parse(self.convert(word), source=self.alias)
+            except ValueError as error:  # the alias may have another unit, so its legal values are told in ours
+                legal = f"what {self.variable} can hold, {self.legal}"
+                raise ConfigError.illegal(self.alias, word, legal) from error
+        return None
+
+    def parse(self, text: str, *, source: str) -> Any:
+        """Reads a value from text.
+
+        Raises:
+            ConfigError: naming ``source`` and the legal values.
+        """
+        word = text.strip()
+        if self.optional and not word:
+            return None
+        try:
+            value = self._value(word)
+        except ValueError as error:
+            raise ConfigError.illegal(source, text, self.legal) from error
+        self.check(value, source=source)
+        return value
+
+    def _value(self, word: str) -> Any:
+        if self.kind is bool:
+            return _switch(word)
+        return word.lower() if self.choices else self.kind(word)
+
+    def check(self, value: Any, *, source: str) -> None:
+        """Checks type and range.
+
+        Raises:
+            ConfigError: naming ``source`` and the legal values.
+        """
+        if value is None and self.optional:
+            return
+        accepted = (int, float) if self.kind is float else self.kind
+        fits = isinstance(value, accepted) and (self.kind is bool or not isinstance(value, bool))
+        if fits and self.low is not None and self.high is not None:
+            fits = self.low <= value <= self.high
+        if fits and self.kind is str:
+            fits = value in self.choices if self.choices else value.split() == [value] or value == self.default == ""
+        if not fits:
+            raise ConfigError.illegal(source, value, self.legal)
+
+
+@cache
+def knobs() -> tuple[Knob, ...]:
+    """Lists all knobs in the order of their declaration."""
+    hints = get_type_hints(Config)
+    found = []
+    for row in dataclasses.fields(Config):
+        optional = hints[row.name] == float | None
+        kind = float if optional else hints[row.name]
+        found.append(Knob(name=row.name, kind=kind, optional=optional, default=row.default, **row.metadata))
+    return tuple(found)

@@ -1,0 +1,44 @@
+"""What a control channel must offer: a star around rank 0 that works while data operations hang or a rank is dead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from coordd.messages import Message
+
+__all__ = ["Control", "Lost"]
+
+
+class Lost:
+    """The connection to a rank has closed."""
+
+    __slots__ = ()
+
+
+LOST = Lost()
+
+
+class Control(Protocol):
+    """One rank's end. Rank 0 reaches everybody; the others reach rank 0."""
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """File descriptors that become readable when something arrives."""
+        ...
+
+    def send(self, rank: int, message: Message) -> None:
+        """Sends to a rank; never blocks; what cannot be delivered any more is dropped."""
+        ...
+
+    def receive(self) -> list[tuple[int, Message | Lost]]:
+        """Returns what has arrived, with its senders; never blocks."""
+        ...
+
+    def ready(self) -> bool:
+        """Says whether `receive` would return something; called before every sleep on the descriptors."""
+        ...
+
+    def close(self) -> None:
+        """Leaves, after what was sent has been handed to the network."""
+        ...

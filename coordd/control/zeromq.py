@@ -1,0 +1,168 @@
+"""The control channel over ZeroMQ: a star around rank 0, encrypted and authenticated by CURVE.
+
+The server's public key never crosses the network in clear and is handed out over the data plane only, so it is the job's
+secret: whoever does not have it cannot finish the handshake. One thread owns the sockets; ZeroMQ's own thread moves
+the bytes outside the interpreter's lock, and notices a dead peer while the daemon is busy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from coordd.control.protocol import LOST, Lost
+from coordd.errors import StartError
+from coordd.messages import Message
+from coordd.wire import MAX_MESSAGE, WireError, decode, encode
+
+__all__ = ["Address", "ZmqControl"]
+
+log = logging.getLogger("coordd")
+
+_LINGER_MS = 500
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the coordinator listens, and the keys; it travels over the data plane only."""
+
+    endpoint: str
+    server_key: bytes
+
+
+class ZmqControl:
+    """One rank's end.
+
+    On rank 0 call `listen`, hand the address out, and `connect` elsewhere.
+    """
+
+    def __init__(self, rank: int, *, heartbeat_seconds: float) -> None:
+        self._rank = rank
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER if rank == 0 else zmq.DEALER)
+        self._socket.set(zmq.LINGER, _LINGER_MS)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        if heartbeat_seconds:
+            limit = int(heartbeat_seconds * 1000)
+            self._socket.set(zmq.HEARTBEAT_IVL, max(1, limit // 4))
+            self._socket.set(zmq.HEARTBEAT_TIMEOUT, limit)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._rank_of_connection: dict[int, int] = {}
+        self.descriptors: Sequence[int] = (self._socket.fileno(), self._monitor.fileno())
+
+    def listen(self, interface: str) -> Address:
+        """Opens the coordinator's side on one interface, on a free port."""
+        public, secret = zmq.curve_keypair()
+        self._socket.set(zmq.CURVE_SERVER, 1)
+        self._socket.set(zmq.CURVE_PUBLICKEY, public)
+        self._socket.set(zmq.CURVE_SECRETKEY, secret)
+        port = self._socket.bind_to_random_port(f"tcp://{interface}")
+        return Address(f"tcp://{interface}:{port}", public)
+
+    def connect(self, address: Address) -> None:
+        """Opens a member's side."""
+        public, secret = zmq.curve_keypair()
+        self._socket.set(zmq.CURVE_SERVERKEY, address.server_key)
+        self._socket.set(zmq.CURVE_PUBLICKEY, public)
+        self._socket.set(zmq.CURVE_SECRETKEY, secret)
+        self._socket.set(zmq.ROUTING_ID, _identity(self._rank))
+        # A connection that broke stays broken: the coordinator has already told everybody that this rank is lost.
+        self._socket.set(zmq.RECONNECT_IVL, 50)
+        self._socket.connect(address.endpoint)
+
+    def send(self, rank: int, message: Message) -> None:
+        """Hands a message to ZeroMQ's thread."""
+        data = encode(message)
+        if self._rank == 0:
+            self._socket.send_multipart((_identity(rank), data), zmq.NOBLOCK)
+        else:
+            self._socket.send(data, zmq.NOBLOCK)
+
+    def receive(self) -> list[tuple[int, Message | Lost]]:
+        """Takes what has arrived; bytes that are no message are logged and dropped."""
+        found: list[tuple[int, Message | Lost]] = []
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            sender = self._sender(frames)
+            try:
+                found.append((sender, decode(frames[-1].bytes)))
+            except WireError as error:
+                log.error("dropped a control message from rank %d: %s", sender, error)
+        if self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+            found += self._losses()
+        return found
+
+    def ready(self) -> bool:
+        """Says whether something has arrived; ZeroMQ's descriptors only tell of changes since this was asked."""
+        return bool((self._socket.get(zmq.EVENTS) | self._monitor.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def close(self) -> None:
+        """Leaves; what was sent is delivered first, for at most half a second."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._context.term()
+
+    def _sender(self, frames: Sequence[zmq.Frame]) -> int:
+        if self._rank:
+            return 0
+        rank = int.from_bytes(frames[0].bytes[1:], "big")
+        if rank not in self._rank_of_connection.values():
+            self._rank_of_connection[frames[-1].get(zmq.SRCFD)] = rank
+        return rank
+
+    def _losses(self) -> list[tuple[int, Message | Lost]]:
+        found: list[tuple[int, Message | Lost]] = []
+        while self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            rank = 0 if self._rank else self._rank_of_connection.pop(event["value"], -1)
+            if rank >= 0:
+                found.append((rank, LOST))
+        return found
+
+
+def _identity(rank: int) -> bytes:
+    """The routing id of a rank; ZeroMQ reserves ids that begin with a zero byte."""
+    return b"r" + rank.to_bytes(4, "big")
+
+
+def interface_for(hosts: Sequence[str], wanted: str) -> str:
+    """Chooses the address that the coordinator listens on.
+
+    Args:
+        hosts: the ranks' host names; if they are all one, loopback is enough.
+        wanted: an address or the name of an interface, from the user; empty to choose.
+
+    Raises:
+        StartError: there is no such interface.
+    """
+    if not wanted and len(set(hosts)) == 1:
+        return "127.0.0.1"
+    addresses = {
+        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    usable = {name: found[0] for name, found in addresses.items() if found and psutil.net_if_stats()[name].isup}
+    if wanted:
+        if wanted not in {*usable, *usable.values()}:
+            text = f"no interface {wanted!r} on {os.uname().nodename}; there are {', '.join(sorted(usable))}"
+            raise StartError(text)
+        return usable.get(wanted, wanted)
+    outward = [address for address in usable.values() if not address.startswith("127.")]
+    if not outward:
+        text = f"{os.uname().nodename} has no network interface that other hosts could reach"
+        raise StartError(text)
+    return outward[0]

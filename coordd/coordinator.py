@@ -1,0 +1,163 @@
+"""What rank 0 does beside training: it hears all ranks and tells them what to do.
+
+Pure: messages and the time go in, messages come out. The same object runs in the daemon of rank 0 and in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from coordd.control.protocol import Lost
+from coordd.errors import spans
+from coordd.messages import (
+    Abort,
+    Account,
+    Failure,
+    Goodbye,
+    Hello,
+    Inquiry,
+    Message,
+    Overdue,
+    Plan,
+    Report,
+    StallReport,
+    Waiting,
+    Welcome,
+)
+from coordd.negotiation import Negotiator
+
+__all__ = ["Coordinator"]
+
+_PATIENCE = 1.0
+"""Seconds that ranks have to say what they are doing."""
+
+Outgoing = list[tuple[int, Message]]
+
+
+@dataclass
+class _Investigation:
+    """A stall that is being looked into."""
+
+    overdue: Overdue
+    deadline: float
+    asked: set[int]
+    accounts: dict[int, Account] = field(default_factory=dict)
+
+
+class Coordinator:
+    """The hub of the star."""
+
+    def __init__(self, size: int, *, cache_capacity: int, fusion_bytes: int, abort_seconds: float = 0.0) -> None:
+        self._ranks = range(size)
+        self._negotiator = Negotiator(size, cache_capacity=cache_capacity, fusion_bytes=fusion_bytes)
+        self._abort_seconds = abort_seconds
+        self._arrived: dict[int, Hello] = {}
+        self._said_goodbye: set[int] = set()
+        self._investigation: _Investigation | None = None
+        self._failure: Failure | None = None
+        self._stopped = False
+        self._plans = 0
+        self._out: Outgoing = []
+
+    @property
+    def deadline(self) -> float | None:
+        """When `turn` must be called even if no message arrives."""
+        return self._investigation.deadline if self._investigation else None
+
+    def missing(self) -> list[int]:
+        """The ranks that have not arrived."""
+        return [rank for rank in self._ranks if rank not in self._arrived]
+
+    def hear(self, rank: int, message: Message | Lost, *, now: float) -> None:
+        """Takes one message in."""
+        match message:
+            case Report():
+                self._negotiator.hear(rank, message)
+            case Hello():
+                self._greet(rank, message)
+            case Goodbye():
+                self._said_goodbye.add(rank)
+                self._negotiator.leave(rank)
+            case Abort():
+                self._fail(message.failure)
+            case Overdue():
+                self._investigate(message, now)
+            case Account() if self._investigation is not None:
+                self._investigation.accounts[rank] = message
+            case Lost() if rank not in self._said_goodbye and not self._stopped:
+                self._fail(Failure(rank, f"({self._place(rank)}) died: its connection closed without a goodbye"))
+
+    def turn(self, now: float) -> Outgoing:
+        """Returns what is to be sent, in order; messages to rank 0 itself included."""
+        if self._failure is None:
+            if (plan := self._negotiator.decide()) is not None:
+                self._plans = plan.sequence
+                self._tell(self._ranks, plan)
+            if self._negotiator.finished and not self._stopped:
+                self._stopped = True
+                self._tell(self._ranks, Plan(self._plans + 1, stop=True))
+        self._conclude(now)
+        out, self._out = self._out, []
+        return out
+
+    def _tell(self, ranks: Iterable[int], message: Message) -> None:
+        self._out += [(rank, message) for rank in ranks]
+
+    def _place(self, rank: int) -> str:
+        hello = self._arrived.get(rank)
+        return f"pid {hello.pid} on {hello.host}" if hello else "not yet arrived"
+
+    def _greet(self, rank: int, hello: Hello) -> None:
+        """Counts a rank in; when all are there, welcomes them, or refuses them if they do not fit together."""
+        self._arrived[rank] = hello
+        if len(self._arrived) < len(self._ranks):
+            return
+        hellos = [self._arrived[rank] for rank in self._ranks]
+        refusal = ""
+        for what, values in (
+            ("versions of coordd", [hello.version for hello in hellos]),
+            ("settings", [hello.digest for hello in hellos]),
+        ):
+            if len(set(values)) > 1:
+                groups = {value: [r for r in self._ranks if values[r] == value] for value in dict.fromkeys(values)}
+                told = "; ".join(f"ranks {spans(ranks)}: {value}" for value, ranks in groups.items())
+                refusal = f"the ranks have different {what} ({told}): make them equal"
+        pids, hosts = tuple(hello.pid for hello in hellos), tuple(hello.host for hello in hellos)
+        self._tell(self._ranks, Welcome(pids, hosts, refusal))
+
+    def _fail(self, failure: Failure) -> None:
+        """Tells everybody of the first failure; later ones are its consequences."""
+        if self._failure is None:
+            self._failure = failure
+            self._tell(self._ranks, Abort(failure))
+
+    def _investigate(self, overdue: Overdue, now: float) -> None:
+        waiting = self._waiting(overdue)
+        asked = {rank for item in waiting for rank in item.missing} or set(self._ranks)
+        if self._abort_seconds and overdue.seconds >= self._abort_seconds:
+            culprit = min(asked)
+            names = ", ".join(repr(item.name) for item in waiting[:3])
+            self._fail(Failure(culprit, f"kept {names} waiting for {overdue.seconds:.0f} s (stall_abort_seconds)"))
+        elif self._investigation is None:
+            self._investigation = _Investigation(overdue, now + _PATIENCE, asked)
+            self._tell(sorted(asked), Inquiry())
+
+    def _waiting(self, overdue: Overdue) -> list[Waiting]:
+        announced = {item.name: item for item in self._negotiator.waiting()}
+        mine = [announced.get(name, Waiting(name, "transfer")) for name in overdue.names]
+        return [*mine, *overdue.matched]
+
+    def _conclude(self, now: float) -> None:
+        """Ends an investigation when all have answered or the time is up, and tells everybody."""
+        case = self._investigation
+        if case is None or (now < case.deadline and case.asked - case.accounts.keys()):
+            return
+        self._investigation = None
+        report = StallReport(
+            case.overdue.seconds,
+            tuple(self._waiting(case.overdue)),
+            tuple(case.accounts[rank] for rank in sorted(case.accounts)),
+            tuple(sorted(case.asked - case.accounts.keys())),
+        )
+        self._tell(self._ranks, report)

@@ -1,0 +1,169 @@
+"""Errors that say who, what and what to do next.
+
+Every exception takes data and composes its own text. All of them are `CoorddError`, hence `RuntimeError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+__all__ = [
+    "ArgumentError",
+    "ConfigError",
+    "CoorddError",
+    "DuplicateNameError",
+    "ForkedProcessError",
+    "HandleError",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerError",
+    "RemoteTraceback",
+    "ShutdownError",
+    "StartError",
+]
+
+
+class CoorddError(RuntimeError):
+    """Everything that coordd raises."""
+
+
+class ConfigError(CoorddError, ValueError):
+    """A setting that cannot be used."""
+
+    @classmethod
+    def illegal(cls, source: str, value: object, legal: str) -> Self:
+        """Names the setting, what was found and what is legal."""
+        return cls(f"{source}={value!r} is not usable: give {legal}")
+
+    @classmethod
+    def unknown(cls, names: Sequence[str], known: Sequence[str]) -> Self:
+        """Names the settings that do not exist, and those that do."""
+        return cls(f"no such setting: {', '.join(names)}; there are {', '.join(known)}")
+
+
+class ArgumentError(CoorddError, ValueError):
+    """An operation was asked for something that it cannot do."""
+
+
+class HandleError(CoorddError, ValueError):
+    """Something that is not a handle of this process was waited for."""
+
+    def __init__(self, handle: object) -> None:
+        super().__init__(
+            f"unknown handle {handle!r}: pass what an asynchronous operation of this process returned, once"
+        )
+
+
+class NotInitializedError(CoorddError, ValueError):
+    """coordd was used before `init`, or after `shutdown`."""
+
+    def __init__(self) -> None:
+        super().__init__("coordd has not been initialized; use init() first (and not after shutdown())")
+
+
+class ForkedProcessError(CoorddError):
+    """coordd was used in a child made by `fork`, which has no daemon."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "coordd was initialized before this process was forked, and neither MPI nor the daemon survives a fork: "
+            "use coordd in the parent only, or start workers with the 'spawn' or 'forkserver' method"
+        )
+
+
+class StartError(CoorddError):
+    """The ranks could not find each other."""
+
+
+class ShutdownError(CoorddError):
+    """An operation was pending, or was started, while the job was shutting down."""
+
+    def __init__(self, name: str, ranks: Sequence[int] = ()) -> None:
+        """Says what did not happen, and which ranks had left; none means this one."""
+        self.ranks = tuple(ranks)
+        who = f"{_ranks(ranks)} left the job" if ranks else "this rank called shutdown()"
+        super().__init__(
+            f"{name!r} was not completed because {who} before it was done; "
+            "let all ranks run the same number of steps before they exit"
+        )
+
+
+class DuplicateNameError(CoorddError):
+    """A name was submitted while an operation of the same name was still in flight."""
+
+    def __init__(self, name: str, *, site: str, first_site: str) -> None:
+        super().__init__(
+            f"a tensor with the same name as another tensor that is currently being processed: {name!r}, submitted at "
+            f"{site}, is still in flight from {first_site}; wait for the first one, or use a different tensor name "
+            "(typical causes: two backward passes without step(), two optimizers on one parameter)"
+        )
+
+
+class MismatchError(CoorddError):
+    """Ranks disagree about one tensor; nothing was moved, and the daemon goes on."""
+
+    def __init__(self, name: str, attribute: str, values: Iterable[tuple[str, Sequence[int], Sequence[str]]]) -> None:
+        """Composes the text.
+
+        Args:
+            name: the tensor.
+            attribute: what differs, such as ``"shape"``.
+            values: for each distinct value its text, the ranks that gave it, and where they submitted it.
+        """
+        self.name = name
+        self.attribute = attribute
+        told = "; ".join(
+            f"{_ranks(ranks)}: {value}" + (f" at {', '.join(sites)}" if sites else "") for value, ranks, sites in values
+        )
+        super().__init__(f"ranks disagree on the {attribute} of {name!r} ({told})")
+
+    @classmethod
+    def told(cls, name: str, attribute: str, text: str) -> Self:
+        """Repeats what the coordinator has found, in its words."""
+        error = cls(name, attribute, ())
+        error.args = (text,)
+        return error
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - it carries another rank's traceback, it is never raised alone
+    """The traceback of the rank that failed, as the cause of a `PeerError` here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text.rstrip()}\n"""'
+
+
+class PeerError(CoorddError):
+    """Another rank failed, so nothing that needs it can complete."""
+
+    def __init__(self, rank: int, reason: str, traceback: str = "") -> None:
+        """Keeps the culprit's rank, the reason in one line and its traceback, which becomes the cause."""
+        super().__init__(f"rank {rank} {reason}")
+        self.rank = rank
+        self.reason = reason
+        self.traceback = traceback
+        if traceback:
+            self.__cause__ = RemoteTraceback(traceback)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.reason, self.traceback)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {spans(ranks)}"
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """Writes ranks shortly: ``0-3, 7``."""
+    pieces: list[list[int]] = []
+    for rank in sorted(ranks):
+        if pieces and rank == pieces[-1][1] + 1:
+            pieces[-1][1] = rank
+        else:
+            pieces.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in pieces)

@@ -1,0 +1,144 @@
+"""From a bucket to data on the move: packing, the collective, unpacking; and the operations that are in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from coordd.member import Bucket
+from coordd.messages import Kind
+from coordd.table import Entry
+from coordd.transport import collectives
+from coordd.transport.collectives import Group, Reduction, Steps
+from coordd.transport.protocol import Lane
+
+__all__ = ["Flights"]
+
+_PACKED_BYTES = 128 << 10
+"""Below this a tensor is copied into the bucket's buffer; above it is reduced where it lies, which is cheaper."""
+_ACTIVE = 4
+_DONE = object()
+
+
+class Flights:
+    """Operations in flight on one lane, started in the order of the plans, a few at a time."""
+
+    def __init__(self, lane: Lane, *, rank: int, size: int, chunk: int, landed: Callable[[Entry], None]) -> None:
+        """Starts with none.
+
+        Args:
+            lane: where the data travels.
+            rank: this rank.
+            size: number of ranks.
+            chunk: bytes in which large tensors travel.
+            landed: called for each entry whose result has arrived, before its handle is resolved.
+        """
+        self._lane = lane
+        self._rank = rank
+        self._world = tuple(range(size))
+        self._chunk = chunk
+        self._landed = landed
+        self._queue: deque[Bucket] = deque()
+        self._active: list[tuple[Bucket, Steps]] = []
+        self.bytes_moved = 0
+
+    def __len__(self) -> int:
+        return len(self._active) + len(self._queue)
+
+    def start(self, bucket: Bucket) -> None:
+        """Puts a bucket in line."""
+        self._queue.append(bucket)
+
+    def advance(self) -> bool:
+        """Drives what is in flight; says whether something has landed."""
+        while self._queue and len(self._active) < _ACTIVE:
+            bucket = self._queue.popleft()
+            self._active.append((bucket, self._steps(bucket)))
+        landed = [flight for flight in self._active if next(flight[1], _DONE) is _DONE]
+        for flight in landed:
+            self._active.remove(flight)
+        return bool(landed)
+
+    def clear(self) -> list[Entry]:
+        """Abandons everything, and returns what was under way."""
+        entries = [entry for bucket, _ in self._active for entry in bucket.entries]
+        entries += [entry for bucket in self._queue for entry in bucket.entries]
+        self._active.clear()
+        self._queue.clear()
+        return entries
+
+    def _steps(self, bucket: Bucket) -> Steps:
+        request = bucket.request
+        members = request.members or self._world
+        group = Group(self._lane, members, self._rank, sequence=bucket.sequence, chunk=self._chunk)
+        match request.kind:
+            case Kind.ALLREDUCE:
+                return self._allreduce(group, bucket)
+            case Kind.BROADCAST:
+                return self._broadcast(group, bucket.entries[0])
+            case Kind.ALLGATHER:
+                return self._allgather(group, bucket.entries[0], bucket.sizes)
+            case Kind.BARRIER:
+                return self._barrier(bucket.entries[0])
+
+    def _allreduce(self, group: Group, bucket: Bucket) -> Steps:
+        request = bucket.request
+        packed = [entry for entry in bucket.entries if entry.array.nbytes < _PACKED_BYTES]
+        flats = [_flat(entry.array) for entry in packed]
+        buffer = flats[0] if len(flats) == 1 else np.concatenate(flats) if flats else None
+        large = [entry for entry in bucket.entries if entry.array.nbytes >= _PACKED_BYTES]
+        pieces = [_flat(entry.array) for entry in large]
+        arrays = pieces if buffer is None else [buffer, *pieces]
+        reduction = Reduction(
+            request.op, arrays[0].dtype, prescale=request.prescale, postscale=request.postscale
+        )
+        yield from collectives.allreduce(group, arrays, reduction)
+        self.bytes_moved += sum(array.nbytes for array in arrays)
+        if buffer is not None:
+            start = 0
+            for entry in packed:
+                stop = start + entry.array.size
+                self._write_back(entry, buffer[start:stop])
+                start = stop
+        for entry, piece in zip(large, pieces, strict=True):
+            self._write_back(entry, piece)
+
+    def _write_back(self, entry: Entry, values: np.ndarray) -> None:
+        """Completes an in-place operation, whose values may have travelled in a copy."""
+        if not np.may_share_memory(entry.array, values):
+            entry.array[...] = values.reshape(entry.array.shape)
+        self._land(entry, entry.array)
+
+    def _broadcast(self, group: Group, entry: Entry) -> Steps:
+        flat = _flat(entry.array)
+        yield from collectives.broadcast(group, flat, group.members.index(entry.request.root))
+        self.bytes_moved += flat.nbytes
+        self._write_back(entry, flat)
+
+    def _allgather(self, group: Group, entry: Entry, sizes: Sequence[int]) -> Steps:
+        """Makes an array whose first dimension is the sum of the members'."""
+        rows = sum(sizes)
+        gathered = np.empty((rows, *entry.array.shape[1:]), entry.array.dtype)
+        stops = np.cumsum(sizes)
+        blocks = [gathered[stop - size : stop].reshape(-1) for stop, size in zip(stops, sizes, strict=True)]
+        blocks[group.me][...] = entry.array.reshape(-1)
+        yield from collectives.allgather(group, blocks)
+        self.bytes_moved += gathered.nbytes
+        self._land(entry, gathered)
+
+    def _barrier(self, entry: Entry) -> Steps:
+        """That all members have announced it is all there is to a barrier."""
+        self._land(entry, entry.array)
+        return
+        yield
+
+    def _land(self, entry: Entry, array: np.ndarray) -> None:
+        self._landed(entry)
+        entry.finish(array)
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    """The array in C order as one dimension: a view if that is possible, else a copy."""
+    return array.reshape(-1)

@@ -1,0 +1,53 @@
+"""Which tensors travel together: a pure function of the plan, so that every rank packs alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+
+from coordd.messages import Kind, Request, Response
+
+__all__ = ["buckets", "item_size"]
+
+_ITEM_SIZES = {"bool": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
+
+
+@lru_cache(maxsize=64)
+def item_size(dtype: str) -> int:
+    """Bytes of one element: ``float32`` has 4, ``bfloat16`` 2, ``float8_e4m3fn`` 1."""
+    if dtype in _ITEM_SIZES:
+        return _ITEM_SIZES[dtype]
+    digits = "".join(character for character in dtype.partition("_")[0] if character.isdigit())
+    return int(digits) // 8
+
+
+@lru_cache(maxsize=1 << 16)
+def _traits(request: Request) -> tuple[tuple[object, ...], int]:
+    """What must be equal inside a bucket, and the tensor's bytes."""
+    key = (request.dtype, request.op, request.prescale, request.postscale, request.members)
+    return key, math.prod(request.shape) * item_size(request.dtype)
+
+
+def buckets(responses: Iterable[Response], *, fusion_bytes: int) -> list[list[Response]]:
+    """Groups the responses of one plan.
+
+    Allreduces of equal dtype, operation, scales and process set share a bucket, with look-ahead over the others, until
+    the next one would exceed ``fusion_bytes``. Everything else, and everything when ``fusion_bytes`` is 0, is alone.
+    Buckets are ordered by their first response.
+    """
+    found: list[list[Response]] = []
+    open_buckets: dict[tuple[object, ...], tuple[list[Response], int]] = {}
+    for response in responses:
+        if response.request.kind is not Kind.ALLREDUCE or not fusion_bytes:
+            found.append([response])
+            continue
+        key, size = _traits(response.request)
+        bucket, filled = open_buckets.get(key, (None, 0))
+        if bucket is not None and filled + size <= fusion_bytes:
+            bucket.append(response)
+        else:
+            bucket, filled = [response], 0
+            found.append(bucket)
+        open_buckets[key] = (bucket, filled + size)
+    return found

@@ -1,0 +1,146 @@
+"""The promise of a result: what every asynchronous operation returns, whatever its ordering class."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Handle", "call_site", "wait_all"]
+
+log = logging.getLogger("coordd")
+Result = TypeVar("Result")
+
+
+class Handle(Generic[Result]):
+    """One operation in flight.
+
+    The daemon keeps the tensors of the operation alive until it is done. Any thread may wait, any number of times.
+    """
+
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_hurry", "_result", "_waiter", "name", "submitted")
+
+    def __init__(self, name: str, *, hurry: Callable[[], None] | None = None) -> None:
+        """Makes a pending handle.
+
+        Args:
+            name: what is in flight.
+            hurry: called when somebody starts to wait, so that the daemon stops waiting for company.
+        """
+        self.name = name
+        self.submitted = time.monotonic()
+        self._hurry = hurry
+        self._done = False
+        self._error: BaseException | None = None
+        self._result: Result | None = None
+        self._waiter: threading.Event | None = None
+        self._callbacks: list[Callable[[Handle[Result]], Any]] | None = None
+
+    def poll(self) -> bool:
+        """Says whether `result` would return at once."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the operation is done, at most ``timeout`` seconds.
+
+        Returns:
+            whether it is done.
+        """
+        if self._done:
+            return True
+        waiter = self._waiter
+        if waiter is None:
+            with _guard:
+                waiter = self._waiter = self._waiter or threading.Event()
+        if self._done:
+            return True
+        if self._hurry is not None:
+            self._hurry()
+        return waiter.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Waits, and returns what the operation produced.
+
+        Raises:
+            TimeoutError: it was not done within ``timeout`` seconds.
+            CoorddError: the operation failed; every rank that takes part gets the error.
+        """
+        if not self.wait(timeout):
+            text = f"{self.name!r} is still in flight after {timeout} s"
+            raise TimeoutError(text)
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # a done handle without an error has its result
+
+    def error(self) -> BaseException | None:
+        """Returns why the operation failed; None if it has not."""
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[Handle[Result]], Any]) -> None:
+        """Calls ``callback(handle)`` once it is done: on the daemon's thread, or at once if it is done already."""
+        with _guard:
+            if not self._done:
+                self._callbacks = [*(self._callbacks or ()), callback]
+                return
+        _call(callback, self)
+
+    def resolve(self, result: Result) -> None:
+        """Completes the operation; for the daemon."""
+        self._result = result
+        self._finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the operation without a result; for the daemon."""
+        self._error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        # The order matters: a waiter that appears after the flag is set sees the flag.
+        self._done = True
+        if self._waiter is not None:
+            self._waiter.set()
+        if self._callbacks:
+            with _guard:
+                callbacks, self._callbacks = self._callbacks, None
+            for callback in callbacks or ():
+                _call(callback, self)
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self._done else "pending"
+        return f"<Handle {self.name!r} {state}>"
+
+
+_guard = threading.Lock()
+
+
+def _call(callback: Callable[[Handle[Any]], Any], handle: Handle[Any]) -> None:
+    try:
+        callback(handle)
+    except Exception:
+        log.exception("a callback of %r failed", handle.name)
+
+
+def wait_all(handles: Iterable[Handle[Any]]) -> None:
+    """Waits for all handles, then raises the error of the first that failed.
+
+    Raises:
+        CoorddError: an operation failed.
+    """
+    waited = list(handles)
+    for handle in waited:
+        handle.wait()
+    for handle in waited:
+        handle.result()
+
+
+def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | None:
+    """Finds the innermost line outside coordd, cheaply: as a code object and a line number."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith((package, "torch.")) and module != "torch":
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None

@@ -1,0 +1,78 @@
+"""The message queue: where framework threads leave work for the daemon's thread.
+
+The batching window lives here: work is handed out when the window is over, or at once when somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+from coordd.bell import Bell
+
+__all__ = ["Inbox"]
+
+Item = TypeVar("Item")
+
+
+class Inbox(Generic[Item]):
+    """A queue with many writers and one reader, who sleeps on a bell."""
+
+    def __init__(self, bell: Bell, *, window: float) -> None:
+        """Makes an empty queue.
+
+        Args:
+            bell: wakes the reader.
+            window: seconds that the first item waits for company.
+        """
+        self._bell = bell
+        self._window = window
+        self._items: deque[Item] = deque()
+        self._hurried = False
+        self._deep = False
+        self._end: float | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def put(self, item: Item) -> None:
+        """Adds an item; wakes the reader only from deep sleep, for in the window it comes by itself."""
+        self._items.append(item)
+        if self._deep:
+            self._bell.ring()
+
+    def hurry(self) -> None:
+        """Ends the window: somebody waits."""
+        self._hurried = True
+        self._bell.ring()
+
+    def take(self) -> list[Item]:
+        """Returns the items if the window is over or somebody waits, else nothing; for the reader."""
+        # The flag is taken before the look: a writer adds first and hurries then, so no hurry is lost.
+        hurried, self._hurried = self._hurried, False
+        if not self._items:
+            return []
+        if not hurried:
+            now = time.monotonic()
+            if self._end is None:
+                self._end = now + self._window
+            if now < self._end:
+                return []
+        self._end = None
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+    def drain(self) -> list[Item]:
+        """Returns everything, window or not; for the reader's end."""
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+    def sleep(self, seconds: float | None) -> None:
+        """Sleeps until there is something to take, the bell rings, or ``seconds`` have passed; for the reader."""
+        if self._items:
+            if not self._hurried:
+                self._bell.sleep(max(0.0, (self._end or 0.0) - time.monotonic()))
+            return
+        self._deep = True
+        if not self._items:
+            self._bell.sleep(seconds)
+        self._deep = False

@@ -1,0 +1,93 @@
+"""The user's command as a child process, in a session of its own.
+
+One rule: the child is not reaped before its process group was ended. Until then the kernel cannot give its number to
+anybody else, so the group's name is certain to mean what we started.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Never
+
+from coordd.launch.tether import die_with_parent, signal_group
+
+__all__ = ["Child", "End"]
+
+_NOT_FOUND, _NOT_STARTED = 127, 126  # as shells have it
+
+End = tuple[int, int]  # exit code and signal, one of them 0
+
+
+class Child:
+    """A running command; its output comes from the descriptors ``out`` and ``err``."""
+
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], *, cpus: Iterable[int] = (), reset: Iterable[int] = ()
+    ) -> None:
+        """Starts the command.
+
+        Args:
+            argv: program and arguments; the program is looked up on ``PATH``.
+            environment: the command's whole environment.
+            cpus: hardware threads to stay on; empty for any.
+            reset: signals that the command should find as if nobody had touched them.
+        """
+        self.out, out = os.pipe()
+        self.err, err = os.pipe()
+        parent = os.getpid()
+        self._buried = False
+        self.pid = os.fork()
+        if self.pid == 0:
+            _detach(parent, cpus, reset)
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            _become(argv, environment)
+        os.close(out)
+        os.close(err)
+
+    def end(self) -> End | None:
+        """Tells how the command ended, or ``None`` while it runs. The process stays a zombie until `bury`."""
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return (found.si_status, 0) if found.si_code == os.CLD_EXITED else (0, found.si_status)
+
+    def tell(self, number: int) -> None:
+        """Sends a signal to the command alone."""
+        if not self._buried:
+            os.kill(self.pid, number)
+
+    def tell_all(self, number: int) -> None:
+        """Sends a signal to the command and to whatever it started, and wakes what was stopped."""
+        if not self._buried:
+            signal_group(self.pid, number)
+            signal_group(self.pid, signal.SIGCONT)
+
+    def bury(self) -> None:
+        """Ends what the command left behind, then forgets it."""
+        signal_group(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._buried = True
+
+
+def _detach(parent: int, cpus: Iterable[int], reset: Iterable[int]) -> None:
+    """Makes the forked process its own session, with clean signals, on its own cores."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (*reset, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the last two, and children inherit that
+        signal.signal(number, signal.SIG_DFL)
+    die_with_parent(signal.SIGKILL, parent)
+    if (wanted := set(cpus)) and sys.platform == "linux":
+        os.sched_setaffinity(0, wanted)
+
+
+def _become(argv: Sequence[str], environment: Mapping[str, str]) -> Never:
+    try:
+        os.execvpe(argv[0], list(argv), dict(environment))
+    except OSError as error:
+        os.write(2, f"coordd: cannot start {argv[0]!r}: {error.strerror}\n".encode())
+        os._exit(_NOT_FOUND if error.errno == errno.ENOENT else _NOT_STARTED)

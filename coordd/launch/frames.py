@@ -1,0 +1,95 @@
+"""What a rank's process tells the launcher: one line per frame on the standard error that the MPI launcher forwards.
+
+One rule: a frame is a single write of at most `LIMIT` bytes that ends in a newline. Every MPI launcher forwards standard
+error, from every host, so no port has to be opened and no secret passed. MPI launchers cut what they forward wherever a
+read ends; on Linux `whole` makes one read return one write, so that ranks cannot tear each other's frames apart.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from typing import NamedTuple
+
+from coordd.launch.lines import Piece
+from coordd.launch.outcome import Outcome
+
+__all__ = ["LIMIT", "TEXT", "Ended", "Frame", "Output", "Started", "decode", "encode", "whole"]
+
+LIMIT = 2048  # below every launcher's read size (Open MPI: 4096) and below what a pipe writes in one go
+TEXT = LIMIT - 64  # what is left for a piece of output
+
+_MARK = b"\x1ecoordd"
+_FIELD = b"\x1f"
+_ENDS = {b"\n": b"n", b"\r": b"r", b"": b"p"}
+_CLOSERS = {letter: end for end, letter in _ENDS.items()}
+
+
+class Output(NamedTuple):
+    """A piece of what a rank's command wrote; ``stream`` is 1 or 2."""
+
+    rank: int
+    stream: int
+    piece: Piece
+
+
+class Started(NamedTuple):
+    """A rank's command has been started on a host."""
+
+    rank: int
+    host: str
+
+
+class Ended(NamedTuple):
+    """A rank's command has ended."""
+
+    rank: int
+    outcome: Outcome
+
+
+Frame = Output | Started | Ended
+
+
+def encode(frame: Frame) -> bytes:
+    """Writes a frame as one line."""
+    if isinstance(frame, Output):
+        fields = [b"%d" % frame.stream + _ENDS[frame.piece.end], frame.piece.text]
+    elif isinstance(frame, Started):
+        fields = [b"s", frame.host.encode()]
+    else:
+        fields = [b"f", _written(frame.outcome)]
+    return _FIELD.join([_MARK, b"%d" % frame.rank, *fields]) + b"\n"
+
+
+def _written(outcome: Outcome) -> bytes:
+    numbers = (b"%d" % number for number in outcome[:4])
+    words = (text.encode(errors="replace").translate(None, b"\n" + _FIELD)[: TEXT // 2] for text in outcome[4:])
+    return _FIELD.join([*numbers, *words])
+
+
+def decode(line: bytes) -> Frame | None:
+    """Reads a line without its newline; ``None`` means that it is no frame but something the MPI launcher said."""
+    if not line.startswith(_MARK + _FIELD):
+        return None
+    try:
+        _, rank, kind, payload = line.split(_FIELD, 3)
+        return _read(int(rank), kind, payload)
+    except (KeyError, ValueError):  # torn, where `whole` had no effect: show it rather than lose it
+        return None
+
+
+def _read(rank: int, kind: bytes, payload: bytes) -> Frame:
+    if kind == b"s":
+        return Started(rank, payload.decode())
+    if kind == b"f":
+        code, signal, told, consequence, exception, last = payload.decode(errors="replace").split("\x1f")
+        return Ended(rank, Outcome(int(code), int(signal), told == "1", consequence == "1", exception, last))
+    return Output(rank, int(kind[:1]), Piece(payload, _CLOSERS[kind[1:]]))
+
+
+def whole(descriptor: int) -> None:
+    """Puts a pipe into packet mode, where that exists: one read then returns one write, never parts of two."""
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) and hasattr(os, "O_DIRECT"):
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

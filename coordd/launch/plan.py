@@ -1,0 +1,136 @@
+"""What `coordd run` is going to do, worked out before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordd.errors import ConfigError
+from coordd.launch.cores import Cores, divide
+from coordd.launch.environment import assignments, forwarded
+from coordd.launch.flavour import ALONE, Launch
+from coordd.launch.hosts import Host, place_ranks
+from coordd.launch.job import Program
+from coordd.launch.launcher import Launcher
+from coordd.launch.options import command_of, extra_of, hosts_of, knob_variables
+from coordd.launch.rank import Order
+
+__all__ = ["Plan"]
+
+# A batch system has reserved the hosts, and the MPI launcher knows them.
+_RESERVED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "LOADL_PID")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launcher's command line, and what it is for.
+
+    Attributes:
+        size: number of ranks.
+        program: the command line, with its environment.
+        settings: the part of the environment that the options set.
+        note: one line that says how the ranks share the cores.
+    """
+
+    size: int
+    program: Program
+    settings: Mapping[str, str]
+    note: str
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, environment: Mapping[str, str], cores: Cores) -> Plan:
+        """Makes the plan.
+
+        Args:
+            options: as `coordd.launch.options` reads them.
+            environment: usually ``os.environ``.
+            cores: those of this host.
+
+        Raises:
+            ConfigError: options that make no sense, alone or together.
+            LauncherError: nothing can start that many ranks.
+        """
+        command = command_of(options)
+        size, hosts = _where(options, environment)
+        settings = {**knob_variables(options), **assignments(options.env, environment)}
+        inherited = {**environment, "PATH": _path(environment), **settings}
+        here = not hosts and not any(name in environment for name in _RESERVED)
+        launcher = _launcher(options.launcher, needed=size > 1 or not here)
+        flavour = launcher.flavour if launcher else ALONE
+        order = Order(command, flavour.style, options.threads, options.bind)
+        launch = Launch(
+            size=size,
+            command=(sys.executable, "-m", "coordd.launch.rank", *order.arguments),
+            hosts=hosts,
+            forwarded=() if here else forwarded(inherited, settings),
+            oversubscribed=here and size > len(cores.threads),
+            root=os.geteuid() == 0,
+            extra=extra_of(options),
+        )
+        argv = [*([str(launcher.path)] if launcher else []), *flavour.flags(launch)]
+        title = launcher.title if launcher else "rank 0"
+        note = f"{_ranks(size)} {_share(size, cores, order, inherited) if here else _elsewhere(hosts)}"
+        return cls(size, Program(argv, inherited, flavour, title), settings, note)
+
+    def __str__(self) -> str:
+        """The command line, as one could type it."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.settings.items()]
+        return " ".join([*settings, shlex.join(self.program.argv)])
+
+
+def _where(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[int, tuple[Host, ...]]:
+    """Finds the number of ranks, and the hosts with the ranks of each."""
+    hosts = hosts_of(options)
+    size = options.size or sum(host.slots for host in hosts) or int(environment.get("SLURM_NTASKS", "0"))
+    if not size:
+        raise ConfigError("how many ranks? say -n, as in 'coordd run -n 2 python train.py', or --hosts a:4,b:4")
+    return size, place_ranks(size, hosts) if hosts else ()
+
+
+def _path(environment: Mapping[str, str]) -> str:
+    """Makes ``python`` mean this interpreter in a virtual environment that is not activated."""
+    folders = environment.get("PATH", os.defpath).split(os.pathsep)
+    own = str(Path(sys.executable).parent)
+    if sys.prefix != sys.base_prefix and own not in folders:
+        folders.insert(0, own)
+    return os.pathsep.join(folders)
+
+
+def _launcher(name: str, *, needed: bool) -> Launcher | None:
+    """Finds the launcher; a single rank here needs none."""
+    if name != "auto":
+        return Launcher.named(name)
+    return Launcher.find() if needed else None
+
+
+def _share(size: int, cores: Cores, order: Order, environment: Mapping[str, str]) -> str:
+    """Says what each rank gets of this host."""
+    share = divide(cores, 0, size)
+    of_cores = f"on {cores.count} core{'s' * (cores.count > 1)}"
+    if size > cores.count:
+        of_cores += ", which they take turns on"
+    elif share.bound_to and order.bind:
+        of_cores += ", each bound to its own"
+    if order.threads:
+        return f"of {_threads(order.threads)} {of_cores}"
+    if "OMP_NUM_THREADS" in environment:
+        return f"{of_cores}; OMP_NUM_THREADS={environment['OMP_NUM_THREADS']} is kept"
+    return f"of {_threads(share.threads)} {of_cores}"
+
+
+def _elsewhere(hosts: tuple[Host, ...]) -> str:
+    where = ", ".join(map(str, hosts)) or "the hosts of this reservation"
+    return f"on {where}; each host divides its cores among its ranks"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"

@@ -1,0 +1,194 @@
+"""The small process that stands for one rank: ``python -m coordd.launch.rank … -- command …``.
+
+The MPI launcher starts it in the command's place. It starts the command in a session of its own, hands its output to
+`coordd run` line by line, passes signals on and reports the end. One rule: it starts quickly, hence imports little.
+
+Stopping: the first request to stop goes to the command as it is, the second one ends its process group with SIGKILL. A
+rank that failed, or was asked to stop, stays until that second request: an MPI launcher that sees one process exit with
+an error ends all others at once, and they still have something to say.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from coordd.launch.child import Child
+from coordd.launch.cores import cores_here, divide, thread_variables
+from coordd.launch.frames import Ended, Started, encode, whole
+from coordd.launch.outcome import Outcome
+from coordd.launch.place import place
+from coordd.launch.relay import Relay
+from coordd.launch.tether import Guard, die_with_parent
+
+__all__ = ["Order", "Rank", "main"]
+
+_QUIET = 0.05  # seconds after which an unfinished line is shown
+_LEFTOVERS = 0.3  # seconds that what the command has left behind gets to end
+
+# What a request to stop becomes. Open MPI forwards SIGALRM and SIGURG untouched, while a quarter of a second after
+# SIGINT or SIGTERM it kills.
+_STOPS = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGALRM: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGURG: signal.SIGTERM,
+}
+_PARENT_DIED = signal.SIGHUP
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_HANDLED = (*_STOPS, _PARENT_DIED, *_PASSED_ON, signal.SIGCHLD)
+
+
+class Order(NamedTuple):
+    """What `coordd run` tells each rank's process on its command line.
+
+    Attributes:
+        command: the user's command.
+        style: how the MPI launcher speaks, see `coordd.launch.place`.
+        threads: threads of the command, 0 for this rank's share of the cores.
+        bind: whether to bind the command to its share.
+    """
+
+    command: Sequence[str]
+    style: str = "alone"
+    threads: int = 0
+    bind: bool = True
+
+    @property
+    def arguments(self) -> list[str]:
+        """The order as command-line arguments."""
+        return [self.style, str(self.threads), str(int(self.bind)), "--", *self.command]
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> Order:
+        """Reads the arguments back; importing argparse would take longer than all else that this process does."""
+        style, threads, bind, _, *command = arguments
+        return cls(command, style, int(threads), bind == "1")
+
+
+class Rank:
+    """Runs one rank's command to its end."""
+
+    def __init__(self, order: Order, *, launcher: int) -> None:
+        """Starts the command.
+
+        Args:
+            order: what to run.
+            launcher: the descriptor whose other end `coordd run` reads.
+        """
+        here = place(order.style, os.environ)
+        self._asked = 0
+        self._wake = _listen()
+        share = divide(cores_here(), here.local_rank, here.local_size)
+        environment = _environment(order.threads or share.threads, insist=order.threads > 0)
+        cpus = share.bound_to if order.bind else ()
+        self._child = child = Child(order.command, environment, cpus=cpus, reset=_HANDLED)
+        killed = encode(Ended(here.rank, Outcome(signal=signal.SIGKILL)))
+        self._guard = Guard(child.pid, lambda: _write(launcher, killed))
+        self._rank = here.rank
+        self._relay = Relay(here.rank, out=child.out, err=child.err, write=lambda packet: _write(launcher, packet))
+        self._launcher = launcher
+        self._poller = select.poll()
+        for descriptor in (self._wake, child.out, child.err):
+            self._poller.register(descriptor, select.POLLIN)
+        self._poller.register(launcher, 0)  # only to hear of its end
+
+    def run(self) -> int:
+        """Serves the command until it has ended and we may go; returns its exit status."""
+        self._relay.say([Started(self._rank, os.uname().nodename)])
+        while (end := self._child.end()) is None:
+            if not self._serve(_QUIET if self._relay.unfinished else None):
+                self._relay.flush()
+        self._serve_until(time.monotonic() + _LEFTOVERS, patience=0)
+        outcome = self._outcome(*end)
+        self._relay.say([Ended(self._rank, outcome)])
+        self._sweep()
+        self._guard.dismiss()
+        while (outcome.failed or self._asked) and self._asked < 2:
+            self._serve(None)
+        return outcome.status
+
+    def _outcome(self, code: int, number: int) -> Outcome:
+        self._relay.flush()
+        words = self._relay.words
+        told = self._asked > 0
+        exception = words.exception if code or words.exception.startswith("Fatal") else ""
+        return Outcome(code, number, told, words.consequence, exception, words.last)
+
+    def _sweep(self) -> None:
+        """Ends what the command has left behind. Its output, if it is still coming, is shown."""
+        if self._relay.open:
+            self._child.tell_all(signal.SIGTERM)
+            self._serve_until(time.monotonic() + _LEFTOVERS, patience=_LEFTOVERS)
+        self._child.bury()
+        self._serve_until(time.monotonic() + _LEFTOVERS, patience=0)
+
+    def _serve_until(self, deadline: float, *, patience: float) -> None:
+        """Serves until the pipes have ended, nothing happens for ``patience`` seconds, or the deadline has come."""
+        while self._relay.open and time.monotonic() < deadline and self._serve(patience):
+            continue
+
+    def _serve(self, seconds: float | None) -> bool:
+        """Waits for output and signals and deals with them; ``False`` says that nothing came."""
+        events = self._poller.poll(None if seconds is None else seconds * 1000)
+        for descriptor, _ in events:
+            if descriptor == self._wake:
+                for number in os.read(self._wake, 64):
+                    self._hear(number)
+            elif descriptor == self._launcher:
+                self._poller.unregister(descriptor)
+                self._stop(_PARENT_DIED)
+            elif not self._relay.read(descriptor):
+                self._poller.unregister(descriptor)
+        return bool(events)
+
+    def _hear(self, number: int) -> None:
+        if number in _PASSED_ON:
+            self._child.tell(number)
+        elif number == _PARENT_DIED or number in _STOPS:
+            self._stop(number)
+
+    def _stop(self, number: int) -> None:
+        self._asked += 2 if number == _PARENT_DIED else 1
+        self._child.tell_all(_STOPS[signal.Signals(number)] if self._asked == 1 else signal.SIGKILL)
+
+
+def _environment(threads: int, *, insist: bool) -> dict[str, str]:
+    """Composes the command's environment; what the user has set stays."""
+    defaults = {
+        "PYTHONUNBUFFERED": "1",  # output comes when it is written, and none is lost when the process is killed
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code says where
+    }
+    own = thread_variables(threads, os.environ, insist=insist)
+    return {**defaults, **os.environ, **own, "COORDD_LAUNCHED": "1"}
+
+
+def _listen() -> int:
+    """Turns signals into bytes on a descriptor."""
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    for number in _HANDLED:
+        signal.signal(number, lambda _number, _frame: None)
+    return ear
+
+
+def _write(descriptor: int, packet: bytes) -> None:
+    while packet:
+        packet = packet[os.write(descriptor, packet) :]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command that the arguments name; returns its exit status."""
+    die_with_parent(_PARENT_DIED, os.getppid())
+    whole(2)
+    return Rank(Order.parse(arguments), launcher=2).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

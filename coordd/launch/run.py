@@ -1,0 +1,47 @@
+"""`coordd run`: from options to the exit code of a job that has ended."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from contextlib import ExitStack
+from typing import TextIO
+
+from coordd.launch.cores import cores_here
+from coordd.launch.job import Job
+from coordd.launch.logs import Logs
+from coordd.launch.plan import Plan
+from coordd.launch.screen import Screen, Sink
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carries out `coordd run`; returns the exit code.
+
+    Raises:
+        ConfigError: options that make no sense.
+        LauncherError: nothing can start that many ranks.
+        OSError: the launcher cannot be started, or the output cannot be written.
+    """
+    plan = Plan.of(options, os.environ, cores_here())
+    if options.dry_run:
+        sys.stdout.write(f"{plan}\n")
+        return 0
+    with ExitStack() as stack:
+        logs = Logs(options.output_dir) if options.output_dir else None
+        if logs:
+            stack.callback(logs.close)
+        colour = "NO_COLOR" not in os.environ
+        screen = Screen(_sink(sys.stdout), _sink(sys.stderr), prefix=options.prefix, colour=colour, logs=logs)
+        screen.say(f"coordd: {plan.note}")
+        verdict = Job(plan.program, size=plan.size, screen=screen, grace=options.grace_seconds).run()
+        if verdict.text:
+            screen.say(f"coordd: {verdict.text}")
+        return verdict.status
+
+
+def _sink(file: TextIO) -> Sink:
+    return Sink(file.buffer, terminal=file.isatty(), columns=shutil.get_terminal_size().columns)

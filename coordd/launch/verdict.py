@@ -1,0 +1,104 @@
+"""What a job's end was, in one exit code and one or two lines.
+
+One rule: the first failure that is nobody else's consequence is the cause, and it is named last, below everything that
+followed from it.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass, field
+from itertools import chain
+
+from coordd.errors import spans
+from coordd.launch.frames import Ended
+from coordd.launch.outcome import Outcome, signal_name
+
+__all__ = ["Record", "Verdict", "judge"]
+
+_ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+).*?[Ee]rrorcode:? (-?\d+)", re.DOTALL)
+
+
+@dataclass
+class Record:
+    """What was seen of a job.
+
+    Attributes:
+        size: number of ranks asked for.
+        launcher: what started them.
+        hosts: host of each rank that has started.
+        ended: ranks' ends, in the order in which they were heard of.
+        stopped_by: the signal with which the user ended the job, or 0.
+        status: how the launcher ended; negative for signals, as `subprocess` has it.
+        said: what the launcher wrote itself.
+    """
+
+    size: int
+    launcher: str
+    hosts: dict[int, str] = field(default_factory=dict)
+    ended: list[Ended] = field(default_factory=list)
+    stopped_by: int = 0
+    status: int = 0
+    said: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The end of a job: its exit code, and what to say about it."""
+
+    status: int
+    text: str = ""
+
+
+def judge(record: Record) -> Verdict:
+    """Finds the cause."""
+    if record.stopped_by:
+        name = signal_name(record.stopped_by)
+        text = "interrupted" if record.stopped_by == signal.SIGINT else f"ended by {name}"
+        return Verdict(128 + record.stopped_by, text)
+    if cause := _cause(record):
+        return _blamed(cause, record)
+    if len(record.ended) == record.size:
+        return Verdict(0)
+    return _unheard(record)
+
+
+def _cause(record: Record) -> Ended | None:
+    """Picks the first failure of the best kind: its own, then `MPI_Abort`, then a consequence, then an end on request."""
+    failures = [end for end in record.ended if end.outcome.failed]
+    own = [end for end in failures if not end.outcome.told and not end.outcome.consequence]
+    told = [end for end in failures if end.outcome.told]
+    return next(chain(own, _aborted(record.said), (end for end in failures if not end.outcome.told), told), None)
+
+
+def _aborted(said: list[str]) -> list[Ended]:
+    """Reads Open MPI's notice: the rank that calls `MPI_Abort` is often killed before it can exit with its code."""
+    found = _ABORT.search("\n".join(said))
+    if not found:
+        return []
+    code = int(found[2]) & 0xFF or 1
+    return [Ended(int(found[1]), Outcome(code, exception=f"it called MPI_Abort with code {found[2]}"))]
+
+
+def _blamed(cause: Ended, record: Record) -> Verdict:
+    text = f"rank {cause.rank}"
+    if len(set(record.hosts.values())) > 1:
+        text += f" (host {record.hosts.get(cause.rank, 'unknown')})"
+    text += f" {cause.outcome.text}"
+    if cause.outcome.signal == signal.SIGKILL:
+        text += " (if nobody sent it, the kernel did for want of memory: see 'dmesg')"
+    alike = [end.rank for end in record.ended if end.rank != cause.rank and end.outcome == cause.outcome]
+    if alike and cause.outcome.code:
+        text += f" (rank{'s' * (len(alike) > 1)} {spans(alike)} too)"
+    return Verdict(cause.outcome.status, text)
+
+
+def _unheard(record: Record) -> Verdict:
+    """Speaks about a launcher that ended although ranks did not, or that never started them."""
+    status = record.status
+    how = f"exited with code {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
+    running = sorted(record.hosts.keys() - {end.rank for end in record.ended})
+    when = f"while rank{'s' * (len(running) > 1)} {spans(running)} ran" if running else "before any rank had started"
+    hint = "" if running else "; what it said is above"
+    return Verdict(128 - status if status < 0 else status or 1, f"{record.launcher} {how} {when}{hint}")

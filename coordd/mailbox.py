@@ -1,0 +1,203 @@
+"""Matched operations: a send and a receive that name each other, in any order, without any negotiation.
+
+A message is a header of fixed size, which says what follows, and the payload, which travels only when it is wanted: so
+an early send costs its receiver no memory, and a receive that does not fit says so instead of truncating.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from coordd.errors import ArgumentError, MismatchError
+from coordd.fusion import item_size
+from coordd.handles import Handle
+from coordd.messages import Waiting
+from coordd.transport.collectives import Steps
+from coordd.transport.protocol import ANY, Lane, Ticket
+
+__all__ = ["Letter", "Mailbox"]
+
+_HEADER_BYTES = 2048
+_HEADER_TAG = 0
+_PART_BYTES = 256 << 20
+_DONE = object()
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    """What follows: the payload travels with the tag ``serial``."""
+
+    sender: int
+    serial: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Letter:
+    """One send or receive of this rank; ``array`` is None when the receiver takes what comes."""
+
+    __slots__ = ("array", "handle", "land", "name", "outgoing", "peer")
+
+    def __init__(  # noqa: PLR0913 - a record
+        self,
+        name: str,
+        peer: int,
+        array: np.ndarray | None,
+        handle: Handle[Any],
+        *,
+        outgoing: bool,
+        land: Callable[[np.ndarray], Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.peer = peer
+        self.array = array
+        self.handle = handle
+        self.outgoing = outgoing
+        self.land = land
+
+    def finish(self, array: np.ndarray) -> None:
+        """Hands the result over."""
+        self.handle.resolve(array if self.land is None else self.land(array))
+
+
+class Mailbox:
+    """The sends and receives of one rank."""
+
+    def __init__(self, lane: Lane, rank: int) -> None:
+        self._lane = lane
+        self._rank = rank
+        self._serial = 0
+        self._wanted: dict[tuple[int, str], deque[Letter]] = {}
+        self._arrived: dict[tuple[int, str], deque[_Header]] = {}
+        self._moving: list[tuple[Letter, Steps]] = []
+        self._slot = np.zeros(_HEADER_BYTES, np.uint8)
+        self._listening: Ticket | None = None
+
+    def __len__(self) -> int:
+        return len(self._moving) + sum(len(queue) for queue in self._wanted.values())
+
+    def start(self, letter: Letter) -> None:
+        """Starts a send, or a receive."""
+        if letter.outgoing:
+            self._moving.append((letter, self._send(letter)))
+            return
+        key = (letter.peer, letter.name)
+        if headers := self._arrived.get(key):
+            self._accept(letter, headers.popleft())
+            if not headers:
+                del self._arrived[key]
+        else:
+            self._wanted.setdefault(key, deque()).append(letter)
+
+    def advance(self) -> bool:
+        """Drives what is under way; says whether something was completed."""
+        if self._wanted:
+            self._listen()
+        done = [moving for moving in self._moving if next(moving[1], _DONE) is _DONE]
+        for moving in done:
+            self._moving.remove(moving)
+        return bool(done)
+
+    def waiting(self) -> Iterator[tuple[float, Waiting]]:
+        """Lists what is under way, with the time of its start."""
+        letters = [letter for letter, _ in self._moving]
+        letters += [letter for queue in self._wanted.values() for letter in queue]
+        for letter in letters:
+            word = "send" if letter.outgoing else "recv"
+            yield letter.handle.submitted, Waiting(letter.name, word, (letter.peer,))
+
+    def clear(self) -> list[Letter]:
+        """Abandons everything, and returns what was under way."""
+        letters = [letter for letter, _ in self._moving]
+        letters += [letter for queue in self._wanted.values() for letter in queue]
+        self._wanted.clear()
+        if self._listening is not None:
+            self._lane.cancel(self._listening)
+            self._listening = None
+        return letters
+
+    def _send(self, letter: Letter) -> Steps:
+        assert letter.array is not None
+        payload = np.ascontiguousarray(letter.array).reshape(-1).view(np.uint8)
+        self._serial = self._serial % (self._lane.tags - 1) + 1
+        header = _header(_Header(self._rank, self._serial, letter.name, letter.array.dtype.name, letter.array.shape))
+        tickets = [self._lane.isend(header, letter.peer, _HEADER_TAG)]
+        tickets += [self._lane.isend(part, letter.peer, self._serial) for part in _parts(payload)]
+        while not self._lane.done(tickets):
+            yield
+        letter.finish(letter.array)
+
+    def _listen(self) -> None:
+        """Takes headers in, for as long as a receive waits for one."""
+        while self._wanted:
+            if self._listening is None:
+                self._listening = self._lane.irecv(self._slot, ANY, _HEADER_TAG)
+            if not self._lane.done([self._listening]):
+                return
+            self._listening = None
+            length = int.from_bytes(self._slot[:4].tobytes(), "big")
+            header = msgspec.msgpack.decode(self._slot[4 : 4 + length].tobytes(), type=_Header)
+            self._sort(header)
+
+    def _sort(self, header: _Header) -> None:
+        key = (header.sender, header.name)
+        queue = self._wanted.get(key)
+        if not queue:
+            self._arrived.setdefault(key, deque()).append(header)
+            return
+        letter = queue.popleft()
+        if not queue:
+            del self._wanted[key]
+        self._accept(letter, header)
+
+    def _accept(self, letter: Letter, header: _Header) -> None:
+        self._moving.append((letter, self._receive(letter, header)))
+
+    def _receive(self, letter: Letter, header: _Header) -> Steps:
+        """Takes the payload in, and only then compares: what was sent must be taken, whether it fits or not."""
+        sent, wanted = _describe(header.dtype, header.shape), letter.array
+        fits = wanted is not None and sent == _describe(wanted.dtype.name, wanted.shape)
+        direct = fits and wanted is not None and wanted.flags.c_contiguous
+        raw = wanted.reshape(-1).view(np.uint8) if direct and wanted is not None else _buffer(header)
+        tickets = [self._lane.irecv(part, letter.peer, header.serial) for part in _parts(raw)]
+        while not self._lane.done(tickets):
+            yield
+        if wanted is None:
+            letter.finish(raw.view(np.dtype(header.dtype)).reshape(header.shape))
+        elif fits:
+            if not direct:
+                wanted[...] = raw.view(wanted.dtype).reshape(wanted.shape)
+            letter.finish(wanted)
+        else:
+            values = [(sent, [letter.peer], []), (_describe(wanted.dtype.name, wanted.shape), [self._rank], [])]
+            letter.handle.fail(MismatchError(letter.name, "tensor that is sent and received", values))
+
+
+def _header(header: _Header) -> np.ndarray:
+    data = msgspec.msgpack.encode(header)
+    if len(data) > _HEADER_BYTES - 4:
+        text = f"the name {header.name[:40]!r}… is too long to be sent: use at most 1000 characters"
+        raise ArgumentError(text)
+    frame = np.zeros(_HEADER_BYTES, np.uint8)
+    frame[: 4 + len(data)] = np.frombuffer(len(data).to_bytes(4, "big") + data, np.uint8)
+    return frame
+
+
+def _buffer(header: _Header) -> np.ndarray:
+    count = 1
+    for length in header.shape:
+        count *= length
+    return np.empty(count * item_size(header.dtype), np.uint8)
+
+
+def _parts(raw: np.ndarray) -> list[np.ndarray]:
+    return [raw[start : start + _PART_BYTES] for start in range(0, raw.size, _PART_BYTES)]
+
+
+def _describe(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}"

@@ -1,0 +1,203 @@
+"""What ranks tell each other: frozen data, nothing else.
+
+The protocol is functions on these values; the daemon and the simulator use the same ones.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+__all__ = [
+    "Abort",
+    "Account",
+    "Announcement",
+    "Failure",
+    "Goodbye",
+    "Hello",
+    "Inquiry",
+    "Kind",
+    "Message",
+    "Overdue",
+    "Plan",
+    "ReduceOp",
+    "Report",
+    "Request",
+    "Response",
+    "StallReport",
+    "Waiting",
+    "Welcome",
+]
+
+
+class Kind(IntEnum):
+    """The negotiated operations."""
+
+    ALLREDUCE = 0
+    ALLGATHER = 1
+    BROADCAST = 2
+    BARRIER = 3
+
+
+class ReduceOp(IntEnum):
+    """How values combine; the numbers are Horovod's."""
+
+    AVERAGE = 0
+    SUM = 1
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """This tensor of mine is ready.
+
+    ``members`` is the process set, sorted; empty means the whole world. A transient name is used once only, so it is
+    not worth a place in the cache.
+    """
+
+    kind: Kind
+    name: str
+    dtype: str = "uint8"
+    shape: tuple[int, ...] = ()
+    op: ReduceOp = ReduceOp.SUM
+    root: int = -1
+    prescale: float = 1.0
+    postscale: float = 1.0
+    members: tuple[int, ...] = ()
+    transient: bool = False
+
+
+class Announcement(msgspec.Struct, frozen=True, array_like=True):
+    """A request that the coordinator does not know yet, and the line of code that made it.
+
+    A filler says: I have nothing for this, but will take part with zeros if another rank has something.
+    """
+
+    request: Request
+    site: str = ""
+    filler: bool = False
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """What one rank has new: known tensors as bits over the cache's slots, the others spelled out.
+
+    ``seen`` is the last plan that the rank had carried out; it dates the bits. ``fillers`` are those of the hits that
+    the rank only fills up with zeros.
+    """
+
+    seen: int
+    hits: bytes = b""
+    fillers: bytes = b""
+    fresh: tuple[Announcement, ...] = ()
+
+
+class Response(msgspec.Struct, frozen=True, array_like=True):
+    """One entry of a plan: carry out ``request``, or fail it with ``error``.
+
+    ``slot`` is the place in the cache that the tensor gets, -1 for none. ``sizes`` are the members' first dimensions
+    of an allgather. ``recipients`` are the ranks that fail; a response without any is for all members. A void response
+    ends an operation that all members would only have filled up.
+    """
+
+    request: Request
+    slot: int = -1
+    sizes: tuple[int, ...] = ()
+    error: str = ""
+    attribute: str = ""
+    recipients: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+    void: bool = False
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
+    """What all ranks now do, in this order: the hits by ascending slot, then the responses.
+
+    ``voids`` are the slots of operations that end without a result, because all members would only have filled up.
+    """
+
+    sequence: int
+    hits: bytes = b""
+    voids: bytes = b""
+    responses: tuple[Response, ...] = ()
+    fusion_bytes: int = 0
+    stop: bool = False
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A rank has arrived."""
+
+    version: str
+    digest: str
+    pid: int
+    host: str
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """All ranks have arrived; or ``refusal`` says why the job cannot start. Process ids and hosts are by rank."""
+
+    pids: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
+    """A rank will submit nothing more."""
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Who failed, why in one line, and the traceback where there is one."""
+
+    rank: int
+    reason: str
+    traceback: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """The job has failed."""
+
+    failure: Failure
+
+
+class Inquiry(msgspec.Struct, frozen=True, array_like=True, tag="inquiry"):
+    """Others wait for you: what are you doing?"""
+
+
+class Account(msgspec.Struct, frozen=True, array_like=True, tag="account"):
+    """What a rank is doing: its main thread's stack, innermost call last, and what it submitted last."""
+
+    rank: int
+    stack: str
+    last: str
+
+
+class Waiting(msgspec.Struct, frozen=True, array_like=True):
+    """An operation that waits, and the ranks it waits for; none if its data is on the way."""
+
+    name: str
+    operation: str
+    missing: tuple[int, ...] = ()
+
+
+class Overdue(msgspec.Struct, frozen=True, array_like=True, tag="overdue"):
+    """These tensors of mine have waited too long: which ranks are missing, and what do they do?
+
+    ``matched`` are the sends and receives among them, whose peer only this rank knows.
+    """
+
+    seconds: float
+    names: tuple[str, ...] = ()
+    matched: tuple[Waiting, ...] = ()
+
+
+class StallReport(msgspec.Struct, frozen=True, array_like=True, tag="stall"):
+    """Who waits for whom, and what those do; ``silent`` are the ranks that did not answer the inquiry."""
+
+    seconds: float
+    waiting: tuple[Waiting, ...]
+    accounts: tuple[Account, ...]
+    silent: tuple[int, ...] = ()
+
+
+Message = Report | Plan | Hello | Welcome | Goodbye | Abort | Overdue | Inquiry | Account | StallReport

@@ -1,0 +1,328 @@
+"""The coordinator's mind: from what each rank has announced to what all ranks do next.
+
+Pure: no thread, clock or socket. Reports go in, plans come out; the order of a plan depends on the order of the
+reports only where it must, and every rank carries out the same sequence of plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from coordd.cache import ResponseCache
+from coordd.errors import MismatchError, spans
+from coordd.messages import Announcement, Kind, Plan, Report, Request, Response, Waiting
+from coordd.wire import bits, mask
+
+__all__ = ["Negotiator", "verdict"]
+
+
+class _Entry:
+    """One name in one process set: who has announced it, and its turn among what is ready."""
+
+    __slots__ = ("by_rank", "members", "name", "turn")
+
+    def __init__(self, name: str, members: tuple[int, ...]) -> None:
+        self.name = name
+        self.members = members
+        self.by_rank: dict[int, Announcement] = {}
+        self.turn = (0, 0)
+
+
+class Negotiator:
+    """Holds the message table: who has announced what.
+
+    A tensor is released when every member of its process set has announced it. Known tensors are counted as bits in
+    one integer a rank; the others as entries by name and process set. Released together, tensors come in the order in
+    which the lowest member announced them, whatever order the reports arrived in.
+    """
+
+    def __init__(self, size: int, *, cache_capacity: int, fusion_bytes: int) -> None:
+        """Starts with an empty table for ``size`` ranks."""
+        self._world = tuple(range(size))
+        self._fusion_bytes = fusion_bytes
+        self._sequence = 0
+        self._cache = ResponseCache(cache_capacity)
+        self._announced = [0] * size
+        self._filled = [0] * size
+        self._slots_of: dict[tuple[int, ...], int] = {}
+        self._sites: dict[tuple[int, int], str] = {}
+        self._table: dict[str, dict[tuple[int, ...], _Entry]] = {}
+        self._complete: list[_Entry] = []
+        self._refused: list[Response] = []
+        self._poisoned: dict[tuple[str, int], Response] = {}
+        self._replaced: deque[tuple[int, int, Request]] = deque()
+        self._seen = [0] * size
+        self._heard = [0] * size
+        self._left: set[int] = set()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank has left."""
+        return len(self._left) == len(self._world)
+
+    def hear(self, rank: int, report: Report) -> None:
+        """Enters what a rank has new."""
+        self._seen[rank] = max(self._seen[rank], report.seen)
+        hits = int.from_bytes(report.hits, "little")
+        if hits:
+            fillers = int.from_bytes(report.fillers, "little")
+            for slot, request in self._outdated(report.seen, hits):
+                hits &= ~(1 << slot)
+                self._enter(rank, Announcement(request, filler=bool(fillers >> slot & 1)))
+            for slot in bits(hits & self._spelled_out()):
+                hits &= ~(1 << slot)
+                self._enter(rank, self._known(rank, slot, filler=bool(fillers >> slot & 1)))
+            self._announced[rank] |= hits
+            self._filled[rank] |= hits & fillers
+        for announcement in report.fresh:
+            self._enter(rank, announcement)
+
+    def leave(self, rank: int) -> None:
+        """Notes that a rank will announce nothing more; what it waits for, and what waits for it, fails."""
+        for slot in bits(self._announced_by_any()):
+            self._spell_out(slot)
+        self._left.add(rank)
+        for entry in [entry for sets in self._table.values() for entry in sets.values()]:
+            if entry not in self._complete:
+                self._settle(entry)
+
+    def decide(self) -> Plan | None:
+        """Releases everything that is ready; None when there is nothing to say."""
+        ready, voids = self._ready_slots()
+        if not (ready or self._complete or self._refused):
+            return None
+        self._sequence += 1
+        hits = ready & ~voids
+        self._cache.touch(bits(hits), self._sequence)
+        for rank in self._world:
+            self._announced[rank] &= ~ready
+            self._filled[rank] &= ~ready
+        responses, self._refused = self._refused, []
+        for entry in sorted(self._complete, key=lambda entry: entry.turn):
+            self._drop(entry)
+            responses.append(self._release(entry))
+        self._complete.clear()
+        self._forget()
+        return Plan(
+            sequence=self._sequence,
+            hits=mask(hits),
+            voids=mask(voids),
+            responses=tuple(responses),
+            fusion_bytes=self._fusion_bytes,
+        )
+
+    def waiting(self) -> list[Waiting]:
+        """Lists what some members have announced and others have not."""
+        found = []
+        for entry in [entry for sets in self._table.values() for entry in sets.values()]:
+            missing = tuple(rank for rank in entry.members or self._world if rank not in entry.by_rank)
+            kind = next(iter(entry.by_rank.values())).request.kind
+            found.append(Waiting(entry.name, kind.name.lower(), missing))
+        for slot in bits(self._announced_by_any()):
+            request = self._cache.request(slot)
+            missing = tuple(r for r in request.members or self._world if not self._announced[r] >> slot & 1)
+            found.append(Waiting(request.name, request.kind.name.lower(), missing))
+        return found
+
+    def _known(self, rank: int, slot: int, *, filler: bool) -> Announcement:
+        """Spells out what a rank's bit means."""
+        return Announcement(self._cache.request(slot), self._sites.get((rank, slot), ""), filler)
+
+    def _enter(self, rank: int, announcement: Announcement) -> None:
+        """Puts one announcement where it is counted: among the bits, or into the table."""
+        request = announcement.request
+        if (owed := self._poisoned.pop((request.name, rank), None)) is not None:
+            self._refused.append(owed)
+            return
+        slot = self._cache.slot_of(request.name)
+        if slot >= 0 and not self._left and request.name not in self._table:
+            if self._cache.slot(request) == slot:
+                # The rank has not yet seen the plan that cached its tensor, or announces it from another line.
+                self._announced[rank] |= 1 << slot
+                self._filled[rank] |= announcement.filler << slot
+                self._sites[rank, slot] = announcement.site
+                return
+            self._spell_out(slot)
+        entry = self._entry(request)
+        self._count(entry, rank, announcement)
+        if not self._contradicts(rank, entry):
+            self._settle(entry)
+
+    def _entry(self, request: Request) -> _Entry:
+        sets = self._table.setdefault(request.name, {})
+        return sets.setdefault(request.members, _Entry(request.name, request.members))
+
+    def _count(self, entry: _Entry, rank: int, announcement: Announcement) -> None:
+        self._heard[rank] += 1
+        entry.by_rank[rank] = announcement
+        if rank == (entry.members or self._world)[0]:
+            entry.turn = (rank, self._heard[rank])
+
+    def _drop(self, entry: _Entry) -> None:
+        sets = self._table[entry.name]
+        del sets[entry.members]
+        if not sets:
+            del self._table[entry.name]
+
+    def _settle(self, entry: _Entry) -> None:
+        """Marks an entry ready when all have announced it, and fails it when one never will."""
+        members = entry.members or self._world
+        if len(entry.by_rank) == len(members):
+            self._complete.append(entry)
+        elif gone := tuple(rank for rank in members if rank in self._left):
+            self._drop(entry)
+            ranks = tuple(sorted(entry.by_rank))
+            request = entry.by_rank[ranks[0]].request
+            self._refused.append(Response(request, left=gone, recipients=ranks))
+
+    def _contradicts(self, rank: int, entry: _Entry) -> bool:
+        """Fails a name that two ranks have announced for different process sets to which both belong."""
+        sets = self._table[entry.name]
+        if len(sets) == 1:
+            return False
+        for other in list(sets.values()):
+            opposed = other is not entry and rank in (other.members or self._world)
+            if opposed and any(peer in (entry.members or self._world) for peer in other.by_rank):
+                self._poison(entry, other)
+                return True
+        return False
+
+    def _poison(self, *entries: _Entry) -> None:
+        """Fails contradicting entries, now for those who have announced and later for those who will."""
+        told: dict[int, Announcement] = {}
+        members: set[int] = set()
+        values = []
+        for entry in entries:
+            self._drop(entry)
+            told |= entry.by_rank
+            members |= {*(entry.members or self._world)}
+            values.append((f"({spans(entry.members or self._world)})", sorted(entry.by_rank), _sites(entry.by_rank)))
+        error = str(MismatchError(entries[0].name, "process set", sorted(values, key=lambda value: value[1])))
+        request = told[min(told)].request
+        refusal = Response(request, error=error, attribute="process set", recipients=tuple(sorted(told)))
+        self._refused.append(refusal)
+        for rank in members - set(told):
+            self._poisoned[entries[0].name, rank] = msgspec.structs.replace(refusal, recipients=(rank,))
+
+    def _release(self, entry: _Entry) -> Response:
+        response = verdict(entry.by_rank)
+        if not response.error and all(told.filler for told in entry.by_rank.values()):
+            return msgspec.structs.replace(response, void=True)
+        slot = -1 if response.error else self._cache.place(response.request, pinned=self._announced_by_any())
+        if slot < 0:
+            return response
+        response = msgspec.structs.replace(response, slot=slot)
+        gone = self._cache.store(response, self._sequence)
+        if gone is not None:
+            self._replaced.append((self._sequence, slot, gone))
+            self._slots_of[gone.members] &= ~(1 << slot)
+        self._slots_of[entry.members] = self._slots_of.get(entry.members, 0) | 1 << slot
+        for rank, announcement in entry.by_rank.items():
+            self._sites[rank, slot] = announcement.site
+        return response
+
+    def _ready_slots(self) -> tuple[int, int]:
+        """The slots that all members have announced, and those of them that all would only fill up."""
+        ready = voids = 0
+        for members, cached in self._slots_of.items():
+            common = filled = cached
+            for rank in members or self._world:
+                common &= self._announced[rank]
+                filled &= self._filled[rank]
+            ready |= common
+            voids |= filled
+        return ready, voids & ready
+
+    def _announced_by_any(self) -> int:
+        return functools.reduce(operator.or_, self._announced)
+
+    def _spelled_out(self) -> int:
+        """The slots whose tensors are negotiated by name at present, because a rank differs or has left."""
+        if self._left or self._poisoned:
+            return -1
+        slots = (self._cache.slot_of(name) for name in self._table)
+        return functools.reduce(operator.or_, (1 << slot for slot in slots if slot >= 0), 0)
+
+    def _spell_out(self, slot: int) -> None:
+        """Moves a cached tensor's announcements into the table, where they can be compared."""
+        ranks = [rank for rank in self._world if self._announced[rank] >> slot & 1]
+        if not ranks:
+            return
+        entry = self._entry(self._cache.request(slot))
+        for rank in ranks:
+            self._count(entry, rank, self._known(rank, slot, filler=bool(self._filled[rank] >> slot & 1)))
+            self._announced[rank] &= ~(1 << slot)
+            self._filled[rank] &= ~(1 << slot)
+        self._settle(entry)
+
+    def _outdated(self, seen: int, hits: int) -> list[tuple[int, Request]]:
+        """Finds the hits that mean an older tensor, because the rank had not yet seen its slot change hands."""
+        found: dict[int, Request] = {}
+        for sequence, slot, request in self._replaced:
+            if sequence > seen and hits >> slot & 1:
+                found.setdefault(slot, request)
+        return list(found.items())
+
+    def _forget(self) -> None:
+        """Drops what no report can refer to any more."""
+        oldest = min(self._seen)
+        while self._replaced and self._replaced[0][0] <= oldest:
+            self._replaced.popleft()
+
+
+def verdict(by_rank: Mapping[int, Announcement]) -> Response:
+    """Compares what all members have announced under one name.
+
+    Args:
+        by_rank: the announcements, one a member.
+
+    Returns:
+        the response: either to carry it out, or the error that every member gets.
+    """
+    ranks = sorted(by_rank)
+    first = by_rank[ranks[0]].request
+    requests = [by_rank[rank].request for rank in ranks]
+    for attribute in ("operation", "dtype", "shape", "reduction", "scale factors", "root rank"):
+        values = [_value(request, attribute) for request in requests]
+        if any(value != values[0] for value in values):
+            error = MismatchError(first.name, attribute, _by_value(by_rank, ranks, values))
+            return Response(first, error=str(error), attribute=attribute, recipients=tuple(ranks))
+    sizes = tuple(request.shape[0] for request in requests) if first.kind is Kind.ALLGATHER else ()
+    return Response(first, sizes=sizes)
+
+
+def _value(request: Request, attribute: str) -> str:
+    """Shows the part of a request that all ranks must share."""
+    match attribute:
+        case "operation":
+            return request.kind.name.lower()
+        case "dtype":
+            return request.dtype
+        case "shape":
+            if request.kind is Kind.ALLGATHER:
+                return str(("any", *request.shape[1:])).replace("'", "")
+            return str(request.shape)
+        case "reduction":
+            return request.op.name.lower()
+        case "scale factors":
+            return f"prescale {request.prescale:g}, postscale {request.postscale:g}"
+        case _:
+            return str(request.root)
+
+
+def _by_value(
+    by_rank: Mapping[int, Announcement], ranks: list[int], values: list[str]
+) -> list[tuple[str, list[int], list[str]]]:
+    groups: dict[str, dict[int, Announcement]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        groups.setdefault(value, {})[rank] = by_rank[rank]
+    return [(value, sorted(group), _sites(group)) for value, group in groups.items()]
+
+
+def _sites(by_rank: Mapping[int, Announcement]) -> list[str]:
+    return list(dict.fromkeys(told.site for _, told in sorted(by_rank.items()) if told.site))

@@ -1,0 +1,80 @@
+"""When a wait is too long, and how it is told. Pure: time is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordd.errors import spans
+from coordd.messages import StallReport, Waiting
+
+__all__ = ["StallWatch", "tell"]
+
+_LEAST, _MOST, _TIMES = 5.0, 60.0, 20.0
+_MEMORY = 0.9
+_SHOWN = 6
+
+
+class StallWatch:
+    """Decides when this rank asks what the others are doing.
+
+    Without a fixed limit it adapts: twenty times the usual wait, between 5 and 60 seconds. A wait that goes on is asked
+    about again after twice the time, and so on.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._fixed = seconds
+        self._usual = 0.0
+        self._next: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a wait is too long."""
+        if self._fixed is not None:
+            return self._fixed
+        return min(_MOST, max(_LEAST, _TIMES * self._usual))
+
+    def observe(self, seconds: float) -> None:
+        """Learns from a wait that ended."""
+        self._usual = _MEMORY * self._usual + (1 - _MEMORY) * seconds
+        self._next = None
+
+    def overdue(self, waited: float) -> bool:
+        """Says whether it is time to ask, given how long the oldest operation has waited."""
+        if waited < (self._next or self.limit):
+            return False
+        self._next = 2 * waited
+        return True
+
+    def remaining(self, waited: float) -> float:
+        """Seconds until `overdue` can say yes."""
+        return max(0.0, (self._next or self.limit) - waited)
+
+
+def tell(report: StallReport) -> str:
+    """Writes a stall report for people."""
+    lines = [f"no progress for {report.seconds:.1f} s:"]
+    by_missing: dict[tuple[int, ...], list[Waiting]] = {}
+    for waiting in report.waiting:
+        by_missing.setdefault(waiting.missing, []).append(waiting)
+    lines += [f"  {_names(group)} {_wait(missing)}" for missing, group in by_missing.items()]
+    for account in report.accounts:
+        lines.append(f"  rank {account.rank} has last submitted {account.last}; its main thread is at")
+        lines += [f"    {line}" for line in account.stack.rstrip().splitlines()]
+    if report.silent:
+        text = "does not answer" if len(report.silent) == 1 else "do not answer"
+        lines.append(f"  {_rank_words(report.silent)} {text}: the process is stopped, dead, or holds Python's lock")
+    return "\n".join(lines)
+
+
+def _names(group: Sequence[Waiting]) -> str:
+    shown = ", ".join(f"{waiting.name!r} ({waiting.operation})" for waiting in group[:_SHOWN])
+    rest = len(group) - _SHOWN
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def _wait(missing: Sequence[int]) -> str:
+    return f"waiting for {_rank_words(missing)}" if missing else "agreed by all ranks, data still on the way"
+
+
+def _rank_words(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"

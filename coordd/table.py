@@ -1,0 +1,120 @@
+"""The tensor table: what this rank has announced and not yet got back.
+
+Pure bookkeeping on one thread. An entry stays until its operation is done or failed, so nothing is ever lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coordd.cache import ResponseCache
+from coordd.errors import DuplicateNameError
+from coordd.messages import Announcement, Report, Request
+from coordd.wire import mask
+
+if TYPE_CHECKING:
+    from coordd.handles import Handle
+
+__all__ = ["Entry", "TensorTable", "show_site"]
+
+Site = tuple[CodeType, int] | None
+
+
+class Entry:
+    """One tensor that this rank has made ready.
+
+    ``array`` is reduced or filled in place; ``land`` runs on the daemon's thread after the data has arrived, and its
+    value becomes the handle's result. A filler takes part with zeros if another rank has something; if nobody has, its
+    result is None.
+    """
+
+    __slots__ = ("array", "filler", "handle", "land", "request", "site")
+
+    def __init__(
+        self,
+        request: Request,
+        array: np.ndarray,
+        handle: Handle[object],
+        *,
+        site: Site = None,
+        land: Callable[[np.ndarray], object] | None = None,
+        filler: bool = False,
+    ) -> None:
+        self.request = request
+        self.filler = filler
+        self.array = array
+        self.handle = handle
+        self.site = site
+        self.land = land
+
+    def finish(self, array: np.ndarray) -> None:
+        """Hands the result over."""
+        self.handle.resolve(array if self.land is None else self.land(array))
+
+
+class TensorTable:
+    """Entries by name, oldest first."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._sites: dict[str, Site] = {}
+        self.last: Entry | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def admit(self, entries: Iterable[Entry], cache: ResponseCache, *, seen: int) -> Report | None:
+        """Takes new entries in, and says what is new.
+
+        A name that is still in flight is refused: the later entry fails, and nobody else hears of it.
+
+        Returns:
+            the report; None if nothing is new.
+        """
+        hits = fillers = 0
+        fresh = []
+        for entry in entries:
+            request = entry.request
+            if (first := self._entries.setdefault(request.name, entry)) is not entry:
+                sites = {"site": show_site(entry.site), "first_site": show_site(first.site)}
+                entry.handle.fail(DuplicateNameError(request.name, **sites))
+                continue
+            self.last = entry
+            slot = cache.slot(request)
+            if slot >= 0 and self._sites.get(request.name) == entry.site:
+                hits |= 1 << slot
+                fillers |= entry.filler << slot
+            else:
+                self._sites[request.name] = entry.site
+                fresh.append(Announcement(request, show_site(entry.site), entry.filler))
+        return Report(seen, mask(hits), mask(fillers), tuple(fresh)) if hits or fresh else None
+
+    def take(self, name: str) -> Entry:
+        """Removes and returns an entry."""
+        return self._entries.pop(name)
+
+    def find(self, name: str) -> Entry:
+        """Returns an entry."""
+        return self._entries[name]
+
+    def oldest(self) -> Entry | None:
+        """Returns what has waited longest."""
+        return next(iter(self._entries.values()), None)
+
+    def clear(self) -> list[Entry]:
+        """Removes and returns everything."""
+        entries = list(self._entries.values())
+        self._entries.clear()
+        return entries
+
+
+def show_site(site: Site) -> str:
+    """Writes a call site: ``train.py:31``."""
+    return f"{site[0].co_filename}:{site[1]}" if site is not None else "an unknown place"

@@ -1,0 +1,4 @@
+"""The PyTorch facade: ``import coordd.torch as cd``."""
+
+from coordd_torch import *  # noqa: F403
+from coordd_torch import __all__ as __all__  # noqa: PLC0414 - what is public there is public here

@@ -1,0 +1,253 @@
+"""Collectives from point-to-point messages, as generators that the daemon advances.
+
+Their one rule: element k of a reduction is combined in rank order, ``((x0 + x1) + x2) + …``, wherever it lies in whatever
+bucket. So results are equal on all ranks, from run to run, and however tensors were fused.
+
+The pattern is direct exchange. A piece of a tensor is cut into one slice a member; everyone sends slice i to member i,
+member i combines what it gets, and sends the result to everyone::
+
+        member 0   member 1                 member 0   member 1
+        [a0][a1]   [b0][b1]   ── slices ─▶  [a0+b0]    [a1+b1]   ── results ─▶   both have [a0+b0][a1+b1]
+
+Each member moves 2 (n-1)/n of the tensor, the least possible. Sixteen-bit floats travel as such and are added in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from coordd.messages import ReduceOp
+from coordd.transport.protocol import Lane, Ticket
+
+__all__ = ["Group", "Reduction", "allgather", "allreduce", "broadcast"]
+
+Steps = Generator[None, None, None]
+"""Each ``yield`` says: not yet."""
+
+_WINDOW = 2
+_PHASES = 2
+_ONE_ROUND_BYTES = 64 << 10
+_UFUNCS: dict[ReduceOp, Callable[..., np.ndarray]] = {
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+class Group:
+    """The members of one operation, on a lane, with tags that no other operation in flight has."""
+
+    tags_per_operation = _WINDOW * _PHASES
+
+    def __init__(self, lane: Lane, members: Sequence[int], rank: int, *, sequence: int, chunk: int) -> None:
+        """Describes one operation.
+
+        Args:
+            lane: where its messages travel.
+            members: global ranks, ascending.
+            rank: this rank.
+            sequence: its number, equal on all members.
+            chunk: bytes in which large tensors travel.
+        """
+        self.lane = lane
+        self.members = members
+        self.me = members.index(rank)
+        self.chunk = chunk
+        self._tag = sequence % (lane.tags // self.tags_per_operation) * self.tags_per_operation
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    def tag(self, slot: int, phase: int) -> int:
+        """The tag of a phase of the piece that is handled in a slot of the window."""
+        return self._tag + slot * _PHASES + phase
+
+    def others(self) -> Iterator[int]:
+        """The other members by index, starting after this one so that not everybody talks to the first."""
+        return ((self.me + step) % self.size for step in range(1, self.size))
+
+    def send(self, array: np.ndarray, to: int, tag: int) -> Ticket:
+        """Starts to send to a member, by index."""
+        return self.lane.isend(array, self.members[to], tag)
+
+    def receive(self, array: np.ndarray, source: int, tag: int) -> Ticket:
+        """Starts to receive from a member, by index."""
+        return self.lane.irecv(array, self.members[source], tag)
+
+    def finish(self, tickets: Sequence[Ticket]) -> Steps:
+        """Waits for messages."""
+        while not self.lane.done(tickets):
+            yield
+
+
+class Reduction:
+    """The arithmetic of one reduction: in the tensor's own type, or in fp32 for sixteen-bit floats."""
+
+    def __init__(self, op: ReduceOp, dtype: np.dtype, *, prescale: float = 1.0, postscale: float = 1.0) -> None:
+        self._op = op
+        self._combine = _UFUNCS[op]
+        self._prescale = prescale
+        self._postscale = postscale
+        self._narrow = dtype.name in {"float16", "bfloat16"}
+
+    def prepare(self, piece: np.ndarray) -> None:
+        """Applies the prescale factor, in place."""
+        if self._prescale != 1.0:
+            np.multiply(piece, self._prescale, out=piece, casting="unsafe")
+
+    def combine(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """Combines the members' slices in their order, then averages and applies the postscale factor.
+
+        Args:
+            parts: one slice a member; they may be overwritten.
+            out: where the result goes; it may be one of the parts.
+        """
+        total = self._total([part.astype(np.float32) for part in parts] if self._narrow else parts, out)
+        if self._op is ReduceOp.AVERAGE:
+            np.divide(total, len(parts), out=total)
+        if self._postscale != 1.0:
+            np.multiply(total, self._postscale, out=total)
+        if total is not out:
+            out[...] = total
+
+    def _total(self, parts: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
+        total = parts[0]
+        for index, part in enumerate(parts[1:], start=2):
+            # Until the last step the running total lives in the first part: ``out`` may be a part that is yet to come.
+            target = out if index == len(parts) and not self._narrow else total
+            total = self._combine(total, part, out=target)
+        return total
+
+
+def allreduce(group: Group, arrays: Sequence[np.ndarray], reduction: Reduction) -> Steps:
+    """Reduces flat contiguous arrays in place; their dtypes are equal, their sizes are equal on all members."""
+    return _windowed(
+        group, (piece for array in arrays for piece in _pieces(array, group.chunk)),
+        lambda slot, piece: _reduce_piece(group, slot, piece, reduction),
+    )
+
+
+def broadcast(group: Group, array: np.ndarray, root: int) -> Steps:
+    """Copies the array of the member with index ``root`` into everybody's flat contiguous array of the same size."""
+    return _windowed(
+        group, _pieces(array, group.chunk), lambda slot, piece: _broadcast_piece(group, slot, piece, root)
+    )
+
+
+def allgather(group: Group, blocks: Sequence[np.ndarray]) -> Steps:
+    """Fills the other members' flat contiguous blocks from what they hold in theirs; blocks may differ in size."""
+    longest = max(block.nbytes for block in blocks)
+    rounds = range(0, max(longest, 1), group.chunk)
+    cuts = ([_cut(block, start, group.chunk) for block in blocks] for start in rounds)
+    return _windowed(group, cuts, lambda slot, cut: _spread(group, cut, group.tag(slot, 0)))
+
+
+def _windowed(group: Group, pieces: Iterable, work: Callable[[int, object], Steps]) -> Steps:  # type: ignore[type-arg]
+    """Works on a few pieces at once, each in its slot, so that the next one travels while one is combined.
+
+    A slot is reused in the order of the pieces, so a slot's messages match on all members.
+    """
+    source = iter(pieces)
+    if group.size == 1:
+        for piece in source:
+            yield from work(0, piece)
+        return
+    running: dict[int, Steps] = {}
+    turns = 0
+    exhausted = False
+    while True:
+        while not exhausted and turns % _WINDOW not in running:
+            piece = next(source, None)
+            if piece is None:
+                exhausted = True
+            else:
+                running[turns % _WINDOW] = work(turns % _WINDOW, piece)
+                turns += 1
+        for slot, steps in list(running.items()):
+            if next(steps, _DONE) is _DONE:
+                del running[slot]
+        if exhausted and not running:
+            return
+        yield
+
+
+_DONE = object()
+
+
+def _reduce_piece(group: Group, slot: int, piece: np.ndarray, reduction: Reduction) -> Steps:
+    reduction.prepare(piece)
+    if group.size == 1:
+        reduction.combine([piece], piece)
+    elif piece.nbytes * (group.size - 1) <= _ONE_ROUND_BYTES or piece.size < group.size:
+        yield from _reduce_at_once(group, slot, piece, reduction)
+    else:
+        yield from _reduce_slices(group, slot, piece, reduction)
+
+
+def _reduce_at_once(group: Group, slot: int, piece: np.ndarray, reduction: Reduction) -> Steps:
+    """One round: everybody sends everything to everybody. Fewer steps, for what is small."""
+    parts = [piece if index == group.me else np.empty_like(piece) for index in range(group.size)]
+    yield from _spread(group, parts, group.tag(slot, 0))
+    reduction.combine(parts, piece)
+
+
+def _reduce_slices(group: Group, slot: int, piece: np.ndarray, reduction: Reduction) -> Steps:
+    """Two rounds: slices to their owners, results to everybody."""
+    slices = _slices(piece, group.size)
+    mine = slices[group.me]
+    parts = [mine if index == group.me else np.empty_like(mine) for index in range(group.size)]
+    tag = group.tag(slot, 0)
+    receives = [group.receive(parts[peer], peer, tag) for peer in group.others()]
+    sends = [group.send(slices[peer], peer, tag) for peer in group.others()]
+    yield from group.finish(receives)
+    reduction.combine(parts, mine)
+    yield from group.finish(sends)  # only now may the others' results overwrite what was sent
+    yield from _spread(group, slices, group.tag(slot, 1))
+
+
+def _broadcast_piece(group: Group, slot: int, piece: np.ndarray, root: int) -> Steps:
+    """The root sends each member its slice, then all exchange slices; what is small goes whole."""
+    if group.size == 1:
+        return
+    whole = piece.nbytes <= _ONE_ROUND_BYTES or piece.size < group.size
+    slices = _slices(piece, group.size)
+    tag = group.tag(slot, 0)
+    if group.me == root:
+        yield from group.finish([group.send(piece if whole else slices[peer], peer, tag) for peer in group.others()])
+    else:
+        yield from group.finish([group.receive(piece if whole else slices[group.me], root, tag)])
+    if not whole:
+        yield from _spread(group, slices, group.tag(slot, 1))
+
+
+def _spread(group: Group, blocks: Sequence[np.ndarray], tag: int) -> Steps:
+    """Everybody sends its own block to everybody; empty blocks do not travel."""
+    tickets = [group.receive(blocks[peer], peer, tag) for peer in group.others() if blocks[peer].size]
+    mine = blocks[group.me]
+    if mine.size:
+        tickets += [group.send(mine, peer, tag) for peer in group.others()]
+    yield from group.finish(tickets)
+
+
+def _pieces(array: np.ndarray, chunk: int) -> Iterator[np.ndarray]:
+    step = max(1, chunk // array.itemsize)
+    for start in range(0, array.size, step):
+        yield array[start : start + step]
+
+
+def _slices(piece: np.ndarray, count: int) -> list[np.ndarray]:
+    """Cuts a piece into consecutive slices of nearly equal size."""
+    bounds = [piece.size * index // count for index in range(count + 1)]
+    return [piece[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def _cut(block: np.ndarray, start: int, length: int) -> np.ndarray:
+    """Part of a block, in bytes."""
+    return block.view(np.uint8)[start : start + length]

@@ -1,0 +1,72 @@
+"""What a data plane must offer: non-blocking messages between ranks, nothing more.
+
+Collectives, pipelines and the mailbox are built on these four methods, so a new data plane is about a hundred lines.
+Its one rule: no method ever blocks, and all are called by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["ANY", "Lane", "Ticket", "Transport"]
+
+ANY = -1
+"""As a source: from any rank."""
+
+Ticket = Any
+"""One message in flight; opaque."""
+
+
+class Lane(Protocol):
+    """A space of messages that cannot be confused with another lane's.
+
+    Messages of equal source, destination and tag arrive in the order in which they were sent.
+    """
+
+    @property
+    def tags(self) -> int:
+        """Tags run from 0 to this number, exclusive."""
+        ...
+
+    def isend(self, array: np.ndarray, destination: int, tag: int) -> Ticket:
+        """Starts to send a contiguous array, which must not change until the ticket is done."""
+        ...
+
+    def irecv(self, array: np.ndarray, source: int, tag: int) -> Ticket:
+        """Starts to receive into a contiguous array, whose size must be at least the message's."""
+        ...
+
+    def done(self, tickets: Sequence[Ticket]) -> bool:
+        """Drives the network, and says whether all these messages are complete.
+
+        Raises:
+            Exception: the network failed; nothing on it can be trusted any more.
+        """
+        ...
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Withdraws a receive that nobody will match."""
+        ...
+
+
+class Transport(Protocol):
+    """A data plane between all ranks of a world.
+
+    ``collective`` carries negotiated and ordered operations, ``matched`` carries sends and receives.
+    """
+
+    rank: int
+    size: int
+    collective: Lane
+    matched: Lane
+
+    def gather(self, value: Any) -> list[Any]:
+        """Exchanges one small picklable value with all ranks; blocks; used before the daemon runs, to find each other."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Leaves: in step with the other ranks, or, where the job has failed, without waiting for anybody."""
+        ...

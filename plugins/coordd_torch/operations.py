@@ -1,0 +1,388 @@
+"""Operations on tensors. The asynchronous form in place is the primitive; the others are a line each.
+
+The out-of-place forms are differentiable, with Horovod's gradients: those of the mean over the ranks of the loss.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from coordd import api
+from coordd.errors import ArgumentError, HandleError
+from coordd.handles import Handle, wait_all
+from coordd.messages import ReduceOp
+from coordd.process_sets import ProcessSet, global_process_set
+from coordd_torch.compression import Compression, Compressor
+from coordd_torch.tensors import borrow, from_array
+
+__all__ = [
+    "Average",
+    "GroupHandle",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "poll",
+    "recv",
+    "recv_async",
+    "send",
+    "send_async",
+    "synchronize",
+]
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+Tensor = torch.Tensor
+Tensors = Sequence[torch.Tensor]
+
+
+class GroupHandle:
+    """Several operations under one handle; the result is a tuple in the order of the tensors."""
+
+    def __init__(self, handles: Sequence[Handle[Any]]) -> None:
+        self._handles = handles
+
+    def poll(self) -> bool:
+        """Says whether all are done."""
+        return all(handle.poll() for handle in self._handles)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for each, at most ``timeout`` seconds; says whether all are done."""
+        return all(handle.wait(timeout) for handle in self._handles)
+
+    def result(self) -> tuple[Tensor, ...]:
+        """Waits for all; raises the error of the first that failed."""
+        wait_all(self._handles)
+        return tuple(handle.result() for handle in self._handles)
+
+
+AnyHandle = Handle[Tensor] | GroupHandle
+
+
+def poll(handle: AnyHandle) -> bool:
+    """Says whether `synchronize` would return at once.
+
+    Raises:
+        HandleError: that is no handle.
+    """
+    return _checked(handle).poll()
+
+
+def synchronize(handle: AnyHandle) -> Any:
+    """Waits for an operation and returns its tensor, or a tuple for a grouped one.
+
+    Raises:
+        HandleError: that is no handle.
+        MismatchError, DuplicateNameError, PeerError, ShutdownError: the operation failed.
+    """
+    return _checked(handle).result()
+
+
+def _checked(handle: object) -> AnyHandle:
+    if not isinstance(handle, (Handle, GroupHandle)):
+        raise HandleError(handle)
+    return handle
+
+
+def _reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """Reads the operation, and the flag that came before it."""
+    if average is not None:
+        if op is not None:
+            text = "The op parameter supersedes average. Please provide only one of them."
+            raise ArgumentError(text)
+        text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
+        warnings.warn(text, DeprecationWarning, stacklevel=4)
+        return Average if average else Sum
+    return Average if op is None else ReduceOp(op)
+
+
+def allreduce_async_(  # noqa: PLR0913 - Horovod's signature
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Tensor]:
+    """Starts to reduce a tensor over all ranks, in place.
+
+    Args:
+        tensor: any shape, equal on all ranks; it must not be touched until the handle is done.
+        average: Horovod's old flag; use ``op``.
+        name: equal on all ranks; without one, operations match in the order in which they are started.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor: applied to each rank's tensor before.
+        postscale_factor: applied to the result.
+        process_set: the ranks that take part.
+
+    Raises:
+        ArgumentError: the type does not allow the operation.
+    """
+    array, back = borrow(tensor)
+    return api.operations().allreduce(
+        array,
+        name=name,
+        op=_reduce_op(op, average),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        land=back,
+    )
+
+
+def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle[Tensor]:
+    """Starts to reduce a copy of a tensor; arguments as in `allreduce_async_`."""
+    return allreduce_async_(_copy(tensor), *args, **kwargs)
+
+
+def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Reduces a tensor in place and returns it; arguments as in `allreduce_async_`."""
+    return allreduce_async_(tensor, *args, **kwargs).result()
+
+
+def allreduce(  # noqa: PLR0913 - Horovod's signature
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Returns the reduction of a tensor over all ranks; differentiable.
+
+    ``compression`` says what travels; the other arguments are those of `allreduce_async_`.
+    """
+    details = {
+        "op": _reduce_op(op, average),
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+        "process_set": process_set,
+    }
+    small, context = compression.compress(tensor)
+    reduced: Tensor = _Allreduce.apply(small, name, details)
+    return compression.decompress(reduced, context)
+
+
+class _Allreduce(torch.autograd.Function):
+    """The gradient of a reduction is the same reduction of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, details: dict[str, Any]) -> Tensor:
+        ctx.details = details
+        return allreduce_async_(_copy(tensor), name=name, **details).result()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return allreduce(gradients[0], **ctx.details), None, None
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[Tensor]:
+    """Starts to join all ranks' tensors along the first dimension, which may differ between ranks.
+
+    Raises:
+        ArgumentError: the tensor has no dimension.
+    """
+    array, _ = borrow(tensor)
+    device = tensor.device
+
+    def land(gathered: Any) -> Tensor:
+        return from_array(gathered).to(device)
+
+    return api.operations().allgather(array, name=name, process_set=process_set, land=land)
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Returns all ranks' tensors, joined along the first dimension in the order of ranks; differentiable."""
+    gathered: Tensor = _Allgather.apply(tensor, name, process_set)
+    return gathered
+
+
+class _Allgather(torch.autograd.Function):
+    """The gradient is this rank's rows of the averaged gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+        ctx.rows = tensor.shape[0] if tensor.ndim else 0
+        ctx.process_set = process_set
+        return allgather_async(tensor, name, process_set).result()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        averaged = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+        rows = allgather_async(torch.tensor([ctx.rows]), process_set=ctx.process_set).result()
+        members = ctx.process_set.ranks or range(api.size())
+        start = int(rows[: members.index(api.rank())].sum())
+        return averaged[start : start + ctx.rows], None, None
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[Tensor]:
+    """Starts to copy the root's tensor into everybody's.
+
+    Args:
+        tensor: of equal shape and type on all ranks.
+        root_rank: the global rank whose values are taken.
+        name: equal on all ranks.
+        process_set: the ranks that take part.
+
+    Raises:
+        ArgumentError: the root is not one of them.
+    """
+    array, back = borrow(tensor)
+    return api.operations().broadcast(array, root_rank, name=name, process_set=process_set, land=back)
+
+
+def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Handle[Tensor]:
+    """Starts to fetch the root's tensor; arguments as in `broadcast_async_`."""
+    return broadcast_async_(_copy(tensor), root_rank, *args, **kwargs)
+
+
+def broadcast_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Copies the root's tensor into everybody's and returns it; arguments as in `broadcast_async_`."""
+    return broadcast_async_(tensor, root_rank, *args, **kwargs).result()
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Returns the root's tensor; differentiable."""
+    copied: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
+    return copied
+
+
+class _Broadcast(torch.autograd.Function):
+    """The gradient is averaged on the root, and zero elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+        ctx.root_rank = root_rank
+        ctx.process_set = process_set
+        return broadcast_async(tensor, root_rank, name, process_set).result()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        averaged = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+        return averaged if api.rank() == ctx.root_rank else torch.zeros_like(averaged), None, None, None
+
+
+def _each(
+    start: Callable[..., Handle[Tensor]], tensors: Tensors, name: str | None, default: str, **details: Any
+) -> GroupHandle:
+    """Starts one operation a tensor, under names that tell their places."""
+    count = len(tensors)
+    names = [f"{name or default}_{index}of{count}" if name else None for index in range(count)]
+    return GroupHandle([start(tensor, name=each, **details) for tensor, each in zip(tensors, names, strict=True)])
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, **details: Any
+) -> GroupHandle:
+    """Starts to reduce several tensors in place; other arguments as in `allreduce_async_`."""
+    return _each(allreduce_async_, tensors, name, "grouped_allreduce", op=_reduce_op(op, average), **details)
+
+
+def grouped_allreduce_async(tensors: Tensors, *args: Any, **kwargs: Any) -> GroupHandle:
+    """Starts to reduce copies of several tensors; arguments as in `grouped_allreduce_async_`."""
+    return grouped_allreduce_async_([_copy(tensor) for tensor in tensors], *args, **kwargs)
+
+
+def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Reduces several tensors in place and returns them; arguments as in `grouped_allreduce_async_`."""
+    return grouped_allreduce_async_(tensors, *args, **kwargs).result()
+
+
+def grouped_allreduce(
+    tensors: Tensors, *args: Any, compression: type[Compressor] = Compression.none, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """Returns the reductions of several tensors; arguments as in `grouped_allreduce_async_`."""
+    small, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True) if tensors else ((), ())
+    reduced = grouped_allreduce_async(small, *args, **kwargs).result()
+    return tuple(compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True))
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> GroupHandle:
+    """Starts to join several tensors, each as `allgather_async` does."""
+    return _each(allgather_async, tensors, name, "grouped_allgather", process_set=process_set)
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[Tensor, ...]:
+    """Returns several tensors, each joined as `allgather` does."""
+    return grouped_allgather_async(tensors, name, process_set).result()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Waits until all ranks have come."""
+    api.barrier(process_set=process_set)
+
+
+def send_async(tensor: Tensor, destination: int, name: str) -> Handle[Tensor]:
+    """Starts to send a tensor to one rank, which must receive it under the same name.
+
+    Raises:
+        ArgumentError: there is no such rank, or the name is unusable.
+    """
+    array, _ = borrow(tensor)
+    return api.operations().send(array, destination, name=name)
+
+
+def send(tensor: Tensor, destination: int, name: str) -> None:
+    """Sends a tensor to one rank; returns when it has been received."""
+    send_async(tensor, destination, name).result()
+
+
+def recv_async(tensor: Tensor, source: int, name: str) -> Handle[Tensor]:
+    """Starts to receive into a tensor what a rank sends under the same name.
+
+    Raises:
+        ArgumentError: there is no such rank, or the name is unusable.
+    """
+    array, back = borrow(tensor)
+    return api.operations().recv(array, source, name=name, land=back)
+
+
+def recv(tensor: Tensor, source: int, name: str) -> Tensor:
+    """Receives into a tensor and returns it.
+
+    Raises:
+        MismatchError: what was sent has another shape or type.
+    """
+    return recv_async(tensor, source, name).result()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,138 @@
+"""Making all ranks start from the same state: parameters, optimizer state, any object."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd.process_sets import ProcessSet, global_process_set
+from coordd_torch.operations import allgather_async, broadcast_, broadcast_async_, synchronize
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any],
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Copies the root's parameters to all ranks, in place.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()``, or a list of tensors.
+        root_rank: the global rank whose values are taken.
+        process_set: the ranks that take part.
+
+    Raises:
+        ArgumentError: these are no parameters.
+        MismatchError: a shape or type differs between ranks.
+    """
+    handles = [
+        broadcast_async_(tensor, root_rank, name=f"broadcast.{name}", process_set=process_set)
+        for name, tensor in _named(params)
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+    """Lists tensors with names; what is no tensor, such as a module's extra state, is left out."""
+    if isinstance(params, Mapping):
+        found = [(str(name), value) for name, value in sorted(params.items(), key=lambda item: str(item[0]))]
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
+        found = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(params)]
+    else:
+        text = f"invalid params of type: {type(params).__name__}; give model.state_dict() or named_parameters()"
+        raise ArgumentError(text)
+    return [(name, value) for name, value in found if isinstance(value, torch.Tensor)]
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
+    """Copies the root's optimizer state, hyper-parameters included, to all ranks.
+
+    The state may be empty or of any shape on the other ranks: they take over what the root has, and no step is made.
+    """
+    name = "broadcast.optimizer_state"
+    tensors: list[torch.Tensor] = []
+    skeleton = _hollow(optimizer.state_dict(), tensors) if api.rank() == root_rank else None
+    shapes = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
+    skeleton, shapes = broadcast_object((skeleton, shapes), root_rank, name=name, process_set=process_set)
+    if api.rank() != root_rank:
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
+    broadcast_parameters([(f"{name}.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank, process_set)
+    if api.rank() != root_rank:
+        optimizer.load_state_dict(_filled(skeleton, tensors))
+
+
+class _Place:
+    """Where a tensor was."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _hollow(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Copies a nest of containers, with its tensors taken out."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach().clone())
+        return _Place(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _hollow(item, tensors) for key, item in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(_hollow(item, tensors) for item in value)
+    return value
+
+
+def _filled(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Puts the tensors back."""
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    if isinstance(value, dict):
+        return {key: _filled(item, tensors) for key, item in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(_filled(item, tensors) for item in value)
+    return value
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Returns the root's object on all ranks.
+
+    Args:
+        obj: anything that can be pickled; on other ranks than the root it is ignored.
+        root_rank: the global rank whose object is taken.
+        name: equal on all ranks.
+        process_set: the ranks that take part.
+    """
+    data = _pickled(obj) if api.rank() == root_rank else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    broadcast_(size, root_rank, name=name and f"{name}.sz", process_set=process_set)
+    if api.rank() != root_rank:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    broadcast_(data, root_rank, name=name and f"{name}.t", process_set=process_set)
+    return obj if api.rank() == root_rank else _unpickled(data)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Returns all ranks' objects, in the order of ranks; each must be picklable."""
+    data = _pickled(obj)
+    sizes = synchronize(allgather_async(torch.tensor([data.numel()]), name and f"{name}.sz", process_set))
+    joined = synchronize(allgather_async(data, name and f"{name}.t", process_set))
+    return [_unpickled(part) for part in joined.split(sizes.tolist())]
+
+
+def _pickled(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    """Objects come from ranks of this job, over the data plane, never from the control channel."""
+    return pickle.loads(data.numpy().tobytes())  # noqa: S301

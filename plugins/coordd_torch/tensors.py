@@ -1,0 +1,68 @@
+"""A tensor's memory as a NumPy array: a view wherever there is one, else a copy that goes back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from coordd.errors import ArgumentError
+
+__all__ = ["borrow", "from_array", "view"]
+
+# What NumPy does not have, as integers of equal size and the type that they stand for.
+_FOREIGN: dict[torch.dtype, tuple[torch.dtype, Any]] = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+}
+
+
+def view(tensor: torch.Tensor) -> np.ndarray:
+    """Views a dense CPU tensor as an array of the same shape, strides and memory."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    foreign = _FOREIGN.get(tensor.dtype)
+    if foreign is None:
+        array: np.ndarray = tensor.numpy()
+        return array
+    return tensor.view(foreign[0]).numpy().view(foreign[1])
+
+
+def borrow(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
+    """Makes a tensor accessible to the daemon, for an operation in place.
+
+    A tensor that does not lie in this process's memory in a plain way (on another device, conjugated) is copied.
+
+    Returns:
+        the array, and what turns the finished array back into the tensor.
+
+    Raises:
+        ArgumentError: the tensor is sparse or of a type without values.
+    """
+    if tensor.layout is not torch.strided:
+        text = f"a {tensor.layout} tensor cannot be reduced as it is: use to_dense(), or sparse_as_dense=True"
+        raise ArgumentError(text)
+    if tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
+        return view(tensor), lambda _: tensor
+    host = tensor.detach().resolve_conj().resolve_neg().cpu()
+
+    def give_back(array: np.ndarray) -> torch.Tensor:
+        with torch.no_grad():
+            tensor.copy_(from_array(array))
+        return tensor
+
+    return view(host), give_back
+
+
+def from_array(array: np.ndarray) -> torch.Tensor:
+    """Views an array as a CPU tensor."""
+    if not array.flags.writeable or not array.flags.c_contiguous:
+        array = np.array(array, order="C")
+    for dtype, (carrier, stands_for) in _FOREIGN.items():
+        if array.dtype == stands_for:
+            return torch.from_numpy(array.view(np.dtype(str(carrier).removeprefix("torch.")))).view(dtype)
+    return torch.from_numpy(array)

@@ -1,0 +1,11 @@
+"""What holds for every test: the surroundings in which pytest was started do not reach it."""
+
+from __future__ import annotations
+
+import os
+
+# Knobs, and the variables by which a process knows that an MPI launcher or Slurm has started it.
+_FOREIGN = ("COORDD_", "HOROVOD_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "SLURM_")
+
+for _name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+    del os.environ[_name]

@@ -1,0 +1,1 @@
+"""Cases that fail in known ways, for the test of the harness itself."""

@@ -1,0 +1,34 @@
+import pytest
+
+from coordd_tools.bench.blocks import Block, by_subject, join
+
+
+def test_mean_seconds_is_the_wall_time_of_one_call():
+    assert Block("gpt", "ddp", (1.0, 2.0, 3.0)).mean_seconds == 2.0
+
+
+def test_join_puts_the_ranks_side_by_side():
+    first = [Block("gpt", "none", (1.0,)), Block("gpt", "ddp", (2.0,))]
+    second = [Block("gpt", "none", (3.0,)), Block("gpt", "ddp", (4.0,))]
+    assert join([first, second]) == [(first[0], second[0]), (first[1], second[1])]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [],
+        [Block("mlp", "none", (1.0,))],
+        [Block("gpt", "ddp", (1.0,))],
+        [Block("gpt", "none", (1.0, 1.0))],
+    ],
+    ids=["fewer blocks", "another subject", "another engine", "more calls"],
+)
+def test_join_refuses_ranks_that_did_not_run_the_same(other):
+    with pytest.raises(ValueError, match=r"different blocks|zip"):
+        join([[Block("gpt", "none", (1.0,))], other])
+
+
+def test_by_subject_collects_all_rounds_in_their_order():
+    rounds = [(Block("gpt", "ddp", (3.0,)),), (Block("mlp", "ddp", (1.0,)),), (Block("gpt", "ddp", (2.0, 5.0)),)]
+    found = by_subject(rounds, lambda row: row[0].seconds)
+    assert found == {("gpt", "ddp"): [3.0, 2.0, 5.0], ("mlp", "ddp"): [1.0]}

@@ -1,0 +1,42 @@
+"""The real thing, on two MPI ranks, as short as can be."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+
+def bench(*arguments):
+    command = [sys.executable, "-m", "coordd_tools.bench", *arguments, "--quick", "-n", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_step_measures_ddp_over_the_floor(tmp_path):
+    found = tmp_path / "step.json"
+    ran = bench("step", "--models", "small", "--engines", "none,ddp", "--json", str(found))
+    assert ran.returncode == 0, ran.stderr
+    figures = {(f["engine"], f["name"]): f for f in json.loads(found.read_text())["figures"]}
+    assert set(figures) == {
+        *(("none", "step_ms"), ("none", "cpu_ms")),
+        *(("ddp", "step_ms"), ("ddp", "cpu_ms"), ("ddp", "overhead_ms")),
+    }
+    assert all(figure["n"] == 2 for figure in figures.values())
+    assert figures["none", "step_ms"]["median"] > 0
+    assert "small" in ran.stdout
+
+
+def test_allreduce_measures_gloo_beside_mpi(tmp_path):
+    found = tmp_path / "allreduce.json"
+    ran = bench("allreduce", "--sizes", "4,64K", "--engines", "gloo,mpi", "--json", str(found))
+    assert ran.returncode == 0, ran.stderr
+    figures = [f for f in json.loads(found.read_text())["figures"] if f["name"] == "call_us"]
+    assert [(f["subject"], f["engine"]) for f in figures] == [
+        *(("4", "gloo"), ("4", "mpi")),
+        *(("65536", "gloo"), ("65536", "mpi")),
+    ]
+    assert all(f["median"] > 0 for f in figures)

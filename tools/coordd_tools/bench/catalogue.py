@@ -1,0 +1,43 @@
+"""The engines, by name: what each benchmark compares, and what each engine needs installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+__all__ = ["ENGINES", "defaults", "missing"]
+
+ENGINES = {
+    "step": ("none", "coordd", "ddp", "horovod", "ddp-view"),
+    "allreduce": ("coordd", "gloo", "mpi", "horovod"),
+    "idle": ("mpi", "coordd", "gloo", "horovod"),
+    "startup": ("coordd", "gloo", "horovod"),
+}
+"""The engines that can take part in each benchmark."""
+
+_BY_REQUEST = frozenset({"ddp-view"})
+_WHERE_INSTALLED = frozenset({"horovod"})
+_NEEDS = {"coordd": ("coordd.torch", "coordd_torch"), "horovod": ("horovod.torch",)}
+_ALL_NEED = ("torch", "mpi4py")
+
+
+def defaults(noun: str) -> tuple[str, ...]:
+    """The engines that a benchmark compares unless told otherwise; Horovod joins where it is installed."""
+    return tuple(
+        name
+        for name in ENGINES[noun]
+        if name not in _BY_REQUEST and not (name in _WHERE_INSTALLED and missing((name,)))
+    )
+
+
+def missing(engines: Sequence[str]) -> list[str]:
+    """Lists the modules that these engines need and that are not installed; imports none of them."""
+    needed = [*_ALL_NEED, *(module for name in engines for module in _NEEDS.get(name, ()))]
+    return [module for module in dict.fromkeys(needed) if not _installed(module)]
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package is not there
+        return False

@@ -1,0 +1,100 @@
+"""What is measured: one frozen job per benchmark, made by the parent and read by its ranks.
+
+Nothing but the standard library is imported here: ``startup`` times imports, so its ranks must not have made them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+__all__ = ["SIZES", "AllreduceJob", "IdleJob", "Job", "StartupJob", "StepJob", "dumps", "loads"]
+
+SIZES = (4, *(1 << shift for shift in range(12, 27, 2)))
+"""Bytes of the tensors that ``allreduce`` reduces: 4 B, then 4 KiB to 64 MiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What every benchmark has.
+
+    Attributes:
+        engines: whom to measure, by name.
+        rounds: how many blocks each engine gets.
+        seed: of the weights and the batches.
+    """
+
+    noun: ClassVar[str]
+    engines: tuple[str, ...]
+    rounds: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepJob(_Job):
+    """Training steps of whole models; ``steps`` a block, 0 for each model's own number."""
+
+    noun: ClassVar[str] = "step"
+    models: tuple[str, ...]
+    steps: int = 0
+
+    def groups(self) -> Sequence[StepJob]:
+        """The jobs of the process groups to start: all models and engines share one."""
+        return [self]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllreduceJob(_Job):
+    """In-place sums of one fp32 tensor of each size in bytes; ``calls`` a block, 0 for each size's own number."""
+
+    noun: ClassVar[str] = "allreduce"
+    sizes: tuple[int, ...] = SIZES
+    calls: int = 0
+
+    def groups(self) -> Sequence[AllreduceJob]:
+        """The jobs of the process groups to start: all sizes and engines share one."""
+        return [self]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleJob(_Job):
+    """Processes that are initialised and then do nothing for ``seconds``."""
+
+    noun: ClassVar[str] = "idle"
+    seconds: float
+
+    def groups(self) -> Sequence[IdleJob]:
+        """The jobs of the process groups to start: one engine each, since CPU time is counted per process."""
+        return [dataclasses.replace(self, engines=(name,), rounds=1) for name in self.engines * self.rounds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupJob(_Job):
+    """The way from a fresh interpreter to an initialised engine."""
+
+    noun: ClassVar[str] = "startup"
+
+    def groups(self) -> Sequence[StartupJob]:
+        """The jobs of the process groups to start: one engine each, since a process starts once."""
+        return [dataclasses.replace(self, engines=(name,), rounds=1) for name in self.engines * self.rounds]
+
+
+Job = StepJob | AllreduceJob | IdleJob | StartupJob
+
+
+_KINDS: dict[str, Callable[..., Job]] = {kind.noun: kind for kind in (StepJob, AllreduceJob, IdleJob, StartupJob)}
+
+
+def dumps(job: Job) -> str:
+    """Writes a job down for its ranks."""
+    return json.dumps({"noun": job.noun, **dataclasses.asdict(job)})
+
+
+def loads(text: str) -> Job:
+    """Reads what ``dumps`` wrote."""
+    fields: dict[str, Any] = json.loads(text)
+    kind = _KINDS[fields.pop("noun")]
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})

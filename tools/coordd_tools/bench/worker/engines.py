@@ -1,0 +1,166 @@
+"""The engines: coordd and its peers behind one small face, so that the benchmark treats them alike."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+if TYPE_CHECKING:  # importing MPI starts it, and who only wants to look an engine up need not be a rank
+    from coordd_tools.bench.worker.rank import Rank
+
+__all__ = ["REDUCERS", "TRAINERS", "Engine", "Reducer", "Trainer", "started"]
+
+_LEARNING_RATE = 1e-3
+
+
+class Engine(Protocol):
+    """Something that exchanges data among ranks."""
+
+    name: str
+
+    def start(self, rank: Rank) -> None:
+        """Imports and initialises it on this rank."""
+
+    def stop(self) -> None:
+        """Ends it."""
+
+
+class Trainer(Engine, Protocol):
+    """An engine that can train data-parallel; ``exchanges`` is false for the floor."""
+
+    exchanges: bool
+
+    def prepare(self, model: nn.Module, *, label: str) -> tuple[nn.Module, Optimizer]:
+        """Wraps a model: what to call, and what to step. The label sets its tensor names apart."""
+
+
+class Reducer(Engine, Protocol):
+    """An engine that can sum a tensor over all ranks, in place."""
+
+    def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:
+        """Returns the call that does it."""
+
+
+class _Nothing:
+    """No exchange: each rank trains for itself."""
+
+    name = "none"
+    exchanges = False
+
+    def start(self, rank: Rank) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def prepare(self, model: nn.Module, *, label: str) -> tuple[nn.Module, Optimizer]:  # noqa: ARG002
+        return model, SGD(model.parameters(), lr=_LEARNING_RATE)
+
+
+class _PlainMPI:
+    """A blocking ``MPI_Allreduce`` in the caller's thread."""
+
+    name = "mpi"
+
+    def start(self, rank: Rank) -> None:
+        self._comm = rank.comm
+
+    def stop(self) -> None:
+        pass
+
+    def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:  # noqa: ARG002
+        from mpi4py import MPI
+
+        comm, array = self._comm, tensor.numpy()
+        return lambda: comm.Allreduce(MPI.IN_PLACE, array)
+
+
+class _Gloo:
+    """PyTorch's own: DDP and ``all_reduce`` over gloo."""
+
+    exchanges = True
+
+    def __init__(self, name: str, *, view: bool = False) -> None:
+        self.name = name
+        self._view = view
+
+    def start(self, rank: Rank) -> None:
+        if not dist.is_initialized():  # two engines may share the one default group
+            meeting = f"file://{rank.directory / 'gloo'}"
+            dist.init_process_group("gloo", init_method=meeting, rank=rank.number, world_size=rank.size)
+
+    def stop(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def prepare(self, model: nn.Module, *, label: str) -> tuple[nn.Module, Optimizer]:  # noqa: ARG002
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=self._view)
+        return wrapped, SGD(wrapped.parameters(), lr=_LEARNING_RATE)
+
+    def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:  # noqa: ARG002
+        return lambda: dist.all_reduce(tensor)
+
+
+class _Hooked:
+    """coordd and Horovod: the same public names, so the same code drives both."""
+
+    exchanges = True
+
+    def __init__(self, name: str, module: str) -> None:
+        self.name = name
+        self._module = module
+
+    def start(self, rank: Rank) -> None:
+        self._api: Any = importlib.import_module(self._module)
+        self._api.init()
+        if (size := self._api.size()) != rank.size:
+            raise RuntimeError(f"{self.name} sees {size} ranks where MPI has {rank.size}")
+
+    def stop(self) -> None:
+        self._api.shutdown()
+
+    def prepare(self, model: nn.Module, *, label: str) -> tuple[nn.Module, Optimizer]:
+        names = [(f"{label}.{name}", parameter) for name, parameter in model.named_parameters()]
+        optimizer: Optimizer = self._api.DistributedOptimizer(
+            SGD(model.parameters(), lr=_LEARNING_RATE), named_parameters=names
+        )
+        self._api.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model, optimizer
+
+    def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:
+        api = self._api
+        return lambda: api.allreduce_(tensor, op=api.Sum, name=label)
+
+
+TRAINERS: dict[str, Callable[[], Trainer]] = {
+    "none": _Nothing,
+    "coordd": lambda: _Hooked("coordd", "coordd.torch"),
+    "ddp": lambda: _Gloo("ddp"),
+    "ddp-view": lambda: _Gloo("ddp-view", view=True),
+    "horovod": lambda: _Hooked("horovod", "horovod.torch"),
+}
+REDUCERS: dict[str, Callable[[], Reducer]] = {
+    "coordd": lambda: _Hooked("coordd", "coordd.torch"),
+    "gloo": lambda: _Gloo("gloo"),
+    "mpi": _PlainMPI,
+    "horovod": lambda: _Hooked("horovod", "horovod.torch"),
+}
+
+E = TypeVar("E", bound=Engine)
+
+
+@contextmanager
+def started(engines: Sequence[E], rank: Rank) -> Iterator[Sequence[E]]:
+    """Starts all engines, in order, and stops them again, last one first."""
+    with ExitStack() as running:
+        for engine in engines:
+            engine.start(rank)
+            running.callback(engine.stop)
+        yield engines

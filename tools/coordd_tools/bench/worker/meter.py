@@ -1,0 +1,30 @@
+"""The meter: wall time of each call, and what the whole process used meanwhile, every thread of it."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+
+from coordd_tools.bench.blocks import Block
+
+__all__ = ["read"]
+
+
+def read(call: Callable[[], object], calls: int, *, subject: str, engine: str) -> Block:
+    """Makes the calls, one after the other, and returns the readings as a block."""
+    clock = time.perf_counter
+    seconds = []
+    switches = _switches()
+    cpu = time.process_time()
+    for _ in range(calls):
+        begin = clock()
+        call()
+        seconds.append(clock() - begin)
+    cpu = time.process_time() - cpu
+    return Block(subject, engine, tuple(seconds), cpu, _switches() - switches)
+
+
+def _switches() -> int:
+    """Counts how often a thread of this process has gone to sleep; each such time something woke it again."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
