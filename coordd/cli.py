@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from coordd.errors import ConfigError, CoorddError
-from coordd.launch.doctor import add_options as add_doctor_options
 from coordd.launch.options import EPILOG, add_options
 from coordd.launch.run import run
 from coordd.version import VERSION
@@ -58,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Tells what this machine has for coordd, and runs a self-test on two ranks.",
         allow_abbrev=False,
     )
-    add_doctor_options(check)
+    check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(action=_doctor)
     version = commands.add_parser("version", help="tell the version")
     version.set_defaults(action=_version)

@@ -83,6 +83,8 @@ class Daemon:
         self._stall = StallWatch(config.stall_seconds)
         self._asked: float | None = None
         self._parting: float | None = None
+        self._awaited = False
+        self._next_look = 0.0
         self._patience = Patience()
         self._wreck: list[object] = []
 
@@ -156,7 +158,7 @@ class Daemon:
         """Waits, at most so long, until the process of a rank is gone; on other ranks than 0, until that of rank 0 is."""
         watched = rank if self.world.rank == 0 else 0
         gone = threading.Event()
-        self._do(lambda: self._watched.append((watched, gone)))
+        self._do(lambda: self._watch_for(watched, gone))
         gone.wait(seconds)
 
     @property
@@ -229,6 +231,8 @@ class Daemon:
         items = self._inbox.take()
         if not items:
             return
+        self._awaited = self._inbox.awaited
+        self._patience.restart()
         entries = [item for item in items if isinstance(item, Entry)]
         if self.failure is not None:
             for entry in entries:
@@ -240,6 +244,18 @@ class Daemon:
                 self._mailbox.start(item)
             elif not isinstance(item, Entry):
                 item()
+
+    def _lose(self, rank: int) -> None:
+        """Notes that the process of a rank is gone, and tells those who wait for that."""
+        self._lost.add(rank)
+        for watched, gone in self._watched:
+            if watched == rank:
+                gone.set()
+
+    def _watch_for(self, rank: int, gone: threading.Event) -> None:
+        self._watched.append((rank, gone))
+        if rank in self._lost:
+            gone.set()
 
     def _tell(self, message: Message) -> None:
         """Sends to the coordinator."""
@@ -258,7 +274,7 @@ class Daemon:
         now = time.monotonic()
         for sender, message in arrived:
             if isinstance(message, Lost):
-                self._lost.add(sender)
+                self._lose(sender)
             self._coordinator.hear(sender, message, now=now)
         for rank, message in self._coordinator.turn(now):
             if rank == 0:
@@ -281,7 +297,7 @@ class Daemon:
             case Welcome():
                 self._enter(message)
             case Lost() if not self._member.stopped:
-                self._lost.add(sender)
+                self._lose(sender)
                 self._break(Failure(0, f"({self._place(0)}) died: its connection closed without a goodbye"))
 
     def _enter(self, welcome: Welcome) -> None:
@@ -310,12 +326,12 @@ class Daemon:
 
     def _watch(self) -> None:
         """Asks what the others do when something of ours has waited too long."""
-        for rank, gone in self._watched:
-            if rank in self._lost:
-                gone.set()
         if not self.config.stall_check or self.failure is not None:
             return
         now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + min(0.1, self._stall.limit / 8)
         if self._asked is not None and now > self._asked + _ANSWER_SECONDS:
             self._asked = None
             self._report_silence(now)
@@ -421,11 +437,11 @@ class Daemon:
         """Sleeps as long as nothing can happen."""
         if self._stopping:
             return
-        if self._flights or self._mailbox:
-            self._patience.wait(self._bell, progressed=moved)
-            return
-        self._patience.reset()
-        if not self._control.ready():
+        if moved:
+            self._patience.restart()
+        elif self._flights or self._mailbox or (self._awaited and self._patience.short):
+            self._patience.wait(self._bell)
+        elif not self._control.ready():
             self._inbox.sleep(self._deadline())
 
     def _deadline(self) -> float | None:

@@ -11,7 +11,7 @@ from coordd.member import Bucket
 from coordd.messages import Kind
 from coordd.table import Entry
 from coordd.transport import collectives
-from coordd.transport.collectives import Group, Reduction, Steps
+from coordd.transport.collectives import Group, Pulse, Reduction, Steps
 from coordd.transport.protocol import Lane
 
 __all__ = ["Flights"]
@@ -42,6 +42,7 @@ class Flights:
         self._landed = landed
         self._queue: deque[Bucket] = deque()
         self._active: list[tuple[Bucket, Steps]] = []
+        self._pulse = Pulse()
         self.bytes_moved = 0
 
     def __len__(self) -> int:
@@ -52,14 +53,15 @@ class Flights:
         self._queue.append(bucket)
 
     def advance(self) -> bool:
-        """Drives what is in flight; says whether something has landed."""
+        """Drives what is in flight; says whether something has moved."""
+        before = self._pulse.beats
         while self._queue and len(self._active) < _ACTIVE:
             bucket = self._queue.popleft()
             self._active.append((bucket, self._steps(bucket)))
         landed = [flight for flight in self._active if next(flight[1], _DONE) is _DONE]
         for flight in landed:
             self._active.remove(flight)
-        return bool(landed)
+        return bool(landed) or self._pulse.beats > before
 
     def clear(self) -> list[Entry]:
         """Abandons everything, and returns what was under way."""
@@ -72,7 +74,7 @@ class Flights:
     def _steps(self, bucket: Bucket) -> Steps:
         request = bucket.request
         members = request.members or self._world
-        group = Group(self._lane, members, self._rank, sequence=bucket.sequence, chunk=self._chunk)
+        group = Group(self._lane, members, self._rank, sequence=bucket.sequence, chunk=self._chunk, pulse=self._pulse)
         match request.kind:
             case Kind.ALLREDUCE:
                 return self._allreduce(group, bucket)

@@ -20,7 +20,7 @@ class Inbox(Generic[Item]):
     """A queue with many writers and one reader, who sleeps on a bell."""
 
     def __init__(self, bell: Bell, *, window: float) -> None:
-        """Makes an empty queue.
+        """Makes an empty queue; ``awaited`` tells whether somebody waited for what was taken last.
 
         Args:
             bell: wakes the reader.
@@ -32,6 +32,7 @@ class Inbox(Generic[Item]):
         self._hurried = False
         self._deep = False
         self._end: float | None = None
+        self.awaited = False
 
     def __bool__(self) -> bool:
         return bool(self._items)
@@ -53,6 +54,7 @@ class Inbox(Generic[Item]):
         hurried, self._hurried = self._hurried, False
         if not self._items:
             return []
+        self.awaited = hurried
         if not hurried:
             now = time.monotonic()
             if self._end is None:

@@ -1,4 +1,4 @@
-"""How to wait for data that MPI cannot announce: spin briefly, then yield, then sleep ever longer."""
+"""How to wait for data that MPI cannot announce: yield first, then sleep ever longer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from coordd.bell import Bell
 
 __all__ = ["Patience"]
 
-_SPIN = 20e-6
-_YIELD = 200e-6
+_YIELD = 300e-6
 _LONGEST = 1e-3
 
 
@@ -18,27 +17,21 @@ class Patience:
     """Waits between two looks at the network."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
+        self._since = 0.0
 
-    def reset(self) -> None:
-        """Forgets how long it has waited."""
-        self._since = None
+    def restart(self) -> None:
+        """Notes that something has happened, or that somebody has begun to wait."""
+        self._since = time.monotonic()
 
-    def wait(self, bell: Bell, *, progressed: bool) -> None:
-        """Waits a little, depending on how long nothing has happened.
+    @property
+    def short(self) -> bool:
+        """Whether the wait is still so short that sleeping would cost more than it saves."""
+        return time.monotonic() - self._since < _YIELD
 
-        Args:
-            bell: ends a sleep early.
-            progressed: whether something has happened since the last call.
-        """
-        now = time.monotonic()
-        if progressed or self._since is None:
-            self._since = now
-            return
-        waited = now - self._since
-        if waited < _SPIN:
-            return
+    def wait(self, bell: Bell) -> None:
+        """Waits a little, depending on how long nothing has happened; ``bell`` ends a sleep early."""
+        waited = time.monotonic() - self._since
         if waited < _YIELD:
-            os.sched_yield()
+            os.sched_yield()  # lets whoever computes on this core go on; costs nothing if nobody does
         else:
             bell.sleep(min(waited / 4, _LONGEST))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,6 +60,10 @@ class ZmqControl:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._rank_of_connection: dict[int, int] = {}
         self.descriptors: Sequence[int] = (self._socket.fileno(), self._monitor.fileno())
+        self._changes = select.poll()
+        for descriptor in self.descriptors:
+            self._changes.register(descriptor, select.POLLIN)
+        self._stale = True
 
     def listen(self, interface: str) -> Address:
         """Opens the coordinator's side on one interface, on a free port."""
@@ -83,6 +88,7 @@ class ZmqControl:
     def send(self, rank: int, message: Message) -> None:
         """Hands a message to ZeroMQ's thread."""
         data = encode(message)
+        self._stale = True
         if self._rank == 0:
             self._socket.send_multipart((_identity(rank), data), zmq.NOBLOCK)
         else:
@@ -90,24 +96,26 @@ class ZmqControl:
 
     def receive(self) -> list[tuple[int, Message | Lost]]:
         """Takes what has arrived; bytes that are no message are logged and dropped."""
+        if not self.ready():
+            return []
         found: list[tuple[int, Message | Lost]] = []
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
+        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             sender = self._sender(frames)
             try:
                 found.append((sender, decode(frames[-1].bytes)))
             except WireError as error:
                 log.error("dropped a control message from rank %d: %s", sender, error)
-        if self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
-            found += self._losses()
-        return found
+        return found + self._losses()
 
     def ready(self) -> bool:
-        """Says whether something has arrived; ZeroMQ's descriptors only tell of changes since this was asked."""
-        return bool((self._socket.get(zmq.EVENTS) | self._monitor.get(zmq.EVENTS)) & zmq.POLLIN)
+        """Says whether something may have arrived.
+
+        ZeroMQ's descriptors tell only of changes since its events were last looked at, and sending looks at them too.
+        """
+        if self._stale or self._changes.poll(0):
+            self._stale = bool((self._socket.get(zmq.EVENTS) | self._monitor.get(zmq.EVENTS)) & zmq.POLLIN)
+        return self._stale
 
     def close(self) -> None:
         """Leaves; what was sent is delivered first, for at most half a second."""

@@ -53,6 +53,7 @@ class Flavour:
         interrupt: the signal to it that reaches the ranks as a wish to interrupt, without further effects.
         terminate: the same as a wish to terminate.
         passes: other signals that it passes on to the ranks.
+        abandoned: what the kernel sends it when we are killed; it must end every rank, even one that ignores signals.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Flavour:
     interrupt: signal.Signals
     terminate: signal.Signals
     passes: tuple[signal.Signals, ...]
+    abandoned: signal.Signals
 
 
 def recognise(told: str) -> tuple[Flavour, str] | None:
@@ -134,6 +136,7 @@ OPEN_MPI = Flavour(
     interrupt=signal.SIGALRM,
     terminate=signal.SIGURG,
     passes=(signal.SIGUSR1, signal.SIGUSR2),
+    abandoned=signal.SIGTERM,
 )
 INTEL = Flavour(
     name="Intel MPI",
@@ -144,6 +147,7 @@ INTEL = Flavour(
     interrupt=signal.SIGINT,
     terminate=signal.SIGTERM,
     passes=(signal.SIGUSR1,),
+    abandoned=signal.SIGKILL,
 )
 HYDRA = Flavour(
     name="MPICH",
@@ -154,6 +158,7 @@ HYDRA = Flavour(
     interrupt=signal.SIGINT,
     terminate=signal.SIGTERM,
     passes=(signal.SIGUSR1,),
+    abandoned=signal.SIGKILL,
 )
 SLURM = Flavour(
     name="Slurm",
@@ -164,6 +169,7 @@ SLURM = Flavour(
     interrupt=signal.SIGALRM,
     terminate=signal.SIGTERM,
     passes=(signal.SIGUSR1, signal.SIGUSR2),
+    abandoned=signal.SIGTERM,
 )
 ALONE = Flavour(
     name="no launcher",
@@ -174,5 +180,6 @@ ALONE = Flavour(
     interrupt=signal.SIGINT,
     terminate=signal.SIGTERM,
     passes=(signal.SIGUSR1, signal.SIGUSR2),
+    abandoned=signal.SIGHUP,
 )
 FLAVOURS = (OPEN_MPI, INTEL, HYDRA, SLURM)

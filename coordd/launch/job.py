@@ -88,15 +88,15 @@ class Job:
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
         """Starts the launcher in a session of its own: what the terminal sends reaches the ranks through us alone."""
         parent = os.getpid()
-        alone = self._program.flavour is ALONE
+        flavour = self._program.flavour
         with subprocess.Popen(
             self._program.argv,
             env=dict(self._program.environment),
-            stdin=None if alone or not sys.stdin.isatty() else subprocess.DEVNULL,
+            stdin=None if flavour is ALONE or not sys.stdin.isatty() else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent),  # noqa: PLW1509 - we have one thread
+            preexec_fn=lambda: die_with_parent(flavour.abandoned, parent),  # noqa: PLW1509 - we have one thread
         ) as process:
             for number, file in ((1, process.stdout), (2, process.stderr)):
                 if file:

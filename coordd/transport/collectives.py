@@ -22,7 +22,7 @@ import numpy as np
 from coordd.messages import ReduceOp
 from coordd.transport.protocol import Lane, Ticket
 
-__all__ = ["Group", "Reduction", "allgather", "allreduce", "broadcast"]
+__all__ = ["Group", "Pulse", "Reduction", "allgather", "allreduce", "broadcast"]
 
 Steps = Generator[None, None, None]
 """Each ``yield`` says: not yet."""
@@ -39,12 +39,23 @@ _UFUNCS: dict[ReduceOp, Callable[..., np.ndarray]] = {
 }
 
 
+class Pulse:
+    """Beats whenever a message has arrived or left, so that whoever drives operations sees that they move."""
+
+    __slots__ = ("beats",)
+
+    def __init__(self) -> None:
+        self.beats = 0
+
+
 class Group:
     """The members of one operation, on a lane, with tags that no other operation in flight has."""
 
     tags_per_operation = _WINDOW * _PHASES
 
-    def __init__(self, lane: Lane, members: Sequence[int], rank: int, *, sequence: int, chunk: int) -> None:
+    def __init__(  # noqa: PLR0913 - a record
+        self, lane: Lane, members: Sequence[int], rank: int, *, sequence: int, chunk: int, pulse: Pulse
+    ) -> None:
         """Describes one operation.
 
         Args:
@@ -53,7 +64,9 @@ class Group:
             rank: this rank.
             sequence: its number, equal on all members.
             chunk: bytes in which large tensors travel.
+            pulse: beats with every round.
         """
+        self.pulse = pulse
         self.lane = lane
         self.members = members
         self.me = members.index(rank)
@@ -85,6 +98,7 @@ class Group:
         """Waits for messages."""
         while not self.lane.done(tickets):
             yield
+        self.pulse.beats += 1
 
 
 class Reduction:

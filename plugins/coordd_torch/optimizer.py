@@ -36,6 +36,7 @@ class _Gradient:
         self.passes = 0
         self.handle: Handle[Any] | None = None
         self._request: Request | None = None
+        self._dtype: Any = None
 
     def ready(self, _: torch.Tensor) -> None:
         """Runs when backward has accumulated this gradient."""
@@ -85,7 +86,7 @@ class _Gradient:
 
     def _start(self, gradient: torch.Tensor, *, filler: bool) -> None:
         reducer = self._reducer
-        if reducer.compression is Compression.none and gradient.device.type == "cpu" and gradient.layout is torch.strided:
+        if reducer.compression is Compression.none and gradient.is_cpu and gradient.layout is torch.strided:
             array, land = view(gradient), None
         else:
             small, context = reducer.compression.compress(gradient)
@@ -97,8 +98,9 @@ class _Gradient:
                 return gradient
 
         request = self._request
-        if request is None or request.shape != array.shape or request.dtype != array.dtype.name:
-            request = self._request = reducer.request(self.name, array)
+        if request is None or request.shape != array.shape or self._dtype != array.dtype:
+            request, self._dtype = reducer.request(self.name, array), array.dtype
+            self._request = request
         self.handle = reducer.operations.submit(request, array, land=land, filler=filler)
 
 

@@ -56,7 +56,7 @@ def command(launcher: str, size: int) -> list[str]:
     if launcher == "python":
         return []
     if launcher == "coordd":
-        return [sys.executable, "-m", "coordd", "run", "-n", str(size)]
+        return [sys.executable, "-m", "coordd.cli", "run", "-n", str(size)]
     return [*_mpirun(), "-n", str(size)]
 
 
