@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import weakref
 from collections.abc import Sequence
 
 __all__ = ["Bell"]
@@ -27,6 +28,8 @@ class Bell:
         self._poll = select.poll()
         self._poll.register(self._read, select.POLLIN)
         self._rung = False
+        # Not in `close`: a ring on another thread may be about to write, and the number may be another file's by then.
+        weakref.finalize(self, _free, self._read, self._write).atexit = False
 
     def watch(self, descriptors: Sequence[int]) -> None:
         """Lets these file descriptors wake the sleeper too."""
@@ -38,8 +41,7 @@ class Bell:
         """Wakes the sleeper; cheap when it has been rung already."""
         if not self._rung:
             self._rung = True
-            with contextlib.suppress(OSError):  # the sleeper has left for good
-                os.write(self._write, b"!")
+            os.write(self._write, b"!")
 
     def sleep(self, seconds: float | None) -> None:
         """Sleeps until rung, until a watched descriptor is readable, or for ``seconds``; None is without limit."""
@@ -55,7 +57,10 @@ class Bell:
                 os.read(self._read, 64)
 
     def close(self) -> None:
-        """Frees the descriptors."""
+        """Says that nobody sleeps any more; the descriptors are freed with the last reference."""
         self._rung = True
-        os.close(self._read)
-        os.close(self._write)
+
+
+def _free(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

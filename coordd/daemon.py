@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -308,9 +308,10 @@ class Daemon:
             self._stopping = True
         self._started.set()
 
-    def _landed(self, entry: Entry) -> None:
-        self._member.table.take(entry.request.name)
-        self._stall.observe(time.monotonic() - entry.handle.submitted)
+    def _landed(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._member.table.take(entry.request.name)
+        self._stall.observe(time.monotonic() - entries[0].handle.submitted)
 
     def _place(self, rank: int) -> str:
         return f"pid {self._pids[rank]} on {self.world.hosts[rank]}" if self._pids else "not yet arrived"
@@ -439,8 +440,10 @@ class Daemon:
             return
         if moved:
             self._patience.restart()
-        elif self._flights or self._mailbox or (self._awaited and self._patience.short):
-            self._patience.wait(self._bell)
+        elif self._awaited and self._patience.short:
+            self._patience.spin()
+        elif self._flights or self._mailbox:
+            self._patience.doze(self._bell)
         elif not self._control.ready():
             self._inbox.sleep(self._deadline())
 

@@ -25,7 +25,7 @@ _DONE = object()
 class Flights:
     """Operations in flight on one lane, started in the order of the plans, a few at a time."""
 
-    def __init__(self, lane: Lane, *, rank: int, size: int, chunk: int, landed: Callable[[Entry], None]) -> None:
+    def __init__(self, lane: Lane, *, rank: int, size: int, chunk: int, landed: Callable[[Sequence[Entry]], None]) -> None:
         """Starts with none.
 
         Args:
@@ -33,7 +33,7 @@ class Flights:
             rank: this rank.
             size: number of ranks.
             chunk: bytes in which large tensors travel.
-            landed: called for each entry whose result has arrived, before its handle is resolved.
+            landed: called with the entries whose results have arrived, before their handles are resolved.
         """
         self._lane = lane
         self._rank = rank
@@ -86,38 +86,38 @@ class Flights:
                 return self._barrier(bucket.entries[0])
 
     def _allreduce(self, group: Group, bucket: Bucket) -> Steps:
+        """Reduces what is small in one buffer, and what is large where it lies."""
         request = bucket.request
-        packed = [entry for entry in bucket.entries if entry.array.nbytes < _PACKED_BYTES]
-        flats = [_flat(entry.array) for entry in packed]
-        buffer = flats[0] if len(flats) == 1 else np.concatenate(flats) if flats else None
-        large = [entry for entry in bucket.entries if entry.array.nbytes >= _PACKED_BYTES]
-        pieces = [_flat(entry.array) for entry in large]
-        arrays = pieces if buffer is None else [buffer, *pieces]
-        reduction = Reduction(
-            request.op, arrays[0].dtype, prescale=request.prescale, postscale=request.postscale
-        )
+        flats = [_flat(entry.array) for entry in bucket.entries]
+        small = [flat for flat in flats if flat.nbytes < _PACKED_BYTES]
+        arrays = flats
+        if len(small) > 1:
+            buffer = np.concatenate(small)
+            arrays = [buffer, *(flat for flat in flats if flat.nbytes >= _PACKED_BYTES)]
+        reduction = Reduction(request.op, flats[0].dtype, prescale=request.prescale, postscale=request.postscale)
         yield from collectives.allreduce(group, arrays, reduction)
-        self.bytes_moved += sum(array.nbytes for array in arrays)
-        if buffer is not None:
+        if len(small) > 1:
             start = 0
-            for entry in packed:
-                stop = start + entry.array.size
-                self._write_back(entry, buffer[start:stop])
+            for flat in small:
+                stop = start + flat.size
+                flat[...] = buffer[start:stop]
                 start = stop
-        for entry, piece in zip(large, pieces, strict=True):
-            self._write_back(entry, piece)
+        self._land(bucket.entries, flats)
 
-    def _write_back(self, entry: Entry, values: np.ndarray) -> None:
-        """Completes an in-place operation, whose values may have travelled in a copy."""
-        if not np.may_share_memory(entry.array, values):
-            entry.array[...] = values.reshape(entry.array.shape)
-        self._land(entry, entry.array)
+    def _land(self, entries: Sequence[Entry], flats: Sequence[np.ndarray]) -> None:
+        """Completes operations in place, whose values may have travelled in a copy."""
+        self._landed(entries)
+        for entry, flat in zip(entries, flats, strict=True):
+            array = entry.array
+            self.bytes_moved += array.nbytes
+            if not array.flags.c_contiguous:
+                array[...] = flat.reshape(array.shape)
+            entry.finish(array)
 
     def _broadcast(self, group: Group, entry: Entry) -> Steps:
         flat = _flat(entry.array)
         yield from collectives.broadcast(group, flat, group.members.index(entry.request.root))
-        self.bytes_moved += flat.nbytes
-        self._write_back(entry, flat)
+        self._land([entry], [flat])
 
     def _allgather(self, group: Group, entry: Entry, sizes: Sequence[int]) -> Steps:
         """Makes an array whose first dimension is the sum of the members'."""
@@ -128,17 +128,14 @@ class Flights:
         blocks[group.me][...] = entry.array.reshape(-1)
         yield from collectives.allgather(group, blocks)
         self.bytes_moved += gathered.nbytes
-        self._land(entry, gathered)
+        self._landed([entry])
+        entry.finish(gathered)
 
     def _barrier(self, entry: Entry) -> Steps:
         """That all members have announced it is all there is to a barrier."""
-        self._land(entry, entry.array)
+        self._land([entry], [entry.array])
         return
         yield
-
-    def _land(self, entry: Entry, array: np.ndarray) -> None:
-        self._landed(entry)
-        entry.finish(array)
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -72,7 +72,7 @@ class Handle(Generic[Result]):
             text = f"{self.name!r} is still in flight after {timeout} s"
             raise TimeoutError(text)
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # else it would grow with every call
         return self._result  # type: ignore[return-value]  # a done handle without an error has its result
 
     def error(self) -> BaseException | None:
@@ -82,10 +82,10 @@ class Handle(Generic[Result]):
     def add_done_callback(self, callback: Callable[[Handle[Result]], Any]) -> None:
         """Calls ``callback(handle)`` once it is done: on the daemon's thread, or at once if it is done already."""
         with _guard:
-            if not self._done:
-                self._callbacks = [*(self._callbacks or ()), callback]
-                return
-        _call(callback, self)
+            self._callbacks = [*(self._callbacks or ()), callback]
+        # The order matters: whoever is later, this look or that of `_finish`, sees both the callback and the flag.
+        if self._done:
+            self._call_back()
 
     def resolve(self, result: Result) -> None:
         """Completes the operation; for the daemon."""
@@ -103,10 +103,16 @@ class Handle(Generic[Result]):
         if self._waiter is not None:
             self._waiter.set()
         if self._callbacks:
-            with _guard:
-                callbacks, self._callbacks = self._callbacks, None
-            for callback in callbacks or ():
-                _call(callback, self)
+            self._call_back()
+
+    def _call_back(self) -> None:
+        with _guard:
+            callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks or ():
+            try:
+                callback(self)
+            except Exception:
+                log.exception("a callback of %r failed", self.name)
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "done" if self._done else "pending"
@@ -114,13 +120,6 @@ class Handle(Generic[Result]):
 
 
 _guard = threading.Lock()
-
-
-def _call(callback: Callable[[Handle[Any]], Any], handle: Handle[Any]) -> None:
-    try:
-        callback(handle)
-    except Exception:
-        log.exception("a callback of %r failed", handle.name)
 
 
 def wait_all(handles: Iterable[Handle[Any]]) -> None:
@@ -133,7 +132,8 @@ def wait_all(handles: Iterable[Handle[Any]]) -> None:
     for handle in waited:
         handle.wait()
     for handle in waited:
-        handle.result()
+        if handle.error() is not None:
+            handle.result()
 
 
 def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | None:

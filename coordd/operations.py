@@ -18,7 +18,7 @@ from coordd.handles import Handle, call_site
 from coordd.mailbox import Letter
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd.table import Entry
+from coordd.table import Entry, Site
 
 __all__ = ["Operations"]
 
@@ -125,7 +125,13 @@ class Operations:
         return self._post(array, source, name, outgoing=False, land=land)
 
     def submit(
-        self, request: Request, array: np.ndarray, *, land: Land | None = None, filler: bool = False
+        self,
+        request: Request,
+        array: np.ndarray,
+        *,
+        land: Land | None = None,
+        filler: bool = False,
+        site: Site = None,
     ) -> Handle[Any]:
         """Announces a request that was made before; the fast path of the optimizers.
 
@@ -134,9 +140,11 @@ class Operations:
             array: what is reduced or filled, in place.
             land: runs on the daemon's thread when the data has arrived; its value becomes the result.
             filler: take part only if another rank does so in earnest; the array holds zeros, the result may be None.
+            site: the line of code to name in errors; by default that which called.
         """
         handle: Handle[Any] = self.daemon.handle(request.name)
-        site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
+        if site is None:
+            site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
         self.daemon.submit(Entry(request, array, handle, site=site, land=land, filler=filler))
         return handle
 

@@ -1,4 +1,4 @@
-"""How to wait for data that MPI cannot announce: yield first, then sleep ever longer."""
+"""How to wait for data that MPI cannot announce: briefly awake if somebody waits for it, else in short naps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from coordd.bell import Bell
 
 __all__ = ["Patience"]
 
-_YIELD = 300e-6
-_LONGEST = 1e-3
+_AWAKE = 300e-6
+_SHORTEST, _LONGEST = 50e-6, 1e-3
 
 
 class Patience:
@@ -20,18 +20,19 @@ class Patience:
         self._since = 0.0
 
     def restart(self) -> None:
-        """Notes that something has happened, or that somebody has begun to wait."""
+        """Notes that something has happened."""
         self._since = time.monotonic()
 
     @property
     def short(self) -> bool:
-        """Whether the wait is still so short that sleeping would cost more than it saves."""
-        return time.monotonic() - self._since < _YIELD
+        """Whether the wait is still so short that a nap would cost more than it saves."""
+        return time.monotonic() - self._since < _AWAKE
 
-    def wait(self, bell: Bell) -> None:
-        """Waits a little, depending on how long nothing has happened; ``bell`` ends a sleep early."""
+    def spin(self) -> None:
+        """Stays awake; whoever computes on this core goes first."""
+        os.sched_yield()
+
+    def doze(self, bell: Bell) -> None:
+        """Naps, the longer the longer nothing has happened; ``bell`` ends a nap early."""
         waited = time.monotonic() - self._since
-        if waited < _YIELD:
-            os.sched_yield()  # lets whoever computes on this core go on; costs nothing if nobody does
-        else:
-            bell.sleep(min(waited / 4, _LONGEST))
+        bell.sleep(min(max(waited / 4, _SHORTEST), _LONGEST))

@@ -92,10 +92,10 @@ def cores() -> Finding:
     """Counts the cores that a job here can use."""
     mine = cores_here()
     threads = sum(map(len, mine.threads))
-    found = f"{mine.count} of {psutil.cpu_count(logical=False) or os.cpu_count()}, {threads} hardware threads"
+    found = f"{mine.usable} of {psutil.cpu_count(logical=False) or os.cpu_count()}, {threads} hardware threads"
     if mine.quota:
         found += f"; the container grants the time of {mine.quota}"
-    if mine.count > 1:
+    if mine.usable > 1:
         return Finding("cores", found)
     return Finding.note("cores", found, "several ranks would take turns; if the machine has more, ask for them")
 

@@ -26,7 +26,12 @@ class Child:
     """A running command; its output comes from the descriptors ``out`` and ``err``."""
 
     def __init__(
-        self, argv: Sequence[str], environment: Mapping[str, str], *, cpus: Iterable[int] = (), reset: Iterable[int] = ()
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        cpus: Iterable[int] = (),
+        reset: Iterable[int] = (),
     ) -> None:
         """Starts the command.
 
@@ -87,7 +92,7 @@ def _detach(parent: int, cpus: Iterable[int], reset: Iterable[int]) -> None:
 
 def _become(argv: Sequence[str], environment: Mapping[str, str]) -> Never:
     try:
-        os.execvpe(argv[0], list(argv), dict(environment))
+        os.execvpe(argv[0], list(argv), dict(environment))  # noqa: S606 - no shell is what we want
     except OSError as error:
         os.write(2, f"coordd: cannot start {argv[0]!r}: {error.strerror}\n".encode())
         os._exit(_NOT_FOUND if error.errno == errno.ENOENT else _NOT_STARTED)

@@ -29,7 +29,7 @@ class Cores(NamedTuple):
     quota: int | None = None
 
     @property
-    def count(self) -> int:
+    def usable(self) -> int:
         """How many ranks of one thread can compute at the same time."""
         return max(1, min(len(self.threads), self.quota or len(self.threads)))
 
@@ -43,8 +43,8 @@ class Share(NamedTuple):
 
 def divide(cores: Cores, local_rank: int, local_size: int) -> Share:
     """Computes the share of one of ``local_size`` ranks on a host."""
-    threads = max(1, cores.count // local_size)
-    limited = cores.count < len(cores.threads)
+    threads = max(1, cores.usable // local_size)
+    limited = cores.usable < len(cores.threads)
     if threads < 2 or limited or local_size == 1:
         return Share(threads)
     first, last = (len(cores.threads) * rank // local_size for rank in (local_rank, local_rank + 1))

@@ -14,8 +14,11 @@ from coordd.errors import ConfigError
 __all__ = ["assignments", "forwarded"]
 
 _NAMES = frozenset(
-    "PATH LD_LIBRARY_PATH VIRTUAL_ENV LANG TZ TERM COLORTERM COLUMNS NO_COLOR FORCE_COLOR "
-    "HOME USER LOGNAME SHELL TMPDIR".split()
+    (
+        *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR"),
+        *("LANG", "TZ", "TERM", "COLORTERM", "COLUMNS", "NO_COLOR", "FORCE_COLOR"),
+        *("HOME", "USER", "LOGNAME", "SHELL"),
+    )
 )
 _PREFIXES = (
     *("COORDD_", "HOROVOD_", "PYTHON", "LC_"),

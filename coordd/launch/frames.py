@@ -1,8 +1,8 @@
 """What a rank's process tells the launcher: one line per frame on the standard error that the MPI launcher forwards.
 
-One rule: a frame is a single write of at most `LIMIT` bytes that ends in a newline. Every MPI launcher forwards standard
-error, from every host, so no port has to be opened and no secret passed. MPI launchers cut what they forward wherever a
-read ends; on Linux `whole` makes one read return one write, so that ranks cannot tear each other's frames apart.
+One rule: a frame is a single write of at most `LIMIT` bytes that ends in a newline. Every MPI launcher forwards
+standard error, from every host, so no port has to be opened and no secret passed. MPI launchers cut what they forward
+wherever a read ends; on Linux `whole` makes one read return one write, so that ranks cannot tear each other's frames.
 """
 
 from __future__ import annotations

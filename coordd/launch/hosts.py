@@ -1,7 +1,7 @@
 """The hosts of a job, and how many ranks each takes.
 
-One rule: a host name reaches the command line of an MPI launcher, and through it that of ssh, so it must look like a host
-name; one that begins with ``-`` would be read as an option.
+One rule: a host name reaches the command line of an MPI launcher, and through it that of ssh, so it must look like a
+host name; one that begins with ``-`` would be read as an option.
 """
 
 from __future__ import annotations

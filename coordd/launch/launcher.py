@@ -113,10 +113,10 @@ def _programs(folders: Iterable[str]) -> Sequence[Path]:
 def _version(program: Path) -> str:
     # Intel's mpirun is a script that looks for its other half on PATH.
     path = os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])
-    command = [program, "--version"]
+    environment = {**os.environ, "PATH": path}
     try:
         done = subprocess.run(
-            command, env={**os.environ, "PATH": path}, capture_output=True, timeout=_PATIENCE, check=False
+            [str(program), "--version"], env=environment, capture_output=True, timeout=_PATIENCE, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

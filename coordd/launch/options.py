@@ -1,7 +1,7 @@
 """The options of `coordd run`.
 
-One rule: options end where the user's command begins; everything after that is the command's. Every knob's option derives
-from `coordd.config`, so a new knob needs no line here.
+One rule: options end where the user's command begins; everything after that is the command's. Every knob's option
+derives from `coordd.config`, so a new knob needs no line here.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _add_knob(group: argparse._ArgumentGroup, knob: Knob) -> None:
     about = f"{knob.about} (default: {_written(knob.default)})".replace("%", "%%")
     if knob.kind is bool:
         group.add_argument(knob.flag, dest=knob.name, action="store_const", const="1", help=about)
-        opposite = knob.flag.replace("--", "--no-", 1)
-        group.add_argument(opposite, dest=knob.name, action="store_const", const="0", help=f"the opposite of {knob.flag}")
+        opposite, about = knob.flag.replace("--", "--no-", 1), f"the opposite of {knob.flag}"
+        group.add_argument(opposite, dest=knob.name, action="store_const", const="0", help=about)
     else:
         metavar = "{" + ",".join(knob.choices) + "}" if knob.choices else knob.kind.__name__.upper()
         group.add_argument(knob.flag, dest=knob.name, metavar=metavar, help=about)
@@ -146,7 +146,7 @@ def _add_knob(group: argparse._ArgumentGroup, knob: Knob) -> None:
 def _written(default: object) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
-    return f"{default:g}" if isinstance(default, float) else "adaptive" if default is None else str(default)
+    return f"{default:g}" if isinstance(default, float) else str(default or "empty")
 
 
 def _count(text: str) -> int:

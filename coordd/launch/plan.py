@@ -111,8 +111,8 @@ def _launcher(name: str, *, needed: bool) -> Launcher | None:
 def _share(size: int, cores: Cores, order: Order, environment: Mapping[str, str]) -> str:
     """Says what each rank gets of this host."""
     share = divide(cores, 0, size)
-    of_cores = f"on {cores.count} core{'s' * (cores.count > 1)}"
-    if size > cores.count:
+    of_cores = f"on {cores.usable} core{'s' * (cores.usable > 1)}"
+    if size > cores.usable:
         of_cores += ", which they take turns on"
     elif share.bound_to and order.bind:
         of_cores += ", each bound to its own"

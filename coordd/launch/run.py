@@ -34,8 +34,7 @@ def run(options: argparse.Namespace) -> int:
         logs = Logs(options.output_dir) if options.output_dir else None
         if logs:
             stack.callback(logs.close)
-        colour = "NO_COLOR" not in os.environ
-        screen = Screen(_sink(sys.stdout), _sink(sys.stderr), prefix=options.prefix, colour=colour, logs=logs)
+        screen = Screen(_sink(sys.stdout), _sink(sys.stderr), prefix=options.prefix, logs=logs)
         screen.say(f"coordd: {plan.note}")
         verdict = Job(plan.program, size=plan.size, screen=screen, grace=options.grace_seconds).run()
         if verdict.text:
@@ -44,4 +43,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sink(file: TextIO) -> Sink:
-    return Sink(file.buffer, terminal=file.isatty(), columns=shutil.get_terminal_size().columns)
+    terminal = file.isatty()
+    colour = terminal and "NO_COLOR" not in os.environ
+    return Sink(file.buffer, terminal=terminal, colour=colour, columns=shutil.get_terminal_size().columns)

@@ -27,12 +27,14 @@ class Sink:
 
     Attributes:
         terminal: whether it is one, so that what was written can be taken away.
+        colour: whether it shows colours.
         columns: the width of the terminal.
         closed: whether its reader has gone away.
     """
 
-    def __init__(self, file: IO[bytes], *, terminal: bool, columns: int = 80) -> None:
+    def __init__(self, file: IO[bytes], *, terminal: bool, colour: bool = False, columns: int = 80) -> None:
         self.terminal = terminal
+        self.colour = colour
         self.columns = columns
         self.closed = False
         self._file = file
@@ -82,7 +84,6 @@ class Screen:
         err: Sink,
         *,
         prefix: bool = True,
-        colour: bool = False,
         logs: Logs | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,17 +93,16 @@ class Screen:
             out: where the ranks' standard output goes.
             err: where their standard error goes.
             prefix: whether to put the rank before each line.
-            colour: whether the prefix is coloured on a terminal.
             logs: takes every line too.
             clock: seconds from any start.
         """
         self._sinks = {1: out, 2: err}
         self._prefix = prefix
-        self._colour = colour
         self._logs = logs
         self._clock = clock
         self._lines: dict[tuple[int, int], _Line] = {}
         self._live: tuple[int, int] | None = None
+        self._drawn = b""
 
     @property
     def closed(self) -> bool:
@@ -118,9 +118,7 @@ class Screen:
         if line.add(*output.piece):
             self._finish(key, line)
         elif self._sinks[output.stream].terminal:
-            self._erase()
-            self._live = key
-            self._draw()
+            self._move(key)
         elif line.redrawn and line.text and self._clock() - line.shown_at >= _SNAPSHOT:
             line.shown_at = self._clock()
             self._write(output.stream, self._titled(key, line.text) + b"\n")
@@ -152,12 +150,20 @@ class Screen:
         self._sinks[stream].write(data)
         self._draw()
 
+    def _move(self, key: tuple[int, int]) -> None:
+        """Draws another line, or the same one if it has changed."""
+        if key != self._live or self._lines[key].text != self._drawn:
+            self._erase()
+            self._live = key
+            self._draw()
+
     def _draw(self) -> None:
         if self._live and (text := self._lines[self._live].text):
             rank, stream = self._live
             sink = self._sinks[stream]
             room = sink.columns - 1 - (len(f"[{rank}] ") if self._prefix else 0)
             sink.write(self._titled(self._live, text.decode(errors="replace")[:room].encode()))
+            self._drawn = text
         else:
             self._live = None
 
@@ -170,6 +176,6 @@ class Screen:
         if not self._prefix:
             return text
         title = f"[{rank}]"
-        if self._colour and self._sinks[stream].terminal:
+        if self._sinks[stream].colour:
             title = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{title}\x1b[0m"
         return title.encode() + b" " + text

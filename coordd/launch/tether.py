@@ -79,4 +79,3 @@ class Guard:
             signal_group(group, signal.SIGKILL)
             farewell()
         os._exit(0)
-

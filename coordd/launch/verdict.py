@@ -65,7 +65,7 @@ def judge(record: Record) -> Verdict:
 
 
 def _cause(record: Record) -> Ended | None:
-    """Picks the first failure of the best kind: its own, then `MPI_Abort`, then a consequence, then an end on request."""
+    """Picks the first failure of the best kind: one of its own, an `MPI_Abort`, a consequence, an end on request."""
     failures = [end for end in record.ended if end.outcome.failed]
     own = [end for end in failures if not end.outcome.told and not end.outcome.consequence]
     told = [end for end in failures if end.outcome.told]

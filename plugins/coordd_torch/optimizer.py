@@ -15,10 +15,11 @@ import torch
 
 from coordd import api
 from coordd.errors import ArgumentError, CoorddError
-from coordd.handles import Handle, wait_all
+from coordd.handles import Handle, call_site, wait_all
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.operations import Operations, check_reducible
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.table import Site
 from coordd_torch.compression import Compression, Compressor
 from coordd_torch.operations import Average
 from coordd_torch.tensors import borrow, view
@@ -101,7 +102,7 @@ class _Gradient:
         if request is None or request.shape != array.shape or self._dtype != array.dtype:
             request, self._dtype = reducer.request(self.name, array), array.dtype
             self._request = request
-        self.handle = reducer.operations.submit(request, array, land=land, filler=filler)
+        self.handle = reducer.operations.submit(request, array, land=land, filler=filler, site=reducer.site)
 
 
 class _Reducer:
@@ -127,7 +128,9 @@ class _Reducer:
         self._predivide = predivide
         self._process_set = process_set
         self._expected: set[int] = set()
+        self._finished = False
         self.skipped = False
+        self.site: Site = None
         prefix = operations.namespace()
         self.gradients = [_Gradient(self, prefix + name, parameter) for name, parameter in parameters]
         for gradient in self.gradients:
@@ -152,6 +155,7 @@ class _Reducer:
         task = torch._C._current_graph_task_id()  # noqa: SLF001 - what FSDP goes by, too
         if task not in self._expected:
             self._expected.add(task)
+            self.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_of_backward(task))  # type: ignore[attr-defined]  # noqa: SLF001
 
     def _end_of_backward(self, task: int) -> None:
@@ -170,27 +174,26 @@ class _Reducer:
                     gradient.submit()
                 else:
                     gradient.fill()
-        wait_all(gradient.handle for gradient in self.gradients if gradient.handle is not None)
-        for gradient in self.gradients:
-            gradient.settle()
+        wait_all([gradient.handle for gradient in self.gradients if gradient.handle is not None])
+        self._finished = all([gradient.settle() for gradient in self.gradients])  # each forgets a void operation
 
     def finish_step(self) -> None:
-        """Makes sure that everything is reduced, unless it was already."""
-        if any(gradient.handle is None for gradient in self.gradients):
+        """Makes sure that everything is reduced."""
+        if not self._finished:
             self.finish()
-        else:
-            wait_all(gradient.handle for gradient in self.gradients if gradient.handle is not None)
 
     def reset(self) -> None:
         """Gets ready for the next step."""
+        self._finished = False
         for gradient in self.gradients:
             gradient.reset()
 
     def drop(self) -> None:
         """Lets what is under way end, whatever comes of it, before its memory is used for something else."""
-        for gradient in self.gradients:
-            if gradient.handle is not None:
-                gradient.handle.wait()
+        if not self._finished:
+            for gradient in self.gradients:
+                if gradient.handle is not None:
+                    gradient.handle.wait()
         self.reset()
 
 

@@ -56,9 +56,12 @@ def _run(module: str, name: str, deadline: float) -> dict[str, Any]:
 
 
 def _story(error: BaseException) -> str:
-    """The traceback from the case on, with the values of its local variables."""
+    """The traceback from the case on; in the case itself with the values of its local variables."""
     trace = error.__traceback__ and error.__traceback__.tb_next
     told = traceback.TracebackException(type(error), error, trace, capture_locals=True)
+    for frame in told.stack:
+        if not Path(frame.filename).name.startswith("cases_"):
+            frame.locals = None
     lines = "".join(told.format()).splitlines()
     return "\n".join(line if len(line) <= _WIDTH else line[:_WIDTH] + " …" for line in lines)
 

@@ -1,0 +1,121 @@
+"""Ranks as threads of this process, over the local transport: real daemons, without a launcher.
+
+Its one rule: a hang is a failure. Every wait has a limit, and what does not end is told with the stacks of all threads.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from coordd import api
+from coordd.config import Config
+from coordd.daemon import Daemon
+from coordd.errors import PeerError
+from coordd.rendezvous import local_world
+
+__all__ = ["LocalRanks", "each_rank", "local_ranks"]
+
+SECONDS = 20.0
+
+Function = Callable[[int], Any]
+
+
+class LocalRanks:
+    """The daemons of one world, to run functions on."""
+
+    def __init__(self, daemons: list[Daemon]) -> None:
+        self.daemons = daemons
+
+    def __len__(self) -> int:
+        return len(self.daemons)
+
+    def each(self, function: Function) -> list[Any]:
+        """Calls ``function(rank)`` on every rank, where `coordd.torch` works, and returns the results by rank.
+
+        The first error that a rank raises ends the job, as it would in a process of its own, and is raised here.
+        """
+        results: list[Any] = [None] * len(self)
+        errors: list[BaseException] = []
+
+        def body(rank: int) -> None:
+            try:
+                with api.using(self.daemons[rank]):
+                    results[rank] = function(rank)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+                if not isinstance(error, PeerError):
+                    self.daemons[rank].fail(f"failed: {error!r}", "".join(traceback.format_exception(error)))
+
+        self._in_threads(body)
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+        return results
+
+    def errors(self, function: Function, kind: type[BaseException]) -> list[Any]:
+        """Calls ``function(rank)`` on every rank, and returns the errors, which all must be of this kind."""
+
+        def body(rank: int) -> BaseException:
+            with pytest.raises(kind) as caught:
+                function(rank)
+            return caught.value
+
+        return self.each(body)
+
+    def start(self) -> None:
+        """Starts all daemons; they wait for each other."""
+        self._in_threads(lambda rank: self.daemons[rank].start())
+
+    def stop(self) -> None:
+        """Stops all daemons, in step."""
+        self._in_threads(lambda rank: self.daemons[rank].stop())
+
+    def _in_threads(self, body: Callable[[int], None]) -> None:
+        threads = [
+            threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(len(self))
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if hanging := [thread.name for thread in threads if thread.is_alive()]:
+            story = stacks()
+            for daemon in self.daemons:
+                daemon.end(1.0)
+            pytest.fail(f"{', '.join(hanging)} did not end within {SECONDS} s\n{story}", pytrace=False)
+
+
+def stacks() -> str:
+    """Tells what every thread is doing."""
+    frames = sys._current_frames()
+    return "\n".join(
+        f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+        for thread in threading.enumerate()
+        if thread.ident in frames
+    )
+
+
+@contextmanager
+def local_ranks(count: int, **settings: Any) -> Iterator[LocalRanks]:
+    """Starts a world of ``count`` ranks with these settings, and stops it."""
+    config = Config(**settings)
+    ranks = LocalRanks([Daemon(config, way) for way in local_world(count)])
+    ranks.start()
+    try:
+        yield ranks
+    finally:
+        ranks.stop()
+
+
+def each_rank(count: int, function: Function, **settings: Any) -> list[Any]:
+    """Calls ``function(rank)`` on every rank of a new world."""
+    with local_ranks(count, **settings) as ranks:
+        return ranks.each(function)

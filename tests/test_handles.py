@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+
+import pytest
+
+from coordd.errors import CoorddError
+from coordd.handles import Handle, call_site, wait_all
+
+DEADLINE = 10.0
+
+
+def test_a_result_is_there_for_everybody_any_number_of_times():
+    handle = Handle("x")
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(handle.result(DEADLINE)), daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    handle.resolve(7)
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert [*found, handle.result(), handle.result()] == [7] * 6
+    assert handle.error() is None
+
+
+def test_a_failure_is_raised_again_and_again_and_does_not_grow():
+    handle = Handle("x")
+    handle.fail(CoorddError("because"))
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(CoorddError, match="because") as caught:
+            handle.result()
+        lengths.append(len(caught.traceback))
+    assert len(set(lengths)) == 1
+    assert isinstance(handle.error(), CoorddError)
+
+
+def test_poll_and_wait_tell_whether_it_is_done():
+    handle = Handle("x")
+    assert not handle.poll()
+    assert not handle.wait(0.0)
+    assert repr(handle) == "<Handle 'x' pending>"
+    handle.resolve(None)
+    assert handle.poll()
+    assert handle.wait()
+    assert repr(handle) == "<Handle 'x' done>"
+
+
+def test_a_result_that_does_not_come_in_time_says_so():
+    with pytest.raises(TimeoutError, match="'x' is still in flight after 0.01 s"):
+        Handle("x").result(0.01)
+
+
+def test_waiting_hurries_the_daemon_but_asking_does_not():
+    calls = []
+    handle = Handle("x", hurry=lambda: calls.append("hurry"))
+    handle.poll()
+    assert calls == []
+    handle.wait(0.0)
+    assert calls == ["hurry"]
+    handle.resolve(1)
+    handle.wait()
+    assert calls == ["hurry"]
+
+
+def test_callbacks_run_once_before_and_after_it_is_done():
+    handle, seen = Handle("x"), []
+    handle.add_done_callback(lambda done: seen.append(("early", done.result())))
+    handle.resolve(3)
+    handle.add_done_callback(lambda done: seen.append(("late", done.result())))
+    assert seen == [("early", 3), ("late", 3)]
+
+
+def test_a_callback_that_raises_is_logged_and_stops_no_other(caplog):
+    handle, seen = Handle("x"), []
+    handle.add_done_callback(lambda _: 1 / 0)
+    handle.add_done_callback(seen.append)
+    handle.resolve(3)
+    assert seen == [handle]
+    assert "a callback of 'x' failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.fixture
+def fast_switches():
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def test_no_callback_and_no_waiter_is_lost_when_it_is_done_at_the_same_moment(fast_switches):
+    count = 1000
+    handles = [Handle(str(number)) for number in range(count)]
+    called, woken = [], []
+
+    def ask() -> None:
+        for handle in handles:
+            handle.add_done_callback(called.append)
+            woken.append(handle.wait(DEADLINE))
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for handle in handles:
+        handle.resolve(None)
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert woken == [True] * 2 * count
+    assert len(called) == 2 * count
+
+
+def test_a_handle_that_nobody_waits_for_is_freed():
+    handle = Handle("x")
+    handle.add_done_callback(lambda _: None)
+    seen = weakref.ref(handle)
+    del handle
+    gc.collect()
+    assert seen() is None
+
+
+def test_wait_all_waits_for_all_and_raises_the_first_error():
+    handles = [Handle(name) for name in "abc"]
+    handles[0].resolve(1)
+    handles[1].fail(CoorddError("b"))
+    threading.Timer(0.01, lambda: handles[2].fail(CoorddError("c"))).start()
+    with pytest.raises(CoorddError, match="b"):
+        wait_all(iter(handles))
+    assert handles[2].poll()
+    wait_all([])
+
+
+def test_the_call_site_is_the_innermost_line_outside_coordd_and_torch():
+    place: dict = {"__name__": "coordd_torch.operations", "find": call_site, "frame": sys._getframe}
+    exec("def inner():\n    return find(frame(0))", place)
+    code, line = place["inner"]()
+    assert (code.co_name, line) == (
+        "test_the_call_site_is_the_innermost_line_outside_coordd_and_torch",
+        sys._getframe().f_lineno - 3,
+    )
+    assert call_site(None) is None
