@@ -21,7 +21,9 @@ from coordd.api import (
 )
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd.version import VERSION as __version__
+from coordd.version import VERSION
+
+__version__ = VERSION
 
 __all__ = [
     "ProcessSet",

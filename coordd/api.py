@@ -19,7 +19,7 @@ import numpy as np
 
 from coordd.config import Config
 from coordd.daemon import Daemon
-from coordd.errors import ConfigError, ForkedProcessError, NotInitializedError, PeerError
+from coordd.errors import ConfigError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError
 from coordd.exits import ExitWatch
 from coordd.handles import Handle
 from coordd.messages import ReduceOp
@@ -67,27 +67,32 @@ class _Default:
         return self.operations.daemon
 
     def _failed(self, reason: str, traceback: str, error: BaseException | None) -> None:
-        if not isinstance(error, PeerError):
+        """Tells the others, unless this failure is but a consequence of another rank's."""
+        if isinstance(error, ShutdownError) and error.ranks:
+            self.daemon.fail(f"left the job while others still needed it: {error}", culprit=error.ranks[0])
+        elif not isinstance(error, PeerError):
             self.daemon.fail(reason, traceback)
 
     def leave(self) -> None:
-        """Ends the daemon: in step with the others, or after a failure so that its cause is seen first.
-
-        The culprit waits a moment until the others have heard of it. They wait until its process is gone, so that the
-        launcher sees the culprit's exit code before theirs.
-        """
+        """Ends the daemon in step with the others or, after a failure, so that its cause is seen first."""
         self.exits.verdict()
         self.exits.restore()
-        if self.daemon.failing:
-            culprit = self.daemon.await_failure(_LINGER_SECONDS)
-            if culprit == self.daemon.world.rank:
-                threading.Event().wait(_HEARD_SECONDS)
-            else:
-                self.daemon.wait_for_loss(culprit, _LINGER_SECONDS)
-            if not self.daemon.end(_LINGER_SECONDS):
-                os._exit(1)
-            return
-        self.daemon.stop()
+        if self.daemon.failing or not self.daemon.stop():
+            self._leave_the_wreck()
+
+    def _leave_the_wreck(self) -> None:
+        """Lets the culprit go first, so that the launcher sees its exit code before its consequences'.
+
+        The culprit waits a moment until the others have heard of it; they wait until its process is gone.
+        """
+        failure = self.daemon.blame(_LINGER_SECONDS)
+        if failure.rank == self.daemon.world.rank:
+            threading.Event().wait(_HEARD_SECONDS)
+        else:
+            log.error("the job has failed: rank %d %s", failure.rank, failure.reason)
+            self.daemon.wait_for_loss(failure.rank, _LINGER_SECONDS)
+        if not self.daemon.end(_LINGER_SECONDS):
+            os._exit(1)
 
 
 _guard = threading.Lock()
@@ -106,7 +111,7 @@ def init(**settings: Any) -> None:
         StartError: the ranks did not find each other.
         ForkedProcessError: this process was forked from one that uses coordd.
     """
-    global _default
+    global _default  # noqa: PLW0603 - the one piece of module-level state
     with _guard:
         if _default is not None and _default.pid != os.getpid():
             raise ForkedProcessError

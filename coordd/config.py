@@ -123,7 +123,8 @@ class Config:
     )
     transport: str = _knob("auto", "data plane: auto picks mpi under an MPI launcher, else local")
     interface: str = _knob(
-        "", "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one"
+        "",
+        "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one",
     )
     log_level: str = _knob(
         "warning",

@@ -25,7 +25,9 @@ _DONE = object()
 class Flights:
     """Operations in flight on one lane, started in the order of the plans, a few at a time."""
 
-    def __init__(self, lane: Lane, *, rank: int, size: int, chunk: int, landed: Callable[[Sequence[Entry]], None]) -> None:
+    def __init__(
+        self, lane: Lane, *, rank: int, size: int, chunk: int, landed: Callable[[Sequence[Entry]], None]
+    ) -> None:
         """Starts with none.
 
         Args:

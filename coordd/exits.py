@@ -1,4 +1,4 @@
-"""Why this process ends: an uncaught exception and a non-zero ``sys.exit`` are failures that the other ranks must hear of.
+"""Why this process ends: an uncaught exception and a non-zero ``sys.exit`` are failures that others must hear of.
 
 Python tells its exit handlers neither. So the exception hook and ``sys.exit`` are wrapped while a daemon runs.
 """
@@ -9,7 +9,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 __all__ = ["ExitWatch"]
@@ -64,7 +64,7 @@ class ExitWatch:
 
     def _dropped(self, reason: str, site: str) -> None:
         """Tells an exit that ends the interpreter from one that somebody caught: no Python code is left to run."""
-        frame = sys._getframe()  # noqa: SLF001
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001
         while frame is not None and frame.f_globals.get("__name__") in {__name__, "weakref"}:
             frame = frame.f_back
         if frame is None:

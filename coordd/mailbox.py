@@ -27,6 +27,8 @@ _HEADER_TAG = 0
 _PART_BYTES = 256 << 20
 _DONE = object()
 
+Disagreement = list[tuple[str, list[int], list[str]]]
+
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
     """What follows: the payload travels with the tag ``serial``."""
@@ -83,8 +85,8 @@ class Mailbox:
 
     def start(self, letter: Letter) -> None:
         """Starts a send, or a receive."""
-        if letter.outgoing:
-            self._moving.append((letter, self._send(letter)))
+        if letter.outgoing and letter.array is not None:
+            self._moving.append((letter, self._send(letter, letter.array)))
             return
         key = (letter.peer, letter.name)
         if headers := self._arrived.get(key):
@@ -121,16 +123,15 @@ class Mailbox:
             self._listening = None
         return letters
 
-    def _send(self, letter: Letter) -> Steps:
-        assert letter.array is not None
-        payload = np.ascontiguousarray(letter.array).reshape(-1).view(np.uint8)
+    def _send(self, letter: Letter, array: np.ndarray) -> Steps:
+        payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._serial = self._serial % (self._lane.tags - 1) + 1
-        header = _header(_Header(self._rank, self._serial, letter.name, letter.array.dtype.name, letter.array.shape))
+        header = _header(_Header(self._rank, self._serial, letter.name, array.dtype.name, array.shape))
         tickets = [self._lane.isend(header, letter.peer, _HEADER_TAG)]
         tickets += [self._lane.isend(part, letter.peer, self._serial) for part in _parts(payload)]
         while not self._lane.done(tickets):
             yield
-        letter.finish(letter.array)
+        letter.finish(array)
 
     def _listen(self) -> None:
         """Takes headers in, for as long as a receive waits for one."""
@@ -174,7 +175,8 @@ class Mailbox:
                 wanted[...] = raw.view(wanted.dtype).reshape(wanted.shape)
             letter.finish(wanted)
         else:
-            values = [(sent, [letter.peer], []), (_describe(wanted.dtype.name, wanted.shape), [self._rank], [])]
+            here = _describe(wanted.dtype.name, wanted.shape)
+            values: Disagreement = [(sent, [letter.peer], []), (here, [self._rank], [])]
             letter.handle.fail(MismatchError(letter.name, "tensor that is sent and received", values))
 
 

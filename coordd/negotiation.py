@@ -196,13 +196,13 @@ class Negotiator:
         """Fails contradicting entries, now for those who have announced and later for those who will."""
         told: dict[int, Announcement] = {}
         members: set[int] = set()
-        values = []
+        values: list[tuple[str, list[int], list[str]]] = []
         for entry in entries:
             self._drop(entry)
             told |= entry.by_rank
             members |= {*(entry.members or self._world)}
             values.append((f"({spans(entry.members or self._world)})", sorted(entry.by_rank), _sites(entry.by_rank)))
-        error = str(MismatchError(entries[0].name, "process set", sorted(values, key=lambda value: value[1])))
+        error = str(MismatchError(entries[0].name, "process set", sorted(values, key=operator.itemgetter(1))))
         request = told[min(told)].request
         refusal = Response(request, error=error, attribute="process set", recipients=tuple(sorted(told)))
         self._refused.append(refusal)
@@ -298,21 +298,16 @@ def verdict(by_rank: Mapping[int, Announcement]) -> Response:
 
 def _value(request: Request, attribute: str) -> str:
     """Shows the part of a request that all ranks must share."""
-    match attribute:
-        case "operation":
-            return request.kind.name.lower()
-        case "dtype":
-            return request.dtype
-        case "shape":
-            if request.kind is Kind.ALLGATHER:
-                return str(("any", *request.shape[1:])).replace("'", "")
-            return str(request.shape)
-        case "reduction":
-            return request.op.name.lower()
-        case "scale factors":
-            return f"prescale {request.prescale:g}, postscale {request.postscale:g}"
-        case _:
-            return str(request.root)
+    gathered = request.kind is Kind.ALLGATHER
+    parts = {
+        "operation": request.kind.name.lower(),
+        "dtype": request.dtype,
+        "shape": f"({', '.join(['any', *map(str, request.shape[1:])])})" if gathered else str(request.shape),
+        "reduction": request.op.name.lower(),
+        "scale factors": f"prescale {request.prescale:g}, postscale {request.postscale:g}",
+        "root rank": str(request.root),
+    }
+    return parts[attribute]
 
 
 def _by_value(

@@ -34,7 +34,7 @@ class Operations:
         self._namespaces = count()
         self._numbers = {kind: count() for kind in Kind}
 
-    def allreduce(
+    def allreduce(  # noqa: PLR0913 - the choices that the operation has
         self,
         array: np.ndarray,
         *,
@@ -99,7 +99,9 @@ class Operations:
             ArgumentError: the array has no dimension.
         """
         if not array.ndim:
-            text = f"tried to ALLGATHER a rank-zero tensor ({name or 'unnamed'}): give it a first dimension, as in x[None]"
+            text = (
+                f"tried to ALLGATHER a rank-zero tensor ({name or 'unnamed'}): give it a first dimension, as in x[None]"
+            )
             raise ArgumentError(text)
         return self.submit(self.request(Kind.ALLGATHER, name, array, process_set), array, land=land)
 

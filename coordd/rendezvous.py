@@ -42,7 +42,7 @@ def meet(config: Config) -> Rendezvous:
         _refuse_foreign_launchers(name)
     if name == "local":
         return local_world(1)[0]
-    make = MpiTransport if name == "mpi" else _third_party(name)
+    make: Callable[[], Transport] = MpiTransport if name == "mpi" else _third_party(name)
     return lambda _: _over(make(), config)
 
 

@@ -34,7 +34,7 @@ class Entry:
 
     __slots__ = ("array", "filler", "handle", "land", "request", "site")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a record
         self,
         request: Request,
         array: np.ndarray,

@@ -1,8 +1,8 @@
 """The control channel over ZeroMQ: a star around rank 0, encrypted and authenticated by CURVE.
 
-The server's public key never crosses the network in clear and is handed out over the data plane only, so it is the job's
-secret: whoever does not have it cannot finish the handshake. One thread owns the sockets; ZeroMQ's own thread moves
-the bytes outside the interpreter's lock, and notices a dead peer while the daemon is busy.
+The server's public key never crosses the network in clear and is handed out over the data plane only, so it is the
+job's secret: whoever does not have it cannot finish the handshake. One thread owns the sockets; ZeroMQ's own thread
+moves the bytes outside the interpreter's lock, and notices a dead peer while the daemon is busy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ __all__ = ["Address", "ZmqControl"]
 log = logging.getLogger("coordd")
 
 _LINGER_MS = 500
-_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 @dataclass(frozen=True)
@@ -99,13 +98,13 @@ class ZmqControl:
         if not self.ready():
             return []
         found: list[tuple[int, Message | Lost]] = []
-        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while _readable(self._socket):
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             sender = self._sender(frames)
             try:
                 found.append((sender, decode(frames[-1].bytes)))
             except WireError as error:
-                log.error("dropped a control message from rank %d: %s", sender, error)
+                log.warning("dropped a control message from rank %d: %s", sender, error)
         return found + self._losses()
 
     def ready(self) -> bool:
@@ -114,7 +113,7 @@ class ZmqControl:
         ZeroMQ's descriptors tell only of changes since its events were last looked at, and sending looks at them too.
         """
         if self._stale or self._changes.poll(0):
-            self._stale = bool((self._socket.get(zmq.EVENTS) | self._monitor.get(zmq.EVENTS)) & zmq.POLLIN)
+            self._stale = _readable(self._socket) | _readable(self._monitor)
         return self._stale
 
     def close(self) -> None:
@@ -134,12 +133,16 @@ class ZmqControl:
 
     def _losses(self) -> list[tuple[int, Message | Lost]]:
         found: list[tuple[int, Message | Lost]] = []
-        while self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+        while _readable(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             rank = 0 if self._rank else self._rank_of_connection.pop(event["value"], -1)
             if rank >= 0:
                 found.append((rank, LOST))
         return found
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _identity(rank: int) -> bytes:

@@ -17,7 +17,6 @@ _NAMES = frozenset(
     (
         *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR"),
         *("LANG", "TZ", "TERM", "COLORTERM", "COLUMNS", "NO_COLOR", "FORCE_COLOR"),
-        *("HOME", "USER", "LOGNAME", "SHELL"),
     )
 )
 _PREFIXES = (

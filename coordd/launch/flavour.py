@@ -17,6 +17,9 @@ from coordd.launch.hosts import Host
 __all__ = ["ALONE", "FLAVOURS", "HYDRA", "INTEL", "OPEN_MPI", "SLURM", "Flavour", "Launch", "recognise"]
 
 
+_LOGIN = ("HOME", "LOGNAME", "SHELL", "USER")  # what a login gives under other launchers
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """What an MPI launcher is asked for.
@@ -53,7 +56,9 @@ class Flavour:
         interrupt: the signal to it that reaches the ranks as a wish to interrupt, without further effects.
         terminate: the same as a wish to terminate.
         passes: other signals that it passes on to the ranks.
-        abandoned: what the kernel sends it when we are killed; it must end every rank, even one that ignores signals.
+        finish: the signal to it that ends every rank, even one that ignores signals; the kernel sends it for us if
+            we are killed.
+        pmi: what Slurm calls the way in which programs of this kind find each other.
     """
 
     name: str
@@ -64,7 +69,8 @@ class Flavour:
     interrupt: signal.Signals
     terminate: signal.Signals
     passes: tuple[signal.Signals, ...]
-    abandoned: signal.Signals
+    finish: signal.Signals
+    pmi: str = ""
 
 
 def recognise(told: str) -> tuple[Flavour, str] | None:
@@ -105,7 +111,7 @@ def _intel(launch: Launch) -> list[str]:
 
 
 def _slurm(launch: Launch) -> list[str]:
-    flags = [f"--ntasks={launch.size}", "--kill-on-bad-exit=1", "--unbuffered", "--cpu-bind=none"]
+    flags = [f"--ntasks={launch.size}", "--unbuffered", "--quit-on-interrupt", "--cpu-bind=none"]
     if launch.hosts:
         per_host = {host.slots for host in launch.hosts}
         if len(per_host) > 1:
@@ -115,7 +121,7 @@ def _slurm(launch: Launch) -> list[str]:
     if launch.oversubscribed:
         flags += ["--overcommit"]
     if launch.forwarded:
-        flags += [f"--export={','.join(launch.forwarded)}"]
+        flags += [f"--export={','.join((*launch.forwarded, *_LOGIN))}"]
     return [*flags, *launch.extra, *launch.command]
 
 
@@ -136,7 +142,8 @@ OPEN_MPI = Flavour(
     interrupt=signal.SIGALRM,
     terminate=signal.SIGURG,
     passes=(signal.SIGUSR1, signal.SIGUSR2),
-    abandoned=signal.SIGTERM,
+    finish=signal.SIGTERM,
+    pmi="pmix",
 )
 INTEL = Flavour(
     name="Intel MPI",
@@ -147,7 +154,8 @@ INTEL = Flavour(
     interrupt=signal.SIGINT,
     terminate=signal.SIGTERM,
     passes=(signal.SIGUSR1,),
-    abandoned=signal.SIGKILL,
+    finish=signal.SIGKILL,
+    pmi="pmi2",
 )
 HYDRA = Flavour(
     name="MPICH",
@@ -158,7 +166,8 @@ HYDRA = Flavour(
     interrupt=signal.SIGINT,
     terminate=signal.SIGTERM,
     passes=(signal.SIGUSR1,),
-    abandoned=signal.SIGKILL,
+    finish=signal.SIGKILL,
+    pmi="pmi2",
 )
 SLURM = Flavour(
     name="Slurm",
@@ -169,7 +178,7 @@ SLURM = Flavour(
     interrupt=signal.SIGALRM,
     terminate=signal.SIGTERM,
     passes=(signal.SIGUSR1, signal.SIGUSR2),
-    abandoned=signal.SIGTERM,
+    finish=signal.SIGINT,  # thanks to --quit-on-interrupt
 )
 ALONE = Flavour(
     name="no launcher",
@@ -180,6 +189,6 @@ ALONE = Flavour(
     interrupt=signal.SIGINT,
     terminate=signal.SIGTERM,
     passes=(signal.SIGUSR1, signal.SIGUSR2),
-    abandoned=signal.SIGHUP,
+    finish=signal.SIGHUP,
 )
 FLAVOURS = (OPEN_MPI, INTEL, HYDRA, SLURM)

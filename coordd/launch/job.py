@@ -96,7 +96,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(flavour.abandoned, parent),  # noqa: PLW1509 - we have one thread
+            preexec_fn=lambda: die_with_parent(flavour.finish, parent),  # noqa: PLW1509 - we have one thread
         ) as process:
             for number, file in ((1, process.stdout), (2, process.stderr)):
                 if file:
@@ -172,7 +172,7 @@ class Job:
         rung = self._ladder.climb(time.monotonic())
         flavour = self._program.flavour
         gently = flavour.interrupt if self._record.stopped_by == signal.SIGINT else flavour.terminate
-        number = {Rung.ASK: gently, Rung.DISMISS: flavour.terminate, Rung.END: signal.SIGTERM}
+        number = {Rung.ASK: gently, Rung.DISMISS: flavour.terminate, Rung.END: flavour.finish}
         process.send_signal(number.get(rung, signal.SIGKILL))
 
 

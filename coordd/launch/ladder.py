@@ -9,8 +9,8 @@ One rule: pure. It is told what happened and when, and says which step is due; `
 ```
 
 LISTEN lets the other ranks say what the failure meant to them. ASK sends them a signal. DISMISS is the second request,
-on which each rank's process ends what is left of its command and exits (see `coordd.launch.rank`). END terminates the
-MPI launcher, KILL kills it; then everything below it dies too.
+on which each rank's process ends what is left of its command and exits (see `coordd.launch.rank`). END has the
+MPI launcher end every rank, KILL kills it; then everything below it dies too.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from pathlib import Path
 from coordd.errors import ConfigError
 from coordd.launch.cores import Cores, divide
 from coordd.launch.environment import assignments, forwarded
-from coordd.launch.flavour import ALONE, Launch
+from coordd.launch.flavour import ALONE, SLURM, Flavour, Launch
 from coordd.launch.hosts import Host, place_ranks
 from coordd.launch.job import Program
-from coordd.launch.launcher import Launcher
+from coordd.launch.launcher import Launcher, LauncherError
 from coordd.launch.options import command_of, extra_of, hosts_of, knob_variables
 from coordd.launch.rank import Order
 
@@ -70,7 +70,7 @@ class Plan:
             forwarded=() if here else forwarded(inherited, settings),
             oversubscribed=here and size > len(cores.threads),
             root=os.geteuid() == 0,
-            extra=extra_of(options),
+            extra=(*_pmi(flavour, options.mpi_args), *extra_of(options)),
         )
         argv = [*([str(launcher.path)] if launcher else []), *flavour.flags(launch)]
         title = launcher.title if launcher else "rank 0"
@@ -106,6 +106,16 @@ def _launcher(name: str, *, needed: bool) -> Launcher | None:
     if name != "auto":
         return Launcher.named(name)
     return Launcher.find() if needed else None
+
+
+def _pmi(flavour: Flavour, given: str) -> tuple[str, ...]:
+    """Tells Slurm which MPI the ranks use, unless the user does; with the wrong one each rank would be alone."""
+    if flavour is not SLURM or "--mpi" in given:
+        return ()
+    try:
+        return (f"--mpi={Launcher.find().flavour.pmi}",)
+    except LauncherError:  # a library without its launcher: the site's default has to do
+        return ()
 
 
 def _share(size: int, cores: Cores, order: Order, environment: Mapping[str, str]) -> str:

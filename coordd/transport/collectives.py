@@ -1,7 +1,7 @@
 """Collectives from point-to-point messages, as generators that the daemon advances.
 
-Their one rule: element k of a reduction is combined in rank order, ``((x0 + x1) + x2) + …``, wherever it lies in whatever
-bucket. So results are equal on all ranks, from run to run, and however tensors were fused.
+Their one rule: element k of a reduction is combined in rank order, ``((x0 + x1) + x2) + …``, wherever it lies in
+whatever bucket. So results are equal on all ranks, from run to run, and however tensors were fused.
 
 The pattern is direct exchange. A piece of a tensor is cut into one slice a member; everyone sends slice i to member i,
 member i combines what it gets, and sends the result to everyone::
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from coordd.transport.protocol import Lane, Ticket
 
 __all__ = ["Group", "Pulse", "Reduction", "allgather", "allreduce", "broadcast"]
 
+Piece = TypeVar("Piece")
 Steps = Generator[None, None, None]
 """Each ``yield`` says: not yet."""
 
@@ -143,16 +145,14 @@ class Reduction:
 def allreduce(group: Group, arrays: Sequence[np.ndarray], reduction: Reduction) -> Steps:
     """Reduces flat contiguous arrays in place; their dtypes are equal, their sizes are equal on all members."""
     return _windowed(
-        group, (piece for array in arrays for piece in _pieces(array, group.chunk)),
+        (piece for array in arrays for piece in _pieces(array, group.chunk)),
         lambda slot, piece: _reduce_piece(group, slot, piece, reduction),
     )
 
 
 def broadcast(group: Group, array: np.ndarray, root: int) -> Steps:
     """Copies the array of the member with index ``root`` into everybody's flat contiguous array of the same size."""
-    return _windowed(
-        group, _pieces(array, group.chunk), lambda slot, piece: _broadcast_piece(group, slot, piece, root)
-    )
+    return _windowed(_pieces(array, group.chunk), lambda slot, piece: _broadcast_piece(group, slot, piece, root))
 
 
 def allgather(group: Group, blocks: Sequence[np.ndarray]) -> Steps:
@@ -160,36 +160,25 @@ def allgather(group: Group, blocks: Sequence[np.ndarray]) -> Steps:
     longest = max(block.nbytes for block in blocks)
     rounds = range(0, max(longest, 1), group.chunk)
     cuts = ([_cut(block, start, group.chunk) for block in blocks] for start in rounds)
-    return _windowed(group, cuts, lambda slot, cut: _spread(group, cut, group.tag(slot, 0)))
+    return _windowed(cuts, lambda slot, cut: _spread(group, cut, group.tag(slot, 0)))
 
 
-def _windowed(group: Group, pieces: Iterable, work: Callable[[int, object], Steps]) -> Steps:  # type: ignore[type-arg]
+def _windowed(pieces: Iterable[Piece], work: Callable[[int, Piece], Steps]) -> Steps:
     """Works on a few pieces at once, each in its slot, so that the next one travels while one is combined.
 
     A slot is reused in the order of the pieces, so a slot's messages match on all members.
     """
-    source = iter(pieces)
-    if group.size == 1:
-        for piece in source:
-            yield from work(0, piece)
-        return
+    source = enumerate(pieces)
     running: dict[int, Steps] = {}
-    turns = 0
-    exhausted = False
-    while True:
-        while not exhausted and turns % _WINDOW not in running:
-            piece = next(source, None)
-            if piece is None:
-                exhausted = True
-            else:
-                running[turns % _WINDOW] = work(turns % _WINDOW, piece)
-                turns += 1
-        for slot, steps in list(running.items()):
-            if next(steps, _DONE) is _DONE:
-                del running[slot]
-        if exhausted and not running:
-            return
-        yield
+    waiting = next(source, None)
+    while running or waiting is not None:
+        while waiting is not None and (slot := waiting[0] % _WINDOW) not in running:
+            running[slot] = work(slot, waiting[1])
+            waiting = next(source, None)
+        for slot in [slot for slot, steps in running.items() if next(steps, _DONE) is _DONE]:
+            del running[slot]
+        if running:
+            yield
 
 
 _DONE = object()

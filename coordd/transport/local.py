@@ -93,7 +93,19 @@ class _Mailbox:
         """Completes a transfer if its other half is here, else leaves this half for it."""
         with self._lock:
             queue = theirs.get(key, ())
-            partner = next((other for other in queue if ANY in (message.source, other.source, ) or other.source == message.source), None)
+            partner = next(
+                (
+                    other
+                    for other in queue
+                    if ANY
+                    in (
+                        message.source,
+                        other.source,
+                    )
+                    or other.source == message.source
+                ),
+                None,
+            )
             if partner is None:
                 mine.setdefault(key, deque()).append(message)
                 return

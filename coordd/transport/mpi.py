@@ -122,7 +122,7 @@ def _library() -> Any:
 
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        global _finalizing
+        global _finalizing  # noqa: PLW0603 - MPI itself is one a process
         _finalizing = True
         atexit.register(_finalize, os.getpid())
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
@@ -144,7 +144,7 @@ def _finalize(pid: int) -> None:
 
 def _abandon() -> None:
     """Keeps everybody from finalising MPI."""
-    global _finalizing
+    global _finalizing  # noqa: PLW0603 - MPI itself is one a process
     _finalizing = False
     import mpi4py
 

@@ -58,13 +58,28 @@ class Transport(Protocol):
     ``collective`` carries negotiated and ordered operations, ``matched`` carries sends and receives.
     """
 
-    rank: int
-    size: int
-    collective: Lane
-    matched: Lane
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def collective(self) -> Lane:
+        """For collectives."""
+        ...
+
+    @property
+    def matched(self) -> Lane:
+        """For sends and receives."""
+        ...
 
     def gather(self, value: Any) -> list[Any]:
-        """Exchanges one small picklable value with all ranks; blocks; used before the daemon runs, to find each other."""
+        """Exchanges one small picklable value with all ranks; blocks; used only to find each other."""
         ...
 
     def close(self, *, failed: bool) -> None:

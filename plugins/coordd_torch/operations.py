@@ -121,7 +121,7 @@ def _reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     return Average if op is None else ReduceOp(op)
 
 
-def allreduce_async_(  # noqa: PLR0913 - Horovod's signature
+def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
@@ -166,7 +166,7 @@ def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return allreduce_async_(tensor, *args, **kwargs).result()
 
 
-def allreduce(  # noqa: PLR0913 - Horovod's signature
+def allreduce(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
@@ -187,7 +187,7 @@ def allreduce(  # noqa: PLR0913 - Horovod's signature
         "process_set": process_set,
     }
     small, context = compression.compress(tensor)
-    reduced: Tensor = _Allreduce.apply(small, name, details)
+    reduced: Tensor = _Allreduce.apply(small, name, details)  # type: ignore[no-untyped-call]
     return compression.decompress(reduced, context)
 
 
@@ -223,7 +223,7 @@ def allgather_async(
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Returns all ranks' tensors, joined along the first dimension in the order of ranks; differentiable."""
-    gathered: Tensor = _Allgather.apply(tensor, name, process_set)
+    gathered: Tensor = _Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -277,7 +277,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Returns the root's tensor; differentiable."""
-    copied: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
+    copied: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return copied
 
 

@@ -44,7 +44,7 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.T
     """Lists tensors with names; what is no tensor, such as a module's extra state, is left out."""
     if isinstance(params, Mapping):
         found = [(str(name), value) for name, value in sorted(params.items(), key=lambda item: str(item[0]))]
-    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
+    elif not isinstance(params, (str, bytes, torch.Tensor)) and hasattr(params, "__iter__"):
         found = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(params)]
     else:
         text = f"invalid params of type: {type(params).__name__}; give model.state_dict() or named_parameters()"

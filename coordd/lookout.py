@@ -1,0 +1,107 @@
+"""Watches for operations that wait too long: asks who is missing, and speaks up if the coordinator does not answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from coordd.account import process_state
+from coordd.config import Config
+from coordd.mailbox import Mailbox
+from coordd.messages import Message, Overdue, StallReport
+from coordd.stall import StallWatch, tell
+from coordd.table import TensorTable
+
+__all__ = ["Lookout"]
+
+log = logging.getLogger("coordd")
+
+_ANSWER_SECONDS = 2.0
+_SHOWN = 6
+
+
+class Lookout:
+    """One rank's watch over its own table and mailbox."""
+
+    def __init__(self, config: Config, table: TensorTable, mailbox: Mailbox, *, ask: Callable[[Message], None]) -> None:
+        """Starts to watch.
+
+        Args:
+            config: says whether to, and after how many seconds.
+            table: the negotiated operations.
+            mailbox: the matched ones.
+            ask: sends a message to the coordinator.
+        """
+        self._active = config.stall_check
+        self._watch = StallWatch(config.stall_seconds)
+        self._table = table
+        self._mailbox = mailbox
+        self._ask = ask
+        self._answer_due: float | None = None
+        self._next = 0.0
+        self.coordinator = (0, "", "")
+        """Process id and host of rank 0, and this host."""
+
+    def observe(self, seconds: float) -> None:
+        """Learns how long an operation has usually waited."""
+        self._watch.observe(seconds)
+
+    def answer(self, report: StallReport) -> None:
+        """Prints what the coordinator has found out."""
+        self._answer_due = None
+        log.warning("%s", tell(report))
+
+    def look(self, now: float) -> None:
+        """Asks about what has waited too long; cheap, for it looks only now and then."""
+        if not self._active or now < self._next:
+            return
+        self._next = now + min(0.1, self._watch.limit / 8)
+        oldest = self._oldest()
+        if oldest is None:
+            self._answer_due = None
+            return
+        if self._answer_due is not None and now > self._answer_due:
+            self._answer_due = None
+            self._report_silence(now - oldest)
+        if self._watch.overdue(now - oldest):
+            self._answer_due = now + _ANSWER_SECONDS
+            self._ask(self._overdue(now, oldest))
+
+    def remaining(self, now: float) -> float | None:
+        """Seconds until `look` may have something to do; None if nothing waits."""
+        oldest = self._oldest() if self._active else None
+        if oldest is None:
+            return None
+        seconds = self._watch.remaining(now - oldest)
+        if self._answer_due is not None:
+            seconds = min(seconds, self._answer_due - now)
+        return max(seconds, self._next - now)
+
+    def _oldest(self) -> float | None:
+        """When the operation was submitted that has waited longest."""
+        times = [since for since, _ in self._mailbox.waiting()]
+        if (entry := self._table.oldest()) is not None:
+            times.append(entry.handle.submitted)
+        return min(times, default=None)
+
+    def _overdue(self, now: float, oldest: float) -> Overdue:
+        limit = now - self._watch.limit
+        names = tuple(entry.request.name for entry in self._table if entry.handle.submitted <= limit)
+        matched = tuple(waiting for since, waiting in self._mailbox.waiting() if since <= limit)
+        return Overdue(now - oldest, names, matched)
+
+    def _report_silence(self, waited: float) -> None:
+        """Says what can be said without the coordinator."""
+        pid, host, here = self.coordinator
+        state = process_state(pid, host, here)
+        seen = f"; the operating system sees it as {state}" if state else ""
+        names = [repr(entry.request.name) for entry in self._table]
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        log.warning(
+            "no progress for %.1f s: waiting for %s, and rank 0, the coordinator (pid %d on %s), does not answer%s",
+            waited,
+            shown or "a send or receive",
+            pid,
+            host,
+            seen,
+        )

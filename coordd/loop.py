@@ -1,0 +1,313 @@
+"""What the daemon's thread does, cycle by cycle; nothing here is called by any other thread.
+
+It never blocks on one operation while another could progress, and sleeps without using the CPU when nothing can happen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from coordd.account import account
+from coordd.bell import Bell
+from coordd.config import Config, knobs
+from coordd.control.protocol import Lost
+from coordd.coordinator import Coordinator
+from coordd.errors import ShutdownError, StartError
+from coordd.execution import Flights
+from coordd.inbox import Inbox
+from coordd.lookout import Lookout
+from coordd.mailbox import Letter, Mailbox
+from coordd.member import Member
+from coordd.messages import Abort, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Welcome
+from coordd.patience import Patience
+from coordd.rendezvous import Link, Rendezvous
+from coordd.status import Status, peer_error
+from coordd.table import Entry
+from coordd.version import VERSION
+from coordd.world import World
+
+__all__ = ["Loop", "Work"]
+
+log = logging.getLogger("coordd")
+
+Work = Entry | Letter | Callable[[], None]
+
+_SHORTEST_SLEEP = 1e-3
+_FAREWELL_SECONDS = 1.0
+
+
+class Loop:
+    """One rank's communication: owns the link, the table and all operations in flight."""
+
+    def __init__(self, config: Config, meet: Rendezvous, *, inbox: Inbox[Work], bell: Bell, status: Status) -> None:
+        """Prepares the loop.
+
+        Args:
+            config: the settings.
+            meet: how this rank finds the others.
+            inbox: where framework threads leave work.
+            bell: wakes this thread.
+            status: what framework threads may know of it.
+        """
+        self._config = config
+        self._meet = meet
+        self._inbox = inbox
+        self._bell = bell
+        self._status = status
+        self._link: Link | None = None
+        self._lost: set[int] = set()
+        self._watched: list[tuple[int, threading.Event]] = []
+        self._parting: float | None = None
+        self._awaited = False
+        self._patience = Patience()
+        self._wreck: list[object] = []
+
+    def run(self) -> None:
+        """Runs until all ranks have left, the job has failed and nobody is waited for, or it is told to stop."""
+        try:
+            self._connect()
+            while not self._status.stopping:
+                self._cycle()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, somebody waits who must hear of it
+            self._crash(error)
+        finally:
+            self._finish()
+
+    def report_failure(self, failure: Failure) -> None:
+        """Tells all ranks that the job has failed."""
+        if self._status.failure is None:
+            self._tell(Abort(failure))
+            self._break(failure)
+
+    def say_goodbye(self) -> None:
+        """Leaves: what other ranks have not announced by now fails, here and there."""
+        if self._status.failure is None:
+            self._tell(Goodbye())
+
+    def watch_for(self, rank: int, gone: threading.Event) -> None:
+        """Sets ``gone`` once the process of a rank is gone, as far as this rank can see."""
+        self._watched.append((rank, gone))
+        if rank in self._lost:
+            gone.set()
+
+    def _cycle(self) -> None:
+        self._announce()
+        self._lookout.look(time.monotonic())
+        self._listen()
+        if self._member.stopped:
+            self._part()
+        moved = self._flights.advance() | self._mailbox.advance()
+        self._rest(moved=moved)
+
+    def _connect(self) -> None:
+        self._link = self._meet(self._bell.ring)
+        transport = self._link.transport
+        self._control = self._link.control
+        self._bell.watch(self._control.descriptors)
+        self._status.world = World(transport.rank, ("",) * transport.size)
+        self._member = Member(transport.rank, cache_capacity=self._config.cache_capacity)
+        self._flights = Flights(
+            transport.collective,
+            rank=transport.rank,
+            size=transport.size,
+            chunk=self._config.chunk_kb << 10,
+            landed=self._landed,
+        )
+        self._mailbox = Mailbox(transport.matched, transport.rank)
+        self._lookout = Lookout(self._config, self._member.table, self._mailbox, ask=self._tell)
+        self._coordinator = self._coordinate() if transport.rank == 0 else None
+        self._tell(Hello(VERSION, _digest(self._config), os.getpid(), os.uname().nodename))
+
+    def _coordinate(self) -> Coordinator:
+        return Coordinator(
+            self._status.world.size,
+            cache_capacity=self._config.cache_capacity,
+            fusion_bytes=int(self._config.fusion_mb * (1 << 20)),
+            abort_seconds=self._config.stall_abort_seconds,
+        )
+
+    def _announce(self) -> None:
+        """Takes in what framework threads have left, and reports what is new."""
+        items = self._inbox.take()
+        if not items:
+            return
+        self._awaited = self._inbox.awaited
+        self._patience.restart()
+        entries = [item for item in items if isinstance(item, Entry)]
+        if self._status.failure is not None:
+            for entry in entries:
+                entry.handle.fail(peer_error(self._status.failure))
+        elif (report := self._member.announce(entries)) is not None:
+            self._tell(report)
+        for item in items:
+            if isinstance(item, Letter):
+                self._mailbox.start(item)
+            elif not isinstance(item, Entry):
+                item()
+
+    def _lose(self, rank: int) -> None:
+        """Notes that the process of a rank is gone, and tells those who wait for that."""
+        self._lost.add(rank)
+        for watched, gone in self._watched:
+            if watched == rank:
+                gone.set()
+
+    def _tell(self, message: Message) -> None:
+        """Sends to the coordinator."""
+        if self._coordinator is not None:
+            self._coordinator.hear(0, message, now=time.monotonic())
+        else:
+            self._control.send(0, message)
+
+    def _listen(self) -> None:
+        """Takes control messages in; on rank 0 the coordinator hears them, and says what is to be done."""
+        arrived = self._control.receive()
+        if self._coordinator is None:
+            for sender, message in arrived:
+                self._obey(sender, message)
+            return
+        now = time.monotonic()
+        for sender, message in arrived:
+            if isinstance(message, Lost):
+                self._lose(sender)
+            self._coordinator.hear(sender, message, now=now)
+        for rank, message in self._coordinator.turn(now):
+            if rank == 0:
+                self._obey(0, message)
+            else:
+                self._control.send(rank, message)
+
+    def _obey(self, sender: int, message: Message | Lost) -> None:
+        match message:
+            case Plan() if self._status.failure is None:
+                for bucket in self._member.follow(message):
+                    self._flights.start(bucket)
+            case Abort():
+                self._break(message.failure)
+            case Inquiry():
+                self._tell(account(self._status.world.rank, self._member.table.last))
+            case StallReport():
+                self._lookout.answer(message)
+            case Welcome():
+                self._enter(message)
+            case Lost() if not self._member.stopped:
+                self._lose(sender)
+                self._break(Failure(0, f"({self._place(0)}) died: its connection closed without a goodbye"))
+
+    def _enter(self, welcome: Welcome) -> None:
+        self._status.world = World(self._status.world.rank, welcome.hosts)
+        self._status.pids = welcome.pids
+        self._lookout.coordinator = (welcome.pids[0], welcome.hosts[0], self._status.world.host)
+        if welcome.refusal:
+            self._status.start_error = StartError(welcome.refusal)
+            self._status.stopping = True
+        self._status.started.set()
+
+    def _landed(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._member.table.take(entry.request.name)
+        self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
+
+    def _place(self, rank: int) -> str:
+        return (
+            f"pid {self._status.pids[rank]} on {self._status.world.hosts[rank]}"
+            if self._status.pids
+            else "not yet arrived"
+        )
+
+    def _break(self, failure: Failure) -> None:
+        """Ends everything that is under way with the cause; the thread lives on to see the others go."""
+        if self._status.failure is not None:
+            return
+        self._status.failure = failure
+        self._status.failing = True
+        self._status.over.set()
+        self._fail_all(lambda _: peer_error(failure))
+
+    def _fail_all(self, error: Callable[[str], BaseException]) -> None:
+        entries = dict.fromkeys([*self._flights.clear(), *self._member.table.clear()])
+        letters = self._mailbox.clear()
+        # MPI may still write into the buffers of what was in flight, so they are kept until the process ends.
+        self._wreck += [*entries, *letters]
+        for entry in entries:
+            entry.handle.fail(error(entry.request.name))
+        for letter in letters:
+            letter.handle.fail(error(letter.name))
+
+    def _part(self) -> None:
+        """Ends the thread once all ranks have left and what is under way has landed."""
+        if not self._flights and not self._mailbox:
+            self._status.stopping = True
+        elif self._parting is None:
+            self._parting = time.monotonic() + _FAREWELL_SECONDS
+        elif time.monotonic() > self._parting:
+            log.warning("left with sends or receives that no other rank has matched")
+            self._status.stopping = True
+
+    def _crash(self, error: BaseException) -> None:
+        """Makes an error of the daemon itself everybody's: no waiter is left alone."""
+        if not self._status.started.is_set():
+            self._status.start_error = error
+            self._status.started.set()
+            return
+        log.critical("the daemon of rank %d failed", self._status.world.rank, exc_info=error)
+        failure = Failure(self._status.world.rank, f"failed in its daemon: {type(error).__name__}: {error}")
+        self._break(failure)
+        try:
+            self._tell(Abort(failure))
+            self._listen()
+        except Exception:
+            log.exception("the other ranks could not be told")
+
+    def _finish(self) -> None:
+        """Closes the link; nobody waits any more."""
+        self._status.leaving = True
+        if self._link is not None:
+            unmatched = bool(self._mailbox)
+            self._fail_all(ShutdownError)
+            for item in self._inbox.drain():
+                if not callable(item):
+                    item.handle.fail(ShutdownError(item.handle.name))
+            self._control.close()
+            self._link.transport.close(failed=self._status.failure is not None or unmatched)
+        for _, gone in self._watched:
+            gone.set()
+        self._bell.close()
+        self._status.over.set()
+        self._status.ended.set()
+
+    def _rest(self, *, moved: bool) -> None:
+        """Sleeps as long as nothing can happen."""
+        if self._status.stopping:
+            return
+        if moved:
+            self._patience.restart()
+        elif self._awaited and self._patience.short:
+            self._patience.spin()
+        elif self._flights or self._mailbox:
+            self._patience.doze(self._bell)
+        elif not self._control.ready():
+            self._inbox.sleep(self._deadline())
+
+    def _deadline(self) -> float | None:
+        """Seconds until time itself gives the daemon something to do; None for never."""
+        now = time.monotonic()
+        times = []
+        if self._coordinator is not None and self._coordinator.deadline is not None:
+            times.append(self._coordinator.deadline - now)
+        if (remaining := self._lookout.remaining(now)) is not None:
+            times.append(remaining)
+        return max(_SHORTEST_SLEEP, min(times)) if times else None
+
+
+def _digest(config: Config) -> str:
+    """A short print of the settings, equal where they are."""
+    text = ";".join(
+        f"{knob.name}={getattr(config, knob.name)}" for knob in knobs() if knob.name not in {"log_level", "interface"}
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

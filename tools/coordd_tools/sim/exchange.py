@@ -1,0 +1,76 @@
+"""The data plane, as far as the protocol can tell: a bucket moves when all its members have started it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from coordd.member import Bucket
+from coordd.messages import Kind
+from coordd_tools.sim.agenda import Agenda
+from coordd_tools.sim.ledger import Ledger, Submission, demand
+
+__all__ = ["Exchange"]
+
+_MEAN = 3e-4
+
+
+class Exchange:
+    """Where buckets meet: under their sequence numbers, and only with their like."""
+
+    def __init__(self, agenda: Agenda, rng: Random, ledger: Ledger, *, fusion_bytes: int) -> None:
+        self._agenda = agenda
+        self._rng = rng
+        self._ledger = ledger
+        self._fusion_bytes = fusion_bytes
+        self._meeting: dict[int, dict[int, tuple[Bucket, Callable[[Bucket], None]]]] = {}
+        self._last: dict[int, int] = {}
+        self._moved: set[Submission] = set()
+
+    def join(self, rank: int, bucket: Bucket, landed: Callable[[Bucket], None]) -> None:
+        """Starts a bucket on one rank; ``landed`` is called when its data has arrived there."""
+        demand(bucket.sequence > self._last.get(rank, 0), f"rank {rank} starts bucket {bucket.sequence} out of order")
+        self._last[rank] = bucket.sequence
+        made = _submissions(bucket)
+        meeting = self._meeting.setdefault(bucket.sequence, {})
+        if not meeting:
+            self._inspect(bucket, made)
+        for other, _ in meeting.values():
+            here, there = [one.turn for one in made], [one.turn for one in _submissions(other)]
+            demand(here == there, f"bucket {bucket.sequence} holds {made} here and {_submissions(other)} there")
+            demand(bucket.sizes == other.sizes, f"bucket {bucket.sequence}: {bucket.sizes} against {other.sizes}")
+        for one in made:
+            demand(one.rank == rank and one not in self._moved, f"{one!r} is carried out twice")
+            demand(self._ledger.heard(one.turn), f"{one!r} was released before all members had announced it")
+        self._moved.update(made)
+        meeting[rank] = (bucket, landed)
+        if len(meeting) == len(made[0].turn.members):
+            self._move(bucket.sequence)
+
+    def _move(self, sequence: int) -> None:
+        for bucket, landed in self._meeting.pop(sequence).values():
+            self._agenda.after(self._rng.expovariate(1 / _MEAN), lambda bucket=bucket, landed=landed: landed(bucket))
+
+    def _inspect(self, bucket: Bucket, made: list[Submission]) -> None:
+        """What is fused must be alike, and no more than allowed."""
+        first = made[0].part.request
+        alike = (first.kind, first.dtype, first.op, first.prescale, first.postscale, first.members)
+        for one in made:
+            own = one.part.request
+            found = (own.kind, own.dtype, own.op, own.prescale, own.postscale, own.members)
+            demand(found == alike, f"bucket {bucket.sequence} mixes {found} with {alike}")
+        sizes = tuple(part.request.shape[0] for part in made[0].turn.parts.values()) if first.kind is Kind.ALLGATHER else ()
+        demand(bucket.sizes == sizes, f"bucket {bucket.sequence} has the first dimensions {bucket.sizes}, not {sizes}")
+        filled = sum(_bytes(one) for one in made)
+        demand(len(made) == 1 or filled <= self._fusion_bytes, f"bucket {bucket.sequence} has {filled} bytes")
+
+
+def _submissions(bucket: Bucket) -> list[Submission]:
+    return [entry.handle for entry in bucket.entries if isinstance(entry.handle, Submission)]
+
+
+def _bytes(made: Submission) -> int:
+    count = 1
+    for length in made.part.request.shape:
+        count *= length
+    return count * {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "int8": 1}[made.part.request.dtype]

@@ -1,0 +1,156 @@
+"""What was submitted, what became of it, and whether that was right.
+
+The invariants are those of a coordination protocol: nothing is lost, nothing is carried out twice, a tensor is released
+only when all members have announced the same, and an error reaches exactly those whom it concerns, in the same words.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from coordd.errors import DuplicateNameError, MismatchError, PeerError, ShutdownError
+from coordd.handles import Handle
+from coordd.messages import StallReport
+from coordd.table import Entry, show_site
+from coordd_tools.sim.script import Part, Round, Script
+from coordd_tools.sim.verdicts import quarrel_text
+
+__all__ = ["Ledger", "Submission", "Violation", "demand"]
+
+_SCRIPT = compile("", "train.py", "exec")
+_ARRAY = np.empty(0)
+
+
+class Violation(AssertionError):
+    """Something that must never happen."""
+
+
+def demand(holds: object, text: str) -> None:
+    """Insists on an invariant.
+
+    Raises:
+        Violation: it does not hold.
+    """
+    if not holds:
+        raise Violation(text)
+
+
+class Submission(Handle[object]):
+    """One tensor that one rank has submitted: its handle, which knows where it belongs."""
+
+    __slots__ = ("duplicate", "entry", "ledger", "outcome", "part", "rank", "turn")
+
+    def __init__(self, ledger: Ledger, rank: int, turn: Round, *, duplicate: bool) -> None:
+        super().__init__(turn.name)
+        self.ledger = ledger
+        self.rank = rank
+        self.turn = turn
+        self.part: Part = turn.parts[rank]
+        self.duplicate = duplicate
+        self.outcome: object = self
+        self.entry = Entry(self.part.request, _ARRAY, self, site=(_SCRIPT, self.part.line), filler=self.part.filler)
+
+    def resolve(self, result: object) -> None:
+        """Ends well; the ledger has a look at it."""
+        self.ledger.settle(self, result)
+        super().resolve(result)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends badly; the ledger has a look at it."""
+        self.ledger.settle(self, error)
+        super().fail(error)
+
+    def __repr__(self) -> str:
+        return f"round {self.turn.number} ({self.turn.name}) on rank {self.rank}"
+
+
+class Ledger:
+    """All submissions of a run."""
+
+    def __init__(self, script: Script) -> None:
+        self.failed = False
+        self.submissions: list[Submission] = []
+        self._leavers = frozenset(script.leavers)
+        self._by_round: dict[Round, dict[int, Submission]] = defaultdict(dict)
+        self._reported: dict[int, deque[list[Submission]]] = defaultdict(deque)
+        self._heard: dict[Round, set[int]] = defaultdict(set)
+        self._texts: dict[Round, str] = {}
+
+    def submit(self, rank: int, turn: Round, *, duplicate: bool = False) -> Submission:
+        """Enters a submission."""
+        made = Submission(self, rank, turn, duplicate=duplicate)
+        self.submissions.append(made)
+        if not duplicate:
+            demand(rank not in self._by_round[turn], f"{made!r} was submitted twice: the simulator is wrong")
+            self._by_round[turn][rank] = made
+        return made
+
+    def report(self, rank: int, entries: Iterable[Entry]) -> None:
+        """Notes what a report of this rank holds."""
+        told = [entry.handle for entry in entries if not entry.handle.poll()]
+        self._reported[rank].append([made for made in told if isinstance(made, Submission)])
+
+    def hear(self, rank: int) -> None:
+        """Notes that the coordinator has heard the next report of a rank."""
+        for made in self._reported[rank].popleft():
+            self._heard[made.turn].add(rank)
+
+    def heard(self, turn: Round) -> bool:
+        """Says whether the coordinator has heard all members of a round."""
+        return len(self._heard[turn]) == len(turn.parts)
+
+    def settle(self, made: Submission, outcome: object) -> None:
+        """Judges how a submission ended."""
+        demand(made.outcome is made, f"{made!r} ended twice: {made.outcome!r}, then {outcome!r}")
+        made.outcome = outcome
+        if isinstance(outcome, PeerError):
+            demand(self.failed, f"{made!r} failed with {outcome!r} though no rank has failed")
+        elif made.duplicate or isinstance(outcome, DuplicateNameError):
+            named = isinstance(outcome, DuplicateNameError) and show_site(made.entry.site) in str(outcome)
+            demand(made.duplicate and named, f"{made!r}, duplicate: {made.duplicate}, ended with {outcome!r}")
+        elif isinstance(outcome, ShutdownError):
+            gone = set(outcome.ranks)
+            demand(gone and gone <= self._leavers & {*made.turn.members}, f"{made!r} was refused with {outcome!r}")
+        elif isinstance(outcome, MismatchError):
+            self._quarrel(made, outcome)
+        else:
+            demand(not made.turn.quarrel, f"{made!r} was carried out, but the {made.turn.quarrel} differ")
+            demand(self.heard(made.turn), f"{made!r} was carried out before all members had announced it")
+            demand(made.turn.void == (outcome is None), f"{made!r} ended with {outcome!r}, void is {made.turn.void}")
+
+    def _quarrel(self, made: Submission, error: MismatchError) -> None:
+        """A mismatch must be real, and told in the same words everywhere."""
+        turn = made.turn
+        demand(error.attribute == turn.quarrel, f"{made!r} has {error!r}; in truth it is {turn.quarrel or 'well'!r}")
+        text = self._texts.setdefault(turn, str(error))
+        demand(str(error) == text, f"{made!r} was told {str(error)!r}, another rank {text!r}")
+        if turn.quarrel != "process set":
+            demand(self.heard(turn), f"{made!r} was refused before all members had announced it")
+            expected = quarrel_text(turn)
+            demand(text == expected, f"{made!r} was told {text!r} in place of {expected!r}")
+
+    def stalled(self, report: StallReport) -> None:
+        """A stall report must name exactly those that the coordinator has not heard."""
+        for waiting in report.waiting:
+            truths = [
+                tuple(sorted({*turn.members} - self._heard[turn]))
+                for turn, told in self._by_round.items()
+                if turn.name == waiting.name and any(made.outcome is made for made in told.values())
+            ]
+            fits = waiting.missing in truths if waiting.missing and not self._quarrels(waiting.name) else True
+            demand(fits, f"a stall report says that {waiting.name} waits for {waiting.missing}; in truth: {truths}")
+
+    def _quarrels(self, name: str) -> bool:
+        return any(turn.quarrel == "process set" for turn in self._by_round if turn.name == name)
+
+    def close(self, *, dead: Iterable[int], fatal: bool) -> None:
+        """Looks back when all is over: every submission of a live rank has ended, alike on all members."""
+        for made in self.submissions:
+            demand(made.rank in dead or made.outcome is not made, f"{made!r} never ended")
+        if not fatal:
+            for turn, told in self._by_round.items():
+                kinds = {type(made.outcome).__name__ for made in told.values()}
+                demand(len(kinds) == 1, f"round {turn.number} ({turn.name}) ended differently: {kinds}")

@@ -1,0 +1,287 @@
+"""One simulated rank: the real `Member`, and around it what the daemon does, in virtual time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from coordd.control.protocol import LOST, Lost
+from coordd.coordinator import Coordinator
+from coordd.errors import PeerError
+from coordd.member import Bucket, Member
+from coordd.messages import Abort, Account, Failure, Goodbye, Hello, Inquiry, Message, Overdue, Plan, StallReport, Welcome
+from coordd.stall import StallWatch, tell
+from coordd.table import Entry
+from coordd_tools.sim.hub import Hub
+from coordd_tools.sim.ledger import Submission
+from coordd_tools.sim.program import Pause, program
+from coordd_tools.sim.script import Round
+from coordd_tools.sim.setting import Setting
+
+__all__ = ["Process"]
+
+_WINDOW = 3e-4
+_ACTIVE = 4
+
+
+class Process:
+    """A daemon and its main thread; its steps are those of `coordd.daemon`, without threads and sockets."""
+
+    def __init__(self, rank: int, setting: Setting, hub: Hub | None) -> None:
+        """Makes a rank; it lives from `start` on.
+
+        Args:
+            rank: its number.
+            setting: what is around it.
+            hub: the coordinator, on rank 0.
+        """
+        self.rank = rank
+        self.member = Member(rank, cache_capacity=setting.settings.cache_capacity)
+        self.failure: Failure | None = None
+        self.crashed = False
+        self.closed = False
+        self._setting = setting
+        self._hub = hub
+        self._inbox: list[Entry | Callable[[], None]] = []
+        self._mail: deque[tuple[int, Message | Lost]] = deque()
+        self._landed: list[Bucket] = []
+        self._queue: deque[Bucket] = deque()
+        self._active: dict[int, Bucket] = {}
+        self._stall = StallWatch(setting.settings.stall_seconds)
+        self._program: Iterator[Pause] | None = None
+        self._awaited: list[Submission] | None = None
+        self._due = float("inf")
+        self._frozen_until = 0.0
+
+    # What happens to a rank.
+
+    def start(self) -> None:
+        """Says hello."""
+        self._tell(Hello("1", "same", 1000 + self.rank, "host"))
+
+    def arrive(self, sender: int, message: Message | Lost) -> None:
+        """Gets a message."""
+        self._mail.append((sender, message))
+        self._wake(self._setting.rng.uniform(0, _WINDOW))
+
+    def crash(self) -> None:
+        """Dies without a word."""
+        if not self.closed:
+            self._note("crashes")
+            self.crashed = self.closed = True
+            self._setting.ledger.failed = True
+            self._setting.network.close(self.rank, size=self._setting.settings.size, crashed=True)
+
+    def freeze(self, seconds: float) -> None:
+        """Stands still, as after SIGSTOP, and goes on as if nothing had been."""
+        self._note(f"stands still for {seconds:.3f} s")
+        self._frozen_until = self._setting.agenda.now + seconds
+
+    def raise_error(self) -> None:
+        """Has an exception in its script."""
+        if self.failure is None and not self.closed and not self.member.stopped:
+            self._note("fails")
+            self._setting.ledger.failed = True
+            failure = Failure(self.rank, "raised ValueError")
+            self._inbox.append(lambda: self._report_failure(failure))
+            self._wake(0.0)
+
+    # What the program asks for.
+
+    def submit(self, turn: Round, *, duplicate: bool = False) -> Submission | None:
+        """Submits this rank's part of a round; None if the job has failed."""
+        if self.failure is not None:
+            return None
+        made = self._setting.ledger.submit(self.rank, turn, duplicate=duplicate)
+        made.submitted = self._setting.agenda.now
+        self._inbox.append(made.entry)
+        self._wake(self._setting.rng.uniform(0, _WINDOW))
+        return made
+
+    def busy(self, name: str) -> bool:
+        """Says whether a submission under this name would be a duplicate now."""
+        waiting = [*self.member.table, *(item for item in self._inbox if isinstance(item, Entry))]
+        return self.failure is None and any(entry.request.name == name for entry in waiting)
+
+    def say_goodbye(self) -> None:
+        """Leaves the job."""
+        self._inbox.append(self._leave)
+        self._wake(0.0)
+
+    # The daemon.
+
+    def _wake(self, delay: float) -> None:
+        """Has a cycle run soon."""
+        agenda = self._setting.agenda
+        due = max(agenda.now + delay, self._frozen_until)
+        if due < self._due:
+            self._due = due
+            agenda.at(due, lambda: self._cycle(due))
+
+    def _cycle(self, due: float) -> None:
+        if self.closed or due != self._due:
+            return
+        self._due = float("inf")
+        if due < self._frozen_until:
+            self._wake(0.0)
+            return
+        self._announce()
+        self._watch()
+        self._listen()
+        self._land()
+        self._advance()
+        self._resume()
+        if (self.member.stopped and not self._active and not self._queue) or self.failure is not None:
+            self._close()
+
+    def _announce(self) -> None:
+        items, self._inbox = self._inbox, []
+        entries = [item for item in items if isinstance(item, Entry)]
+        if self.failure is not None:
+            for entry in entries:
+                entry.handle.fail(_peer_error(self.failure))
+        elif (report := self.member.announce(entries)) is not None:
+            self._setting.ledger.report(self.rank, entries)
+            self._tell(report)
+        for item in items:
+            if not isinstance(item, Entry):
+                item()
+
+    def _tell(self, message: Message) -> None:
+        self._note(f"says {message}")
+        if self._hub is not None:
+            self._hub.hear(0, message)
+        else:
+            self._setting.network.send(self.rank, 0, message)
+
+    def _listen(self) -> None:
+        if self._hub is None:
+            while self._mail:
+                self._obey(*self._mail.popleft())
+            return
+        while self._mail:
+            self._hub.hear(*self._mail.popleft())
+        for rank, message in self._hub.turn():
+            if rank == 0:
+                self._obey(0, message)
+            else:
+                self._setting.network.send(0, rank, message)
+        if (deadline := self._hub.deadline) is not None:
+            self._wake(deadline - self._setting.agenda.now)
+
+    def _obey(self, sender: int, message: Message | Lost) -> None:
+        match message:
+            case Plan():
+                self._follow(message)
+            case Abort():
+                self._break(message.failure)
+            case Inquiry():
+                self._tell(Account(self.rank, "in compute", "nothing"))
+            case StallReport():
+                self._note(tell(message).replace("\n", " | "))
+            case Welcome():
+                self._note("is welcome")
+                self._program = program(self, self._setting)
+                self._awaited = []
+            case Lost() if not self.member.stopped:
+                self._break(Failure(sender, "died"))
+
+    def _follow(self, plan: Plan) -> None:
+        buckets = self.member.follow(plan)
+        if self._setting.hub_cache is not None:
+            self._setting.hub_cache.compare(self.member, plan.sequence)
+        for bucket in buckets:
+            self._note(f"starts bucket {bucket.sequence}: {[entry.request.name for entry in bucket.entries]}")
+        self._queue.extend(buckets)
+
+    def _advance(self) -> None:
+        while self._queue and len(self._active) < _ACTIVE:
+            bucket = self._queue.popleft()
+            self._active[bucket.sequence] = bucket
+            self._setting.exchange.join(self.rank, bucket, self._data_arrives)
+
+    def _data_arrives(self, bucket: Bucket) -> None:
+        self._landed.append(bucket)
+        self._wake(0.0)
+
+    def _land(self) -> None:
+        landed, self._landed = self._landed, []
+        for bucket in landed:
+            if self._active.pop(bucket.sequence, None) is None:
+                continue
+            for entry in bucket.entries:
+                self.member.table.take(entry.request.name)
+                self._stall.observe(self._setting.agenda.now - entry.handle.submitted)
+                entry.finish(entry.array)
+
+    def _watch(self) -> None:
+        """Asks what the others do when something has waited too long."""
+        oldest = self.member.table.oldest()
+        if not self._setting.swarm.stall or self.failure is not None or oldest is None:
+            return
+        now = self._setting.agenda.now
+        waited = now - oldest.handle.submitted
+        if self._stall.overdue(waited):
+            limit = now - self._stall.limit
+            late = (entry.request.name for entry in self.member.table if entry.handle.submitted <= limit)
+            self._tell(Overdue(waited, tuple(late)))
+        self._wake(self._stall.remaining(waited) + 1e-6)
+
+    # The main thread.
+
+    def _resume(self) -> None:
+        """Goes on with the program if nothing that it waits for is in flight."""
+        if self._program is None or self._awaited is None or not all(made.poll() for made in self._awaited):
+            return
+        self._awaited = None
+        match next(self._program, None):
+            case None:
+                self._program = None
+            case float() as seconds:
+                self._setting.agenda.after(seconds, self._awake)
+            case list() as awaited:
+                self._awaited = awaited
+                self._wake(0.0)
+
+    def _awake(self) -> None:
+        self._awaited = []
+        self._wake(0.0)
+
+    # The end.
+
+    def _leave(self) -> None:
+        if self.failure is None:
+            self._tell(Goodbye())
+
+    def _report_failure(self, failure: Failure) -> None:
+        if self.failure is None:
+            self._tell(Abort(failure))
+            self._break(failure)
+
+    def _break(self, failure: Failure) -> None:
+        if self.failure is not None:
+            return
+        self._note(f"knows that rank {failure.rank} {failure.reason}")
+        self.failure = failure
+        self._setting.ledger.failed = True
+        flying = [entry for bucket in [*self._active.values(), *self._queue] for entry in bucket.entries]
+        self._active.clear()
+        self._queue.clear()
+        for entry in dict.fromkeys([*flying, *self.member.table.clear()]):
+            entry.handle.fail(_peer_error(failure))
+
+    def _close(self) -> None:
+        """Ends the process; what is still in its inbox fails."""
+        self.closed = True
+        self._note("ends")
+        for item in self._inbox:
+            if isinstance(item, Entry) and self.failure is not None:
+                item.handle.fail(_peer_error(self.failure))
+        self._setting.network.close(self.rank, size=self._setting.settings.size, crashed=False)
+
+    def _note(self, what: str) -> None:
+        self._setting.trace.note(f"rank {self.rank}", what)
+
+
+def _peer_error(failure: Failure) -> PeerError:
+    return PeerError(failure.rank, failure.reason)

@@ -1,0 +1,72 @@
+"""What the main thread of a simulated rank does: computes, submits, waits, leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from coordd_tools.sim.ledger import Submission
+from coordd_tools.sim.script import Round
+from coordd_tools.sim.setting import Setting
+
+__all__ = ["Pause", "Worker", "program"]
+
+_COMPUTE, _STALL = 5e-4, 20.0
+_DUPLICATED, _STALLED = 0.15, 0.02
+
+Pause = float | list[Submission]
+"""Seconds of computing, or what the thread waits for."""
+
+
+class Worker(Protocol):
+    """What the program may ask of its daemon."""
+
+    rank: int
+
+    def submit(self, turn: Round, *, duplicate: bool = False) -> Submission | None:
+        """Submits this rank's part of a round; None if the job has failed."""
+        ...
+
+    def busy(self, name: str) -> bool:
+        """Says whether a submission under this name would be a duplicate now."""
+        ...
+
+    def say_goodbye(self) -> None:
+        """Leaves the job."""
+        ...
+
+
+def program(worker: Worker, setting: Setting) -> Iterator[Pause]:
+    """Runs the script of one rank, as a generator of its pauses."""
+    rng, swarm, script = setting.rng, setting.swarm, setting.script
+    last_step, last_round = script.leavers.get(worker.rank, (len(script.steps), 0))
+    mine: dict[str, Submission] = {}
+    for number, order in enumerate(script.orders):
+        rounds = order[worker.rank] if number < last_step else order[worker.rank][:last_round]
+        for turn in rounds:
+            yield rng.expovariate(1 / _COMPUTE)
+            if swarm.stall and rng.random() < _STALLED:
+                yield rng.expovariate(1 / _STALL)
+            if turn.name in mine:
+                yield [mine[turn.name]]
+            made = worker.submit(turn)
+            if made is None:
+                return
+            mine[turn.name] = made
+            if swarm.duplicates and rng.random() < _DUPLICATED:
+                yield from _duplicate(worker, turn, setting)
+        if number == last_step:
+            break
+        if not swarm.overlap:
+            yield [*mine.values()]
+    if worker.rank not in script.leavers or rng.randrange(2):
+        yield [*mine.values()]
+    worker.say_goodbye()
+
+
+def _duplicate(worker: Worker, turn: Round, setting: Setting) -> Iterator[Pause]:
+    """Submits the same name again, at once or after a while, as long as it is in flight."""
+    if setting.rng.randrange(2):
+        yield setting.rng.expovariate(1 / _COMPUTE)
+    if worker.busy(turn.name):
+        worker.submit(turn, duplicate=True)

@@ -1,0 +1,201 @@
+"""What the simulated ranks' training scripts do: rounds of named tensors, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import msgspec
+
+from coordd.messages import Kind, ReduceOp, Request
+from coordd_tools.sim.swarm import Swarm
+
+__all__ = ["Part", "Round", "Script", "write"]
+
+_DTYPES = ("float32", "float64", "bfloat16", "int64")
+_ATTRIBUTES = ("operation", "dtype", "shape", "reduction", "scale factors", "root rank")
+_MISMATCHES, _CONTRADICTIONS, _FILLERS, _SKIPPED, _RESHAPED, _OTHER_LINES = 0.15, 0.15, 0.5, 0.2, 0.2, 0.2
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank submits in a round, and from which line of its script."""
+
+    request: Request
+    line: int
+    filler: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """One use of a name: each member submits its part once.
+
+    ``quarrel`` is the attribute on which the parts disagree; empty if they agree.
+    """
+
+    number: int
+    name: str
+    parts: dict[int, Part]
+    quarrel: str
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that have a part."""
+        return tuple(self.parts)
+
+    @property
+    def void(self) -> bool:
+        """Whether nobody has anything."""
+        return all(part.filler for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class Script:
+    """All steps, the order in which each rank submits, and the ranks that leave early: in which step, after how many."""
+
+    steps: tuple[tuple[Round, ...], ...]
+    orders: tuple[tuple[tuple[Round, ...], ...], ...]
+    leavers: dict[int, tuple[int, int]]
+
+
+def write(rng: Random, size: int, swarm: Swarm, *, steps: int) -> Script:
+    """Makes a script up."""
+    return _Author(rng, size, swarm).write(steps)
+
+
+class _Author:
+    """Draws one script; remembers how the tensors look at present."""
+
+    def __init__(self, rng: Random, size: int, swarm: Swarm) -> None:
+        self._rng = rng
+        self._size = size
+        self._swarm = swarm
+        self._number = 0
+        self._leavers: dict[int, tuple[int, int]] = {}
+        self._tensors = [self._tensor(f"t{index}") for index in range(rng.randint(1, 6))]
+        if swarm.shared_names:
+            self._tensors += [
+                msgspec.structs.replace(tensor, members=self._members())
+                for tensor in self._tensors
+                if rng.random() < 0.5  # noqa: PLR2004 - a coin
+            ]
+
+    def write(self, steps: int) -> Script:
+        if self._swarm.leave:
+            chosen = self._rng.sample(range(self._size), self._rng.randint(1, self._size - 1))
+            self._leavers = {rank: (self._rng.randrange(steps), self._rng.randint(0, 4)) for rank in chosen}
+        written = tuple(tuple(self._step()) for _ in range(steps))
+        orders = tuple(tuple(self._order(step, rank) for rank in range(self._size)) for step in written)
+        return Script(written, orders, self._leavers)
+
+    def _step(self) -> list[Round]:
+        found = []
+        for index, tensor in enumerate(self._tensors):
+            if self._rng.random() < _SKIPPED:
+                continue
+            if self._swarm.reshape and self._rng.random() < _RESHAPED:
+                self._tensors[index] = tensor = msgspec.structs.replace(tensor, shape=self._shape(tensor.kind))
+            found.append(self._round(tensor))
+        if self._swarm.transients:
+            for _ in range(self._rng.randint(0, 2)):
+                found.append(self._round(self._tensor(f"noname.{self._number}", transient=True)))
+        return found
+
+    def _order(self, step: tuple[Round, ...], rank: int) -> tuple[Round, ...]:
+        """A rank's own order; rounds of the same name keep theirs, else the ranks would wait for each other."""
+        mine = [turn for turn in step if rank in turn.parts]
+        if self._swarm.reorder:
+            shuffled = self._rng.sample(mine, len(mine))
+            queues = {turn.name: iter([other for other in mine if other.name == turn.name]) for turn in mine}
+            mine = [next(queues[turn.name]) for turn in shuffled]
+        return tuple(mine)
+
+    def _round(self, tensor: Request) -> Round:
+        self._number += 1
+        quarrel = ""
+        if self._swarm.contradiction and self._rng.random() < _CONTRADICTIONS:
+            requests = self._opposed(tensor)
+            quarrel = "process set" if requests else ""
+        if not quarrel:
+            requests = {rank: self._own(tensor) for rank in tensor.members or range(self._size)}
+            if self._swarm.mismatch and len(requests) > 1 and self._rng.random() < _MISMATCHES:
+                quarrel = self._rng.choice(_ATTRIBUTES)
+                for rank in self._rng.sample([*requests], self._rng.randint(1, len(requests) - 1)):
+                    requests[rank] = self._altered(requests[rank], quarrel)
+        fillers = self._swarm.fillers and self._rng.random() < _FILLERS
+        everybody = self._rng.random() < _FILLERS
+        parts = {
+            rank: Part(request, self._line(request), fillers and (everybody or self._rng.random() < _FILLERS))
+            for rank, request in sorted(requests.items())
+        }
+        return Round(self._number, tensor.name, parts, quarrel)
+
+    def _tensor(self, name: str, *, transient: bool = False) -> Request:
+        kind = self._rng.choices([*Kind], [6, 1, 1, 1])[0]
+        return Request(
+            kind,
+            name,
+            self._rng.choice(_DTYPES),
+            self._shape(kind),
+            op=self._rng.choice((ReduceOp.SUM, ReduceOp.MAX)),
+            root=self._rng.randrange(self._size) if kind is Kind.BROADCAST else -1,
+            prescale=self._rng.choice((1.0, 0.5)),
+            members=self._members() if self._swarm.sets else (),
+            transient=transient,
+        )
+
+    def _shape(self, kind: Kind) -> tuple[int, ...]:
+        least = 1 if kind is Kind.ALLGATHER else 0
+        return tuple(self._rng.randint(0, 4) for _ in range(self._rng.randint(least, 2)))
+
+    def _members(self) -> tuple[int, ...]:
+        members = tuple(sorted(self._rng.sample(range(self._size), self._rng.randint(1, self._size))))
+        return () if len(members) == self._size else members
+
+    def _own(self, tensor: Request) -> Request:
+        """A rank's own object; the first dimensions of an allgather differ."""
+        shape = tensor.shape
+        if tensor.kind is Kind.ALLGATHER:
+            shape = (self._rng.randint(0, 4), *shape[1:])
+        return msgspec.structs.replace(tensor, shape=shape)
+
+    def _line(self, request: Request) -> int:
+        other = self._swarm.lines and self._rng.random() < _OTHER_LINES
+        return sum(request.name.encode()) + 1000 * other
+
+    def _opposed(self, tensor: Request) -> dict[int, Request]:
+        """Two process sets with at least two common members, who do not agree on which of them it is."""
+        ranks = [rank for rank in range(self._size) if rank not in self._leavers]
+        if len(ranks) < 3:
+            return {}
+        common = self._rng.sample(ranks, self._rng.randint(2, len(ranks) - 1))
+        rest = [rank for rank in ranks if rank not in common]
+        one = self._rng.sample(rest, self._rng.randint(0, len(rest)))
+        other = [rank for rank in rest if rank not in one]
+        if not one and not other:
+            return {}
+        split = self._rng.randint(1, len(common) - 1)
+        views = ((common[:split] + one, one), (common[split:] + other, other))
+        return {rank: self._viewed(tensor, [*common, *own]) for ranks, own in views for rank in ranks}
+
+    def _viewed(self, tensor: Request, ranks: list[int]) -> Request:
+        members = () if len(ranks) == self._size else tuple(sorted(ranks))
+        return msgspec.structs.replace(self._own(tensor), members=members)
+
+    def _altered(self, request: Request, attribute: str) -> Request:
+        """The same request with another value of one attribute."""
+        replace = msgspec.structs.replace
+        match attribute:
+            case "operation":
+                others = [kind for kind in (Kind.ALLREDUCE, Kind.BROADCAST, Kind.BARRIER) if kind is not request.kind]
+                return replace(request, kind=self._rng.choice(others))
+            case "dtype":
+                return replace(request, dtype="int8")
+            case "shape":
+                return replace(request, shape=(*request.shape, 7))
+            case "reduction":
+                return replace(request, op=ReduceOp.MIN)
+            case "scale factors":
+                return replace(request, postscale=1 + 1e-9)
+            case _:
+                return replace(request, root=request.root + 1)

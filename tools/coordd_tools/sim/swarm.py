@@ -1,0 +1,51 @@
+"""Which of the things that can happen do happen in one run.
+
+Swarm testing (Groce et al., ISSTA 2012): a run in which everything goes wrong at once hides more than one in which a
+random half does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from random import Random
+
+__all__ = ["Swarm"]
+
+_FATAL = {"crash": 0.1, "abort": 0.1, "impatience": 0.05}
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """Switches; the first ones are a user's normal life, the others are faults."""
+
+    sets: bool = False
+    shared_names: bool = False
+    fillers: bool = False
+    transients: bool = False
+    reshape: bool = False
+    lines: bool = False
+    overlap: bool = False
+    reorder: bool = False
+    spikes: bool = False
+    mismatch: bool = False
+    contradiction: bool = False
+    duplicates: bool = False
+    leave: bool = False
+    freeze: bool = False
+    stall: bool = False
+    crash: bool = False
+    abort: bool = False
+    impatience: bool = False
+
+    @classmethod
+    def draw(cls, rng: Random) -> Swarm:
+        """Throws the dice: half of the switches are on, those that end the job seldom."""
+        return cls(**{field.name: rng.random() < _FATAL.get(field.name, 0.5) for field in fields(cls)})
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the job may end with a failure."""
+        return self.crash or self.abort or self.impatience
+
+    def __str__(self) -> str:
+        return " ".join(field.name for field in fields(self) if getattr(self, field.name)) or "nothing"

@@ -1,0 +1,38 @@
+"""What a mismatch should be called: the simulator's own opinion, which the protocol's is compared with."""
+
+from __future__ import annotations
+
+from coordd.errors import MismatchError
+from coordd.messages import Kind, Request
+from coordd_tools.sim.script import Round
+
+__all__ = ["quarrel_text"]
+
+
+def quarrel_text(turn: Round) -> str:
+    """Composes the error of a round whose parts disagree: each value, who has it, and where it was submitted."""
+    by_value: dict[str, list[int]] = {}
+    for rank in turn.members:
+        by_value.setdefault(_shown(turn.parts[rank].request, turn.quarrel), []).append(rank)
+    told = []
+    for value, ranks in by_value.items():
+        lines = dict.fromkeys(turn.parts[rank].line for rank in ranks)
+        told.append((value, ranks, [f"train.py:{line}" for line in lines]))
+    return str(MismatchError(turn.name, turn.quarrel, told))
+
+
+def _shown(request: Request, attribute: str) -> str:
+    shape = request.shape
+    if request.kind is Kind.ALLGATHER:
+        rest = "".join(f", {length}" for length in shape[1:])
+        shown = f"(any{rest or ','})"
+    else:
+        shown = str(shape)
+    return {
+        "operation": request.kind.name.lower(),
+        "dtype": request.dtype,
+        "shape": shown,
+        "reduction": request.op.name.lower(),
+        "scale factors": f"prescale {request.prescale!r}, postscale {request.postscale!r}",
+        "root rank": str(request.root),
+    }[attribute]
