@@ -48,7 +48,7 @@ __all__ = [
 
 log = logging.getLogger("coordd")
 
-_LINGER_SECONDS = 1.0
+_LINGER_SECONDS = 3.0
 _HEARD_SECONDS = 0.3
 
 
@@ -117,9 +117,9 @@ def init(**settings: Any) -> None:
             raise ForkedProcessError
         config = Config.load(os.environ, **settings)
         logging.getLogger("coordd").setLevel(config.log_level.upper())
-        _log_to_stderr()
         if _default is None:
             _default = _Default(config)
+            _log_to_stderr(_default.daemon.world.rank)
             atexit.register(_at_exit)
         elif _default.config != config:
             text = "init() was called before, with other settings: call shutdown() first, or leave them equal"
@@ -247,10 +247,10 @@ def barrier(*, process_set: ProcessSet = global_process_set) -> None:
     handle.result()
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(rank: int) -> None:
     """Shows coordd's warnings even where the script configures no logging."""
     if not log.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("coordd %(levelname)s: %(message)s"))
+        handler.setFormatter(logging.Formatter(f"coordd rank {rank} %(levelname)s: %(message)s"))
         log.addHandler(handler)
         log.propagate = False

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from coordd.errors import ConfigError, CoorddError
-from coordd.launch.options import EPILOG, add_options
+from coordd.launch.options import EPILOG, add_options, joined
 from coordd.launch.run import run
 from coordd.version import VERSION
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; by default those of this process.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     try:
         return int(options.action(options))
     except ConfigError as error:

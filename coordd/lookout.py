@@ -64,7 +64,7 @@ class Lookout:
             self._answer_due = None
             self._report_silence(now - oldest)
         if self._watch.overdue(now - oldest):
-            self._answer_due = now + _ANSWER_SECONDS
+            self._answer_due = self._answer_due or now + _ANSWER_SECONDS
             self._ask(self._overdue(now, oldest))
 
     def remaining(self, now: float) -> float | None:

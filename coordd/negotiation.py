@@ -54,7 +54,7 @@ class Negotiator:
         self._table: dict[str, dict[tuple[int, ...], _Entry]] = {}
         self._complete: list[_Entry] = []
         self._refused: list[Response] = []
-        self._poisoned: dict[tuple[str, int], Response] = {}
+        self._poisoned: dict[tuple[str, int], deque[Response]] = {}
         self._replaced: deque[tuple[int, int, Request]] = deque()
         self._seen = [0] * size
         self._heard = [0] * size
@@ -136,8 +136,7 @@ class Negotiator:
     def _enter(self, rank: int, announcement: Announcement) -> None:
         """Puts one announcement where it is counted: among the bits, or into the table."""
         request = announcement.request
-        if (owed := self._poisoned.pop((request.name, rank), None)) is not None:
-            self._refused.append(owed)
+        if self._owed(rank, request):
             return
         slot = self._cache.slot_of(request.name)
         if slot >= 0 and not self._left and request.name not in self._table:
@@ -207,7 +206,17 @@ class Negotiator:
         refusal = Response(request, error=error, attribute="process set", recipients=tuple(sorted(told)))
         self._refused.append(refusal)
         for rank in members - set(told):
-            self._poisoned[entries[0].name, rank] = msgspec.structs.replace(refusal, recipients=(rank,))
+            self._poisoned.setdefault((entries[0].name, rank), deque()).append(refusal)
+
+    def _owed(self, rank: int, request: Request) -> bool:
+        """Fails an announcement that would have contradicted one of those that were failed before it came."""
+        owed = self._poisoned.get((request.name, rank))
+        if owed is None or set(owed[0].recipients).isdisjoint(request.members or self._world):
+            return False
+        self._refused.append(msgspec.structs.replace(owed.popleft(), recipients=(rank,)))
+        if not owed:
+            del self._poisoned[request.name, rank]
+        return True
 
     def _release(self, entry: _Entry) -> Response:
         response = verdict(entry.by_rank)
@@ -304,7 +313,7 @@ def _value(request: Request, attribute: str) -> str:
         "dtype": request.dtype,
         "shape": f"({', '.join(['any', *map(str, request.shape[1:])])})" if gathered else str(request.shape),
         "reduction": request.op.name.lower(),
-        "scale factors": f"prescale {request.prescale:g}, postscale {request.postscale:g}",
+        "scale factors": f"prescale {request.prescale!r}, postscale {request.postscale!r}",
         "root rank": str(request.root),
     }
     return parts[attribute]

@@ -6,14 +6,15 @@ Each is asynchronous and in place; it checks its arguments here, on the caller's
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
+from operator import index
 from typing import Any
 
 import numpy as np
 
 from coordd.daemon import Daemon
-from coordd.errors import ArgumentError
+from coordd.errors import ArgumentError, spans
 from coordd.handles import Handle, call_site
 from coordd.mailbox import Letter
 from coordd.messages import Kind, ReduceOp, Request
@@ -32,7 +33,7 @@ class Operations:
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
         self._namespaces = count()
-        self._numbers = {kind: count() for kind in Kind}
+        self._numbers: dict[tuple[Kind, tuple[int, ...]], Iterator[int]] = {}
 
     def allreduce(  # noqa: PLR0913 - the choices that the operation has
         self,
@@ -59,6 +60,7 @@ class Operations:
         Raises:
             ArgumentError: the dtype does not allow it; names the dtype and what to do.
         """
+        op = ReduceOp(op)
         check_reducible(array.dtype, op, scaled=(prescale, postscale) != (1.0, 1.0))
         request = self.request(
             Kind.ALLREDUCE, name, array, process_set, op=op, prescale=float(prescale), postscale=float(postscale)
@@ -79,6 +81,7 @@ class Operations:
         Raises:
             ArgumentError: the root, a global rank, is not a member.
         """
+        root = _rank(root)
         members = process_set.ranks or range(self.daemon.world.size)
         if root not in members:
             text = f"broadcast received invalid root rank {root} for provided process set: members are {tuple(members)}"
@@ -161,26 +164,33 @@ class Operations:
         """Makes a request, once for many submissions.
 
         Raises:
-            ArgumentError: the name or the process set is unusable.
+            ArgumentError: the name, the process set or the type is unusable.
         """
         world = self.daemon.world
-        transient = name is None
-        if name is None:
-            name = f"{kind.name.lower()}.noname.{next(self._numbers[kind])}"
+        members = process_set.members(rank=world.rank, size=world.size)
+        if array.dtype.hasobject or not array.dtype.isnative:
+            text = f"{array.dtype!r} cannot travel as bytes: convert to a number type in this machine's byte order"
+            raise ArgumentError(text)
         return Request(
             kind,
-            _checked(name),
+            self._number(kind, members) if name is None else _checked(name),
             array.dtype.name,
             array.shape,
-            members=process_set.members(rank=world.rank, size=world.size),
-            transient=transient,
+            members=members,
+            transient=name is None,
             **details,
         )
+
+    def _number(self, kind: Kind, members: tuple[int, ...]) -> str:
+        """Names what has no name; every process set counts for itself, for only its members count along."""
+        number = next(self._numbers.setdefault((kind, members), count()))
+        which = f"({spans(members)})." if members else ""
+        return f"{kind.name.lower()}.noname.{which}{number}"
 
     def _post(
         self, array: np.ndarray | None, peer: int, name: str, *, outgoing: bool, land: Land | None = None
     ) -> Handle[Any]:
-        size = self.daemon.world.size
+        peer, size = _rank(peer), self.daemon.world.size
         if not 0 <= peer < size:
             text = f"{name!r}: there is no rank {peer} in a world of {size}"
             raise ArgumentError(text)
@@ -215,7 +225,21 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool) -> None
 
 
 def _checked(name: str) -> str:
-    if not name or len(name.encode()) > _LONGEST_NAME:
-        text = f"a name has 1 to {_LONGEST_NAME} bytes; this one has {len(name.encode())}: {name[:40]!r}"
+    """Makes sure that every rank can be told the name."""
+    if not isinstance(name, str):
+        text = f"a name is a string, not {name!r}"
         raise ArgumentError(text)
-    return name
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError as error:
+        text = f"the name {name[:40]!r} cannot be written in UTF-8"
+        raise ArgumentError(text) from error
+    if not 1 <= length <= _LONGEST_NAME:
+        text = f"a name has 1 to {_LONGEST_NAME} bytes; this one has {length}: {name[:40]!r}"
+        raise ArgumentError(text)
+    return str(name)
+
+
+def _rank(number: int) -> int:
+    """Takes any integer, such as NumPy's, as Python's own, which is what messages carry."""
+    return int(index(number))

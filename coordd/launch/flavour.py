@@ -175,9 +175,9 @@ SLURM = Flavour(
     programs=("srun",),
     version=re.compile(r"^slurm(?:-wlm)? (\S+)", re.MULTILINE),
     flags=_slurm,
-    interrupt=signal.SIGALRM,
-    terminate=signal.SIGTERM,
-    passes=(signal.SIGUSR1, signal.SIGUSR2),
+    interrupt=signal.SIGUSR2,  # all that it forwards but SIGUSR1, which is the user's; and to every process of a rank
+    terminate=signal.SIGUSR2,
+    passes=(signal.SIGUSR1,),
     finish=signal.SIGINT,  # thanks to --quit-on-interrupt
 )
 ALONE = Flavour(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from coordd.config import Knob, knobs
 from coordd.errors import ConfigError
 from coordd.launch.hosts import Host, read_hostfile, read_hosts
 
-__all__ = ["EPILOG", "add_options", "command_of", "extra_of", "hosts_of", "knob_variables"]
+__all__ = ["EPILOG", "add_options", "command_of", "extra_of", "hosts_of", "joined", "knob_variables"]
 
 EPILOG = """\
 examples:
@@ -37,6 +37,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for knob in knobs():
         _add_knob(group, knob)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program to run on every rank, and its arguments")
+
+
+def joined(arguments: Sequence[str]) -> list[str]:
+    """Ties ``--mpi-args`` to its value, which begins with a dash as a rule and so would look like an option itself."""
+    words = list(arguments)
+    if "--mpi-args" in words[:-1]:
+        place = words.index("--mpi-args")
+        words[place : place + 2] = [f"--mpi-args={words[place + 1]}"]
+    return words
 
 
 def knob_variables(options: argparse.Namespace) -> dict[str, str]:

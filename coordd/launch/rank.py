@@ -83,6 +83,8 @@ class Rank:
         """
         here = place(order.style, os.environ)
         self._asked = 0
+        self._slurm = order.style == "slurm"
+        self._stops = {**_STOPS, signal.SIGUSR2: signal.SIGTERM} if self._slurm else _STOPS
         self._wake = _listen()
         share = divide(cores_here(), here.local_rank, here.local_size)
         environment = _environment(order.threads or share.threads, insist=order.threads > 0)
@@ -148,14 +150,14 @@ class Rank:
         return bool(events)
 
     def _hear(self, number: int) -> None:
-        if number in _PASSED_ON:
-            self._child.tell(number)
-        elif number == _PARENT_DIED or number in _STOPS:
+        if number == _PARENT_DIED or number in self._stops:
             self._stop(number)
+        elif number in _PASSED_ON and not self._slurm:  # Slurm has told the command too
+            self._child.tell(number)
 
     def _stop(self, number: int) -> None:
         self._asked += 2 if number == _PARENT_DIED else 1
-        self._child.tell_all(_STOPS[signal.Signals(number)] if self._asked == 1 else signal.SIGKILL)
+        self._child.tell_all(self._stops[signal.Signals(number)] if self._asked == 1 else signal.SIGKILL)
 
 
 def _environment(threads: int, *, insist: bool) -> dict[str, str]:

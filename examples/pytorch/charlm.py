@@ -37,7 +37,7 @@ class GPT(nn.Module):
 
     def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
-        self.byte, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.byte, self.place = nn.Embedding(256, width), nn.Parameter(torch.zeros(context, width))
         shape = {"nhead": heads, "dim_feedforward": 4 * width, "dropout": 0.0, "activation": "gelu"}
         layout = {"batch_first": True, "norm_first": True}
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, **shape, **layout) for _ in range(layers))
@@ -45,7 +45,7 @@ class GPT(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         past = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
-        x = self.byte(text) + self.place.weight[: text.shape[1]]
+        x = self.byte(text) + self.place[: text.shape[1]]
         for block in self.blocks:
             x = block(x, src_mask=past, is_causal=True)
         return self.head(x)

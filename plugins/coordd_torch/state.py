@@ -10,6 +10,7 @@ import torch
 
 from coordd import api
 from coordd.errors import ArgumentError
+from coordd.handles import wait_all
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.operations import allgather_async, broadcast_, broadcast_async_, synchronize
 
@@ -32,12 +33,12 @@ def broadcast_parameters(
         ArgumentError: these are no parameters.
         MismatchError: a shape or type differs between ranks.
     """
-    handles = [
-        broadcast_async_(tensor, root_rank, name=f"broadcast.{name}", process_set=process_set)
-        for name, tensor in _named(params)
-    ]
-    for handle in handles:
-        synchronize(handle)
+    wait_all(
+        [
+            broadcast_async_(tensor, root_rank, name=f"broadcast.{name}", process_set=process_set)
+            for name, tensor in _named(params)
+        ]
+    )
 
 
 def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:

@@ -75,7 +75,6 @@ def stranger(address: Address, *, server_key: bytes, identity: bytes = b"") -> z
 
 
 def leave(end: zmq.Socket) -> None:
-    end.disable_monitor()
     end.close()
     end.context.term()
 
@@ -140,7 +139,9 @@ def test_who_has_not_the_key_cannot_come_in(star):
     wrong, _ = zmq.curve_keypair()
     intruder = stranger(made.address, server_key=wrong, identity=b"r\0\0\0\1")
     intruder.send(b"\x91\xa7goodbye")
-    assert intruder.get_monitor_socket(zmq.EVENT_DISCONNECTED).poll(DEADLINE * 1e3), "the intruder was not thrown out"
+    with intruder.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        assert monitor.poll(DEADLINE * 1e3), "the intruder was not thrown out"
+        intruder.disable_monitor()
     with socket.create_connection(made.address.endpoint.removeprefix("tcp://").split(":")) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
     made.ends[1].send(0, Inquiry())

@@ -28,11 +28,9 @@ class Agenda:
         """Enters an action that is due after some seconds."""
         self.at(self.now + delay, action)
 
-    def run(self, *, limit: int) -> bool:
-        """Carries out everything; says whether it came to an end within ``limit`` actions."""
-        for _ in range(limit):
-            if not self._due:
-                return True
+    def run(self, *, limit: float) -> bool:
+        """Carries out everything; says whether it came to an end before a time."""
+        while self._due and self.now < limit:
             self.now, _, action = heapq.heappop(self._due)
             self.events += 1
             action()

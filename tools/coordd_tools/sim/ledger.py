@@ -113,7 +113,7 @@ class Ledger:
             demand(made.duplicate and named, f"{made!r}, duplicate: {made.duplicate}, ended with {outcome!r}")
         elif isinstance(outcome, ShutdownError):
             gone = set(outcome.ranks)
-            demand(gone and gone <= self._leavers & {*made.turn.members}, f"{made!r} was refused with {outcome!r}")
+            demand(gone & self._leavers and gone <= {*made.turn.members}, f"{made!r} was refused with {outcome!r}")
         elif isinstance(outcome, MismatchError):
             self._quarrel(made, outcome)
         else:
@@ -145,6 +145,10 @@ class Ledger:
 
     def _quarrels(self, name: str) -> bool:
         return any(turn.quarrel == "process set" for turn in self._by_round if turn.name == name)
+
+    def waiting(self) -> str:
+        """Lists what is in flight."""
+        return ", ".join(f"{made!r}" for made in self.submissions if made.outcome is made) or "nothing is in flight"
 
     def close(self, *, dead: Iterable[int], fatal: bool) -> None:
         """Looks back when all is over: every submission of a live rank has ended, alike on all members."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from coordd.control.protocol import LOST, Lost
-from coordd.coordinator import Coordinator
+from coordd.control.protocol import Lost
 from coordd.errors import PeerError
 from coordd.member import Bucket, Member
 from coordd.messages import Abort, Account, Failure, Goodbye, Hello, Inquiry, Message, Overdue, Plan, StallReport, Welcome
@@ -66,7 +65,7 @@ class Process:
 
     def crash(self) -> None:
         """Dies without a word."""
-        if not self.closed:
+        if not self.closed and not self.member.stopped:
             self._note("crashes")
             self.crashed = self.closed = True
             self._setting.ledger.failed = True
@@ -171,7 +170,7 @@ class Process:
 
     def _obey(self, sender: int, message: Message | Lost) -> None:
         match message:
-            case Plan():
+            case Plan() if self.failure is None:
                 self._follow(message)
             case Abort():
                 self._break(message.failure)
@@ -188,8 +187,7 @@ class Process:
 
     def _follow(self, plan: Plan) -> None:
         buckets = self.member.follow(plan)
-        if self._setting.hub_cache is not None:
-            self._setting.hub_cache.compare(self.member, plan.sequence)
+        self._setting.caches.compare(self.member, plan.sequence)
         for bucket in buckets:
             self._note(f"starts bucket {bucket.sequence}: {[entry.request.name for entry in bucket.entries]}")
         self._queue.extend(buckets)

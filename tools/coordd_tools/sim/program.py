@@ -59,7 +59,7 @@ def program(worker: Worker, setting: Setting) -> Iterator[Pause]:
             break
         if not swarm.overlap:
             yield [*mine.values()]
-    if worker.rank not in script.leavers or rng.randrange(2):
+    if not last_round:  # who leaves in the middle of a step does not wait: others might, for what he has not submitted
         yield [*mine.values()]
     worker.say_goodbye()
 

@@ -63,6 +63,22 @@ def write(rng: Random, size: int, swarm: Swarm, *, steps: int) -> Script:
     return _Author(rng, size, swarm).write(steps)
 
 
+def _layers(turns: list[Round]) -> list[list[Round]]:
+    """Splits a step so that no rank has the same name twice: in a step ranks submit in any order without waiting."""
+    layers: list[list[Round]] = [[]]
+    for turn in turns:
+        same = [
+            number
+            for number, layer in enumerate(layers)
+            if any(other.name == turn.name and not other.parts.keys().isdisjoint(turn.parts) for other in layer)
+        ]
+        place = same[-1] + 1 if same else 0
+        if place == len(layers):
+            layers.append([])
+        layers[place].append(turn)
+    return layers
+
+
 class _Author:
     """Draws one script; remembers how the tensors look at present."""
 
@@ -84,7 +100,7 @@ class _Author:
         if self._swarm.leave:
             chosen = self._rng.sample(range(self._size), self._rng.randint(1, self._size - 1))
             self._leavers = {rank: (self._rng.randrange(steps), self._rng.randint(0, 4)) for rank in chosen}
-        written = tuple(tuple(self._step()) for _ in range(steps))
+        written = tuple(tuple(layer) for _ in range(steps) for layer in _layers(self._step()))
         orders = tuple(tuple(self._order(step, rank) for rank in range(self._size)) for step in written)
         return Script(written, orders, self._leavers)
 
@@ -102,13 +118,9 @@ class _Author:
         return found
 
     def _order(self, step: tuple[Round, ...], rank: int) -> tuple[Round, ...]:
-        """A rank's own order; rounds of the same name keep theirs, else the ranks would wait for each other."""
+        """A rank's own order."""
         mine = [turn for turn in step if rank in turn.parts]
-        if self._swarm.reorder:
-            shuffled = self._rng.sample(mine, len(mine))
-            queues = {turn.name: iter([other for other in mine if other.name == turn.name]) for turn in mine}
-            mine = [next(queues[turn.name]) for turn in shuffled]
-        return tuple(mine)
+        return tuple(self._rng.sample(mine, len(mine)) if self._swarm.reorder else mine)
 
     def _round(self, tensor: Request) -> Round:
         self._number += 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from coordd_tools.sim.agenda import Agenda
+from coordd_tools.sim.caches import Caches
 from coordd_tools.sim.exchange import Exchange
 from coordd_tools.sim.ledger import Ledger
 from coordd_tools.sim.network import Network
@@ -53,3 +54,4 @@ class Setting:
     network: Network
     exchange: Exchange
     ledger: Ledger
+    caches: Caches

@@ -24,8 +24,7 @@ def quarrel_text(turn: Round) -> str:
 def _shown(request: Request, attribute: str) -> str:
     shape = request.shape
     if request.kind is Kind.ALLGATHER:
-        rest = "".join(f", {length}" for length in shape[1:])
-        shown = f"(any{rest or ','})"
+        shown = "(any" + "".join(f", {length}" for length in shape[1:]) + ")"
     else:
         shown = str(shape)
     return {

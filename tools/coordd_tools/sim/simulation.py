@@ -1,0 +1,157 @@
+"""One run: everything is drawn from one seed, carried out in virtual time, and looked back upon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from coordd.control.protocol import Lost
+from coordd.coordinator import Coordinator
+from coordd.messages import Message
+from coordd_tools.sim.agenda import Agenda
+from coordd_tools.sim.caches import Caches, leftovers
+from coordd_tools.sim.exchange import Exchange
+from coordd_tools.sim.hub import Hub
+from coordd_tools.sim.ledger import Ledger, Violation, demand
+from coordd_tools.sim.network import Network
+from coordd_tools.sim.process import Process
+from coordd_tools.sim.script import Script, write
+from coordd_tools.sim.setting import Setting, Settings
+from coordd_tools.sim.swarm import Swarm
+from coordd_tools.sim.trace import Trace
+
+__all__ = ["Outcome", "Simulation", "simulate"]
+
+_PATIENCE = 1e5
+_FREEZE = 0.2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run was."""
+
+    seed: int
+    swarm: Swarm
+    ranks: int
+    digest: str
+    submissions: int
+    messages: int
+    plans: int
+    events: int
+    seconds: float
+
+
+class Simulation:
+    """A job of several ranks, all of it in this thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        swarm: Swarm,
+        script: Script,
+        rng: Random,
+        *,
+        show: Callable[[str], None] | None = None,
+    ) -> None:
+        """Puts the ranks up; nothing happens before `run`.
+
+        Args:
+            settings: the knobs.
+            swarm: what can happen.
+            script: what the ranks do.
+            rng: chance.
+            show: called with each line of the trace.
+        """
+        self.agenda = Agenda()
+        self.trace = Trace(self.agenda, show)
+        self.ledger = Ledger(script)
+        self.network = Network(self.agenda, rng, spikes=swarm.spikes, deliver=self._deliver)
+        self._swarm = swarm
+        self._script = script
+        self._rng = rng
+        exchange = Exchange(self.agenda, rng, self.ledger, fusion_bytes=settings.fusion_bytes)
+        caches = Caches()
+        setting = Setting(
+            settings, swarm, script, rng, self.agenda, self.trace, self.network, exchange, self.ledger, caches
+        )
+        coordinator = Coordinator(
+            settings.size,
+            cache_capacity=settings.cache_capacity,
+            fusion_bytes=settings.fusion_bytes,
+            abort_seconds=settings.abort_seconds,
+        )
+        self.hub = Hub(coordinator, self.agenda, self.trace, self.ledger, caches)
+        self.ranks = [Process(rank, setting, None if rank else self.hub) for rank in range(settings.size)]
+
+    def run(self) -> None:
+        """Lives through the job.
+
+        Raises:
+            Violation: an invariant does not hold.
+        """
+        for process in self.ranks:
+            process.start()
+        self._plan_faults()
+        demand(self.agenda.run(limit=_PATIENCE), f"the job has not ended after {_PATIENCE} s; {self.ledger.waiting()}")
+        self._look_back()
+
+    def _plan_faults(self) -> None:
+        """Chooses whom the faults strike, and when."""
+        horizon = 5e-3 * (1 + len(self._script.steps))
+        for wanted, strike in (
+            (self._swarm.crash, Process.crash),
+            (self._swarm.abort, Process.raise_error),
+            (self._swarm.freeze, lambda process: process.freeze(self._rng.expovariate(1 / _FREEZE))),
+        ):
+            for _ in range(self._rng.randint(1, 2) if wanted else 0):
+                victim = self._rng.choice(self.ranks)
+                self.agenda.at(self._rng.uniform(0, horizon), lambda strike=strike, victim=victim: strike(victim))
+
+    def _deliver(self, receiver: int, sender: int, message: Message | Lost) -> None:
+        if not self.ranks[receiver].closed:
+            self.ranks[receiver].arrive(sender, message)
+
+    def _look_back(self) -> None:
+        """Checks what holds when all is over."""
+        dead = [process.rank for process in self.ranks if process.crashed]
+        self.ledger.close(dead=dead, fatal=self.ledger.failed)
+        for process in self.ranks:
+            demand(process.closed, f"rank {process.rank} never ended")
+            informed = process.crashed or process.failure is not None or process.member.stopped
+            demand(informed, f"rank {process.rank} does not know why it ended")
+        if not self.ledger.failed:
+            kept = leftovers(self.hub.coordinator)
+            for table in ("announced", "filled", "table", "complete", "refused"):
+                demand(not kept[table], f"the coordinator keeps {kept[table]} in its {table} table")
+            demand(not kept["poisoned"] or self._swarm.leave, f"{kept['poisoned']} refusals were never collected")
+
+
+def simulate(seed: int, *, show: Callable[[str], None] | None = None) -> Outcome:
+    """Runs the job that a seed stands for.
+
+    Raises:
+        Violation: an invariant does not hold, or the protocol has raised an error, which is then the cause.
+    """
+    rng = Random(seed)
+    swarm = Swarm.draw(rng)
+    settings = Settings.draw(rng, swarm)
+    run = Simulation(settings, swarm, write(rng, settings.size, swarm, steps=settings.steps), rng, show=show)
+    try:
+        run.run()
+    except Violation:
+        raise
+    except Exception as error:
+        text = f"the protocol has raised {type(error).__name__}: {error}"
+        raise Violation(text) from error
+    return Outcome(
+        seed,
+        swarm,
+        settings.size,
+        run.trace.digest,
+        len(run.ledger.submissions),
+        run.network.carried,
+        run.hub.plans,
+        run.agenda.events,
+        run.agenda.now,
+    )
