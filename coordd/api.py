@@ -237,7 +237,7 @@ def allgather(
     array: np.ndarray, *, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> np.ndarray:
     """Returns all ranks' arrays, joined along the first dimension; raises like `allreduce`."""
-    result: np.ndarray = operations().allgather(array, name=name, process_set=process_set).result()
+    result: np.ndarray = operations().allgather(np.asarray(array), name=name, process_set=process_set).result()
     return result
 
 

@@ -11,6 +11,7 @@ from coordd.messages import Kind, Request, Response
 
 __all__ = ["ResponseCache"]
 
+_UNKNOWN = object()
 _CACHED_KINDS = frozenset({Kind.ALLREDUCE, Kind.BROADCAST, Kind.BARRIER})
 
 
@@ -25,6 +26,7 @@ class ResponseCache:
         self._capacity = capacity
         self._requests: list[Request] = []
         self._used: list[int] = []
+        self._sites: list[object] = []
         self._slots: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -46,9 +48,9 @@ class ResponseCache:
         """Returns what a slot holds."""
         return self._requests[slot]
 
-    def holds(self, slot: int) -> bool:
-        """Says whether there is such a slot."""
-        return 0 <= slot < len(self._requests)
+    def site(self, slot: int) -> object:
+        """Returns where the caller has said that it submits what a slot holds; equal to nothing if it has not."""
+        return self._sites[slot]
 
     def place(self, request: Request, *, pinned: int = 0) -> int:
         """Chooses the slot that a newly answered request gets; -1 if it gets none.
@@ -82,16 +84,19 @@ class ResponseCache:
         if slot == len(self._requests):
             self._requests.append(request)
             self._used.append(sequence)
+            self._sites.append(_UNKNOWN)
             self._slots[request.name] = slot
             return None
         gone = self._requests[slot]
         del self._slots[gone.name]
         self._requests[slot] = request
         self._used[slot] = sequence
+        self._sites[slot] = _UNKNOWN
         self._slots[request.name] = slot
         return gone
 
-    def adopt(self, slot: int, request: Request) -> None:
-        """Keeps the caller's own equal object, so that the next look-up is a comparison by identity."""
+    def adopt(self, slot: int, request: Request, site: object) -> None:
+        """Keeps the caller's own equal object, so that the next look-up is a comparison by identity, and its site."""
         if self._requests[slot] == request:
             self._requests[slot] = request
+            self._sites[slot] = site

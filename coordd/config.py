@@ -80,8 +80,14 @@ class Config:
         alias="HOROVOD_FUSION_THRESHOLD",
         convert=_from_bytes,
     )
+    batch_mb: float = _knob(
+        4.0,
+        "MiB of ready tensors that end the batching window early, so that the network is never idle",
+        low=0,
+        high=65536,
+    )
     cycle_ms: float = _knob(
-        1.0,
+        5.0,
         "batching window in milliseconds: how long ready tensors wait for company while nobody waits for them",
         low=0,
         high=10_000,

@@ -53,7 +53,6 @@ class Coordinator:
         self._negotiator = Negotiator(size, cache_capacity=cache_capacity, fusion_bytes=fusion_bytes)
         self._abort_seconds = abort_seconds
         self._arrived: dict[int, Hello] = {}
-        self._said_goodbye: set[int] = set()
         self._investigation: _Investigation | None = None
         self._failure: Failure | None = None
         self._stopped = False
@@ -77,7 +76,6 @@ class Coordinator:
             case Hello():
                 self._greet(rank, message)
             case Goodbye():
-                self._said_goodbye.add(rank)
                 self._negotiator.leave(rank)
             case Abort():
                 self._fail(message.failure)
@@ -85,7 +83,7 @@ class Coordinator:
                 self._investigate(message, now)
             case Account() if self._investigation is not None:
                 self._investigation.accounts[rank] = message
-            case Lost() if rank not in self._said_goodbye and not self._stopped:
+            case Lost() if not self._stopped:
                 self._fail(Failure(rank, f"({self._place(rank)}) died: its connection closed without a goodbye"))
 
     def turn(self, now: float) -> Outgoing:

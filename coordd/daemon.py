@@ -39,7 +39,7 @@ class Daemon:
         self._pid = os.getpid()
         self._status = Status(World(0, (os.uname().nodename,)))
         self._bell = Bell()
-        self._inbox: Inbox[Work] = Inbox(self._bell, window=config.cycle_ms / 1e3)
+        self._inbox: Inbox[Work] = Inbox(self._bell, window=config.cycle_ms / 1e3, limit=config.batch_mb * (1 << 20))
         self._loop = Loop(config, meet, inbox=self._inbox, bell=self._bell, status=self._status)
         self._thread = threading.Thread(target=self._loop.run, name="coordd", daemon=True)
 
@@ -75,7 +75,7 @@ class Daemon:
             ForkedProcessError: this is a forked child.
         """
         self._check_usable()
-        self._inbox.put(entry)
+        self._inbox.put(entry, entry.array.nbytes)
 
     def post(self, letter: Letter) -> None:
         """Starts a matched send or receive; raises like `submit`."""
@@ -84,7 +84,7 @@ class Daemon:
 
     def handle(self, name: str) -> Handle[Any]:
         """Makes a handle whose waiters hurry this daemon."""
-        return Handle(name, hurry=self._inbox.hurry)
+        return Handle(name, self._inbox.hurry)
 
     def fail(self, reason: str, traceback: str = "", *, culprit: int | None = None) -> None:
         """Tells all ranks that the job has failed, unless it had before; by default this rank is to blame."""

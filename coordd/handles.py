@@ -23,7 +23,7 @@ class Handle(Generic[Result]):
 
     __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_hurry", "_result", "_waiter", "name", "submitted")
 
-    def __init__(self, name: str, *, hurry: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str, hurry: Callable[[], None] | None = None) -> None:
         """Makes a pending handle.
 
         Args:

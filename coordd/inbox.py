@@ -1,10 +1,12 @@
 """The message queue: where framework threads leave work for the daemon's thread.
 
-The batching window lives here: work is handed out when the window is over, or at once when somebody waits for it.
+The batching window lives here: work is handed out when the window is over, when there is enough of it, or at once when
+somebody waits for it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import Generic, TypeVar
@@ -19,15 +21,18 @@ Item = TypeVar("Item")
 class Inbox(Generic[Item]):
     """A queue with many writers and one reader, who sleeps on a bell."""
 
-    def __init__(self, bell: Bell, *, window: float) -> None:
+    def __init__(self, bell: Bell, *, window: float, limit: float = math.inf) -> None:
         """Makes an empty queue; ``awaited`` tells whether somebody waited for what was taken last.
 
         Args:
             bell: wakes the reader.
             window: seconds that the first item waits for company.
+            limit: weight of the items that ends the window early.
         """
         self._bell = bell
         self._window = window
+        self._limit = limit
+        self._weight = 0
         self._items: deque[Item] = deque()
         self._hurried = False
         self._deep = False
@@ -37,10 +42,11 @@ class Inbox(Generic[Item]):
     def __bool__(self) -> bool:
         return bool(self._items)
 
-    def put(self, item: Item) -> None:
+    def put(self, item: Item, weight: int = 0) -> None:
         """Adds an item; wakes the reader only from deep sleep, for in the window it comes by itself."""
         self._items.append(item)
-        if self._deep:
+        self._weight += weight
+        if self._deep or self._weight >= self._limit:
             self._bell.ring()
 
     def hurry(self) -> None:
@@ -55,13 +61,14 @@ class Inbox(Generic[Item]):
         if not self._items:
             return []
         self.awaited = hurried
-        if not hurried:
+        if not hurried and self._weight < self._limit:
             now = time.monotonic()
             if self._end is None:
                 self._end = now + self._window
             if now < self._end:
                 return []
         self._end = None
+        self._weight = 0
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def drain(self) -> list[Item]:
@@ -71,7 +78,7 @@ class Inbox(Generic[Item]):
     def sleep(self, seconds: float | None) -> None:
         """Sleeps until there is something to take, the bell rings, or ``seconds`` have passed; for the reader."""
         if self._items:
-            if not self._hurried:
+            if not self._hurried and self._weight < self._limit:
                 self._bell.sleep(max(0.0, (self._end or 0.0) - time.monotonic()))
             return
         self._deep = True

@@ -90,7 +90,7 @@ class Member:
     def _entry(self, response: Response) -> Entry:
         entry = self.table.find(response.request.name)
         if response.slot >= 0:
-            self._cache.adopt(response.slot, entry.request)
+            self._cache.adopt(response.slot, entry.request, entry.site)
         return entry
 
     def _void(self, request: Request) -> None:

@@ -10,6 +10,7 @@ import functools
 import operator
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,22 @@ from coordd.messages import Announcement, Kind, Plan, Report, Request, Response,
 from coordd.wire import bits, mask
 
 __all__ = ["Negotiator", "verdict"]
+
+
+class _Former(NamedTuple):
+    """What a slot held before the plan ``sequence``, and where each rank submitted it."""
+
+    sequence: int
+    slot: int
+    request: Request
+    sites: dict[int, str]
+
+
+class _Owed(NamedTuple):
+    """A refusal that a rank will get when it announces its part, and who had left when it was due."""
+
+    refusal: Response
+    left: frozenset[int]
 
 
 class _Entry:
@@ -50,12 +67,12 @@ class Negotiator:
         self._announced = [0] * size
         self._filled = [0] * size
         self._slots_of: dict[tuple[int, ...], int] = {}
-        self._sites: dict[tuple[int, int], str] = {}
+        self._sites: dict[int, dict[int, str]] = {}
         self._table: dict[str, dict[tuple[int, ...], _Entry]] = {}
         self._complete: list[_Entry] = []
         self._refused: list[Response] = []
-        self._poisoned: dict[tuple[str, int], deque[Response]] = {}
-        self._replaced: deque[tuple[int, int, Request]] = deque()
+        self._poisoned: dict[tuple[str, int], deque[_Owed]] = {}
+        self._replaced: deque[_Former] = deque()
         self._seen = [0] * size
         self._heard = [0] * size
         self._left: set[int] = set()
@@ -71,9 +88,10 @@ class Negotiator:
         hits = int.from_bytes(report.hits, "little")
         if hits:
             fillers = int.from_bytes(report.fillers, "little")
-            for slot, request in self._outdated(report.seen, hits):
-                hits &= ~(1 << slot)
-                self._enter(rank, Announcement(request, filler=bool(fillers >> slot & 1)))
+            for former in self._outdated(report.seen, hits):
+                hits &= ~(1 << former.slot)
+                site = former.sites.get(rank, "")
+                self._enter(rank, Announcement(former.request, site, bool(fillers >> former.slot & 1)))
             for slot in bits(hits & self._spelled_out()):
                 hits &= ~(1 << slot)
                 self._enter(rank, self._known(rank, slot, filler=bool(fillers >> slot & 1)))
@@ -89,7 +107,7 @@ class Negotiator:
         self._left.add(rank)
         for entry in [entry for sets in self._table.values() for entry in sets.values()]:
             if entry not in self._complete:
-                self._settle(entry)
+                self._settled(entry)
 
     def decide(self) -> Plan | None:
         """Releases everything that is ready; None when there is nothing to say."""
@@ -131,26 +149,28 @@ class Negotiator:
 
     def _known(self, rank: int, slot: int, *, filler: bool) -> Announcement:
         """Spells out what a rank's bit means."""
-        return Announcement(self._cache.request(slot), self._sites.get((rank, slot), ""), filler)
+        return Announcement(self._cache.request(slot), self._sites[slot].get(rank, ""), filler)
 
     def _enter(self, rank: int, announcement: Announcement) -> None:
         """Puts one announcement where it is counted: among the bits, or into the table."""
         request = announcement.request
+        slot = self._cache.slot_of(request.name)
+        known = slot >= 0 and self._cache.slot(request) == slot
+        if known:
+            # The rank has not yet seen the plan that cached its tensor, or announces it from another line.
+            self._sites[slot][rank] = announcement.site
         if self._owed(rank, request):
             return
-        slot = self._cache.slot_of(request.name)
         if slot >= 0 and not self._left and request.name not in self._table:
-            if self._cache.slot(request) == slot:
-                # The rank has not yet seen the plan that cached its tensor, or announces it from another line.
+            if known:
                 self._announced[rank] |= 1 << slot
                 self._filled[rank] |= announcement.filler << slot
-                self._sites[rank, slot] = announcement.site
                 return
             self._spell_out(slot)
         entry = self._entry(request)
         self._count(entry, rank, announcement)
-        if not self._contradicts(rank, entry):
-            self._settle(entry)
+        if not self._settled(entry):
+            self._compare_sets(rank, entry)
 
     def _entry(self, request: Request) -> _Entry:
         sets = self._table.setdefault(request.name, {})
@@ -168,8 +188,8 @@ class Negotiator:
         if not sets:
             del self._table[entry.name]
 
-    def _settle(self, entry: _Entry) -> None:
-        """Marks an entry ready when all have announced it, and fails it when one never will."""
+    def _settled(self, entry: _Entry) -> bool:
+        """Marks an entry ready when all have announced it, and fails it when one never will; says whether it did."""
         members = entry.members or self._world
         if len(entry.by_rank) == len(members):
             self._complete.append(entry)
@@ -178,18 +198,17 @@ class Negotiator:
             ranks = tuple(sorted(entry.by_rank))
             request = entry.by_rank[ranks[0]].request
             self._refused.append(Response(request, left=gone, recipients=ranks))
-
-    def _contradicts(self, rank: int, entry: _Entry) -> bool:
-        """Fails a name that two ranks have announced for different process sets to which both belong."""
-        sets = self._table[entry.name]
-        if len(sets) == 1:
+        else:
             return False
-        for other in list(sets.values()):
+        return True
+
+    def _compare_sets(self, rank: int, entry: _Entry) -> None:
+        """Fails a name that two ranks have announced for different process sets to which both belong."""
+        for other in self._table[entry.name].values():
             opposed = other is not entry and rank in (other.members or self._world)
             if opposed and any(peer in (entry.members or self._world) for peer in other.by_rank):
                 self._poison(entry, other)
-                return True
-        return False
+                return
 
     def _poison(self, *entries: _Entry) -> None:
         """Fails contradicting entries, now for those who have announced and later for those who will."""
@@ -206,14 +225,16 @@ class Negotiator:
         refusal = Response(request, error=error, attribute="process set", recipients=tuple(sorted(told)))
         self._refused.append(refusal)
         for rank in members - set(told):
-            self._poisoned.setdefault((entries[0].name, rank), deque()).append(refusal)
+            owed = self._poisoned.setdefault((entries[0].name, rank), deque())
+            owed.append(_Owed(refusal, frozenset(self._left)))
 
     def _owed(self, rank: int, request: Request) -> bool:
         """Fails an announcement that would have contradicted one of those that were failed before it came."""
         owed = self._poisoned.get((request.name, rank))
-        if owed is None or set(owed[0].recipients).isdisjoint(request.members or self._world):
+        members = {*(request.members or self._world)}
+        if owed is None or members.isdisjoint(owed[0].refusal.recipients) or members & owed[0].left:
             return False
-        self._refused.append(msgspec.structs.replace(owed.popleft(), recipients=(rank,)))
+        self._refused.append(msgspec.structs.replace(owed.popleft().refusal, recipients=(rank,)))
         if not owed:
             del self._poisoned[request.name, rank]
         return True
@@ -228,11 +249,12 @@ class Negotiator:
         response = msgspec.structs.replace(response, slot=slot)
         gone = self._cache.store(response, self._sequence)
         if gone is not None:
-            self._replaced.append((self._sequence, slot, gone))
+            self._replaced.append(_Former(self._sequence, slot, gone, self._sites[slot]))
             self._slots_of[gone.members] &= ~(1 << slot)
+            if not self._slots_of[gone.members]:
+                del self._slots_of[gone.members]
         self._slots_of[entry.members] = self._slots_of.get(entry.members, 0) | 1 << slot
-        for rank, announcement in entry.by_rank.items():
-            self._sites[rank, slot] = announcement.site
+        self._sites[slot] = {rank: told.site for rank, told in entry.by_rank.items()}
         return response
 
     def _ready_slots(self) -> tuple[int, int]:
@@ -267,20 +289,20 @@ class Negotiator:
             self._count(entry, rank, self._known(rank, slot, filler=bool(self._filled[rank] >> slot & 1)))
             self._announced[rank] &= ~(1 << slot)
             self._filled[rank] &= ~(1 << slot)
-        self._settle(entry)
+        self._settled(entry)
 
-    def _outdated(self, seen: int, hits: int) -> list[tuple[int, Request]]:
+    def _outdated(self, seen: int, hits: int) -> list[_Former]:
         """Finds the hits that mean an older tensor, because the rank had not yet seen its slot change hands."""
-        found: dict[int, Request] = {}
-        for sequence, slot, request in self._replaced:
-            if sequence > seen and hits >> slot & 1:
-                found.setdefault(slot, request)
-        return list(found.items())
+        found: dict[int, _Former] = {}
+        for former in self._replaced:
+            if former.sequence > seen and hits >> former.slot & 1:
+                found.setdefault(former.slot, former)
+        return list(found.values())
 
     def _forget(self) -> None:
         """Drops what no report can refer to any more."""
         oldest = min(self._seen)
-        while self._replaced and self._replaced[0][0] <= oldest:
+        while self._replaced and self._replaced[0].sequence <= oldest:
             self._replaced.popleft()
 
 

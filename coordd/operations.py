@@ -129,13 +129,12 @@ class Operations:
         """
         return self._post(array, source, name, outgoing=False, land=land)
 
-    def submit(
+    def submit(  # called for every gradient, and keywords cost time
         self,
         request: Request,
         array: np.ndarray,
-        *,
         land: Land | None = None,
-        filler: bool = False,
+        filler: bool = False,  # noqa: FBT001, FBT002 - as above
         site: Site = None,
     ) -> Handle[Any]:
         """Announces a request that was made before; the fast path of the optimizers.
@@ -150,7 +149,7 @@ class Operations:
         handle: Handle[Any] = self.daemon.handle(request.name)
         if site is None:
             site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
-        self.daemon.submit(Entry(request, array, handle, site=site, land=land, filler=filler))
+        self.daemon.submit(Entry(request, array, handle, site, land, filler))
         return handle
 
     def namespace(self) -> str:

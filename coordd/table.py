@@ -39,10 +39,9 @@ class Entry:
         request: Request,
         array: np.ndarray,
         handle: Handle[object],
-        *,
         site: Site = None,
         land: Callable[[np.ndarray], object] | None = None,
-        filler: bool = False,
+        filler: bool = False,  # noqa: FBT001, FBT002 - as above
     ) -> None:
         self.request = request
         self.filler = filler
@@ -61,7 +60,6 @@ class TensorTable:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self._sites: dict[str, Site] = {}
         self.last: Entry | None = None
 
     def __len__(self) -> int:
@@ -88,11 +86,12 @@ class TensorTable:
                 continue
             self.last = entry
             slot = cache.slot(request)
-            if slot >= 0 and self._sites.get(request.name) == entry.site:
+            if slot >= 0 and cache.site(slot) == entry.site:
                 hits |= 1 << slot
                 fillers |= entry.filler << slot
             else:
-                self._sites[request.name] = entry.site
+                if slot >= 0:
+                    cache.adopt(slot, request, entry.site)
                 fresh.append(Announcement(request, show_site(entry.site), entry.filler))
         return Report(seen, mask(hits), mask(fillers), tuple(fresh)) if hits or fresh else None
 

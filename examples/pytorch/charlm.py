@@ -1,8 +1,6 @@
 """Trains a small GPT, byte by byte, on the sources of Python's own standard library, data-parallel.
 
-    coordd run -n 2 python charlm.py                    two ranks
-    coordd run -n 2 python charlm.py --width 256 --layers 6 --max-steps 2000
-    python charlm.py                                    one process, the same script
+Two ranks: ``coordd run -n 2 python charlm.py``. One process, with the same script: ``python charlm.py``.
 """
 
 import argparse
@@ -20,7 +18,7 @@ import coordd.torch as cd
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--width", type=int, default=128, help="size of the hidden state")
     parser.add_argument("--layers", type=int, default=4, help="number of blocks")
     parser.add_argument("--heads", type=int, default=4, help="attention heads a block")
@@ -33,22 +31,25 @@ def arguments() -> argparse.Namespace:
 
 
 class GPT(nn.Module):
-    """Maps bytes, (batch, time), to the scores of the byte that follows each, (batch, time, 256)."""
+    """A transformer that reads bytes."""
 
     def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
         self.byte, self.place = nn.Embedding(256, width), nn.Parameter(torch.zeros(context, width))
-        shape = {"nhead": heads, "dim_feedforward": 4 * width, "dropout": 0.0, "activation": "gelu"}
-        layout = {"batch_first": True, "norm_first": True}
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, **shape, **layout) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
 
     def forward(self, text: Tensor) -> Tensor:
+        """Maps bytes, (batch, time), to the scores of the byte that follows each, (batch, time, 256)."""
         past = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
-        x = self.byte(text) + self.place[: text.shape[1]]
+        x: Tensor = self.byte(text) + self.place[: text.shape[1]]
         for block in self.blocks:
             x = block(x, src_mask=past, is_causal=True)
-        return self.head(x)
+        scores: Tensor = self.head(x)
+        return scores
 
     def loss(self, windows: Tensor) -> Tensor:
         """The mean cross entropy, in nats a byte."""
@@ -74,7 +75,8 @@ def sample(model: GPT, prompt: bytes, length: int, context: int) -> str:
     for _ in range(length):
         scores = model(text[:, -context:])[:, -1] / 0.7
         text = torch.cat([text, torch.multinomial(scores.softmax(-1), 1)], dim=1)
-    return bytes(text[0].tolist()).decode(errors="replace")
+    written = bytes(text[0].tolist()).decode(errors="replace")
+    return "".join(letter for letter in written if letter.isprintable() or letter == "\n")
 
 
 def main() -> None:

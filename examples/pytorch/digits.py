@@ -1,8 +1,6 @@
 """Trains a small CNN on scikit-learn's handwritten digits, data-parallel.
 
-    coordd run -n 2 python digits.py        two ranks
-    python digits.py                        one process, the same script
-
+Two ranks: ``coordd run -n 2 python digits.py``. One process, with the same script: ``python digits.py``.
 The batch size is the global one: each rank computes its share of every batch, so the ranks together take the very same
 steps as a single process.
 """
@@ -23,12 +21,12 @@ import coordd.torch as cd
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64, help="images a step, all ranks together")
     parser.add_argument("--lr", type=float, default=0.07, help="learning rate")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--max-steps", type=int, default=sys.maxsize, help="stop after so many steps")
+    parser.add_argument("--max-steps", type=int, default=10_000, help="stop after so many steps at the latest")
     parser.add_argument("--save", metavar="PATH", help="write the parameters there at the end")
     return parser.parse_args()
 

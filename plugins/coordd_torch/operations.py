@@ -1,10 +1,12 @@
 """Operations on tensors. The asynchronous form in place is the primitive; the others are a line each.
 
-The out-of-place forms are differentiable, with Horovod's gradients: those of the mean over the ranks of the loss.
+The synchronous out-of-place forms are differentiable, with Horovod's gradients: those of the mean over the ranks of the
+loss. The gradients of a named operation travel under names of their own, so its order in backward is as free as its own.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ from coordd.handles import Handle, wait_all
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor
-from coordd_torch.tensors import borrow, from_array
+from coordd_torch.tensors import borrow, check_dense, from_array
 
 __all__ = [
     "Average",
@@ -72,8 +74,9 @@ class GroupHandle:
         return all(handle.poll() for handle in self._handles)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for each, at most ``timeout`` seconds; says whether all are done."""
-        return all(handle.wait(timeout) for handle in self._handles)
+        """Waits for all, at most ``timeout`` seconds; says whether all are done."""
+        end = None if timeout is None else time.monotonic() + timeout
+        return all(handle.wait(None if end is None else max(0.0, end - time.monotonic())) for handle in self._handles)
 
     def result(self) -> tuple[Tensor, ...]:
         """Waits for all; raises the error of the first that failed."""
@@ -144,7 +147,7 @@ def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     Raises:
         ArgumentError: the type does not allow the operation.
     """
-    array, back = borrow(tensor)
+    array, back = _lend(tensor)
     return api.operations().allreduce(
         array,
         name=name,
@@ -180,28 +183,35 @@ def allreduce(  # noqa: PLR0917 - Horovod's signature
 
     ``compression`` says what travels; the other arguments are those of `allreduce_async_`.
     """
-    details = {
-        "op": _reduce_op(op, average),
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-        "process_set": process_set,
-    }
-    small, context = compression.compress(tensor)
-    reduced: Tensor = _Allreduce.apply(small, name, details)  # type: ignore[no-untyped-call]
-    return compression.decompress(reduced, context)
+    details = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
+    return _reduced([tensor], [name], compression, op=_reduce_op(op, average), **details)[0]
+
+
+def _reduced(
+    tensors: Tensors, names: Sequence[str | None], compression: type[Compressor], **details: Any
+) -> tuple[Tensor, ...]:
+    if not tensors:
+        return ()
+    small = [compression.compress(tensor) for tensor in tensors]
+    found = _Allreduce.apply(names, details, *(tensor for tensor, _ in small))  # type: ignore[no-untyped-call]
+    return tuple(compression.decompress(tensor, context) for tensor, (_, context) in zip(found, small, strict=True))
 
 
 class _Allreduce(torch.autograd.Function):
     """The gradient of a reduction is the same reduction of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, details: dict[str, Any]) -> Tensor:
-        ctx.details = details
-        return allreduce_async_(_copy(tensor), name=name, **details).result()
+    def forward(ctx: Any, names: Sequence[str | None], details: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.names, ctx.details = names, details
+        return _each(allreduce_async, tensors, names, **details).result()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return allreduce(gradients[0], **ctx.details), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        op = ctx.details["op"]
+        if op not in {Average, Sum}:
+            text = f"a reduction by {op.name.capitalize()} has no gradient here: give it tensor.detach(), or use Sum or Average"
+            raise ArgumentError(text)
+        return None, None, *_reduced(gradients, _backward(ctx.names), Compression.none, **ctx.details)
 
 
 def allgather_async(
@@ -223,26 +233,35 @@ def allgather_async(
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Returns all ranks' tensors, joined along the first dimension in the order of ranks; differentiable."""
-    gathered: Tensor = _Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
-    return gathered
+    return _gathered([tensor], [name], process_set)[0]
+
+
+def _gathered(tensors: Tensors, names: Sequence[str | None], process_set: ProcessSet) -> tuple[Tensor, ...]:
+    if not tensors:
+        return ()
+    found: tuple[Tensor, ...] = _Allgather.apply(names, process_set, *tensors)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Allgather(torch.autograd.Function):
     """The gradient is this rank's rows of the averaged gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
-        ctx.rows = tensor.shape[0] if tensor.ndim else 0
-        ctx.process_set = process_set
-        return allgather_async(tensor, name, process_set).result()
+    def forward(ctx: Any, names: Sequence[str | None], process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.names, ctx.process_set = names, process_set
+        found = _each(allgather_async, tensors, names, process_set=process_set).result()
+        ctx.rows = [len(tensor) for tensor in tensors]
+        return found
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        averaged = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
-        rows = allgather_async(torch.tensor([ctx.rows]), process_set=ctx.process_set).result()
-        members = ctx.process_set.ranks or range(api.size())
-        start = int(rows[: members.index(api.rank())].sum())
-        return averaged[start : start + ctx.rows], None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        names, process_set = _backward(ctx.names), ctx.process_set
+        averaged = _reduced(gradients, names, Compression.none, op=Average, process_set=process_set)
+        first = names[0] and f"{names[0]}.rows"
+        rows = allgather_async(torch.tensor([ctx.rows]), first, process_set).result()
+        members = process_set.ranks or range(api.size())
+        starts = rows[: members.index(api.rank())].sum(0).tolist()
+        return None, None, *(all_[at : at + mine] for all_, at, mine in zip(averaged, starts, ctx.rows, strict=True))
 
 
 def broadcast_async_(
@@ -259,7 +278,7 @@ def broadcast_async_(
     Raises:
         ArgumentError: the root is not one of them.
     """
-    array, back = borrow(tensor)
+    array, back = _lend(tensor)
     return api.operations().broadcast(array, root_rank, name=name, process_set=process_set, land=back)
 
 
@@ -286,30 +305,39 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
-        ctx.root_rank = root_rank
+        ctx.names, ctx.root_rank = [name], root_rank
         ctx.process_set = process_set
         return broadcast_async(tensor, root_rank, name, process_set).result()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        averaged = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+        (averaged,) = _reduced(
+            gradients, _backward(ctx.names), Compression.none, op=Average, process_set=ctx.process_set
+        )
         return averaged if api.rank() == ctx.root_rank else torch.zeros_like(averaged), None, None, None
 
 
+def _backward(names: Sequence[str | None]) -> list[str | None]:
+    return [name and f"{name}.grad" for name in names]
+
+
+def _names(name: str | None, count: int) -> list[str | None]:
+    """The names of a group's operations tell their places."""
+    return [name and f"{name}_{index}of{count}" for index in range(count)]
+
+
 def _each(
-    start: Callable[..., Handle[Tensor]], tensors: Tensors, name: str | None, default: str, **details: Any
+    start: Callable[..., Handle[Tensor]], tensors: Tensors, names: Sequence[str | None], **details: Any
 ) -> GroupHandle:
-    """Starts one operation a tensor, under names that tell their places."""
-    count = len(tensors)
-    names = [f"{name or default}_{index}of{count}" if name else None for index in range(count)]
-    return GroupHandle([start(tensor, name=each, **details) for tensor, each in zip(tensors, names, strict=True)])
+    """Starts one operation a tensor."""
+    return GroupHandle([start(tensor, name=name, **details) for tensor, name in zip(tensors, names, strict=True)])
 
 
 def grouped_allreduce_async_(
     tensors: Tensors, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, **details: Any
 ) -> GroupHandle:
     """Starts to reduce several tensors in place; other arguments as in `allreduce_async_`."""
-    return _each(allreduce_async_, tensors, name, "grouped_allreduce", op=_reduce_op(op, average), **details)
+    return _each(allreduce_async_, tensors, _names(name, len(tensors)), op=_reduce_op(op, average), **details)
 
 
 def grouped_allreduce_async(tensors: Tensors, *args: Any, **kwargs: Any) -> GroupHandle:
@@ -323,26 +351,29 @@ def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> tuple[Ten
 
 
 def grouped_allreduce(
-    tensors: Tensors, *args: Any, compression: type[Compressor] = Compression.none, **kwargs: Any
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    **details: Any,
 ) -> tuple[Tensor, ...]:
-    """Returns the reductions of several tensors; arguments as in `grouped_allreduce_async_`."""
-    small, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True) if tensors else ((), ())
-    reduced = grouped_allreduce_async(small, *args, **kwargs).result()
-    return tuple(compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True))
+    """Returns the reductions of several tensors; differentiable; other arguments as in `allreduce`."""
+    return _reduced(tensors, _names(name, len(tensors)), compression, op=_reduce_op(op, average), **details)
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> GroupHandle:
     """Starts to join several tensors, each as `allgather_async` does."""
-    return _each(allgather_async, tensors, name, "grouped_allgather", process_set=process_set)
+    return _each(allgather_async, tensors, _names(name, len(tensors)), process_set=process_set)
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
-    """Returns several tensors, each joined as `allgather` does."""
-    return grouped_allgather_async(tensors, name, process_set).result()
+    """Returns several tensors, each joined as `allgather` does; differentiable."""
+    return _gathered(tensors, _names(name, len(tensors)), process_set)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -371,7 +402,7 @@ def recv_async(tensor: Tensor, source: int, name: str) -> Handle[Tensor]:
     Raises:
         ArgumentError: there is no such rank, or the name is unusable.
     """
-    array, back = borrow(tensor)
+    array, back = _lend(tensor)
     return api.operations().recv(array, source, name=name, land=back)
 
 
@@ -384,5 +415,14 @@ def recv(tensor: Tensor, source: int, name: str) -> Tensor:
     return recv_async(tensor, source, name).result()
 
 
+def _lend(tensor: Tensor) -> tuple[Any, Callable[[Any], Tensor]]:
+    """Lends a tensor for an operation in place, and tells autograd that its values change."""
+    lent = borrow(tensor)
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+    return lent
+
+
 def _copy(tensor: Tensor) -> Tensor:
+    check_dense(tensor)
     return tensor.detach().clone(memory_format=torch.contiguous_format)

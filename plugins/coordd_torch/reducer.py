@@ -6,10 +6,11 @@ Its one rule: no rank ever waits for a gradient that another does not have. Who 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
 from coordd.errors import CoorddError
@@ -24,6 +25,9 @@ from coordd_torch.tensors import borrow, view
 __all__ = ["Gradient", "Reducer"]
 
 
+_current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no public way; FSDP uses it, too
+
+
 class Gradient:
     """One parameter's gradient, from backward to its reduction."""
 
@@ -33,6 +37,7 @@ class Gradient:
         self.parameter = parameter
         self.passes = 0
         self.handle: Handle[Any] | None = None
+        self._zeros: torch.Tensor | None = None
         self._request: Request | None = None
         self._dtype: Any = None
 
@@ -42,12 +47,14 @@ class Gradient:
         if self.passes >= reducer.passes_per_step or self.handle is not None:
             text = (
                 "Gradients were computed more than backward_passes_per_step times before call to step() "
-                f"({self.name!r}, {reducer.passes_per_step}). Increase backward_passes_per_step to accumulate gradients "
-                "locally."
+                f"({self.name!r}, {reducer.passes_per_step}). Increase backward_passes_per_step to accumulate "
+                "gradients locally."
             )
             raise CoorddError(text)
         self.passes += 1
-        reducer.expect_end_of_backward()
+        task = _current_task()
+        if task not in reducer.expected:
+            reducer.expect_end_of_backward(task)
         if self.passes == reducer.passes_per_step:
             self.submit()
 
@@ -57,50 +64,60 @@ class Gradient:
         if gradient is None:  # a hook of the user's has taken it away
             self.fill()
             return
-        if gradient.layout is not torch.strided and self._reducer.sparse_as_dense:
+        if self._reducer.sparse_as_dense and gradient.layout is not torch.strided:
             gradient = self.parameter.grad = gradient.to_dense()
         self._start(gradient, filler=False)
 
     def fill(self) -> None:
         """Takes part with zeros, if any rank has something for this parameter."""
-        zeros = torch.zeros_like(self.parameter, requires_grad=False)
-        handle = self._start(zeros, filler=True)
-        handle.add_done_callback(lambda handle: self._filled(handle, zeros))
-
-    def _filled(self, handle: Handle[Any], zeros: torch.Tensor) -> None:
-        if handle.error() is None and handle.result() is not None:
-            self.parameter.grad = zeros
+        self._zeros = torch.zeros_like(self.parameter, requires_grad=False)
+        self._start(self._zeros, filler=True)
 
     def settle(self) -> bool:
-        """Says whether there is a result for this step; forgets an operation that no rank had anything for."""
-        if self.handle is not None and self.handle.result() is None:
+        """Waits for the result, if there is to be one; forgets an operation that no rank had anything for.
+
+        Returns:
+            whether this step has a result.
+        """
+        handle = self.handle
+        if handle is None:
+            return False
+        if handle.result() is None:
             self.handle = None
+        elif self._zeros is not None:
+            self.parameter.grad = self._zeros
+        self._zeros = None
         return self.handle is not None
 
     def reset(self) -> None:
         """Gets ready for the next step."""
         self.passes = 0
-        self.handle = None
+        self.handle = self._zeros = None
 
-    def _start(self, gradient: torch.Tensor, *, filler: bool) -> Handle[Any]:
+    def _start(self, gradient: torch.Tensor, *, filler: bool) -> None:
         reducer = self._reducer
-        if reducer.compression is Compression.none and gradient.is_cpu and gradient.layout is torch.strided:
-            array, land = view(gradient), None
+        land = None
+        if reducer.plain and gradient.is_cpu and gradient.layout is torch.strided:
+            array = view(gradient)
         else:
-            small, context = reducer.compression.compress(gradient)
-            array, back = borrow(small)
-
-            def land(finished: Any) -> torch.Tensor:
-                if (result := reducer.compression.decompress(back(finished), context)) is not gradient:
-                    gradient.copy_(result)
-                return gradient
-
+            array, land = self._compressed(gradient)
         request = self._request
-        if request is None or request.shape != array.shape or self._dtype != array.dtype:
+        if request is None or request.shape != array.shape or self._dtype is not array.dtype:
             request, self._dtype = reducer.request(self.name, array), array.dtype
             self._request = request
-        self.handle = reducer.operations.submit(request, array, land=land, filler=filler, site=reducer.site)
-        return self.handle
+        self.handle = reducer.operations.submit(request, array, land, filler, reducer.site)
+
+    def _compressed(self, gradient: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
+        """Makes what travels instead of a gradient, and what puts it back."""
+        compression = self._reducer.compression
+        small, context = compression.compress(gradient)
+        array, back = borrow(small)
+
+        def land(finished: np.ndarray) -> torch.Tensor:
+            result = compression.decompress(back(finished), context)
+            return gradient if result is gradient else gradient.copy_(result)
+
+        return array, land
 
 
 class Reducer:
@@ -120,12 +137,13 @@ class Reducer:
     ) -> None:
         self.operations = operations
         self.compression = compression
+        self.plain = compression is Compression.none
         self.passes_per_step = passes_per_step
         self.sparse_as_dense = sparse_as_dense
         self._op = op
         self._predivide = predivide
         self._process_set = process_set
-        self._expected: set[int] = set()
+        self.expected: set[int] = set()
         self._finished = False
         self.skipped = False
         self.site: Site = None
@@ -148,17 +166,15 @@ class Reducer:
             postscale=self._predivide,
         )
 
-    def expect_end_of_backward(self) -> None:
-        """Has autograd call us when the backward pass that is running ends."""
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public way; FSDP goes by it, too
-        if task not in self._expected:
-            self._expected.add(task)
-            self.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
-            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - as above
-            engine.queue_callback(lambda: self._end_of_backward(task))
+    def expect_end_of_backward(self, task: int) -> None:
+        """Has autograd call us when the backward pass with this number ends."""
+        self.expected.add(task)
+        self.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
+        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - there is no public way; FSDP uses it, too
+        engine.queue_callback(lambda: self._end_of_backward(task))
 
     def _end_of_backward(self, task: int) -> None:
-        self._expected.discard(task)
+        self.expected.discard(task)
         if not _nested() and any(gradient.handle is not None for gradient in self.gradients):
             self.finish()
 
@@ -174,7 +190,7 @@ class Reducer:
                 else:
                     gradient.fill()
         wait_all([gradient.handle for gradient in self.gradients if gradient.handle is not None])
-        settled = [gradient.settle() for gradient in self.gradients]  # each forgets a void operation
+        settled = [gradient.settle() for gradient in self.gradients]
         self._finished = all(settled)
 
     def finish_step(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from coordd.errors import ArgumentError
 
-__all__ = ["borrow", "from_array", "view"]
+__all__ = ["borrow", "check_dense", "from_array", "view"]
 
 # What NumPy does not have, as integers of equal size and the type that they stand for.
 _FOREIGN: dict[torch.dtype, tuple[torch.dtype, Any]] = {
@@ -41,11 +41,9 @@ def borrow(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], tor
         the array, and what turns the finished array back into the tensor.
 
     Raises:
-        ArgumentError: the tensor is sparse or of a type without values.
+        ArgumentError: the tensor is sparse.
     """
-    if tensor.layout is not torch.strided:
-        text = f"a {tensor.layout} tensor cannot be reduced as it is: use to_dense(), or sparse_as_dense=True"
-        raise ArgumentError(text)
+    check_dense(tensor)
     if tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
         return view(tensor), lambda _: tensor
     host = tensor.detach().resolve_conj().resolve_neg().cpu()
@@ -56,6 +54,19 @@ def borrow(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], tor
         return tensor
 
     return view(host), give_back
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Refuses what has no plain memory.
+
+    Raises:
+        ArgumentError: the tensor is sparse.
+    """
+    if tensor.layout is not torch.strided:
+        text = (
+            f"a {tensor.layout} tensor cannot travel as it is: use to_dense(), or sparse_as_dense=True in an optimizer"
+        )
+        raise ArgumentError(text)
 
 
 def from_array(array: np.ndarray) -> torch.Tensor:

@@ -158,7 +158,8 @@ def case_gradients_flow() -> None:
 
 
 def case_compressed_tensors_come_back_in_their_type() -> None:
-    for compression, tolerance in [(cd.Compression.none, 1e-6), (cd.Compression.fp16, 2e-3), (cd.Compression.bf16, 2e-2)]:
+    tolerances = {cd.Compression.none: 1e-6, cd.Compression.fp16: 2e-3, cd.Compression.bf16: 2e-2}
+    for compression, tolerance in tolerances.items():
         result = cd.allreduce(mine(), compression=compression)
         assert result.dtype == torch.float32
         assert_close(result, reduced(everyones(), cd.Average), rtol=tolerance, atol=tolerance)
@@ -176,8 +177,8 @@ def case_threads_submit_side_by_side() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for (thread, i), result in results.items():
-        assert_close(result, reduced(everyones(seed=thread * 25 + i)))
+    for (number, i), result in results.items():
+        assert_close(result, reduced(everyones(seed=number * 25 + i)))
     assert len(results) == 100
 
 

@@ -178,9 +178,9 @@ class Job:
 
     def kill(self) -> None:
         """Ends every process of this job at once."""
-        processes = self.processes()
-        _each(processes, psutil.Process.kill)
-        _await_end(processes)
+        while processes := self.processes():
+            _each(processes, psutil.Process.kill)
+            _await_end(processes)
         self._launcher.wait(_END_SECONDS)
 
     def outcome(self) -> Outcome:

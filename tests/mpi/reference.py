@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import coordd.torch as cd
+from coordd.messages import ReduceOp
 
 __all__ = ["everyones", "mine", "reduced"]
 
@@ -17,7 +18,9 @@ _REDUCE = {
 }
 
 
-def everyones(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (5, 3), *, seed: int = 0) -> list[torch.Tensor]:
+def everyones(
+    dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (5, 3), *, seed: int = 0
+) -> list[torch.Tensor]:
     """The tensors of all ranks, in the order of ranks."""
     return [_tensor(dtype, shape, seed * 1000 + rank) for rank in range(cd.size())]
 
@@ -27,11 +30,12 @@ def mine(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (5, 3), *,
     return everyones(dtype, shape, seed=seed)[cd.rank()]
 
 
-def reduced(tensors: list[torch.Tensor], op: object = cd.Sum) -> torch.Tensor:
+def reduced(tensors: list[torch.Tensor], op: ReduceOp = cd.Sum) -> torch.Tensor:
     """Their reduction, computed in the widest type of their kind and rounded once."""
     dtype = tensors[0].dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
-    return _REDUCE[op](torch.stack([tensor.to(wide) for tensor in tensors])).to(dtype)
+    result: torch.Tensor = _REDUCE[op](torch.stack([tensor.to(wide) for tensor in tensors]))
+    return result.to(dtype)
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -14,9 +14,7 @@ pytestmark = pytest.mark.mpi
 
 _CASES = find("tests.mpi", Path(__file__).parent)
 _SIZES = sorted({size for case in _CASES for size in case.sizes})
-_ITEMS = [
-    pytest.param(size, case, id=f"{case}-{size}") for size in _SIZES for case in _CASES if size in case.sizes
-]
+_ITEMS = [pytest.param(size, case, id=f"{case}-{size}") for size in _SIZES for case in _CASES if size in case.sizes]
 
 
 class _Sessions(dict[int, Session]):

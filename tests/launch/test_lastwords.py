@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from coordd.launch.lastwords import LastWords
+from coordd.launch.lines import Lines, Piece
+
+PEER = """
+import sys
+class RemoteTraceback(Exception): pass
+class PeerError(RuntimeError): pass
+try:
+    try:
+        raise RemoteTraceback('\\n\"\"\"\\nTraceback (most recent call last):\\n  File "a.py"\\nValueError: bad\\n\"\"\"')
+    except RemoteTraceback as cause:
+        raise PeerError("rank 1 raised ValueError: bad") from cause
+except PeerError:
+    {then}
+"""
+
+
+def heard(text: str) -> LastWords:
+    words = LastWords()
+    for piece in Lines(1000).feed(text.encode()):
+        words.hear(piece)
+    return words
+
+
+def said_by(source: str) -> LastWords:
+    """What a real interpreter says at its end."""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    return heard(done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("source", "exception"),
+    [
+        ("raise ValueError('bad sample')", "ValueError: bad sample"),
+        ("raise ValueError('two\\nlines')", "ValueError: two"),
+        ("assert False", "AssertionError"),
+        ("1 +", "SyntaxError: invalid syntax"),
+        ("try: 1/0\nexcept ZeroDivisionError as e: raise KeyError('k') from e", "KeyError: 'k'"),
+        ("import sys; sys.exit('gave up')", ""),
+    ],
+)
+def test_the_exception_is_the_last_one_that_python_names(source, exception):
+    words = said_by(source)
+    assert words.exception == exception
+    assert not words.consequence
+
+
+def test_what_comes_after_the_exception_does_not_hide_it():
+    words = heard("Traceback (most recent call last):\n  File\nValueError: bad\nresource_tracker: a warning\n")
+    assert (words.exception, words.last) == ("ValueError: bad", "resource_tracker: a warning")
+
+
+def test_an_exception_that_was_survived_is_forgotten():
+    words = heard("Traceback (most recent call last):\nValueError: logged\n" + "epoch\n" * 100)
+    assert (words.exception, words.last) == ("", "epoch")
+
+
+@pytest.mark.parametrize("then", ["raise", "raise SystemError('while handling')"])
+def test_a_peer_error_is_a_consequence_whatever_becomes_of_it(then):
+    words = said_by(PEER.format(then=then))
+    assert words.consequence
+    assert words.exception.endswith("PeerError: rank 1 raised ValueError: bad" if then == "raise" else "while handling")
+
+
+def test_a_crash_in_native_code_is_told_by_the_fault_handler():
+    words = heard("Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File\n")
+    assert words.exception == "Fatal Python error: Segmentation fault"
+
+
+def test_a_progress_bar_is_no_last_word_until_it_is_finished():
+    words = heard("start\n 10%\r 20%\r 30%\n")
+    assert words.last == " 30%"
+
+
+def test_an_endless_line_takes_no_more_memory():
+    words = LastWords()
+    for _ in range(100):
+        words.hear(Piece(b"x" * 1000, b""))
+    assert len(words._line) == 4096
