@@ -37,11 +37,11 @@ Outgoing = list[tuple[int, Message]]
 
 @dataclass
 class _Investigation:
-    """A stall that is being looked into."""
+    """A stall that is being looked into: what each rank complains of, and who was asked when."""
 
-    overdue: Overdue
     deadline: float
-    asked: set[int]
+    overdue: dict[int, Overdue] = field(default_factory=dict)
+    asked: dict[int, float] = field(default_factory=dict)
     accounts: dict[int, Account] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ class Coordinator:
             case Abort():
                 self._fail(message.failure)
             case Overdue():
-                self._investigate(message, now)
+                self._investigate(rank, message, now)
             case Account() if self._investigation is not None:
                 self._investigation.accounts[rank] = message
             case Lost() if not self._stopped:
@@ -130,32 +130,38 @@ class Coordinator:
             self._failure = failure
             self._tell(self._ranks, Abort(failure))
 
-    def _investigate(self, overdue: Overdue, now: float) -> None:
-        waiting = self._waiting(overdue)
+    def _investigate(self, rank: int, overdue: Overdue, now: float) -> None:
+        """Asks the ranks that are missing; complaints that come in the meantime join the same report."""
+        waiting = self._waiting(rank, overdue)
         asked = {rank for item in waiting for rank in item.missing} or set(self._ranks)
         if self._abort_seconds and overdue.seconds >= self._abort_seconds:
             culprit = min(asked)
             names = ", ".join(repr(item.name) for item in waiting[:3])
             self._fail(Failure(culprit, f"kept {names} waiting for {overdue.seconds:.0f} s (stall_abort_seconds)"))
-        elif self._investigation is None:
-            self._investigation = _Investigation(overdue, now + _PATIENCE, asked)
-            self._tell(sorted(asked), Inquiry())
+            return
+        case = self._investigation = self._investigation or _Investigation(now + _PATIENCE)
+        case.overdue[rank] = overdue
+        self._tell(sorted(asked - case.asked.keys()), Inquiry())
+        case.asked = dict.fromkeys(asked, now) | case.asked
 
-    def _waiting(self, overdue: Overdue) -> list[Waiting]:
-        announced = {item.name: item for item in self._negotiator.waiting()}
+    def _waiting(self, rank: int, overdue: Overdue) -> list[Waiting]:
+        announced = {item.name: item for item in self._negotiator.waiting(rank)}
         mine = [announced.get(name, Waiting(name, "transfer")) for name in overdue.names]
         return [*mine, *overdue.matched]
 
     def _conclude(self, now: float) -> None:
         """Ends an investigation when all have answered or the time is up, and tells everybody."""
         case = self._investigation
-        if case is None or (now < case.deadline and case.asked - case.accounts.keys()):
+        if case is None or (now < case.deadline and case.asked.keys() - case.accounts.keys()):
             return
         self._investigation = None
+        waiting = [item for rank, overdue in sorted(case.overdue.items()) for item in self._waiting(rank, overdue)]
+        # Who was asked only later has had no time to answer, so silence means nothing yet.
+        late = [rank for rank, since in case.asked.items() if since + _PATIENCE <= now]
         report = StallReport(
-            case.overdue.seconds,
-            tuple(self._waiting(case.overdue)),
+            max(overdue.seconds for overdue in case.overdue.values()),
+            tuple(dict.fromkeys(waiting)),
             tuple(case.accounts[rank] for rank in sorted(case.accounts)),
-            tuple(sorted(case.asked - case.accounts.keys())),
+            tuple(sorted(set(late) - case.accounts.keys())),
         )
         self._tell(self._ranks, report)

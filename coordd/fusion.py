@@ -10,16 +10,12 @@ from coordd.messages import Kind, Request, Response
 
 __all__ = ["buckets", "item_size"]
 
-_ITEM_SIZES = {"bool": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
-
 
 @lru_cache(maxsize=64)
 def item_size(dtype: str) -> int:
-    """Bytes of one element: ``float32`` has 4, ``bfloat16`` 2, ``float8_e4m3fn`` 1."""
-    if dtype in _ITEM_SIZES:
-        return _ITEM_SIZES[dtype]
+    """Bytes of one element: ``float32`` has 4, ``bfloat16`` 2, ``float8_e4m3fn`` and ``int4`` 1."""
     digits = "".join(character for character in dtype.partition("_")[0] if character.isdigit())
-    return int(digits) // 8
+    return 1 if dtype == "bool" else -(-int(digits) // 8)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -92,6 +92,15 @@ class Handle(Generic[Result]):
         self._result = result
         self._finish()
 
+    def land(self, value: Any, convert: Callable[[Any], Result] | None) -> None:
+        """Completes the operation with what ``convert`` makes of a value; its error fails this operation alone."""
+        try:
+            result = value if convert is None else convert(value)
+        except Exception as error:  # noqa: BLE001 - whoever waits gets it
+            self.fail(error)
+        else:
+            self.resolve(result)
+
     def fail(self, error: BaseException) -> None:
         """Ends the operation without a result; for the daemon."""
         self._error = error

@@ -64,7 +64,7 @@ class Letter:
 
     def finish(self, array: np.ndarray) -> None:
         """Hands the result over."""
-        self.handle.resolve(array if self.land is None else self.land(array))
+        self.handle.land(array, self.land)
 
 
 class Mailbox:
@@ -77,6 +77,7 @@ class Mailbox:
         self._wanted: dict[tuple[int, str], deque[Letter]] = {}
         self._arrived: dict[tuple[int, str], deque[_Header]] = {}
         self._moving: list[tuple[Letter, Steps]] = []
+        self._abandoned: list[tuple[Letter, Steps]] = []
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
         self._listening: Ticket | None = None
 
@@ -118,6 +119,9 @@ class Mailbox:
         letters = [letter for letter, _ in self._moving]
         letters += [letter for queue in self._wanted.values() for letter in queue]
         self._wanted.clear()
+        # Their buffers live on, for the network may still write into them.
+        self._abandoned += self._moving
+        self._moving.clear()
         if self._listening is not None:
             self._lane.cancel(self._listening)
             self._listening = None

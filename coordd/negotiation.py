@@ -134,14 +134,13 @@ class Negotiator:
             fusion_bytes=self._fusion_bytes,
         )
 
-    def waiting(self) -> list[Waiting]:
-        """Lists what some members have announced and others have not."""
+    def waiting(self, rank: int) -> list[Waiting]:
+        """Lists what a rank has announced and others have not."""
         found = []
-        for entry in [entry for sets in self._table.values() for entry in sets.values()]:
-            missing = tuple(rank for rank in entry.members or self._world if rank not in entry.by_rank)
-            kind = next(iter(entry.by_rank.values())).request.kind
-            found.append(Waiting(entry.name, kind.name.lower(), missing))
-        for slot in bits(self._announced_by_any()):
+        for entry in [entry for sets in self._table.values() for entry in sets.values() if rank in entry.by_rank]:
+            missing = tuple(peer for peer in entry.members or self._world if peer not in entry.by_rank)
+            found.append(Waiting(entry.name, entry.by_rank[rank].request.kind.name.lower(), missing))
+        for slot in bits(self._announced[rank]):
             request = self._cache.request(slot)
             missing = tuple(r for r in request.members or self._world if not self._announced[r] >> slot & 1)
             found.append(Waiting(request.name, request.kind.name.lower(), missing))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import index
 
 from coordd.errors import ArgumentError
 
@@ -25,7 +26,7 @@ class ProcessSet:
         Raises:
             ArgumentError: a rank is negative or given twice.
         """
-        members = tuple(sorted(ranks))
+        members = tuple(sorted(map(index, ranks)))  # Python's own integers, which messages can carry
         if len(set(members)) < len(members) or any(rank < 0 for rank in members):
             text = f"a process set has each rank once, and none below 0: {members}"
             raise ArgumentError(text)

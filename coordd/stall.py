@@ -40,14 +40,18 @@ class StallWatch:
 
     def overdue(self, waited: float) -> bool:
         """Says whether it is time to ask, given how long the oldest operation has waited."""
-        if waited < (self._next or self.limit):
+        if waited < self.limit:
+            self._next = None  # what was asked about before has ended
+            return False
+        if self._next is not None and waited < self._next:
             return False
         self._next = 2 * waited
         return True
 
     def remaining(self, waited: float) -> float:
         """Seconds until `overdue` can say yes."""
-        return max(0.0, (self._next or self.limit) - waited)
+        due = self.limit if self._next is None or waited < self.limit else self._next
+        return max(0.0, due - waited)
 
 
 def tell(report: StallReport) -> str:

@@ -74,8 +74,8 @@ class LocalRanks:
         self._in_threads(lambda rank: self.daemons[rank].start())
 
     def stop(self) -> None:
-        """Stops all daemons, in step."""
-        self._in_threads(lambda rank: self.daemons[rank].stop())
+        """Stops all daemons: in step, or after a failure each by itself."""
+        self._in_threads(lambda rank: self.daemons[rank].stop() or self.daemons[rank].end(SECONDS))
 
     def _in_threads(self, body: Callable[[int], None]) -> None:
         threads = [

@@ -27,26 +27,22 @@ from coordd.errors import (
 )
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor
+from coordd_torch.gradients import allgather, allreduce, broadcast, grouped_allgather, grouped_allreduce
 from coordd_torch.operations import (
     Average,
     Max,
     Min,
     Product,
     Sum,
-    allgather,
     allgather_async,
-    allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
     barrier,
-    broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    grouped_allgather,
     grouped_allgather_async,
-    grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,

@@ -1,7 +1,6 @@
 """Operations on tensors. The asynchronous form in place is the primitive; the others are a line each.
 
-The synchronous out-of-place forms are differentiable, with Horovod's gradients: those of the mean over the ranks of the
-loss. The gradients of a named operation travel under names of their own, so its order in backward is as free as its own.
+The synchronous forms out of place are in `coordd_torch.gradients`, because autograd knows them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from coordd.errors import ArgumentError, HandleError
 from coordd.handles import Handle, wait_all
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd_torch.compression import Compression, Compressor
 from coordd_torch.tensors import borrow, check_dense, from_array
 
 __all__ = [
@@ -28,26 +26,24 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
-    "allgather",
     "allgather_async",
-    "allreduce",
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
     "barrier",
-    "broadcast",
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "grouped_allgather",
+    "each",
     "grouped_allgather_async",
-    "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "places",
     "poll",
     "recv",
     "recv_async",
+    "reduce_op",
     "send",
     "send_async",
     "synchronize",
@@ -112,7 +108,7 @@ def _checked(handle: object) -> AnyHandle:
     return handle
 
 
-def _reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     """Reads the operation, and the flag that came before it."""
     if average is not None:
         if op is not None:
@@ -151,7 +147,7 @@ def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     return api.operations().allreduce(
         array,
         name=name,
-        op=_reduce_op(op, average),
+        op=reduce_op(op, average),
         prescale=prescale_factor,
         postscale=postscale_factor,
         process_set=process_set,
@@ -169,51 +165,6 @@ def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return allreduce_async_(tensor, *args, **kwargs).result()
 
 
-def allreduce(  # noqa: PLR0917 - Horovod's signature
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Returns the reduction of a tensor over all ranks; differentiable.
-
-    ``compression`` says what travels; the other arguments are those of `allreduce_async_`.
-    """
-    details = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
-    return _reduced([tensor], [name], compression, op=_reduce_op(op, average), **details)[0]
-
-
-def _reduced(
-    tensors: Tensors, names: Sequence[str | None], compression: type[Compressor], **details: Any
-) -> tuple[Tensor, ...]:
-    if not tensors:
-        return ()
-    small = [compression.compress(tensor) for tensor in tensors]
-    found = _Allreduce.apply(names, details, *(tensor for tensor, _ in small))  # type: ignore[no-untyped-call]
-    return tuple(compression.decompress(tensor, context) for tensor, (_, context) in zip(found, small, strict=True))
-
-
-class _Allreduce(torch.autograd.Function):
-    """The gradient of a reduction is the same reduction of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, names: Sequence[str | None], details: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.names, ctx.details = names, details
-        return _each(allreduce_async, tensors, names, **details).result()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        op = ctx.details["op"]
-        if op not in {Average, Sum}:
-            text = f"a reduction by {op.name.capitalize()} has no gradient here: give it tensor.detach(), or use Sum or Average"
-            raise ArgumentError(text)
-        return None, None, *_reduced(gradients, _backward(ctx.names), Compression.none, **ctx.details)
-
-
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
@@ -229,39 +180,6 @@ def allgather_async(
         return from_array(gathered).to(device)
 
     return api.operations().allgather(array, name=name, process_set=process_set, land=land)
-
-
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Returns all ranks' tensors, joined along the first dimension in the order of ranks; differentiable."""
-    return _gathered([tensor], [name], process_set)[0]
-
-
-def _gathered(tensors: Tensors, names: Sequence[str | None], process_set: ProcessSet) -> tuple[Tensor, ...]:
-    if not tensors:
-        return ()
-    found: tuple[Tensor, ...] = _Allgather.apply(names, process_set, *tensors)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Allgather(torch.autograd.Function):
-    """The gradient is this rank's rows of the averaged gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, names: Sequence[str | None], process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.names, ctx.process_set = names, process_set
-        found = _each(allgather_async, tensors, names, process_set=process_set).result()
-        ctx.rows = [len(tensor) for tensor in tensors]
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        names, process_set = _backward(ctx.names), ctx.process_set
-        averaged = _reduced(gradients, names, Compression.none, op=Average, process_set=process_set)
-        first = names[0] and f"{names[0]}.rows"
-        rows = allgather_async(torch.tensor([ctx.rows]), first, process_set).result()
-        members = process_set.ranks or range(api.size())
-        starts = rows[: members.index(api.rank())].sum(0).tolist()
-        return None, None, *(all_[at : at + mine] for all_, at, mine in zip(averaged, starts, ctx.rows, strict=True))
 
 
 def broadcast_async_(
@@ -292,41 +210,12 @@ def broadcast_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Ten
     return broadcast_async_(tensor, root_rank, *args, **kwargs).result()
 
 
-def broadcast(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """Returns the root's tensor; differentiable."""
-    copied: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
-    return copied
-
-
-class _Broadcast(torch.autograd.Function):
-    """The gradient is averaged on the root, and zero elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
-        ctx.names, ctx.root_rank = [name], root_rank
-        ctx.process_set = process_set
-        return broadcast_async(tensor, root_rank, name, process_set).result()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (averaged,) = _reduced(
-            gradients, _backward(ctx.names), Compression.none, op=Average, process_set=ctx.process_set
-        )
-        return averaged if api.rank() == ctx.root_rank else torch.zeros_like(averaged), None, None, None
-
-
-def _backward(names: Sequence[str | None]) -> list[str | None]:
-    return [name and f"{name}.grad" for name in names]
-
-
-def _names(name: str | None, count: int) -> list[str | None]:
+def places(name: str | None, count: int) -> list[str | None]:
     """The names of a group's operations tell their places."""
     return [name and f"{name}_{index}of{count}" for index in range(count)]
 
 
-def _each(
+def each(
     start: Callable[..., Handle[Tensor]], tensors: Tensors, names: Sequence[str | None], **details: Any
 ) -> GroupHandle:
     """Starts one operation a tensor."""
@@ -337,7 +226,7 @@ def grouped_allreduce_async_(
     tensors: Tensors, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, **details: Any
 ) -> GroupHandle:
     """Starts to reduce several tensors in place; other arguments as in `allreduce_async_`."""
-    return _each(allreduce_async_, tensors, _names(name, len(tensors)), op=_reduce_op(op, average), **details)
+    return each(allreduce_async_, tensors, places(name, len(tensors)), op=reduce_op(op, average), **details)
 
 
 def grouped_allreduce_async(tensors: Tensors, *args: Any, **kwargs: Any) -> GroupHandle:
@@ -350,30 +239,11 @@ def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> tuple[Ten
     return grouped_allreduce_async_(tensors, *args, **kwargs).result()
 
 
-def grouped_allreduce(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None,
-    **details: Any,
-) -> tuple[Tensor, ...]:
-    """Returns the reductions of several tensors; differentiable; other arguments as in `allreduce`."""
-    return _reduced(tensors, _names(name, len(tensors)), compression, op=_reduce_op(op, average), **details)
-
-
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> GroupHandle:
     """Starts to join several tensors, each as `allgather_async` does."""
-    return _each(allgather_async, tensors, _names(name, len(tensors)), process_set=process_set)
-
-
-def grouped_allgather(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> tuple[Tensor, ...]:
-    """Returns several tensors, each joined as `allgather` does; differentiable."""
-    return _gathered(tensors, _names(name, len(tensors)), process_set)
+    return each(allgather_async, tensors, places(name, len(tensors)), process_set=process_set)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

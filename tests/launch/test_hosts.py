@@ -48,9 +48,7 @@ def test_a_host_named_twice_takes_the_sum():
     assert read_hosts("a:2,b,a:3") == (Host("a", 5), Host("b", 1))
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"), [(1, "a:1"), (2, "a:2"), (3, "a:2,b:1"), (6, "a:2,b:3,c:1")]
-)
+@pytest.mark.parametrize(("size", "expected"), [(1, "a:1"), (2, "a:2"), (3, "a:2,b:1"), (6, "a:2,b:3,c:1")])
 def test_ranks_fill_the_hosts_in_order(size, expected):
     assert place_ranks(size, read_hosts("a:2,b:3,c:9")) == read_hosts(expected)
 

@@ -14,7 +14,7 @@ class RemoteTraceback(Exception): pass
 class PeerError(RuntimeError): pass
 try:
     try:
-        raise RemoteTraceback('\\n\"\"\"\\nTraceback (most recent call last):\\n  File "a.py"\\nValueError: bad\\n\"\"\"')
+        raise RemoteTraceback('\\n###\\nTraceback (most recent call last):\\n  File "a.py"\\nValueError: bad\\n###')
     except RemoteTraceback as cause:
         raise PeerError("rank 1 raised ValueError: bad") from cause
 except PeerError:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\r", b"\n", b"\r\n", b"\xc3\xa9"
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
-    return [data[first:last] for first, last in zip(edges, edges[1:], strict=False)]
+    return [data[first:last] for first, last in pairwise(edges)]
 
 
 def pieces(chunks: list[bytes], limit: int = 8) -> list[Piece]:

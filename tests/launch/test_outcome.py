@@ -16,7 +16,11 @@ from coordd.launch.outcome import Outcome, signal_name
         (Outcome(2, last="no such file"), 2, "exited with code 2; it said last: no such file"),
         (Outcome(signal=signal.SIGKILL), 137, "ended by SIGKILL"),
         (Outcome(signal=signal.SIGKILL, last="epoch 3"), 137, "ended by SIGKILL"),
-        (Outcome(signal=signal.SIGSEGV, exception="Fatal Python error: x"), 139, "ended by SIGSEGV: Fatal Python error: x"),
+        (
+            Outcome(signal=signal.SIGSEGV, exception="Fatal Python error: x"),
+            139,
+            "ended by SIGSEGV: Fatal Python error: x",
+        ),
     ],
 )
 def test_an_outcome_has_a_status_and_a_sentence(outcome, status, text):

@@ -53,7 +53,7 @@ class Line:
         return _TAG.sub("", self.raw)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Outcome:
     """How a job ended: the launcher's exit code (negative: its signal), duration, output in the order of arrival."""
 
@@ -75,7 +75,7 @@ class Outcome:
         """What one rank wrote to both streams."""
         return "".join(line.text + "\n" for line in self.lines if line.rank == rank)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Everything, for the message of a failing test."""
         return "\n".join([f"exit code {self.returncode} after {self.seconds:.1f} s", *(x.raw for x in self.lines)])
 
@@ -118,10 +118,9 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.kill()
 
-    @property
-    def pid(self) -> int:
-        """The launcher's process id."""
-        return self._launcher.pid
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the launcher's process group, as a terminal does for Ctrl-C."""
+        os.killpg(self._launcher.pid, number)
 
     def processes(self) -> list[psutil.Process]:
         """Everything of this job that still runs, the launcher included."""

@@ -130,6 +130,9 @@ class _Crew:
             return ""
         if Fate.SILENT in fates:
             self._job.abort()
+        elif Fate.DIED in fates:  # the launcher has something to say, and ends the other ranks
+            with contextlib.suppress(HangError):
+                self._job.wait(_GRACE_SECONDS)
         self._job.kill()
         verdicts.sort(key=lambda verdict: list(Fate).index(verdict.fate))
         told = [f"{case} on {len(self._links)} ranks"]

@@ -26,6 +26,7 @@ class Exchange:
         self._meeting: dict[int, dict[int, tuple[Bucket, Callable[[Bucket], None]]]] = {}
         self._last: dict[int, int] = {}
         self._moved: set[Submission] = set()
+        self._dead: set[int] = set()
 
     def join(self, rank: int, bucket: Bucket, landed: Callable[[Bucket], None]) -> None:
         """Starts a bucket on one rank; ``landed`` is called when its data has arrived there."""
@@ -47,9 +48,20 @@ class Exchange:
         if len(meeting) == len(made[0].turn.members):
             self._move(bucket.sequence)
 
+    def crash(self, rank: int) -> None:
+        """Loses a rank: what it was to send on may be missing elsewhere, even where it had done its own part."""
+        self._dead.add(rank)
+
     def _move(self, sequence: int) -> None:
-        for bucket, landed in self._meeting.pop(sequence).values():
-            self._agenda.after(self._rng.expovariate(1 / _MEAN), lambda bucket=bucket, landed=landed: landed(bucket))
+        meeting = self._meeting.pop(sequence)
+
+        def arrive(rank: int) -> None:
+            if self._dead.isdisjoint(meeting) or self._rng.randrange(2):
+                bucket, landed = meeting[rank]
+                landed(bucket)
+
+        for rank in meeting:
+            self._agenda.after(self._rng.expovariate(1 / _MEAN), lambda rank=rank: arrive(rank))
 
     def _inspect(self, bucket: Bucket, made: list[Submission]) -> None:
         """What is fused must be alike, and no more than allowed."""

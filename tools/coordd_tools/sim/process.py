@@ -38,6 +38,8 @@ class Process:
         self.member = Member(rank, cache_capacity=setting.settings.cache_capacity)
         self.failure: Failure | None = None
         self.crashed = False
+        self.raised = False
+        self.doomed = False
         self.closed = False
         self._setting = setting
         self._hub = hub
@@ -69,7 +71,12 @@ class Process:
             self._note("crashes")
             self.crashed = self.closed = True
             self._setting.ledger.failed = True
+            self._setting.exchange.crash(self.rank)
             self._setting.network.close(self.rank, size=self._setting.settings.size, crashed=True)
+
+    def crash_when_leaving(self) -> None:
+        """Dies after it has said goodbye, while others may still need it."""
+        self.doomed = True
 
     def freeze(self, seconds: float) -> None:
         """Stands still, as after SIGSTOP, and goes on as if nothing had been."""
@@ -80,6 +87,7 @@ class Process:
         """Has an exception in its script."""
         if self.failure is None and not self.closed and not self.member.stopped:
             self._note("fails")
+            self.raised = True
             self._setting.ledger.failed = True
             failure = Failure(self.rank, "raised ValueError")
             self._inbox.append(lambda: self._report_failure(failure))
@@ -250,6 +258,8 @@ class Process:
     def _leave(self) -> None:
         if self.failure is None:
             self._tell(Goodbye())
+            if self.doomed:
+                self._setting.agenda.after(self._setting.rng.uniform(0, _WINDOW), self.crash)
 
     def _report_failure(self, failure: Failure) -> None:
         if self.failure is None:

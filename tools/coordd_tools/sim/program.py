@@ -11,7 +11,7 @@ from coordd_tools.sim.setting import Setting
 
 __all__ = ["Pause", "Worker", "program"]
 
-_COMPUTE, _STALL = 5e-4, 20.0
+_COMPUTE, _BURST, _STALL = 5e-4, 5e-6, 20.0
 _DUPLICATED, _STALLED = 0.15, 0.02
 
 Pause = float | list[Submission]
@@ -40,11 +40,12 @@ def program(worker: Worker, setting: Setting) -> Iterator[Pause]:
     """Runs the script of one rank, as a generator of its pauses."""
     rng, swarm, script = setting.rng, setting.swarm, setting.script
     last_step, last_round = script.leavers.get(worker.rank, (len(script.steps), 0))
+    pause = 1 / (_BURST if swarm.burst else _COMPUTE)
     mine: dict[str, Submission] = {}
     for number, order in enumerate(script.orders):
         rounds = order[worker.rank] if number < last_step else order[worker.rank][:last_round]
         for turn in rounds:
-            yield rng.expovariate(1 / _COMPUTE)
+            yield rng.expovariate(pause)
             if swarm.stall and rng.random() < _STALLED:
                 yield rng.expovariate(1 / _STALL)
             if turn.name in mine:

@@ -87,8 +87,9 @@ class _Author:
         self._size = size
         self._swarm = swarm
         self._number = 0
+        self._dtypes = rng.sample(_DTYPES, rng.randint(1, 3))
         self._leavers: dict[int, tuple[int, int]] = {}
-        self._tensors = [self._tensor(f"t{index}") for index in range(rng.randint(1, 6))]
+        self._tensors = [self._tensor(f"t{index}") for index in range(rng.randint(1, 8))]
         if swarm.shared_names:
             self._tensors += [
                 msgspec.structs.replace(tensor, members=self._members())
@@ -147,7 +148,7 @@ class _Author:
         return Request(
             kind,
             name,
-            self._rng.choice(_DTYPES),
+            self._rng.choice(self._dtypes),
             self._shape(kind),
             op=self._rng.choice((ReduceOp.SUM, ReduceOp.MAX)),
             root=self._rng.randrange(self._size) if kind is Kind.BROADCAST else -1,

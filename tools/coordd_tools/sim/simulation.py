@@ -24,7 +24,7 @@ from coordd_tools.sim.trace import Trace
 __all__ = ["Outcome", "Simulation", "simulate"]
 
 _PATIENCE = 1e5
-_FREEZE = 0.2
+_FREEZE = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Simulation:
         """Chooses whom the faults strike, and when."""
         horizon = 5e-3 * (1 + len(self._script.steps))
         for wanted, strike in (
-            (self._swarm.crash, Process.crash),
+            (self._swarm.crash, self._rng.choice((Process.crash, Process.crash_when_leaving))),
             (self._swarm.abort, Process.raise_error),
             (self._swarm.freeze, lambda process: process.freeze(self._rng.expovariate(1 / _FREEZE))),
         ):
@@ -115,11 +115,15 @@ class Simulation:
     def _look_back(self) -> None:
         """Checks what holds when all is over."""
         dead = [process.rank for process in self.ranks if process.crashed]
+        culprits = [process.rank for process in self.ranks if process.crashed or process.raised]
         self.ledger.close(dead=dead, fatal=self.ledger.failed)
         for process in self.ranks:
             demand(process.closed, f"rank {process.rank} never ended")
             informed = process.crashed or process.failure is not None or process.member.stopped
             demand(informed, f"rank {process.rank} does not know why it ended")
+            if (failure := process.failure) is not None:
+                blamed = failure.rank in culprits or failure.reason.startswith("kept")
+                demand(blamed, f"rank {process.rank} blames rank {failure.rank} ({failure.reason}), who is innocent")
         if not self.ledger.failed:
             kept = leftovers(self.hub.coordinator)
             for table in ("announced", "filled", "table", "complete", "refused"):

@@ -11,7 +11,7 @@ from random import Random
 
 __all__ = ["Swarm"]
 
-_FATAL = {"crash": 0.1, "abort": 0.1, "impatience": 0.05}
+_FATAL = {"crash": 0.1, "abort": 0.1, "impatience": 0.1}
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Swarm:
     reshape: bool = False
     lines: bool = False
     overlap: bool = False
+    burst: bool = False
     reorder: bool = False
     spikes: bool = False
     mismatch: bool = False

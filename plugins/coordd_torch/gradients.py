@@ -1,0 +1,158 @@
+"""The synchronous forms out of place, which autograd differentiates.
+
+Gradients are Horovod's: those of the mean over the ranks of the loss. Those of a named operation travel under names of
+their own, so that operations may come in any order in backward, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd.messages import ReduceOp
+from coordd.process_sets import ProcessSet, global_process_set
+from coordd_torch.compression import Compression, Compressor
+from coordd_torch.operations import (
+    Average,
+    Sum,
+    Tensor,
+    Tensors,
+    allgather_async,
+    allreduce_async,
+    broadcast_async,
+    each,
+    places,
+    reduce_op,
+)
+
+__all__ = ["allgather", "allreduce", "broadcast", "grouped_allgather", "grouped_allreduce"]
+
+
+def allreduce(  # noqa: PLR0917 - Horovod's signature
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Returns the reduction of a tensor over all ranks; differentiable.
+
+    ``compression`` says what travels; the other arguments are those of `allreduce_async_`.
+    """
+    details = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
+    return _reduced([tensor], [name], compression, op=reduce_op(op, average), **details)[0]
+
+
+def _reduced(
+    tensors: Tensors, names: Sequence[str | None], compression: type[Compressor], **details: Any
+) -> tuple[Tensor, ...]:
+    if not tensors:
+        return ()
+    small = [compression.compress(tensor) for tensor in tensors]
+    found = _Allreduce.apply(names, details, *(tensor for tensor, _ in small))  # type: ignore[no-untyped-call]
+    return tuple(compression.decompress(tensor, context) for tensor, (_, context) in zip(found, small, strict=True))
+
+
+class _Allreduce(torch.autograd.Function):
+    """The gradient of a reduction is the same reduction of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, names: Sequence[str | None], details: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.names, ctx.details = names, details
+        return each(allreduce_async, tensors, names, **details).result()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        op = ctx.details["op"]
+        if op not in {Average, Sum}:
+            text = f"{op.name.capitalize()} has no gradient here: reduce tensor.detach(), or use Sum or Average"
+            raise ArgumentError(text)
+        return None, None, *_reduced(gradients, _backward(ctx.names), Compression.none, **ctx.details)
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    **details: Any,
+) -> tuple[Tensor, ...]:
+    """Returns the reductions of several tensors; differentiable; other arguments as in `allreduce`."""
+    return _reduced(tensors, places(name, len(tensors)), compression, op=reduce_op(op, average), **details)
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Returns all ranks' tensors, joined along the first dimension in the order of ranks; differentiable."""
+    return _gathered([tensor], [name], process_set)[0]
+
+
+def _gathered(tensors: Tensors, names: Sequence[str | None], process_set: ProcessSet) -> tuple[Tensor, ...]:
+    if not tensors:
+        return ()
+    found: tuple[Tensor, ...] = _Allgather.apply(names, process_set, *tensors)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Allgather(torch.autograd.Function):
+    """The gradient is this rank's rows of the averaged gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, names: Sequence[str | None], process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.names, ctx.process_set = names, process_set
+        found = each(allgather_async, tensors, names, process_set=process_set).result()
+        ctx.rows = [len(tensor) for tensor in tensors]
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        names, process_set = _backward(ctx.names), ctx.process_set
+        averaged = _reduced(gradients, names, Compression.none, op=Average, process_set=process_set)
+        first = names[0] and f"{names[0]}.rows"
+        rows = allgather_async(torch.tensor([ctx.rows]), first, process_set).result()
+        members = process_set.ranks or range(api.size())
+        starts = rows[: members.index(api.rank())].sum(0).tolist()
+        return None, None, *(all_[at : at + mine] for all_, at, mine in zip(averaged, starts, ctx.rows, strict=True))
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[Tensor, ...]:
+    """Returns several tensors, each joined as `allgather` does; differentiable."""
+    return _gathered(tensors, places(name, len(tensors)), process_set)
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Returns the root's tensor; differentiable."""
+    copied: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    return copied
+
+
+class _Broadcast(torch.autograd.Function):
+    """The gradient is averaged on the root, and zero elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+        ctx.names, ctx.root_rank = [name], root_rank
+        ctx.process_set = process_set
+        return broadcast_async(tensor, root_rank, name, process_set).result()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (averaged,) = _reduced(
+            gradients, _backward(ctx.names), Compression.none, op=Average, process_set=ctx.process_set
+        )
+        return averaged if api.rank() == ctx.root_rank else torch.zeros_like(averaged), None, None, None
+
+
+def _backward(names: Sequence[str | None]) -> list[str | None]:
+    return [name and f"{name}.grad" for name in names]

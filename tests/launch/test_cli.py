@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from coordd.cli import main
+from coordd.version import VERSION
+
+
+def test_it_knows_its_version(capsys):
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"coordd {VERSION}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--help"], ["run", "doctor", "version"]),
+        (["run", "--help"], ["--fusion-mb", "--hosts", "coordd run -n 4 python train.py", "exit code"]),
+        (["doctor", "--help"], ["--json"]),
+    ],
+)
+def test_help_helps(capsys, arguments, told):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["run", "python"], 2, "coordd: how many ranks? say -n"),
+        (["run", "-n", "1"], 2, "coordd: nothing to run"),
+        (["run", "-n", "1", "--cycle-ms", "soon", "x"], 2, "coordd: --cycle-ms='soon' is not usable"),
+        (["run", "-n", "2", "--launcher", "/no/mpirun", "x"], 1, "coordd: there is no program '/no/mpirun'"),
+        (["run", "-n", "1", "--output-dir", "/dev/null/logs", "x"], 1, "coordd: "),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(capsys, arguments, status, told):
+    assert main(arguments) == status
+    shown = capsys.readouterr().err
+    assert shown.startswith(told)
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--no-such", "x"]])
+def test_what_is_not_understood_is_a_usage_error(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: coordd" in capsys.readouterr().err

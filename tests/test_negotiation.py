@@ -1,0 +1,464 @@
+"""The coordinator's mind, one situation at a time; the transcripts and the simulation show them together."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordd.messages import Announcement, Kind, Plan, ReduceOp, Report, Request, Response, Waiting
+from coordd.negotiation import Negotiator, verdict
+from coordd.wire import bits
+from tests.star import allreduce
+
+
+def say(*requests: Request, seen: int = 0, hits: int = 0, fillers: int = 0, **details: object) -> Report:
+    fresh = tuple(Announcement(request, "train.py:1", **details) for request in requests)
+    return Report(seen, hits.to_bytes(4, "little"), fillers.to_bytes(4, "little"), fresh)
+
+
+def mind(size: int = 2, *, capacity: int = 64) -> Negotiator:
+    return Negotiator(size, cache_capacity=capacity, fusion_bytes=64)
+
+
+def knowing(*requests: Request, size: int = 2, capacity: int = 64) -> Negotiator:
+    """A negotiator with these in its slots 0, 1, …; its first plan has put them there."""
+    made = mind(size, capacity=capacity)
+    for rank in range(size):
+        made.hear(rank, say(*(request for request in requests if rank in (request.members or range(size)))))
+    plan = made.decide()
+    assert [response.slot for response in plan.responses] == list(range(len(requests)))
+    return made
+
+
+def told(plan: Plan | None) -> list[str]:
+    """A plan in words: slots as numbers, responses as names, in the order in which they are carried out."""
+    if plan is None:
+        return []
+    slots = [f"slot {slot}" for slot in bits(int.from_bytes(plan.hits, "little"))]
+    voids = [f"void slot {slot}" for slot in bits(int.from_bytes(plan.voids, "little"))]
+    return [*slots, *voids, *map(_response, plan.responses)]
+
+
+def _response(response: Response) -> str:
+    name = response.request.name
+    if response.left:
+        return f"{name}: {list(response.left)} left, refused to {list(response.recipients)}"
+    if response.error:
+        return f"{name}: {response.attribute}, refused to {list(response.recipients)}"
+    return f"{name}: void" if response.void else name
+
+
+W, V, X = (allreduce(name, 2) for name in "wvx")
+
+
+# Release
+
+
+def test_nothing_is_decided_before_the_last_member_has_come():
+    made = mind(3)
+    made.hear(0, say(W))
+    made.hear(2, say(W))
+    assert made.decide() is None
+    made.hear(1, say(W))
+    assert told(made.decide()) == ["w"]
+    assert made.decide() is None
+
+
+def test_plans_are_numbered_and_carry_the_size_of_buckets():
+    made = mind(1)
+    for sequence in (1, 2):
+        made.hear(0, say(W))
+        plan = made.decide()
+        assert (plan.sequence, plan.fusion_bytes, plan.stop) == (sequence, 64, False)
+
+
+def test_the_lowest_members_order_counts():
+    made = mind()
+    made.hear(1, say(X, V, W))
+    made.hear(0, say(W, V))
+    made.hear(0, say(X))
+    assert told(made.decide()) == ["w", "v", "x"]
+
+
+def test_sets_release_on_their_own():
+    made = mind(4)
+    made.hear(3, say(allreduce("w", 2, members=(2, 3))))
+    made.hear(0, say(allreduce("w", 2, members=(0, 1))))
+    made.hear(2, say(allreduce("w", 2, members=(2, 3))))
+    assert told(made.decide()) == ["w"]
+    made.hear(1, say(allreduce("w", 2, members=(0, 1))))
+    assert told(made.decide()) == ["w"]
+
+
+# What is known travels as bits
+
+
+def test_known_tensors_are_counted_as_bits():
+    made = knowing(W, V)
+    made.hear(0, say(seen=1, hits=0b10))
+    assert made.decide() is None
+    made.hear(1, say(seen=1, hits=0b11))
+    assert told(made.decide()) == ["slot 1"]
+    made.hear(0, say(seen=2, hits=0b01))
+    assert told(made.decide()) == ["slot 0"]
+
+
+def test_a_rank_that_does_not_know_the_slot_yet_joins_in():
+    made = knowing(W)
+    made.hear(0, say(seen=1, hits=0b1))
+    made.hear(1, say(W, seen=0))
+    assert told(made.decide()) == ["slot 0"]
+
+
+def test_a_rank_with_another_shape_has_the_bits_spelled_out():
+    made = knowing(W, size=3)
+    made.hear(0, say(seen=1, hits=0b1))
+    made.hear(1, say(allreduce("w", 3), seen=1))
+    assert made.decide() is None
+    made.hear(2, say(seen=1, hits=0b1))
+    plan = made.decide()
+    assert told(plan) == ["w: shape, refused to [0, 1, 2]"]
+    assert plan.responses[0].error == (
+        "ranks disagree on the shape of 'w' (ranks 0, 2: (2,) at train.py:1; rank 1: (3,) at train.py:1)"
+    )
+    made.hear(0, say(seen=2, hits=0b1))
+    made.hear(1, say(seen=2, hits=0b1))
+    made.hear(2, say(seen=2, hits=0b1))
+    assert told(made.decide()) == ["slot 0"]
+
+
+def test_all_ranks_may_change_a_shape_at_once():
+    made = knowing(W)
+    made.hear(0, say(allreduce("w", 3), seen=1))
+    made.hear(1, say(allreduce("w", 3), seen=1))
+    plan = made.decide()
+    assert [(response.request.shape, response.slot) for response in plan.responses] == [((3,), 0)]
+
+
+def test_a_bit_for_a_slot_that_has_changed_hands_means_the_old_tensor():
+    own = allreduce("own", 2, members=(0, 1))
+    made = knowing(own, size=3, capacity=1)
+    other = allreduce("other", 2, members=(2,))
+    made.hear(2, say(other))
+    assert made.decide().responses[0].slot == 0
+    made.hear(0, say(seen=1, hits=0b1))
+    made.hear(1, say(seen=1, hits=0b1))
+    assert told(made.decide()) == ["own"]
+
+
+def test_of_several_owners_of_a_slot_the_one_that_the_rank_knew_is_meant():
+    first, second, third = (allreduce(name, 2, members=(0,)) for name in ("first", "second", "third"))
+    made = knowing(allreduce("old", 2, members=(1,)), capacity=1)
+    for request in (first, second):
+        made.hear(0, say(request))
+        made.decide()
+    made.hear(1, say(seen=2, hits=0b1))  # slot 0 was "first" in plan 2, and is "second" now
+    assert list(made._table) == [] or told(made.decide())
+    assert third not in made._cache._requests
+
+
+def test_bits_of_an_old_tensor_keep_their_site():
+    made = knowing(allreduce("own", 2, members=(0, 1)), size=3, capacity=1)
+    made.hear(2, say(allreduce("other", 2, members=(2,))))
+    made.decide()
+    made.hear(0, say(seen=1, hits=0b1))
+    made.hear(1, say(allreduce("own", 3, members=(0, 1)), seen=1))
+    assert "rank 0: (2,) at train.py:1" in made.decide().responses[0].error
+
+
+def test_the_history_ends_where_all_ranks_have_seen():
+    made = knowing(*(allreduce(name, 2, members=(0,)) for name in "a"), capacity=1)
+    for sequence in range(1, 100):
+        made.hear(0, say(allreduce(f"n{sequence}", 2, members=(0,)), seen=sequence))
+        assert made.decide() is not None
+    assert len(made._replaced) == 99
+    made.hear(1, Report(99))
+    made.hear(0, say(W, seen=100))
+    made.hear(1, say(W, seen=100))
+    made.decide()
+    assert len(made._replaced) == 1
+
+
+def test_a_slot_with_bits_under_way_is_not_given_away():
+    made = knowing(allreduce("w", 2, members=(0, 1)), size=3, capacity=1)
+    made.hear(0, say(seen=1, hits=0b1))
+    made.hear(2, say(allreduce("other", 2, members=(2,))))
+    assert made.decide().responses[0].slot == -1
+    made.hear(1, say(seen=1, hits=0b1))
+    assert told(made.decide()) == ["slot 0"]
+
+
+def test_a_slot_may_be_used_and_given_away_by_the_same_plan():
+    made = knowing(W, capacity=1)
+    for rank in (0, 1):
+        made.hear(rank, say(V, seen=1, hits=0b1))
+    plan = made.decide()
+    assert told(plan) == ["slot 0", "v"]
+    assert plan.responses[0].slot == 0
+
+
+# Mismatches
+
+
+@pytest.mark.parametrize(
+    ("attribute", "other", "texts"),
+    [
+        ("operation", Request(Kind.BROADCAST, "w", "float32", (2,)), ("allreduce", "broadcast")),
+        ("dtype", allreduce("w", 2, dtype="float64"), ("float32", "float64")),
+        ("shape", allreduce("w", 2, 1), ("(2,)", "(2, 1)")),
+        ("reduction", allreduce("w", 2, op=ReduceOp.MAX), ("sum", "max")),
+        ("scale factors", allreduce("w", 2, prescale=0.5), ("prescale 1.0, postscale 1.0", "prescale 0.5, ")),
+        ("scale factors", allreduce("w", 2, postscale=1 + 1e-12), ("prescale 1.0, postscale 1.0", "1.000000000001")),
+        ("root rank", allreduce("w", 2, root=1), ("-1", "1")),
+    ],
+)
+def test_a_difference_is_named_with_both_values_and_their_sites(attribute, other, texts):
+    by_rank = {0: Announcement(W, "a.py:1"), 1: Announcement(other, "b.py:2"), 2: Announcement(W, "a.py:1")}
+    response = verdict(by_rank)
+    assert (response.attribute, response.recipients) == (attribute, (0, 1, 2))
+    assert response.error.startswith(f"ranks disagree on the {attribute} of 'w' (ranks 0, 2: {texts[0]}")
+    assert " at a.py:1; rank 1: " in response.error
+    assert texts[1] in response.error
+    assert response.error.endswith(" at b.py:2)")
+
+
+def test_what_agrees_is_carried_out_as_the_lowest_rank_has_it():
+    assert verdict({1: Announcement(W), 0: Announcement(W)}) == Response(W)
+
+
+def gather(*shape: int) -> Announcement:
+    return Announcement(Request(Kind.ALLGATHER, "g", "float32", shape))
+
+
+def test_first_dimensions_of_an_allgather_may_differ():
+    response = verdict({0: gather(2, 3), 2: gather(0, 3), 1: gather(5, 3)})
+    assert not response.error
+    assert response.sizes == (2, 5, 0)
+
+
+@pytest.mark.parametrize("other", [gather(2, 4), gather(2), gather(2, 3, 1)])
+def test_the_other_dimensions_of_an_allgather_may_not(other):
+    assert verdict({0: gather(2, 3), 1: other}).attribute == "shape"
+
+
+def test_a_mismatch_concerns_one_tensor_only():
+    made = mind()
+    made.hear(0, say(V, W, X))
+    made.hear(1, say(X, allreduce("w", 3), V))
+    assert told(made.decide()) == ["v", "w: shape, refused to [0, 1]", "x"]
+
+
+# Process sets that contradict each other
+
+A, B = allreduce("w", 2, members=(0, 1)), allreduce("w", 2, members=(0, 1, 2))
+
+
+def test_two_ranks_that_mean_each_other_in_different_sets_are_told():
+    made = mind(4)
+    made.hear(0, say(A))
+    made.hear(1, say(B))
+    plan = made.decide()
+    assert told(plan) == ["w: process set, refused to [0, 1]"]
+    assert plan.responses[0].error == (
+        "ranks disagree on the process set of 'w' (rank 0: (0-1) at train.py:1; rank 1: (0-2) at train.py:1)"
+    )
+
+
+def test_who_comes_later_is_told_the_same():
+    made = mind(4)
+    made.hear(0, say(A))
+    made.hear(1, say(B))
+    first = made.decide()
+    made.hear(2, say(B, V))
+    plan = made.decide()
+    assert told(plan) == ["w: process set, refused to [2]"]
+    assert plan.responses[0].error == first.responses[0].error
+    made.hear(2, say(B))
+    assert made.decide() is None  # from now on the name is like any other
+
+
+def test_a_refusal_that_is_owed_waits_for_the_announcement_that_it_concerns():
+    """Rank 2 has used the name in a set of its own before it comes to the one that is contradicted."""
+    made = mind(4)
+    made.hear(0, say(A))
+    made.hear(1, say(B))
+    made.decide()
+    made.hear(2, say(allreduce("w", 2, members=(2, 3))))
+    made.hear(3, say(allreduce("w", 2, members=(2, 3))))
+    assert told(made.decide()) == ["w"]
+    made.hear(2, say(B))
+    assert told(made.decide()) == ["w: process set, refused to [2]"]
+
+
+def test_every_contradiction_is_owed_on_its_own():
+    made = mind(3)
+    for _ in range(2):
+        made.hear(0, say(A))
+        made.hear(1, say(B))
+        assert told(made.decide()) == ["w: process set, refused to [0, 1]"]
+    for _ in range(2):
+        made.hear(2, say(B))
+        assert told(made.decide()) == ["w: process set, refused to [2]"]
+
+
+def test_cached_sets_contradict_too():
+    made = knowing(A, size=3)
+    made.hear(0, say(seen=1, hits=0b1))
+    made.hear(1, say(B, seen=1))
+    assert told(made.decide()) == ["w: process set, refused to [0, 1]"]
+
+
+def test_overlapping_sets_without_a_contradiction_take_their_turn():
+    made = mind(3)
+    early = allreduce("w", 2, members=(1, 2))
+    made.hear(2, say(early))
+    made.hear(0, say(A))
+    made.hear(1, say(A))
+    assert told(made.decide()) == ["w"]
+    made.hear(1, say(early))
+    assert told(made.decide()) == ["w"]
+
+
+# Ranks that leave
+
+
+def test_what_waits_for_a_rank_that_leaves_is_refused():
+    made = mind(3)
+    made.hear(0, say(W))
+    made.leave(2)
+    assert told(made.decide()) == ["w: [2] left, refused to [0]"]
+    made.hear(1, say(W))
+    assert told(made.decide()) == ["w: [2] left, refused to [1]"]
+
+
+def test_what_a_rank_that_leaves_has_announced_is_refused_to_it_too():
+    made = mind(3)
+    made.hear(2, say(W))
+    made.hear(0, say(W))
+    made.leave(2)
+    assert told(made.decide()) == ["w: [2] left, refused to [0, 2]"]
+
+
+def test_bits_are_refused_as_well():
+    made = knowing(W, V)
+    made.hear(0, say(seen=1, hits=0b11))
+    made.hear(1, say(seen=1, hits=0b01))
+    made.leave(1)
+    assert told(made.decide()) == ["v: [1] left, refused to [0]", "w"]
+
+
+def test_what_all_have_announced_is_carried_out_though_one_has_left():
+    made = mind()
+    made.hear(0, say(W))
+    made.hear(1, say(W))
+    made.leave(1)
+    assert told(made.decide()) == ["w"]
+
+
+def test_sets_without_the_rank_that_left_go_on():
+    made = knowing(A, size=3)
+    made.leave(2)
+    for sequence in (1, 2):
+        for rank in (0, 1):
+            made.hear(rank, say(seen=sequence, hits=0b1))
+        assert told(made.decide()) == ["w"]
+
+
+def test_a_rank_that_left_is_the_reason_before_a_contradiction_is():
+    """Rank 0 was refused and has gone on to another set, while rank 1 is still where rank 0 was."""
+    made = mind(3)
+    made.leave(2)
+    made.hear(0, say(B))
+    made.decide()
+    made.hear(0, say(A))
+    made.hear(1, say(B))
+    assert told(made.decide()) == ["w: [2] left, refused to [1]"]
+    made.hear(1, say(A))
+    assert told(made.decide()) == ["w"]
+
+
+def test_a_rank_that_had_left_is_the_reason_before_a_later_contradiction_is():
+    made = mind(4)
+    made.leave(3)
+    made.hear(0, say(A))
+    made.hear(1, say(B))
+    made.decide()
+    made.hear(2, say(W))  # for all ranks, so it cannot be the announcement that was contradicted
+    assert told(made.decide()) == ["w: [3] left, refused to [2]"]
+    made.hear(2, say(B))
+    assert told(made.decide()) == ["w: process set, refused to [2]"]
+
+
+def test_all_have_left():
+    made = mind()
+    made.leave(0)
+    assert not made.finished
+    made.leave(1)
+    assert made.finished
+
+
+# Fillers
+
+
+@pytest.mark.parametrize(("fillers", "expected"), [((True, True), "w: void"), ((True, False), "w")])
+def test_an_operation_of_fillers_only_is_void(fillers, expected):
+    made = mind()
+    for rank, filler in enumerate(fillers):
+        made.hear(rank, say(W, filler=filler))
+    plan = made.decide()
+    assert told(plan) == [expected]
+    assert (plan.responses[0].slot < 0) == (expected == "w: void")
+
+
+@pytest.mark.parametrize(("fillers", "expected"), [((1, 1), "void slot 0"), ((1, 0), "slot 0"), ((0, 1), "slot 0")])
+def test_known_fillers_too(fillers, expected):
+    made = knowing(W)
+    for rank, filler in enumerate(fillers):
+        made.hear(rank, say(seen=1, hits=0b1, fillers=filler))
+    assert told(made.decide()) == [expected]
+    for rank in (0, 1):  # nothing of it is remembered
+        made.hear(rank, say(seen=2, hits=0b1))
+    assert told(made.decide()) == ["slot 0"]
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), [(1, True, "void slot 0"), (1, False, "slot 0")])
+def test_fillers_by_bit_and_by_name_count_alike(first, second, expected):
+    made = knowing(W)
+    made.hear(0, say(seen=1, hits=0b1, fillers=first))
+    made.hear(1, say(W, seen=0, filler=second))
+    assert told(made.decide()) == [expected]
+
+
+def test_fillers_stay_fillers_when_they_are_spelled_out():
+    made = knowing(W, size=3)
+    made.hear(0, say(seen=1, hits=0b1, fillers=0b1))
+    made.hear(1, say(seen=1, hits=0b1, fillers=0b1))
+    made.leave(0)
+    made.hear(2, say(seen=1, hits=0b1, fillers=0b1))
+    assert told(made.decide())[0] == "w: [0] left, refused to [0, 1]"
+
+
+def test_fillers_that_disagree_are_told():
+    made = mind()
+    made.hear(0, say(W, filler=True))
+    made.hear(1, say(allreduce("w", 3), filler=True))
+    assert told(made.decide()) == ["w: shape, refused to [0, 1]"]
+
+
+# Who waits for whom
+
+
+def test_a_rank_is_told_whom_its_own_tensors_wait_for():
+    made = knowing(W, V, size=3)
+    made.hear(0, say(X, seen=1, hits=0b01))
+    made.hear(1, say(seen=1, hits=0b11))
+    assert made.waiting(0) == [Waiting("x", "allreduce", (1, 2)), Waiting("w", "allreduce", (2,))]
+    assert made.waiting(1) == [Waiting("w", "allreduce", (2,)), Waiting("v", "allreduce", (0, 2))]
+    assert made.waiting(2) == []
+
+
+def test_the_same_name_in_another_set_is_somebody_elses():
+    made = mind(4)
+    made.hear(0, say(allreduce("w", 2, members=(0, 1))))
+    made.hear(3, say(allreduce("w", 2, members=(2, 3))))
+    assert made.waiting(0) == [Waiting("w", "allreduce", (1,))]
+    assert made.waiting(3) == [Waiting("w", "allreduce", (2,))]

@@ -1,0 +1,163 @@
+"""Messages survive the wire; anything else is refused with a `WireError`, whatever the bytes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from coordd import wire
+from coordd.errors import CoorddError
+from coordd.messages import (
+    Abort,
+    Account,
+    Announcement,
+    Failure,
+    Goodbye,
+    Hello,
+    Inquiry,
+    Kind,
+    Message,
+    Overdue,
+    Plan,
+    ReduceOp,
+    Report,
+    Request,
+    Response,
+    StallReport,
+    Waiting,
+    Welcome,
+)
+from coordd.wire import MAX_MESSAGE, WireError, bits, decode, encode, mask
+
+whole = st.integers(0, 1 << 40)
+finite = st.floats(allow_nan=False)
+ranks = st.lists(st.integers(0, 63), max_size=4).map(tuple)
+texts = st.text(max_size=8)
+requests = st.builds(
+    Request,
+    st.sampled_from(Kind),
+    texts,
+    texts,
+    st.lists(whole, max_size=4).map(tuple),
+    st.sampled_from(ReduceOp),
+    st.integers(-1, 9),
+    finite,
+    finite,
+    ranks,
+    st.booleans(),
+)
+announcements = st.builds(Announcement, requests, texts, st.booleans())
+responses = st.builds(Response, requests, st.integers(-1, 9), ranks, texts, texts, ranks, ranks, st.booleans())
+waitings = st.builds(Waiting, texts, texts, ranks)
+accounts = st.builds(Account, whole, texts, texts)
+
+
+def some(values: st.SearchStrategy) -> st.SearchStrategy:
+    return st.lists(values, max_size=3).map(tuple)
+
+
+by_type = {
+    Report: st.builds(Report, whole, st.binary(max_size=9), st.binary(max_size=9), some(announcements)),
+    Plan: st.builds(Plan, whole, st.binary(max_size=9), st.binary(max_size=9), some(responses), whole, st.booleans()),
+    Hello: st.builds(Hello, texts, texts, whole, texts),
+    Welcome: st.builds(Welcome, ranks, some(texts), texts),
+    Goodbye: st.just(Goodbye()),
+    Abort: st.builds(Abort, st.builds(Failure, whole, texts, texts)),
+    Overdue: st.builds(Overdue, finite, some(texts), some(waitings)),
+    Inquiry: st.just(Inquiry()),
+    Account: accounts,
+    StallReport: st.builds(StallReport, finite, some(waitings), some(accounts), ranks),
+}
+messages = st.one_of(*by_type.values())
+
+
+@given(messages)
+def test_a_message_comes_out_as_it_went_in(message):
+    assert decode(encode(message)) == message
+
+
+def test_every_message_is_tried():
+    assert set(by_type) == set(Message.__args__)
+
+
+@settings(max_examples=1000)
+@given(st.binary(max_size=64))
+@example(b"")
+@example(b"\xc1")
+@example(b"\x91" * 60)
+@example(b"\xdd\xff\xff\xff\xff")
+@example(b"\x92\xa6report\xcf\xff\xff\xff\xff\xff\xff\xff\xff")
+@example(b"\xd9\x04\xff\xff\xff\xff")
+def test_any_bytes_are_a_message_or_refused(data):
+    try:
+        message = decode(data)
+    except WireError:
+        return
+    assert decode(encode(message)) == message
+
+
+@settings(max_examples=500)
+@given(messages, st.data())
+def test_damaged_messages_are_refused_or_are_other_messages(message, data):
+    sent = bytearray(encode(message))
+    sent[data.draw(st.integers(0, len(sent) - 1))] ^= data.draw(st.integers(1, 255))
+    cut = data.draw(st.integers(0, len(sent)))
+    for damaged in (bytes(sent), bytes(sent[:cut]), bytes(sent) + b"\x00"):
+        try:
+            assert isinstance(decode(damaged), Message)
+        except WireError as error:
+            assert str(error)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        ["report", "zero"],
+        ["report", 0, "text in place of bytes"],
+        ["plan"],
+        ["plan", 1, b"", b"", [[[7, "a kind that does not exist"]]]],
+        ["plan", 1, b"", b"", [[[0, "w", "float32", [1.5]]]]],
+        ["nobody knows this tag"],
+        {"report": 0},
+        [],
+        None,
+        ["abort", [0, 1]],
+    ],
+)
+def test_what_does_not_fit_the_types_is_refused(content):
+    with pytest.raises(WireError):
+        decode(msgspec.msgpack.encode(content))
+
+
+def test_a_deep_nest_is_refused():
+    with pytest.raises(WireError):
+        decode(b"\x91" * 1_000_000)
+
+
+def test_too_much_is_refused_on_both_sides():
+    report = Report(0, bytes(MAX_MESSAGE))
+    with pytest.raises(WireError, match=r"a Report of 167772\d\d bytes exceeds the limit of 16777216"):
+        encode(report)
+    with pytest.raises(WireError, match="bytes exceed the limit"):
+        decode(bytes(MAX_MESSAGE + 1))
+
+
+def test_refusals_are_coordds_own_errors():
+    assert issubclass(WireError, CoorddError)
+    assert set(wire.__all__) == {"MAX_MESSAGE", "WireError", "bits", "decode", "encode", "mask"}
+
+
+@given(st.sets(st.integers(0, 5000)))
+def test_bits_and_masks_are_each_others_inverse(positions):
+    number = sum(1 << position for position in positions)
+    assert list(bits(number)) == sorted(positions)
+    assert int.from_bytes(mask(number), "little") == number
+    assert len(mask(number)) == (max(positions) // 8 + 1 if positions else 0)
+
+
+@given(st.binary(max_size=40))
+def test_a_mask_may_end_in_zeros(data):
+    number = int.from_bytes(data, "little")
+    assert mask(number) == data.rstrip(b"\0")

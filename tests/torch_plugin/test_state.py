@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import coordd.torch as cd
+from tests.local_ranks import each_rank
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)  # one generator for all ranks, which are threads: made before they start
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
+
+
+@pytest.mark.parametrize("params", [nn.Module.state_dict, nn.Module.named_parameters, nn.Module.parameters])
+@pytest.mark.parametrize("root", [0, 2])
+def test_parameters_become_the_roots(params, root):
+    models = [model(rank) for rank in range(3)]
+    wanted = copy.deepcopy(models[root]).state_dict()
+    each_rank(3, lambda rank: cd.broadcast_parameters(params(models[rank]), root_rank=root))
+    for each in models:
+        for name, value in each.state_dict().items():
+            if params is nn.Module.state_dict or "running" not in name:
+                assert torch.equal(value, wanted[name])
+
+
+def test_what_is_no_tensor_is_left_alone():
+    def body(rank):
+        state = {"b": torch.tensor(float(rank)), "a": {"extra": rank}, 3: torch.tensor([rank])}
+        cd.broadcast_parameters(state, root_rank=1)
+        return state["b"].item(), state["a"], state[3].item()
+
+    assert each_rank(2, body) == [(1.0, {"extra": 0}, 1), (1.0, {"extra": 1}, 1)]
+
+
+@pytest.mark.parametrize("params", ["weights", 7, torch.ones(2), None])
+def test_what_are_no_parameters_is_refused(params):
+    def body(rank):
+        with pytest.raises(cd.ArgumentError, match="invalid params of type: "):
+            cd.broadcast_parameters(params)
+
+    each_rank(1, body)
+
+
+def test_models_that_differ_are_named_and_the_rest_has_arrived():
+    def body(rank):
+        state = {"a": torch.zeros(2 + rank), "b": torch.full((2,), float(rank))}
+        with pytest.raises(cd.MismatchError, match=r"shape of 'broadcast\.a' \(rank 0: \(2,\).*rank 1: \(3,\)"):
+            cd.broadcast_parameters(state, root_rank=1)
+        return state["b"].tolist()
+
+    assert each_rank(2, body) == [[1.0, 1.0]] * 2
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "AdamW, tensor rate": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), foreach=False),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
+
+def trained(rank: int, name: str, *, steps: int) -> torch.optim.Optimizer:
+    parameters = [nn.Parameter(torch.full((2, 3), rank + 1.0)), nn.Parameter(torch.full((3,), rank + 2.0))]
+    optimizer = OPTIMIZERS[name](parameters)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((parameter**2).sum() for parameter in parameters)
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+    return optimizer
+
+
+def assert_same(left, right):
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for pair in zip(left, right, strict=True):
+            assert_same(*pair)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_state_of_an_optimizer_becomes_the_roots_even_where_there_is_none(name, wrapped):
+    """Rank 0 has made three steps, rank 1 five, and rank 2 none."""
+    optimizers = [trained(rank, name, steps=steps) for rank, steps in enumerate((3, 5, 0))]
+    optimizers[0].param_groups[0]["lr"] = 0.025
+    wanted = copy.deepcopy(optimizers[0].state_dict())
+
+    def body(rank):
+        optimizer = optimizers[rank]
+        if wrapped:
+            optimizer = cd.DistributedOptimizer(optimizer)
+        cd.broadcast_optimizer_state(optimizer, root_rank=0)
+        return optimizer.state_dict()
+
+    for found in each_rank(3, body):
+        assert_same(found, wanted)
+
+
+def test_objects_travel_whole():
+    objects = [{"epoch": 3, "nested": [1, (2, "three")]}, None, "ö" * 5000]
+
+    def body(rank):
+        assert cd.broadcast_object(objects[rank], root_rank=2) == objects[2]
+        assert cd.broadcast_object(objects[0] if rank == 0 else "ignored", name="thing") == objects[0]
+        return cd.allgather_object(objects[rank]), cd.allgather_object(rank, name="ranks")
+
+    assert each_rank(3, body) == [(objects, [0, 1, 2])] * 3
+
+
+def test_objects_in_a_process_set():
+    pair = cd.ProcessSet([0, 2])
+
+    def body(rank):
+        if rank == 1:
+            with pytest.raises(cd.ArgumentError, match="Rank 1 is not a member"):
+                cd.broadcast_object(1, process_set=pair)
+            return None
+        return cd.broadcast_object({"rank": rank}, 2, process_set=pair), cd.allgather_object(rank, process_set=pair)
+
+    assert each_rank(3, body) == [({"rank": 2}, [0, 2]), None, ({"rank": 2}, [0, 2])]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import coordd.torch as cd
+from coordd_torch.tensors import borrow, from_array, view
+from tests.local_ranks import each_rank
+
+TYPES = [
+    torch.bool,
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+def test_a_view_shares_memory_type_and_shape_both_ways(dtype, shape):
+    tensor = torch.ones(shape).to(dtype)
+    array = view(tensor)
+    assert array.shape == shape
+    assert array.dtype.itemsize == dtype.itemsize
+    array[...] = 0
+    assert not tensor.to(torch.float32).any()
+    back = from_array(array)
+    assert (back.dtype, back.shape) == (dtype, tensor.shape)
+    assert back.data_ptr() == tensor.data_ptr() or not tensor.numel()
+
+
+def test_sixteen_bit_floats_keep_their_names():
+    assert view(torch.ones(2, dtype=torch.bfloat16)).dtype == ml_dtypes.bfloat16
+    assert view(torch.ones(2, dtype=torch.bfloat16)).tolist() == [1.0, 1.0]
+    assert view(torch.ones(2, dtype=torch.float16)).dtype == np.float16
+
+
+def test_strides_are_kept():
+    tensor = torch.arange(6.0).reshape(2, 3).T
+    array = view(tensor)
+    assert not array.flags.c_contiguous
+    array[2, 1] = 9.0
+    assert tensor[2, 1] == 9.0
+    assert view(torch.arange(6).bfloat16()[::2]).tolist() == [0.0, 2.0, 4.0]
+
+
+def test_gradients_do_not_hinder():
+    tensor = torch.ones(2, requires_grad=True)
+    view(tensor)[0] = 5.0
+    assert tensor.tolist() == [5.0, 1.0]
+
+
+def test_a_plain_tensor_is_lent_and_comes_back_itself():
+    tensor = torch.ones(2)
+    array, back = borrow(tensor)
+    array[0] = 2.0
+    assert back(array) is tensor
+    assert tensor.tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("lazy", [torch.conj, lambda x: x.conj().imag])
+def test_a_lazy_view_is_lent_as_a_copy_whose_values_come_back(lazy):
+    base = torch.tensor([1 + 2j, 3 + 4j])
+    tensor = lazy(base)
+    array, back = borrow(tensor)
+    assert array.tolist() == tensor.tolist()
+    array *= 2
+    wanted = array.tolist()
+    assert back(array) is tensor
+    assert tensor.tolist() == wanted
+
+
+def test_readonly_and_foreign_arrays_become_tensors():
+    array = np.frombuffer(b"\1\2\3", np.uint8)
+    assert from_array(array).tolist() == [1, 2, 3]
+    assert from_array(np.arange(6).reshape(2, 3).T).tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_tensors_are_refused_with_a_way_out(make):
+    tensor = make(torch.eye(2))
+
+    def body(rank):
+        for operation in (cd.allreduce, cd.allreduce_, cd.allgather, lambda x: cd.broadcast(x, 0), cd.broadcast_async):
+            with pytest.raises(cd.ArgumentError, match=r"a torch.sparse_\w+ tensor cannot travel as it is: use to_dense()"):
+                operation(tensor) if operation is not cd.broadcast_async else operation(tensor, 0)
+        return cd.allreduce(torch.ones(1)).item()
+
+    assert each_rank(2, body) == [1.0, 1.0]
