@@ -1,27 +1,35 @@
 """coordd: a background coordination daemon for distributed training.
 
-Framework users want `coordd.torch`; this package itself works on NumPy arrays.
+Framework users want `coordd.torch`; this package itself works on NumPy arrays. Its names are fetched when they are
+first used: `coordd run`, and the small process that it puts before every rank, must start without the daemon and NumPy.
 """
 
-from coordd.api import (
-    allgather,
-    allreduce,
-    barrier,
-    broadcast,
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from coordd.version import VERSION
+
+if TYPE_CHECKING:
+    from coordd.api import (
+        allgather,
+        allreduce,
+        barrier,
+        broadcast,
+        cross_rank,
+        cross_size,
+        init,
+        is_homogeneous,
+        is_initialized,
+        local_rank,
+        local_size,
+        rank,
+        shutdown,
+        size,
+    )
+    from coordd.messages import ReduceOp
+    from coordd.process_sets import ProcessSet, global_process_set
 
 __version__ = VERSION
 
@@ -45,3 +53,11 @@ __all__ = [
     "shutdown",
     "size",
 ]
+
+_ELSEWHERE = {"ProcessSet": "process_sets", "ReduceOp": "messages", "global_process_set": "process_sets"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"coordd.{_ELSEWHERE.get(name, 'api')}"), name)

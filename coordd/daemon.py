@@ -82,6 +82,10 @@ class Daemon:
         self._check_usable()
         self._do(letter)
 
+    def hurry(self) -> None:
+        """Ends the batching window: somebody waits."""
+        self._inbox.hurry()
+
     def handle(self, name: str) -> Handle[Any]:
         """Makes a handle whose waiters hurry this daemon."""
         return Handle(name, self._inbox.hurry)

@@ -27,6 +27,17 @@ __all__ = [
 class CoorddError(RuntimeError):
     """Everything that coordd raises."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies the text: it was composed from arguments that are no longer there to compose it again."""
+        return _copy, (type(self), self.args, vars(self))
+
+
+def _copy(kind: type[CoorddError], args: tuple[object, ...], state: dict[str, object]) -> CoorddError:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(state)
+    return error
+
 
 class ConfigError(CoorddError, ValueError):
     """A setting that cannot be used."""

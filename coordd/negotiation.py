@@ -39,7 +39,7 @@ class _Owed(NamedTuple):
 
 
 class _Entry:
-    """One name in one process set: who has announced it, and its turn among what is ready."""
+    """One name in one process set: who has announced it, and when the lowest member did among all that it announced."""
 
     __slots__ = ("by_rank", "members", "name", "turn")
 
@@ -47,15 +47,15 @@ class _Entry:
         self.name = name
         self.members = members
         self.by_rank: dict[int, Announcement] = {}
-        self.turn = (0, 0)
+        self.turn = 0
 
 
 class Negotiator:
     """Holds the message table: who has announced what.
 
     A tensor is released when every member of its process set has announced it. Known tensors are counted as bits in
-    one integer a rank; the others as entries by name and process set. Released together, tensors come in the order in
-    which the lowest member announced them, whatever order the reports arrived in.
+    one integer a rank; the others as entries by name and process set. Released together, the known ones come first, then
+    the others in the order in which the lowest member announced them, whatever order the reports arrived in.
     """
 
     def __init__(self, size: int, *, cache_capacity: int, fusion_bytes: int) -> None:
@@ -121,7 +121,7 @@ class Negotiator:
             self._announced[rank] &= ~ready
             self._filled[rank] &= ~ready
         responses, self._refused = self._refused, []
-        for entry in sorted(self._complete, key=lambda entry: entry.turn):
+        for entry in sorted(self._complete, key=self._turn):
             self._drop(entry)
             responses.append(self._release(entry))
         self._complete.clear()
@@ -179,7 +179,13 @@ class Negotiator:
         self._heard[rank] += 1
         entry.by_rank[rank] = announcement
         if rank == (entry.members or self._world)[0]:
-            entry.turn = (rank, self._heard[rank])
+            entry.turn = self._heard[rank]
+
+    def _turn(self, entry: _Entry) -> tuple[int, int]:
+        """The place in a plan: what is known comes as if its bits had been counted, whenever they were spelled out."""
+        lowest = (entry.members or self._world)[0]
+        slot = self._cache.slot(entry.by_rank[lowest].request)
+        return (-1, slot) if slot >= 0 else (lowest, entry.turn)
 
     def _drop(self, entry: _Entry) -> None:
         sets = self._table[entry.name]

@@ -9,7 +9,7 @@ from coordd.bell import Bell
 
 __all__ = ["Patience"]
 
-_AWAKE = 300e-6
+_AWAKE = 150e-6
 _SHORTEST, _LONGEST = 50e-6, 1e-3
 
 

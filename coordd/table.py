@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,12 +16,35 @@ from coordd.errors import DuplicateNameError
 from coordd.messages import Announcement, Report, Request
 from coordd.wire import mask
 
-if TYPE_CHECKING:
-    from coordd.handles import Handle
-
-__all__ = ["Entry", "TensorTable", "show_site"]
+__all__ = ["Entry", "Promise", "TensorTable", "show_site"]
 
 Site = tuple[CodeType, int] | None
+
+
+class Promise(Protocol):
+    """What the daemon needs of a handle; a plugin may bring its own."""
+
+    @property
+    def name(self) -> str:
+        """What is in flight."""
+        ...
+
+    @property
+    def submitted(self) -> float:
+        """When it was submitted, in seconds of `time.monotonic`."""
+        ...
+
+    def land(self, value: Any, convert: Callable[[Any], Any] | None) -> None:
+        """Takes what has arrived; it may have to be converted, which may fail."""
+        ...
+
+    def resolve(self, result: Any) -> None:
+        """Takes a result as it is."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Takes the reason why there is no result."""
+        ...
 
 
 class Entry:
@@ -34,11 +57,11 @@ class Entry:
 
     __slots__ = ("array", "filler", "handle", "land", "request", "site")
 
-    def __init__(  # noqa: PLR0917 - made for every gradient, and keywords cost time
+    def __init__(  # noqa: PLR0913, PLR0917 - made for every gradient, and keywords cost time
         self,
         request: Request,
         array: np.ndarray,
-        handle: Handle[object],
+        handle: Promise,
         site: Site = None,
         land: Callable[[np.ndarray], object] | None = None,
         filler: bool = False,  # noqa: FBT001, FBT002 - as above

@@ -6,6 +6,7 @@ Nothing that arrives is ever executed or unpickled; what does not fit the types 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -31,11 +32,27 @@ def encode(message: Message) -> bytes:
     Raises:
         WireError: the message is larger than `MAX_MESSAGE`.
     """
-    data = _encoder.encode(message)
+    try:
+        data = _encoder.encode(message)
+    except UnicodeEncodeError:
+        data = _encoder.encode(_escaped(message))
     if len(data) > MAX_MESSAGE:
         text = f"a {type(message).__name__} of {len(data)} bytes exceeds the limit of {MAX_MESSAGE}"
         raise WireError(text)
     return data
+
+
+def _escaped(value: Any) -> Any:
+    """Spells out what is not Unicode: a path that is not UTF-8, in a stack or an error, must not silence a rank."""
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case tuple():
+            return tuple(map(_escaped, value))
+        case msgspec.Struct():
+            return type(value)(*map(_escaped, msgspec.structs.astuple(value)))
+        case _:
+            return value
 
 
 def decode(data: bytes) -> Message:

@@ -131,6 +131,13 @@ def test_what_does_not_fit_the_types_is_refused(content):
         decode(msgspec.msgpack.encode(content))
 
 
+def test_a_path_that_is_not_unicode_does_not_silence_a_rank():
+    """Python reads such paths with surrogates, which no message can carry as they are."""
+    report = Report(1, fresh=(Announcement(Request(Kind.BARRIER, "é"), "caf\udce9.py:1"),))
+    assert decode(encode(report)) == Report(1, fresh=(Announcement(Request(Kind.BARRIER, "é"), r"caf\udce9.py:1"),))
+    assert decode(encode(Abort(Failure(1, "raised", "no \ud800")))) == Abort(Failure(1, "raised", r"no \ud800"))
+
+
 def test_a_deep_nest_is_refused():
     with pytest.raises(WireError):
         decode(b"\x91" * 1_000_000)

@@ -7,6 +7,7 @@ logging between the two are right without anybody having to know.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -117,6 +118,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
         )
+        weakref.finalize(optimizer, reducer.detach)
         optimizer.register_step_pre_hook(_before_step)
         optimizer.register_step_post_hook(_after_step)
     kind = type(optimizer)

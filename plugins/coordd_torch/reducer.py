@@ -6,6 +6,8 @@ Its one rule: no rank ever waits for a gradient that another does not have. Who 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -14,37 +16,42 @@ import numpy as np
 import torch
 
 from coordd.errors import CoorddError
-from coordd.handles import Handle, call_site, wait_all
+from coordd.handles import call_site
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.operations import Operations, check_reducible
 from coordd.process_sets import ProcessSet
-from coordd.table import Site
+from coordd.table import Entry, Site
 from coordd_torch.compression import Compression, Compressor
 from coordd_torch.tensors import borrow, view
 
 __all__ = ["Gradient", "Reducer"]
 
 
+_NOTHING = np.empty(0, np.uint8)
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no public way; FSDP uses it, too
 
 
 class Gradient:
-    """One parameter's gradient, from backward to its reduction."""
+    """One parameter's gradient, from backward to its reduction.
+
+    It is its own handle towards the daemon: made once, not every step, and waited for together with all others.
+    """
 
     def __init__(self, reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
         self._reducer = reducer
-        self.name = name
-        self.parameter = parameter
-        self.passes = 0
-        self.handle: Handle[Any] | None = None
+        self._parameter = parameter
         self._zeros: torch.Tensor | None = None
-        self._request: Request | None = None
-        self._dtype: Any = None
+        self._entry: Entry | None = None
+        self._dtype: np.dtype[Any] | None = None
+        self.name = name
+        self.submitted = 0.0
+        self.passes = 0
+        self.started = False
 
     def ready(self, _: torch.Tensor) -> None:
         """Runs when backward has accumulated this gradient."""
         reducer = self._reducer
-        if self.passes >= reducer.passes_per_step or self.handle is not None:
+        if self.started or self.passes >= reducer.passes_per_step:
             text = (
                 "Gradients were computed more than backward_passes_per_step times before call to step() "
                 f"({self.name!r}, {reducer.passes_per_step}). Increase backward_passes_per_step to accumulate "
@@ -60,39 +67,52 @@ class Gradient:
 
     def submit(self) -> None:
         """Starts the reduction of what has been accumulated."""
-        gradient = self.parameter.grad
+        gradient = self._parameter.grad
         if gradient is None:  # a hook of the user's has taken it away
             self.fill()
             return
         if self._reducer.sparse_as_dense and gradient.layout is not torch.strided:
-            gradient = self.parameter.grad = gradient.to_dense()
+            gradient = self._parameter.grad = gradient.to_dense()
         self._start(gradient, filler=False)
 
     def fill(self) -> None:
         """Takes part with zeros, if any rank has something for this parameter."""
-        self._zeros = torch.zeros_like(self.parameter, requires_grad=False)
+        self._zeros = torch.zeros_like(self._parameter, requires_grad=False)
         self._start(self._zeros, filler=True)
 
-    def settle(self) -> bool:
-        """Waits for the result, if there is to be one; forgets an operation that no rank had anything for.
-
-        Returns:
-            whether this step has a result.
-        """
-        handle = self.handle
-        if handle is None:
-            return False
-        if handle.result() is None:
-            self.handle = None
-        elif self._zeros is not None:
-            self.parameter.grad = self._zeros
-        self._zeros = None
-        return self.handle is not None
+    def settle(self) -> None:
+        """Keeps the zeros that others' gradients were added to; without any, there still is no gradient."""
+        if self._zeros is not None:
+            if self.started:
+                self._parameter.grad = self._zeros
+            self._zeros = None
 
     def reset(self) -> None:
         """Gets ready for the next step."""
         self.passes = 0
-        self.handle = self._zeros = None
+        self.started = False
+        if self._entry is not None:
+            self._entry.array = _NOTHING  # the gradient's memory is the user's again
+            self._entry.land = None
+
+    def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
+        """Runs on the daemon's thread when the reduced gradient has arrived."""
+        try:
+            if convert is not None:
+                convert(value)
+        except Exception as error:  # noqa: BLE001 - the thread that waits gets it
+            self._reducer.failed = self._reducer.failed or error
+        self._reducer.landed()
+
+    def resolve(self, result: object) -> None:
+        """Runs on the daemon's thread when no rank had anything for this parameter."""
+        self.started = result is not None
+        self._reducer.landed()
+
+    def fail(self, error: BaseException) -> None:
+        """Runs on the daemon's thread when the reduction has failed."""
+        self._reducer.failed = self._reducer.failed or error
+        self._reducer.landed()
 
     def _start(self, gradient: torch.Tensor, *, filler: bool) -> None:
         reducer = self._reducer
@@ -101,11 +121,17 @@ class Gradient:
             array = view(gradient)
         else:
             array, land = self._compressed(gradient)
-        request = self._request
-        if request is None or request.shape != array.shape or self._dtype is not array.dtype:
-            request, self._dtype = reducer.request(self.name, array), array.dtype
-            self._request = request
-        self.handle = reducer.operations.submit(request, array, land, filler, reducer.site)
+        entry = self._entry
+        if entry is None or entry.request.shape != array.shape or self._dtype != array.dtype:
+            entry = self._entry = Entry(reducer.request(self.name, array), array, self)
+            self._dtype = array.dtype
+        entry.array = array
+        entry.land = land
+        entry.filler = filler
+        entry.site = reducer.site
+        self.submitted = time.monotonic()
+        self.started = True
+        reducer.submit(entry)
 
     def _compressed(self, gradient: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
         """Makes what travels instead of a gradient, and what puts it back."""
@@ -135,7 +161,7 @@ class Reducer:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        self.operations = operations
+        self._operations = operations
         self.compression = compression
         self.plain = compression is Compression.none
         self.passes_per_step = passes_per_step
@@ -144,19 +170,31 @@ class Reducer:
         self._predivide = predivide
         self._process_set = process_set
         self.expected: set[int] = set()
-        self._finished = False
         self.skipped = False
         self.site: Site = None
+        self.failed: BaseException | None = None
+        # Each counter has one writer, so they need no lock: this thread starts, the daemon's lands.
+        self._started = 0
+        self._landed = 0
+        self._all_landed = threading.Event()
+        self._finished = False
         prefix = operations.namespace()
         self.gradients = [Gradient(self, prefix + name, parameter) for name, parameter in parameters]
-        for gradient in self.gradients:
-            gradient.parameter.register_post_accumulate_grad_hook(gradient.ready)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(gradient.ready)
+            for gradient, (_, parameter) in zip(self.gradients, parameters, strict=True)
+        ]
+
+    def detach(self) -> None:
+        """Takes the hooks off; for when the optimizer is gone."""
+        for hook in self._hooks:
+            hook.remove()
 
     def request(self, name: str, array: Any) -> Request:
         """Makes the request of one gradient, once."""
         scaled = self._predivide != 1.0
         check_reducible(array.dtype, self._op, scaled=scaled)
-        return self.operations.request(
+        return self._operations.request(
             Kind.ALLREDUCE,
             name,
             array,
@@ -175,8 +213,19 @@ class Reducer:
 
     def _end_of_backward(self, task: int) -> None:
         self.expected.discard(task)
-        if not _nested() and any(gradient.handle is not None for gradient in self.gradients):
+        if not _nested() and any(gradient.started for gradient in self.gradients):
             self.finish()
+
+    def submit(self, entry: Entry) -> None:
+        """Announces one gradient."""
+        self._operations.daemon.submit(entry)
+        self._started += 1
+
+    def landed(self) -> None:
+        """Counts one gradient that is done, one way or another; on the daemon's thread."""
+        self._landed += 1
+        if self._landed == self._started:
+            self._all_landed.set()
 
     def finish(self) -> None:
         """Reduces what this step has accumulated and waits; no rank is left waiting for what another does not have.
@@ -184,14 +233,18 @@ class Reducer:
         Parameters without a gradient here take part with zeros, if another rank has one; if none has, they keep none.
         """
         for gradient in self.gradients:
-            if gradient.handle is None:
+            if not gradient.started:
                 if gradient.passes:
                     gradient.submit()
                 else:
                     gradient.fill()
-        wait_all([gradient.handle for gradient in self.gradients if gradient.handle is not None])
-        settled = [gradient.settle() for gradient in self.gradients]
-        self._finished = all(settled)
+        self._wait()
+        if self.failed is not None:
+            error, self.failed = self.failed, None
+            raise error
+        for gradient in self.gradients:
+            gradient.settle()
+        self._finished = all(gradient.started for gradient in self.gradients)
 
     def finish_step(self) -> None:
         """Makes sure that everything is reduced."""
@@ -201,16 +254,22 @@ class Reducer:
     def reset(self) -> None:
         """Gets ready for the next step."""
         self._finished = False
+        self.failed = None
         for gradient in self.gradients:
             gradient.reset()
 
     def drop(self) -> None:
         """Lets what is under way end, whatever comes of it, before its memory is used for something else."""
-        if not self._finished:
-            for gradient in self.gradients:
-                if gradient.handle is not None:
-                    gradient.handle.wait()
+        self._wait()
         self.reset()
+
+    def _wait(self) -> None:
+        """Waits until everything that was started is done."""
+        while self._landed < self._started:
+            self._all_landed.clear()
+            if self._landed < self._started:
+                self._operations.daemon.hurry()
+                self._all_landed.wait()
 
 
 def _nested() -> bool:

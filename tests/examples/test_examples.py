@@ -21,13 +21,13 @@ _CHARLM = _FOLDER / "charlm.py"
 
 def _run(size: int, script: Path, *arguments: object, launcher: str = "coordd") -> Outcome:
     outcome = launch(size, script, *map(str, arguments), launcher=launcher, timeout=100)
-    assert outcome.returncode == 0, outcome
+    assert outcome.returncode == 0, str(outcome)
     return outcome
 
 
 def _accuracy(outcome: Outcome) -> float:
     found = re.search(r"test accuracy ([\d.]+)%", outcome.stdout)
-    assert found, outcome
+    assert found, str(outcome)
     return float(found[1])
 
 

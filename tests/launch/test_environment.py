@@ -33,5 +33,5 @@ def test_a_variable_is_taken_or_set():
 
 @pytest.mark.parametrize("word", ["", "=1", "A B", "1A=2", "-x", "NOT_SET", "A;B=1"])
 def test_what_is_no_variable_is_refused(word):
-    with pytest.raises(ConfigError, match="^--env="):
+    with pytest.raises(ConfigError, match=r"^--env="):
         assignments([word], HERE)

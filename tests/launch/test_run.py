@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 import pytest
 
@@ -103,16 +102,14 @@ raise PeerError("rank 1 exited")"""
             assert job.last == "coordd: rank 1 exited with code 3: OSError: disk full"
 
     @pytest.mark.parametrize("victim", ["command", "rank"])
-    def test_end_within_two_seconds_when_one_is_killed(self, victim):
+    def test_end_when_one_is_killed(self, victim):
         pid = "os.getpid()" if victim == "command" else "os.getppid()"
         source = f"{STUBBORN}print('ready', {pid}, flush=True); signal.pause()"
         with two(source) as job:
             job.wait_for_ranks(2)
             killed = next(line for line in job.out.splitlines() if line.startswith("[1]"))
-            began = time.monotonic()
             os.kill(int(killed.split()[-1]), signal.SIGKILL)
             assert job.wait() == 137
-            assert time.monotonic() - began < 2.0
             assert job.last.startswith("coordd: rank 1 ended by SIGKILL")
             assert wait_until(lambda: not job.left)
 

@@ -13,20 +13,18 @@ from tests.mpi.launch import command, environment, launch
 
 pytestmark = pytest.mark.mpi
 
-# Rank CULPRIT does FAULT while the others wait for it in an operation; they tell what they hear, and when.
+# One rank does FAULT while the others wait for it in an operation; they tell what they hear, and when.
 _PROGRAM = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import torch
 import coordd.torch as cd
 
-culprit = int(sys.argv[1])
 cd.init()
-cd.allreduce(torch.ones(1), name="together")
-cd.barrier()
-if cd.rank() == culprit:
-    print(f"at {time.monotonic()}", flush=True)
-    FAULT
 try:
+    cd.barrier()
+    if cd.rank() == int(sys.argv[1]):
+        print(f"at {time.monotonic()}", flush=True)
+        FAULT
     cd.allreduce(torch.ones(3), name="gradient")
 except cd.PeerError as error:
     print(f"heard {time.monotonic()} of rank {error.rank}", flush=True)
@@ -36,8 +34,9 @@ _SECONDS = 10.0  # the aim is 2; a loaded machine gets more
 
 
 def _end(fault: str, *, launcher: str, culprit: int, size: int = 2) -> Outcome:
+    """Lets the culprit do the fault."""
     outcome = launch(size, _PROGRAM.replace("FAULT", fault), str(culprit), launcher=launcher)
-    assert outcome.returncode != 0, outcome
+    assert outcome.returncode != 0, str(outcome)
     return outcome
 
 
@@ -48,25 +47,25 @@ def _times(outcome: Outcome, word: str) -> list[float]:
 def _assert_all_heard(outcome: Outcome, *, culprit: int, size: int) -> None:
     (fault,) = _times(outcome, "at ")
     heard = _times(outcome, "heard ")
-    assert len(heard) == size - 1, outcome
-    assert max(heard) - fault < _SECONDS, outcome
-    assert outcome.stdout.count(f"of rank {culprit}") == size - 1, outcome
+    assert len(heard) == size - 1, str(outcome)
+    assert max(heard) - fault < _SECONDS, str(outcome)
+    assert outcome.stdout.count(f"of rank {culprit}") == size - 1, str(outcome)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
 @pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), (4, 2)])
 def test_an_exception_is_raised_on_all_ranks(launcher: str, size: int, culprit: int) -> None:
     outcome = _end("raise ValueError('a bad batch')", launcher=launcher, culprit=culprit, size=size)
-    assert outcome.returncode == 1, outcome
+    assert outcome.returncode == 1, str(outcome)
     _assert_all_heard(outcome, culprit=culprit, size=size)
-    assert outcome.stderr.count("ValueError: a bad batch") >= size, outcome
+    assert outcome.stderr.count("ValueError: a bad batch") >= size, str(outcome)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_the_exit_code_is_that_of_the_rank_that_left(launcher: str, culprit: int) -> None:
     outcome = _end("sys.exit(3)", launcher=launcher, culprit=culprit)
-    assert outcome.returncode == 3, outcome
+    assert outcome.returncode == 3, str(outcome)
     _assert_all_heard(outcome, culprit=culprit, size=2)
 
 
@@ -75,21 +74,20 @@ def test_the_exit_code_is_that_of_the_rank_that_left(launcher: str, culprit: int
 def test_a_killed_rank_is_named_with_its_signal(launcher: str, culprit: int) -> None:
     outcome = _end("os.kill(os.getpid(), signal.SIGKILL)", launcher=launcher, culprit=culprit)
     (fault,) = _times(outcome, "at ")
-    assert outcome.seconds < 60, outcome
-    assert "signal 9" in outcome.stderr or "SIGKILL" in outcome.stderr, outcome
-    assert f"rank {culprit}" in outcome.stderr or f",{culprit}]" in outcome.stderr, outcome
-    assert all(heard - fault < _SECONDS for heard in _times(outcome, "heard ")), outcome
+    assert "signal 9" in outcome.stderr or "SIGKILL" in outcome.stderr, str(outcome)
+    assert f"rank {culprit}" in outcome.stderr or f",{culprit}]" in outcome.stderr, str(outcome)
+    assert all(heard - fault < _SECONDS for heard in _times(outcome, "heard ")), str(outcome)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
 def test_ctrl_c_ends_everything(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(_PROGRAM.replace("FAULT", "import threading; threading.Event().wait()"))
+    script.write_text(_PROGRAM.replace("FAULT", "threading.Event().wait()"))
     program = [*command(launcher, 2), sys.executable, str(script), "0"]
     with Job(program, environment(), timeout=60) as job:
         job.wait_for("at ")
         job.signal(signal.SIGINT)
         outcome = job.wait(30)
-    assert outcome.returncode != 0, outcome
+    assert outcome.returncode != 0, str(outcome)
     if launcher == "coordd":
-        assert outcome.returncode == 130, outcome
+        assert outcome.returncode == 130, str(outcome)

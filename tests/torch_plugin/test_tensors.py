@@ -25,7 +25,7 @@ def test_a_view_shares_memory_type_and_shape_both_ways(dtype, shape):
     assert array.shape == shape
     assert array.dtype.itemsize == dtype.itemsize
     array[...] = 0
-    assert not tensor.to(torch.float32).any()
+    assert not tensor.view(torch.uint8).any() if shape else not tensor.item()
     back = from_array(array)
     assert (back.dtype, back.shape) == (dtype, tensor.shape)
     assert back.data_ptr() == tensor.data_ptr() or not tensor.numel()
@@ -78,6 +78,7 @@ def test_readonly_and_foreign_arrays_become_tensors():
     assert from_array(np.arange(6).reshape(2, 3).T).tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
 def test_sparse_tensors_are_refused_with_a_way_out(make):
     tensor = make(torch.eye(2))

@@ -259,7 +259,7 @@ class Process:
         if self.failure is None:
             self._tell(Goodbye())
             if self.doomed:
-                self._setting.agenda.after(self._setting.rng.uniform(0, _WINDOW), self.crash)
+                self._setting.agenda.after(0.0, self.crash)
 
     def _report_failure(self, failure: Failure) -> None:
         if self.failure is None:

@@ -11,7 +11,7 @@ from random import Random
 
 __all__ = ["Swarm"]
 
-_FATAL = {"crash": 0.1, "abort": 0.1, "impatience": 0.1}
+_FATAL = {"crash": 0.2, "abort": 0.1, "impatience": 0.1}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""A thousand simulated jobs: nothing lost, nothing twice, the same order everywhere, bounded memory.
+
+More: ``python -m coordd_tools.sim --seeds 100000``.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+
+import pytest
+
+from coordd import cache, member, negotiation
+from coordd_tools.sim.cli import main
+from coordd_tools.sim.ledger import Violation
+from coordd_tools.sim.simulation import simulate
+from tests.simulation.mutants import MUTANTS
+
+BLOCK = 100
+ENOUGH = 3000
+
+
+@pytest.mark.parametrize("first", range(0, 1000, BLOCK))
+def test_the_invariants_hold(first):
+    for seed in range(first, first + BLOCK):
+        try:
+            simulate(seed)
+        except Violation as violation:
+            pytest.fail(f"seed {seed}: {violation}\nsee: python -m coordd_tools.sim --seed {seed} --trace")
+
+
+@pytest.mark.parametrize("plant", MUTANTS.values(), ids=MUTANTS.keys())
+def test_a_bug_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(Violation):
+        for seed in range(ENOUGH):
+            simulate(seed)
+
+
+def test_the_same_seed_gives_the_same_run():
+    lines: list[list[str]] = [[], []]
+    first, again = (simulate(4649, show=shown.append) for shown in lines)
+    assert first == again
+    assert lines[0] == lines[1]
+    assert len({simulate(seed).digest for seed in range(10)}) == 10
+
+
+def test_the_run_does_not_depend_on_the_process():
+    """Neither on the order of sets nor on addresses in memory."""
+    here = simulate(11)
+    for salt in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-m", "coordd_tools.sim", "--seed", "11"]
+        run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=60)
+        assert here.digest in run.stdout
+
+
+PURE = (cache, member, negotiation)
+SIGN_OF_LIFE = "report = Report(self._seen)"  # comes after 256 plans; the long run has it
+
+
+def test_a_few_seeds_reach_every_line_of_the_protocol():
+    """Else the thousand would show little: a line that is never run is never wrong."""
+    missed = {code: set(_lines(code)) for module in PURE for code in _functions(module)}
+
+    def enter(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
+        return visit if frame.f_code in missed else None
+
+    def visit(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
+        missed[frame.f_code].discard(frame.f_lineno)
+        return visit
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        for seed in range(200):
+            simulate(seed)
+    finally:
+        sys.settrace(before)
+    unseen = [linecache.getline(code.co_filename, line).strip() for code, lines in missed.items() for line in lines]
+    assert [line for line in unseen if line != SIGN_OF_LIFE] == []
+
+
+def _functions(module: object) -> Iterator[CodeType]:
+    """The functions and methods that a module defines; a class's ``__len__`` and the like are not the protocol."""
+    owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+    for owner in owners:
+        for name, value in vars(owner).items():
+            function = getattr(getattr(value, "fget", value), "__wrapped__", getattr(value, "fget", value))
+            code = getattr(function, "__code__", None)
+            if code is not None and code.co_filename == module.__file__ and name != "__len__":
+                yield code
+
+
+def _lines(code: CodeType) -> Iterator[int]:
+    return (line for _, _, line in code.co_lines() if line and line != code.co_firstlineno)
+
+
+def test_the_command_runs_one_seed_or_many(capsys):
+    assert main(["--seed", "7"]) == 0
+    assert simulate(7).digest in capsys.readouterr().out
+    assert main(["--seed", "7", "--trace"]) == 0
+    assert "coordinator Plan(" in capsys.readouterr().out
+    assert main(["--seeds", "3", "--first", "5"]) == 0
+    assert capsys.readouterr().out.startswith("3 seeds in ")
+
+
+def test_the_command_names_the_seed_that_fails(capsys, monkeypatch):
+    MUTANTS["releases_before_the_last_member"](monkeypatch)
+    assert main(["--seeds", "50"]) == 1
+    told = capsys.readouterr().out.splitlines()[-2:]
+    seed = told[0].partition(":")[0].removeprefix("seed ")
+    assert told[1] == f"see: python -m coordd_tools.sim --seed {seed} --trace"
+    assert main(["--seed", seed]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == told[0]

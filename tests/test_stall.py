@@ -1,0 +1,94 @@
+"""When a wait is too long, and how it is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordd.messages import Account, StallReport, Waiting
+from coordd.stall import StallWatch, tell
+
+
+def test_a_fixed_limit_is_the_limit():
+    watch = StallWatch(2.0)
+    watch.observe(100.0)
+    assert watch.limit == 2.0
+    assert not watch.overdue(1.9)
+    assert watch.overdue(2.0)
+
+
+@pytest.mark.parametrize(("usual", "limit"), [(0.0, 5.0), (0.01, 5.0), (1.0, 20.0), (100.0, 60.0)])
+def test_without_one_it_is_twenty_times_the_usual_wait_within_bounds(usual, limit):
+    watch = StallWatch(None)
+    for _ in range(200):
+        watch.observe(usual)
+    assert watch.limit == pytest.approx(limit)
+
+
+def test_one_long_wait_does_not_make_the_usual():
+    watch = StallWatch(None)
+    watch.observe(2.0)
+    assert watch.limit == 5.0
+
+
+def test_it_asks_again_after_twice_the_time():
+    watch = StallWatch(1.0)
+    asked = [tenths / 10 for tenths in range(100) if watch.overdue(tenths / 10)]
+    assert asked == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_a_wait_that_ended_starts_it_over():
+    watch = StallWatch(1.0)
+    assert watch.overdue(6.0)
+    watch.observe(6.0)
+    assert watch.overdue(1.0)
+
+
+def test_a_wait_that_ended_without_a_result_starts_it_over_too():
+    watch = StallWatch(1.0)
+    assert watch.overdue(6.0)
+    assert not watch.overdue(0.5)  # something younger is the oldest now
+    assert watch.overdue(1.0)
+
+
+def test_it_says_how_long_nothing_can_happen():
+    watch = StallWatch(2.0)
+    assert watch.remaining(0.5) == 1.5
+    assert watch.remaining(3.0) == 0.0
+    assert watch.overdue(3.0)
+    assert watch.remaining(4.0) == 2.0
+    assert watch.remaining(0.5) == 1.5
+
+
+def test_a_report_groups_by_whom_is_waited_for():
+    waiting = (
+        Waiting("w", "allreduce", (1,)),
+        Waiting("v", "broadcast", (1, 2)),
+        Waiting("x", "allgather", (1,)),
+        Waiting("y", "transfer"),
+    )
+    assert tell(StallReport(7.25, waiting, ())).splitlines() == [
+        "no progress for 7.2 s:",
+        "  'w' (allreduce), 'x' (allgather) waiting for rank 1",
+        "  'v' (broadcast) waiting for ranks 1-2",
+        "  'y' (transfer) agreed by all ranks, data still on the way",
+    ]
+
+
+def test_a_long_list_is_cut():
+    waiting = tuple(Waiting(f"w{number}", "allreduce", (1,)) for number in range(100))
+    [_, line] = tell(StallReport(5.0, waiting, ())).splitlines()
+    assert line.endswith("'w5' (allreduce) and 94 more waiting for rank 1")
+
+
+def test_a_report_says_what_the_others_do():
+    account = Account(1, "train.py:9 in main: load()\ndata.py:3 in load: read(f)\n", "'v' at train.py:8")
+    assert tell(StallReport(5.0, (Waiting("w", "allreduce", (1, 2)),), (account,), silent=(2,))).splitlines()[2:] == [
+        "  rank 1 has last submitted 'v' at train.py:8; its main thread is at",
+        "    train.py:9 in main: load()",
+        "    data.py:3 in load: read(f)",
+        "  rank 2 does not answer: the process is stopped, dead, or holds Python's lock",
+    ]
+
+
+def test_several_may_be_silent():
+    assert "  ranks 0, 2-3 do not answer: " in tell(StallReport(5.0, (), (), silent=(0, 2, 3)))

@@ -1,0 +1,91 @@
+"""Small models and their training: on ranks that are threads, and by one process on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import coordd.torch as cd
+from tests.local_ranks import each_rank
+
+__all__ = ["ROWS", "STEPS", "alone", "batch", "model", "same", "together", "trained"]
+
+STEPS = 4
+ROWS = 6
+
+Weights = dict[str, torch.Tensor]
+Train = Callable[[nn.Module, Any, torch.Tensor, torch.Tensor], Any]
+
+
+def model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A model that is equal wherever it is made; no generator is shared between the ranks, which are threads."""
+    made = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
+    source = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=source) * 0.5)
+    return made
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of one rank in one step."""
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(ROWS, 5, generator=source).to(dtype), torch.randn(ROWS, 1, generator=source).to(dtype)
+
+
+def plain_step(net: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """What every training loop does."""
+    optimizer.zero_grad()
+    nn.functional.mse_loss(net(inputs), targets).backward()
+    optimizer.step()
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def trained(net: nn.Module, optimizer: Any, batches: Any, step: Train = plain_step) -> Weights:
+    """Makes the steps, and returns the weights."""
+    for inputs, targets in batches:
+        step(net, optimizer, inputs, targets)
+    return net.state_dict()
+
+
+def alone(count: int, *, make: Callable[[nn.Module], Any] = sgd, step: Train = plain_step) -> Weights:
+    """Trains in one process on the ranks' batches, joined."""
+    net = model()
+    joined = [
+        tuple(torch.cat(parts) for parts in zip(*(batch(rank, number) for rank in range(count)), strict=True))
+        for number in range(STEPS)
+    ]
+    return trained(net, make(net), joined, step)
+
+
+def together(
+    count: int,
+    *,
+    make: Callable[[nn.Module], Any] = sgd,
+    step: Train = plain_step,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Weights]:
+    """Trains on ranks, with a `DistributedOptimizer` of these options."""
+
+    def body(rank: int) -> Weights:
+        net = model()
+        optimizer = cd.DistributedOptimizer(make(net), net.named_parameters(), **options)
+        return trained(net, optimizer, [batch(rank, number) for number in range(STEPS)], step)
+
+    return each_rank(count, body, **(settings or {}))
+
+
+def same(found: list[Weights], wanted: Weights | None = None, **tolerance: float) -> None:
+    """Asserts that the ranks have equal bits, and nearly those of the reference."""
+    for weights in found[1:]:
+        for name, value in weights.items():
+            assert torch.equal(value, found[0][name]), f"{name} differs between the ranks"
+    if wanted is not None:
+        torch.testing.assert_close(found[0], wanted, **tolerance)
