@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -12,9 +13,10 @@ import psutil
 from coordd.messages import Account
 from coordd.table import Entry, show_site
 
-__all__ = ["account", "process_state"]
+__all__ = ["account", "await_end", "process_state"]
 
 _DEPTH = 8
+_OURS = ("coordd", "threading")
 
 
 def account(rank: int, last: Entry | None) -> Account:
@@ -27,8 +29,12 @@ def account(rank: int, last: Entry | None) -> Account:
 def _stack(frame: FrameType | None) -> str:
     if frame is None:
         return "(the main thread has ended)"
+    outside: FrameType | None = frame
+    while outside is not None and outside.f_globals.get("__name__", "").startswith(_OURS):
+        outside = outside.f_back
     lines = [
-        f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}" for entry in traceback.extract_stack(frame)
+        f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}"
+        for entry in traceback.extract_stack(outside or frame)
     ]
     return "\n".join(lines[-_DEPTH:])
 
@@ -43,3 +49,9 @@ def process_state(pid: int, host: str, here: str) -> str:
         return "gone"
     except psutil.Error:
         return ""
+
+
+def await_end(pid: int, seconds: float) -> None:
+    """Waits, at most so long, until a process of this host has ended and its parent knows how."""
+    with contextlib.suppress(psutil.Error):
+        psutil.Process(pid).wait(seconds)

@@ -60,13 +60,12 @@ class _Default:
         self.pid = os.getpid()
         self.operations = Operations(Daemon(config, meet(config)))
         self.daemon.start()
-        self.exits = ExitWatch(self._failed)
 
     @property
     def daemon(self) -> Daemon:
         return self.operations.daemon
 
-    def _failed(self, reason: str, traceback: str, error: BaseException | None) -> None:
+    def fail(self, reason: str, traceback: str, error: BaseException | None) -> None:
         """Tells the others, unless this failure is but a consequence of another rank's."""
         if isinstance(error, ShutdownError) and error.ranks:
             self.daemon.fail(f"left the job while others still needed it: {error}", culprit=error.ranks[0])
@@ -75,8 +74,6 @@ class _Default:
 
     def leave(self) -> None:
         """Ends the daemon in step with the others or, after a failure, so that its cause is seen first."""
-        self.exits.verdict()
-        self.exits.restore()
         if self.daemon.failing or not self.daemon.stop():
             self._leave_the_wreck()
 
@@ -86,16 +83,23 @@ class _Default:
         The culprit waits a moment until the others have heard of it; they wait until its process is gone.
         """
         failure = self.daemon.blame(_LINGER_SECONDS)
-        if failure.rank == self.daemon.world.rank:
-            threading.Event().wait(_HEARD_SECONDS)
-        else:
+        if failure.rank != self.daemon.world.rank:
             log.error("the job has failed: rank %d %s", failure.rank, failure.reason)
             self.daemon.wait_for_loss(failure.rank, _LINGER_SECONDS)
+        else:
+            threading.Event().wait(_HEARD_SECONDS)
         if not self.daemon.end(_LINGER_SECONDS):
             os._exit(1)
 
 
+def _fail(reason: str, traceback: str, error: BaseException | None) -> None:
+    if _default is not None and _default.pid == os.getpid():
+        _default.fail(reason, traceback, error)
+
+
 _guard = threading.Lock()
+# Set up at import, for in ``sys.exit(main())`` the function is looked up before ``main`` calls `init`.
+_exits = ExitWatch(_fail)
 _default: _Default | None = None
 _override: contextvars.ContextVar[Operations | None] = contextvars.ContextVar("coordd", default=None)
 
@@ -138,6 +142,7 @@ def shutdown() -> None:
 
 def _at_exit() -> None:
     if _default is not None and _default.pid == os.getpid():
+        _exits.verdict()
         shutdown()
 
 

@@ -5,6 +5,7 @@ Its one rule: it changes by plans only, so every rank and the coordinator hold t
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from coordd.messages import Kind, Request, Response
@@ -25,7 +26,7 @@ class ResponseCache:
         """Makes an empty cache of ``capacity`` slots; 0 turns it off."""
         self._capacity = capacity
         self._requests: list[Request] = []
-        self._used: list[int] = []
+        self._used: OrderedDict[int, None] = OrderedDict()
         self._sites: list[object] = []
         self._slots: dict[str, int] = {}
 
@@ -66,15 +67,15 @@ class ResponseCache:
             return -1 if pinned >> known & 1 else known
         if len(self._requests) < self._capacity:
             return len(self._requests)
-        oldest = min(range(len(self._requests)), key=self._used.__getitem__)
+        oldest = next(iter(self._used))
         return -1 if pinned >> oldest & 1 else oldest
 
-    def touch(self, slots: Iterable[int], sequence: int) -> None:
-        """Notes that a plan used these slots."""
+    def touch(self, slots: Iterable[int]) -> None:
+        """Notes that a plan used these slots; only who calls `place` needs to know."""
         for slot in slots:
-            self._used[slot] = sequence
+            self._used.move_to_end(slot)
 
-    def store(self, response: Response, sequence: int) -> Request | None:
+    def store(self, response: Response) -> Request | None:
         """Puts an answered request into the slot that the plan gave it.
 
         Returns:
@@ -83,14 +84,14 @@ class ResponseCache:
         slot, request = response.slot, response.request
         if slot == len(self._requests):
             self._requests.append(request)
-            self._used.append(sequence)
+            self._used[slot] = None
             self._sites.append(_UNKNOWN)
             self._slots[request.name] = slot
             return None
         gone = self._requests[slot]
         del self._slots[gone.name]
         self._requests[slot] = request
-        self._used[slot] = sequence
+        self._used.move_to_end(slot)
         self._sites[slot] = _UNKNOWN
         self._slots[request.name] = slot
         return gone

@@ -9,6 +9,7 @@ import os
 import threading
 from typing import Any
 
+from coordd.account import await_end
 from coordd.bell import Bell
 from coordd.config import Config
 from coordd.errors import ForkedProcessError, NotInitializedError, StartError
@@ -121,7 +122,13 @@ class Daemon:
         return self._status.failure or Failure(self.world.rank, "failed")
 
     def wait_for_loss(self, rank: int, seconds: float) -> None:
-        """Waits, at most so long, until a rank's process is gone; ranks other than 0 only see that of rank 0."""
+        """Waits, at most so long, until a rank's process is gone.
+
+        On another host that shows only by its connection, and ranks other than 0 have one to rank 0 alone.
+        """
+        if self.world.hosts[rank] == self.world.host:
+            await_end(self._status.pids[rank], seconds)
+            return
         watched = rank if self.world.rank == 0 else 0
         gone = threading.Event()
         self._do(lambda: self._loop.watch_for(watched, gone))

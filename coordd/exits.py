@@ -14,6 +14,10 @@ from typing import Any, NoReturn
 
 __all__ = ["ExitWatch"]
 
+# What others are told of an error whose text is, say, a printed tensor.
+_LONGEST_LINE = 2_000
+_LONGEST_TEXT = 64_000
+
 
 class _Exit(SystemExit):
     """A `SystemExit` that can be observed when it is dropped."""
@@ -50,7 +54,7 @@ class ExitWatch:
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         last = traceback.format_exception_only(kind, error)[-1].strip()
         text = "".join(traceback.format_exception(kind, error, trace))
-        self._report(f"failed: {last}", text, error)
+        self._report(f"failed: {last[:_LONGEST_LINE]}", text[-_LONGEST_TEXT:], error)
         self._excepthook(kind, error, trace)
 
     def _leaving(self, status: Any = None, /) -> NoReturn:
@@ -59,8 +63,12 @@ class ExitWatch:
             code = status if isinstance(status, int) else 1
             frame = sys._getframe(1)  # noqa: SLF001 - the documented way to the caller
             site = "".join(traceback.format_stack(frame)[-4:])
-            weakref.finalize(error, self._dropped, f"called sys.exit({status!r}), exit code {code}", site)
-        raise error
+            watch = weakref.finalize(error, self._dropped, f"called sys.exit({status!r}), exit code {code}", site)
+            watch.atexit = False  # an exit that somebody has caught and kept is dropped after all handlers have run
+        try:
+            raise error
+        finally:
+            del error  # else this very frame, which the traceback holds, would keep it
 
     def _dropped(self, reason: str, site: str) -> None:
         """Tells an exit that ends the interpreter from one that somebody caught: no Python code is left to run."""

@@ -273,9 +273,7 @@ class Loop:
             for item in self._inbox.drain():
                 if not callable(item):
                     item.handle.fail(ShutdownError(item.handle.name))
-            # A culprit's connection closes when its process ends, which is what the others wait for.
-            if self._status.failure is None or self._status.failure.rank != self._status.world.rank:
-                self._control.close()
+            self._control.close()
             self._link.transport.close(failed=self._status.failure is not None or unmatched)
         for _, gone in self._watched:
             gone.set()

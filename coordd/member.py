@@ -61,7 +61,6 @@ class Member:
         self.stopped = self.stopped or plan.stop
         slots = list(bits(int.from_bytes(plan.hits, "little")))
         agreed = [Response(self._cache.request(slot), slot=slot) for slot in slots]
-        self._cache.touch(slots, plan.sequence)
         for slot in bits(int.from_bytes(plan.voids, "little")):
             self._void(self._cache.request(slot))
         for response in plan.responses:
@@ -73,7 +72,7 @@ class Member:
                 continue
             agreed.append(response)
             if response.slot >= 0:
-                self._cache.store(response, plan.sequence)
+                self._cache.store(response)
         return self._buckets(agreed, plan.fusion_bytes)
 
     def _buckets(self, agreed: list[Response], fusion_bytes: int) -> list[Bucket]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -54,7 +54,7 @@ class Negotiator:
     """Holds the message table: who has announced what.
 
     A tensor is released when every member of its process set has announced it. Known tensors are counted as bits in
-    one integer a rank; the others as entries by name and process set. Released together, the known ones come first, then
+    one integer a rank; the others as entries by name and process set. Released together, the known ones come first, and
     the others in the order in which the lowest member announced them, whatever order the reports arrived in.
     """
 
@@ -116,7 +116,7 @@ class Negotiator:
             return None
         self._sequence += 1
         hits = ready & ~voids
-        self._cache.touch(bits(hits), self._sequence)
+        self._cache.touch(bits(hits))
         for rank in self._world:
             self._announced[rank] &= ~ready
             self._filled[rank] &= ~ready
@@ -252,7 +252,7 @@ class Negotiator:
         if slot < 0:
             return response
         response = msgspec.structs.replace(response, slot=slot)
-        gone = self._cache.store(response, self._sequence)
+        gone = self._cache.store(response)
         if gone is not None:
             self._replaced.append(_Former(self._sequence, slot, gone, self._sites[slot]))
             self._slots_of[gone.members] &= ~(1 << slot)
@@ -311,6 +311,24 @@ class Negotiator:
             self._replaced.popleft()
 
 
+def _shape(request: Request) -> str:
+    """The dimensions that must be equal: all but the first for an allgather."""
+    if request.kind is Kind.ALLGATHER:
+        return f"({', '.join(['any', *map(str, request.shape[1:])])})"
+    return str(request.shape)
+
+
+_ATTRIBUTES: dict[str, Callable[[Request], str]] = {
+    "operation": lambda request: request.kind.name.lower(),
+    "dtype": lambda request: request.dtype,
+    "shape": _shape,
+    "reduction": lambda request: request.op.name.lower(),
+    "scale factors": lambda request: f"prescale {request.prescale!r}, postscale {request.postscale!r}",
+    "root rank": lambda request: str(request.root),
+}
+"""What all ranks must share, in the order in which it is compared."""
+
+
 def verdict(by_rank: Mapping[int, Announcement]) -> Response:
     """Compares what all members have announced under one name.
 
@@ -323,27 +341,13 @@ def verdict(by_rank: Mapping[int, Announcement]) -> Response:
     ranks = sorted(by_rank)
     first = by_rank[ranks[0]].request
     requests = [by_rank[rank].request for rank in ranks]
-    for attribute in ("operation", "dtype", "shape", "reduction", "scale factors", "root rank"):
-        values = [_value(request, attribute) for request in requests]
+    for attribute, show in _ATTRIBUTES.items():
+        values = [show(request) for request in requests]
         if any(value != values[0] for value in values):
             error = MismatchError(first.name, attribute, _by_value(by_rank, ranks, values))
             return Response(first, error=str(error), attribute=attribute, recipients=tuple(ranks))
     sizes = tuple(request.shape[0] for request in requests) if first.kind is Kind.ALLGATHER else ()
     return Response(first, sizes=sizes)
-
-
-def _value(request: Request, attribute: str) -> str:
-    """Shows the part of a request that all ranks must share."""
-    gathered = request.kind is Kind.ALLGATHER
-    parts = {
-        "operation": request.kind.name.lower(),
-        "dtype": request.dtype,
-        "shape": f"({', '.join(['any', *map(str, request.shape[1:])])})" if gathered else str(request.shape),
-        "reduction": request.op.name.lower(),
-        "scale factors": f"prescale {request.prescale!r}, postscale {request.postscale!r}",
-        "root rank": str(request.root),
-    }
-    return parts[attribute]
 
 
 def _by_value(

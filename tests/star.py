@@ -101,7 +101,6 @@ class Star:
                 entry.finish(entry.array)
         self.flying[rank].clear()
 
-
     def each(self, step: Callable[[int], Any]) -> None:
         """Does something on every rank."""
         for rank in self.ranks:

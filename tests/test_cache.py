@@ -11,18 +11,18 @@ from coordd.messages import Kind, Request, Response
 from tests.star import allreduce
 
 
-def answered(cache: ResponseCache, request: Request, sequence: int = 1, *, pinned: int = 0) -> int:
+def answered(cache: ResponseCache, request: Request, *, pinned: int = 0) -> int:
     """Has a plan answer a request, as the coordinator does."""
     slot = cache.place(request, pinned=pinned)
     if slot >= 0:
-        cache.store(Response(request, slot=slot), sequence)
+        cache.store(Response(request, slot=slot))
     return slot
 
 
 def filled(capacity: int) -> ResponseCache:
     cache = ResponseCache(capacity)
     for number in range(capacity):
-        assert answered(cache, allreduce(f"w{number}"), number + 1) == number
+        assert answered(cache, allreduce(f"w{number}")) == number
     return cache
 
 
@@ -43,30 +43,30 @@ def test_only_an_equal_request_is_a_hit():
 
 def test_a_changed_tensor_keeps_its_slot():
     cache = filled(2)
-    assert answered(cache, allreduce("w0", 5), 3) == 0
+    assert answered(cache, allreduce("w0", 5)) == 0
     assert cache.slot(allreduce("w0", 5)) == 0
     assert cache.slot(allreduce("w0")) == -1
 
 
 def test_the_slot_that_was_used_longest_ago_is_reused():
     cache = filled(3)
-    cache.touch([0], 4)
-    assert answered(cache, allreduce("new"), 5) == 1
-    assert answered(cache, allreduce("newer"), 6) == 2
-    assert answered(cache, allreduce("newest"), 7) == 0
+    cache.touch([0])
+    assert answered(cache, allreduce("new")) == 1
+    assert answered(cache, allreduce("newer")) == 2
+    assert answered(cache, allreduce("newest")) == 0
     assert cache.slot_of("w1") == -1
 
 
 def test_who_had_to_go_is_returned():
     cache = filled(1)
-    assert cache.store(Response(allreduce("new"), slot=0), 2) == allreduce("w0")
-    assert cache.store(Response(allreduce("new", 3), slot=0), 3) == allreduce("new")
+    assert cache.store(Response(allreduce("new"), slot=0)) == allreduce("w0")
+    assert cache.store(Response(allreduce("new", 3), slot=0)) == allreduce("new")
 
 
 @pytest.mark.parametrize("request_", [allreduce("w0", 5), allreduce("new")])
 def test_a_slot_with_announced_bits_stays_as_it_is(request_):
     cache = filled(1)
-    assert answered(cache, request_, 2, pinned=0b1) == -1
+    assert answered(cache, request_, pinned=0b1) == -1
     assert cache.slot(allreduce("w0")) == 0
 
 
@@ -96,7 +96,7 @@ def test_a_new_tensor_has_no_site_yet_even_if_it_is_the_unknown_one():
     cache = filled(1)
     cache.adopt(0, allreduce("w0"), None)
     assert cache.site(0) is None
-    answered(cache, allreduce("w0", 5), 2)
+    answered(cache, allreduce("w0", 5))
     assert cache.site(0) is not None
 
 
@@ -115,17 +115,16 @@ def test_what_follows_the_same_plans_holds_the_same(capacity, plans):
     """One cache chooses, the other only follows; the model is a dictionary."""
     chooses, follows = ResponseCache(capacity), ResponseCache(capacity)
     model: dict[int, Request] = {}
-    for sequence, (name, length, used, pinned) in enumerate(plans, 1):
+    for name, length, used, pinned in plans:
         touched = [slot for slot in range(len(chooses)) if used >> slot & 1]
         request = allreduce(name, length)
-        chooses.touch(touched, sequence)
-        follows.touch(touched, sequence)
+        chooses.touch(touched)
         slot = chooses.place(request, pinned=pinned)
         if slot < 0:
             continue
         assert not (slot in model and pinned >> slot & 1)
         response = Response(request, slot=slot)
-        assert chooses.store(response, sequence) == follows.store(response, sequence) == model.get(slot)
+        assert chooses.store(response) == follows.store(response) == model.get(slot)
         model[slot] = request
     for cache in (chooses, follows):
         assert [cache.request(slot) for slot in range(len(cache))] == [model[slot] for slot in sorted(model)]

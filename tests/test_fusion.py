@@ -82,7 +82,9 @@ def test_a_bucket_ends_only_because_the_next_would_not_have_fitted(plan, limit):
 
 @given(plans, limits)
 def test_every_rank_finds_the_same(plan, limit):
-    copies = [Response(Request(**{name: getattr(r.request, name) for name in r.request.__struct_fields__})) for r in plan]
+    copies = [
+        Response(Request(**{name: getattr(r.request, name) for name in r.request.__struct_fields__})) for r in plan
+    ]
     assert buckets(copies, fusion_bytes=limit) == buckets(plan, fusion_bytes=limit)
 
 

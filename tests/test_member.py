@@ -178,22 +178,3 @@ def test_a_sign_of_life_tells_only_what_was_seen():
         member.follow(Plan(sequence))
     assert member.announce([]) == Report(256)
     assert member.announce([]) is None
-
-
-@pytest.mark.parametrize("capacity", [0, 1, 2, 64])
-def test_the_tables_stay_small(capacity):
-    """A thousand steps with names that come and go, of which rank 2 takes part in few."""
-    star = Star(3, cache=capacity)
-    for step in range(1000):
-        requests = [allreduce(f"w{step % 7}", step % 3), allreduce(f"once{step}", transient=True)]
-        requests += [allreduce(f"pair{step}", members=(0, 1)), allreduce("w", members=(0, 1) if step % 2 else (1, 2))]
-        handles = everywhere(star, *(requests if step % 300 == 0 else requests[2:]))
-        star.settle()
-        assert {outcome(handle) for group in handles for handle in group} == {"done"}
-    mind = star.coordinator._negotiator
-    assert not (mind._table or mind._complete or mind._refused or mind._poisoned or any(mind._announced))
-    assert len(mind._replaced) <= 4 * 257
-    assert len(mind._sites) <= capacity
-    assert len(mind._slots_of) <= 3
-    for member in star.members:
-        assert (len(member.table), len(member._cache)) == (0, min(capacity, len(mind._cache)))

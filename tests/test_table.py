@@ -25,7 +25,7 @@ def knowing(*requests: Request, line: int | None = 1) -> ResponseCache:
     """A cache in which this rank has its own tensors in slots 0, 1, …"""
     cache = ResponseCache(8)
     for slot, request in enumerate(requests):
-        cache.store(Response(request, slot=slot), 1)
+        cache.store(Response(request, slot=slot))
         cache.adopt(slot, request, None if line is None else (SCRIPT, line))
     return cache
 

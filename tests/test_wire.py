@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
 from hypothesis import example, given, settings
@@ -105,10 +107,8 @@ def test_damaged_messages_are_refused_or_are_other_messages(message, data):
     sent[data.draw(st.integers(0, len(sent) - 1))] ^= data.draw(st.integers(1, 255))
     cut = data.draw(st.integers(0, len(sent)))
     for damaged in (bytes(sent), bytes(sent[:cut]), bytes(sent) + b"\x00"):
-        try:
+        with contextlib.suppress(WireError):
             assert isinstance(decode(damaged), Message)
-        except WireError as error:
-            assert str(error)
 
 
 @pytest.mark.parametrize(

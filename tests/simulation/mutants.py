@@ -7,7 +7,6 @@ from collections.abc import Callable
 import msgspec
 
 from coordd import fusion, member, negotiation
-from coordd.cache import ResponseCache
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
 from coordd.member import Member
@@ -46,8 +45,7 @@ def forgets_it_as_soon_as_one_rank_knows(monkeypatch):
 
 @mutant
 def gives_away_slots_with_announced_bits(monkeypatch):
-    place = ResponseCache.place
-    monkeypatch.setattr(ResponseCache, "place", lambda self, request, *, pinned=0: place(self, request))
+    monkeypatch.setattr(Negotiator, "_announced_by_any", lambda self: 0)
 
 
 @mutant
@@ -141,6 +139,20 @@ def caches_only_what_concerns_this_rank(monkeypatch):
 
 
 @mutant
+def evicts_another_slot_on_rank_1(monkeypatch):
+    follow = Member.follow
+
+    def shift(response):
+        return response if response.slot < 1 else msgspec.structs.replace(response, slot=response.slot - 1)
+
+    def wrong(self, plan):
+        responses = tuple(map(shift, plan.responses)) if self.rank == 1 else plan.responses
+        return follow(self, msgspec.structs.replace(plan, responses=responses))
+
+    monkeypatch.setattr(Member, "follow", wrong)
+
+
+@mutant
 def numbers_only_its_own_buckets(monkeypatch):
     buckets = member.buckets
 
@@ -185,17 +197,6 @@ def compares_only_names(monkeypatch):
         return negotiation.Response(first, sizes=tuple(by_rank[r].request.shape[0] for r in ranks) if gathered else ())
 
     monkeypatch.setattr(negotiation, "verdict", credulous)
-
-
-@mutant
-def does_not_note_which_slots_a_plan_used(monkeypatch):
-    touch = ResponseCache.touch
-
-    def forgetful(self, slots, sequence):
-        if not isinstance(slots, list):  # the coordinator's are an iterator
-            touch(self, slots, sequence)
-
-    monkeypatch.setattr(ResponseCache, "touch", forgetful)
 
 
 @mutant

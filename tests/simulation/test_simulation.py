@@ -36,9 +36,15 @@ def test_the_invariants_hold(first):
 @pytest.mark.parametrize("plant", MUTANTS.values(), ids=MUTANTS.keys())
 def test_a_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
-    with pytest.raises(Violation):
-        for seed in range(ENOUGH):
-            simulate(seed)
+    assert any(map(fails, range(ENOUGH)))
+
+
+def fails(seed: int) -> bool:
+    try:
+        simulate(seed)
+    except Violation:
+        return True
+    return False
 
 
 def test_the_same_seed_gives_the_same_run():

@@ -11,7 +11,7 @@ from coordd_tools.sim.ledger import demand
 
 __all__ = ["Caches", "leftovers"]
 
-Content = tuple[tuple[Request, ...], tuple[int, ...]]
+Content = tuple[Request, ...]
 
 
 class Caches:
@@ -31,7 +31,7 @@ class Caches:
 
 
 def _content(cache: ResponseCache) -> Content:
-    return tuple(cache._requests), tuple(cache._used)
+    return tuple(cache._requests)
 
 
 def leftovers(coordinator: Coordinator) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from coordd.member import Bucket
@@ -61,7 +62,7 @@ class Exchange:
                 landed(bucket)
 
         for rank in meeting:
-            self._agenda.after(self._rng.expovariate(1 / _MEAN), lambda rank=rank: arrive(rank))
+            self._agenda.after(self._rng.expovariate(1 / _MEAN), partial(arrive, rank))
 
     def _inspect(self, bucket: Bucket, made: list[Submission]) -> None:
         """What is fused must be alike, and no more than allowed."""
@@ -71,7 +72,8 @@ class Exchange:
             own = one.part.request
             found = (own.kind, own.dtype, own.op, own.prescale, own.postscale, own.members)
             demand(found == alike, f"bucket {bucket.sequence} mixes {found} with {alike}")
-        sizes = tuple(part.request.shape[0] for part in made[0].turn.parts.values()) if first.kind is Kind.ALLGATHER else ()
+        parts = made[0].turn.parts.values() if first.kind is Kind.ALLGATHER else ()
+        sizes = tuple(part.request.shape[0] for part in parts)
         demand(bucket.sizes == sizes, f"bucket {bucket.sequence} has the first dimensions {bucket.sizes}, not {sizes}")
         filled = sum(_bytes(one) for one in made)
         demand(len(made) == 1 or filled <= self._fusion_bytes, f"bucket {bucket.sequence} has {filled} bytes")

@@ -24,7 +24,7 @@ _SCRIPT = compile("", "train.py", "exec")
 _ARRAY = np.empty(0)
 
 
-class Violation(AssertionError):
+class Violation(AssertionError):  # noqa: N818 - not an error of the program, but what it has found
     """Something that must never happen."""
 
 
@@ -90,8 +90,8 @@ class Ledger:
 
     def report(self, rank: int, entries: Iterable[Entry]) -> None:
         """Notes what a report of this rank holds."""
-        told = [entry.handle for entry in entries if not entry.handle.poll()]
-        self._reported[rank].append([made for made in told if isinstance(made, Submission)])
+        told = [entry.handle for entry in entries]
+        self._reported[rank].append([made for made in told if isinstance(made, Submission) and not made.poll()])
 
     def hear(self, rank: int) -> None:
         """Notes that the coordinator has heard the next report of a rank."""

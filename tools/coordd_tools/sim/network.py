@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from coordd.control.protocol import LOST, Lost
@@ -49,7 +50,7 @@ class Network:
         self.carried += 1
         data = encode(message)
         time = self._arrival(link)
-        self._agenda.at(time, lambda: self._arrive(link, time, decode(data)))
+        self._agenda.at(time, partial(self._arrive, link, time, decode(data)))
 
     def close(self, rank: int, *, size: int, crashed: bool) -> None:
         """Closes all links of a rank: after a crash, part of what was under way is lost."""
@@ -60,7 +61,7 @@ class Network:
                 continue
             last = self._arrival(link)
             self._cut[link] = self._rng.uniform(self._agenda.now, last) if crashed else last
-            self._agenda.at(last, lambda link=link, last=last: self._arrive(link, last, LOST))
+            self._agenda.at(last, partial(self._arrive, link, last, LOST))
 
     def _arrival(self, link: Link) -> float:
         mean = _SPIKE if self._rng.random() < self._spikes else _USUAL

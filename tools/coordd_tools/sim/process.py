@@ -8,7 +8,19 @@ from collections.abc import Callable, Iterator
 from coordd.control.protocol import Lost
 from coordd.errors import PeerError
 from coordd.member import Bucket, Member
-from coordd.messages import Abort, Account, Failure, Goodbye, Hello, Inquiry, Message, Overdue, Plan, StallReport, Welcome
+from coordd.messages import (
+    Abort,
+    Account,
+    Failure,
+    Goodbye,
+    Hello,
+    Inquiry,
+    Message,
+    Overdue,
+    Plan,
+    StallReport,
+    Welcome,
+)
 from coordd.stall import StallWatch, tell
 from coordd.table import Entry
 from coordd_tools.sim.hub import Hub
@@ -95,12 +107,13 @@ class Process:
 
     # What the program asks for.
 
-    def submit(self, turn: Round, *, duplicate: bool = False) -> Submission | None:
-        """Submits this rank's part of a round; None if the job has failed."""
-        if self.failure is not None:
-            return None
+    def submit(self, turn: Round, *, duplicate: bool = False) -> Submission:
+        """Submits this rank's part of a round; fails it at once if the job has failed."""
         made = self._setting.ledger.submit(self.rank, turn, duplicate=duplicate)
         made.submitted = self._setting.agenda.now
+        if self.failure is not None:
+            made.fail(_peer_error(self.failure))
+            return made
         self._inbox.append(made.entry)
         self._wake(self._setting.rng.uniform(0, _WINDOW))
         return made

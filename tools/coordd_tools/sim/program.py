@@ -23,8 +23,8 @@ class Worker(Protocol):
 
     rank: int
 
-    def submit(self, turn: Round, *, duplicate: bool = False) -> Submission | None:
-        """Submits this rank's part of a round; None if the job has failed."""
+    def submit(self, turn: Round, *, duplicate: bool = False) -> Submission:
+        """Submits this rank's part of a round; fails it at once if the job has failed."""
         ...
 
     def busy(self, name: str) -> bool:
@@ -38,31 +38,33 @@ class Worker(Protocol):
 
 def program(worker: Worker, setting: Setting) -> Iterator[Pause]:
     """Runs the script of one rank, as a generator of its pauses."""
-    rng, swarm, script = setting.rng, setting.swarm, setting.script
-    last_step, last_round = script.leavers.get(worker.rank, (len(script.steps), 0))
-    pause = 1 / (_BURST if swarm.burst else _COMPUTE)
+    orders = [order[worker.rank] for order in setting.script.orders]
+    last_step, last_round = setting.script.leavers.get(worker.rank, (len(orders), 0))
     mine: dict[str, Submission] = {}
-    for number, order in enumerate(script.orders):
-        rounds = order[worker.rank] if number < last_step else order[worker.rank][:last_round]
-        for turn in rounds:
-            yield rng.expovariate(pause)
-            if swarm.stall and rng.random() < _STALLED:
-                yield rng.expovariate(1 / _STALL)
-            if turn.name in mine:
-                yield [mine[turn.name]]
-            made = worker.submit(turn)
-            if made is None:
-                return
-            mine[turn.name] = made
-            if swarm.duplicates and rng.random() < _DUPLICATED:
-                yield from _duplicate(worker, turn, setting)
-        if number == last_step:
-            break
-        if not swarm.overlap:
+    for order in orders[:last_step]:
+        yield from _step(worker, setting, order, mine)
+        if not setting.swarm.overlap:
             yield [*mine.values()]
+    for order in orders[last_step : last_step + 1]:
+        yield from _step(worker, setting, order[:last_round], mine)
     if not last_round:  # who leaves in the middle of a step does not wait: others might, for what he has not submitted
         yield [*mine.values()]
     worker.say_goodbye()
+
+
+def _step(worker: Worker, setting: Setting, order: tuple[Round, ...], mine: dict[str, Submission]) -> Iterator[Pause]:
+    """Submits one step's tensors."""
+    rng, swarm = setting.rng, setting.swarm
+    pause = 1 / (_BURST if swarm.burst else _COMPUTE)
+    for turn in order:
+        yield rng.expovariate(pause)
+        if swarm.stall and rng.random() < _STALLED:
+            yield rng.expovariate(1 / _STALL)
+        if turn.name in mine:
+            yield [mine[turn.name]]
+        mine[turn.name] = worker.submit(turn)
+        if swarm.duplicates and rng.random() < _DUPLICATED:
+            yield from _duplicate(worker, turn, setting)
 
 
 def _duplicate(worker: Worker, turn: Round, setting: Setting) -> Iterator[Pause]:

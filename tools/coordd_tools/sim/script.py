@@ -51,7 +51,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Script:
-    """All steps, the order in which each rank submits, and the ranks that leave early: in which step, after how many."""
+    """All steps, the order in which each rank submits, and who leaves early: in which step, after how many rounds."""
 
     steps: tuple[tuple[Round, ...], ...]
     orders: tuple[tuple[tuple[Round, ...], ...], ...]
@@ -92,9 +92,7 @@ class _Author:
         self._tensors = [self._tensor(f"t{index}") for index in range(rng.randint(1, 8))]
         if swarm.shared_names:
             self._tensors += [
-                msgspec.structs.replace(tensor, members=self._members())
-                for tensor in self._tensors
-                if rng.random() < 0.5  # noqa: PLR2004 - a coin
+                msgspec.structs.replace(tensor, members=self._members()) for tensor in self._tensors if rng.randrange(2)
             ]
 
     def write(self, steps: int) -> Script:
@@ -111,12 +109,10 @@ class _Author:
             if self._rng.random() < _SKIPPED:
                 continue
             if self._swarm.reshape and self._rng.random() < _RESHAPED:
-                self._tensors[index] = tensor = msgspec.structs.replace(tensor, shape=self._shape(tensor.kind))
-            found.append(self._round(tensor))
-        if self._swarm.transients:
-            for _ in range(self._rng.randint(0, 2)):
-                found.append(self._round(self._tensor(f"noname.{self._number}", transient=True)))
-        return found
+                self._tensors[index] = msgspec.structs.replace(tensor, shape=self._shape(tensor.kind))
+            found.append(self._round(self._tensors[index]))
+        once = self._rng.randint(0, 2) if self._swarm.transients else 0
+        return found + [self._round(self._tensor(f"noname.{self._number}", transient=True)) for _ in range(once)]
 
     def _order(self, step: tuple[Round, ...], rank: int) -> tuple[Round, ...]:
         """A rank's own order."""

@@ -1,0 +1,104 @@
+"""Why a process ends, as seen by real interpreters that end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from coordd.exits import ExitWatch
+
+PRELUDE = """
+import atexit, sys, threading
+from coordd.exits import ExitWatch
+watch = ExitWatch(lambda reason, trace, error: print("told:", reason, "|", trace.splitlines()[-1].strip(), "|", error))
+atexit.register(watch.verdict)
+"""
+
+ENDS = {
+    "an uncaught exception": ("raise KeyError('lost')", 1, "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'"),
+    "sys.exit(3)": ("sys.exit(3)", 3, "told: called sys.exit(3), exit code 3 | sys.exit(3) | None"),
+    "sys.exit with a text": ("sys.exit('why')", 1, "told: called sys.exit('why'), exit code 1 | sys.exit('why') | None"),
+    "sys.exit deep inside": (
+        "def main():\n    try:\n        sys.exit(4)\n    finally:\n        sum([1])\nmain()",
+        4,
+        "told: called sys.exit(4), exit code 4 | sys.exit(4) | None",
+    ),
+    "sys.exit by name": ("from sys import exit as leave\nleave(5)", 5, "told: called sys.exit(5), exit code 5 | "),
+    "sys.exit while handling": (
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    sys.exit(6)",
+        6,
+        "told: called sys.exit(6), exit code 6 | sys.exit(6) | None",
+    ),
+    "Ctrl-C": ("raise KeyboardInterrupt", None, "told: failed: KeyboardInterrupt | KeyboardInterrupt | "),
+}
+
+QUIET = {
+    "the end": ("", 0),
+    "sys.exit()": ("sys.exit()", 0),
+    "sys.exit(0)": ("sys.exit(0)", 0),
+    "sys.exit(False)": ("sys.exit(False)", 0),
+    "a caught exit": ("try:\n    sys.exit(3)\nexcept SystemExit as error:\n    assert error.code == 3", 0),
+    "a kept exit": ("try:\n    sys.exit(3)\nexcept SystemExit as error:\n    kept = error", 0),
+    "an exit of a thread": ("thread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()", 0),
+    "an error of a thread": ("thread = threading.Thread(target=int, args=('x',)); thread.start(); thread.join()", 0),
+    "after restore": ("watch.restore()\nsys.exit(3)", 3),
+}
+
+
+def run(script: str) -> tuple[int, str]:
+    text = PRELUDE + textwrap.dedent(script)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_failing_ends_are_told_and_keep_their_exit_code(end, tmp_path):
+    script, code, told = ENDS[end]
+    file = tmp_path / "script.py"
+    file.write_text(PRELUDE + script)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60, check=False)
+    assert code in {done.returncode, None}, done.stderr  # after Ctrl-C it depends on the version of Python
+    assert done.stdout.startswith(told)
+
+
+@pytest.mark.parametrize("end", QUIET)
+def test_other_ends_are_nobodys_business(end):
+    script, code = QUIET[end]
+    assert run(script) == (code, "")
+
+
+def test_an_error_with_a_huge_text_is_told_in_part(monkeypatch):
+    told = []
+    watch = ExitWatch(lambda *story: told.append(story))
+    try:
+        monkeypatch.setattr(watch, "_excepthook", lambda *_: None)
+        error = ValueError("x" * 50_000_000)
+        sys.excepthook(ValueError, error, None)
+    finally:
+        watch.restore()
+    ((reason, text, found),) = told
+    assert reason.startswith("failed: ValueError: xxx")
+    assert len(reason) + len(text) < 100_000
+    assert found is error
+
+
+def test_hooks_of_others_are_called_and_kept():
+    called = []
+    hook, leave = sys.excepthook, sys.exit
+    try:
+        sys.excepthook = lambda *story: called.append(story)
+        mine = sys.excepthook
+        watch = ExitWatch(lambda *_: None)
+        sys.excepthook(ValueError, ValueError("x"), None)
+        watch.restore()
+        assert (sys.excepthook, sys.exit) == (mine, leave)
+        assert len(called) == 1
+        watch = ExitWatch(lambda *_: None)
+        sys.excepthook = other = lambda *_: None
+        watch.restore()
+        assert sys.excepthook is other
+    finally:
+        sys.excepthook, sys.exit = hook, leave
