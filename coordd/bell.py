@@ -45,16 +45,21 @@ class Bell:
 
     def sleep(self, seconds: float | None) -> None:
         """Sleeps until rung, until a watched descriptor is readable, or for ``seconds``; None is without limit."""
-        if not self._rung:
-            if seconds is not None and seconds < _SHORT and max(self._watched) < _SELECT_LIMIT:
-                select.select(self._watched, (), (), seconds)  # poll() rounds up to whole milliseconds
-            else:
-                self._poll.poll(None if seconds is None else seconds * 1e3)
-        if self._rung:
+        if self._rung or self._wait(seconds):
             # Cleared before draining: a ring in between leaves the flag set, and the next sleep ends at once.
             self._rung = False
             with contextlib.suppress(BlockingIOError):
                 os.read(self._read, 64)
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Waits for the descriptors; says whether it was the bell.
+
+        That has to be asked even if the flag says no: a ring whose flag was seen already may write only now.
+        """
+        if seconds is not None and seconds < _SHORT and max(self._watched) < _SELECT_LIMIT:
+            return self._read in select.select(self._watched, (), (), seconds)[0]  # poll() rounds up to milliseconds
+        ready = self._poll.poll(None if seconds is None else seconds * 1e3)
+        return any(descriptor == self._read for descriptor, _ in ready)
 
     def close(self) -> None:
         """Says that nobody sleeps any more; the descriptors are freed with the last reference."""

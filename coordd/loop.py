@@ -24,7 +24,7 @@ from coordd.lookout import Lookout
 from coordd.mailbox import Letter, Mailbox
 from coordd.member import Member
 from coordd.messages import Abort, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Welcome
-from coordd.patience import Patience
+from coordd.patience import Patience, nap_precisely
 from coordd.rendezvous import Link, Rendezvous
 from coordd.status import Status, peer_error
 from coordd.table import Entry
@@ -70,6 +70,7 @@ class Loop:
     def run(self) -> None:
         """Runs until all ranks have left, the job has failed and nobody is waited for, or it is told to stop."""
         try:
+            nap_precisely()
             self._connect()
             while not self._status.stopping:
                 self._cycle()
@@ -290,7 +291,7 @@ class Loop:
         elif self._awaited and self._patience.short:
             self._patience.spin()
         elif self._flights or self._mailbox:
-            self._patience.doze(self._bell)
+            self._patience.doze(self._bell, awaited=self._awaited)
         elif not self._control.ready():
             self._inbox.sleep(self._deadline())
 

@@ -12,7 +12,6 @@ import traceback
 import numpy as np
 import pytest
 
-import coordd
 from coordd import api
 from coordd.config import Config
 from coordd.daemon import Daemon
@@ -103,7 +102,9 @@ def test_a_callback_may_submit(ranks):
             if len(numbers) == 50:
                 ended.set()
                 return
-            ops.allreduce(np.full(1, len(numbers)), name=f"chain{len(numbers)}", op=ReduceOp.SUM).add_done_callback(again)
+            ops.allreduce(np.full(1, len(numbers)), name=f"chain{len(numbers)}", op=ReduceOp.SUM).add_done_callback(
+                again
+            )
 
         ops.allreduce(np.zeros(1, int), name="chain0", op=ReduceOp.SUM).add_done_callback(again)
         assert ended.wait(WAIT)
@@ -240,7 +241,9 @@ def test_ranks_that_do_not_fit_together_do_not_start(settings, text):
 
 
 def test_settings_that_concern_one_rank_may_differ():
-    daemons = [Daemon(Config(log_level=level), way) for level, way in zip(("info", "error"), local_world(2), strict=True)]
+    daemons = [
+        Daemon(Config(log_level=level), way) for level, way in zip(("info", "error"), local_world(2), strict=True)
+    ]
     ranks = LocalRanks(daemons)
     ranks.start()
     ranks.stop()
@@ -355,19 +358,21 @@ def fast_switches():
 
 def test_every_operation_ends_whenever_the_others_leave(fast_switches):
     """Submissions race with a rank that leaves: each is done, failed or refused, and none is forgotten."""
+
+    def body(rank):
+        handles = []
+
+        def go_on():
+            for number in range(100_000):
+                handles.append(start(str(number)))
+                if handles[0].poll():
+                    handles[0].result()
+
+        if rank == 0:
+            with pytest.raises((ShutdownError, NotInitializedError)):
+                go_on()
+        left = api.operations().daemon.stop()
+        return left and all(handle.wait(WAIT) for handle in handles)
+
     for _ in range(10):
-        with local_ranks(2) as ranks:
-
-            def body(rank, ranks=ranks):
-                if rank == 1:
-                    return ranks.daemons[1].stop()
-                handles = []
-                with pytest.raises((ShutdownError, NotInitializedError)):
-                    for number in range(100_000):
-                        handles.append(coordd.api.operations().allreduce(np.ones(1), name=str(number)))
-                        if handles[0].poll():
-                            handles[0].result()
-                assert all(handle.wait(WAIT) for handle in handles)
-                return ranks.daemons[0].stop()
-
-            ranks.each(body)
+        assert each_rank(2, body) == [True, True]

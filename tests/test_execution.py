@@ -54,7 +54,9 @@ def sequential(count: int, shapes: list[tuple[int, ...]], op: ReduceOp) -> list[
     st.sampled_from([4, 64, 1024]),
     st.sampled_from([0.0, 1.0]),
 )
-def test_results_are_bitwise_the_sequential_ones_however_tensors_are_fused(count, shapes, fusion_mb, chunk_kb, cycle_ms):
+def test_results_are_bitwise_the_sequential_ones_however_tensors_are_fused(
+    count, shapes, fusion_mb, chunk_kb, cycle_ms
+):
     wanted = sequential(count, shapes, ReduceOp.AVERAGE)
     options = {"fusion_mb": fusion_mb, "chunk_kb": chunk_kb, "cycle_ms": cycle_ms}
     for found in reduced(count, shapes, ReduceOp.AVERAGE, **options):

@@ -18,9 +18,17 @@ atexit.register(watch.verdict)
 """
 
 ENDS = {
-    "an uncaught exception": ("raise KeyError('lost')", 1, "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'"),
+    "an uncaught exception": (
+        "raise KeyError('lost')",
+        1,
+        "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'",
+    ),
     "sys.exit(3)": ("sys.exit(3)", 3, "told: called sys.exit(3), exit code 3 | sys.exit(3) | None"),
-    "sys.exit with a text": ("sys.exit('why')", 1, "told: called sys.exit('why'), exit code 1 | sys.exit('why') | None"),
+    "sys.exit with a text": (
+        "sys.exit('why')",
+        1,
+        "told: called sys.exit('why'), exit code 1 | sys.exit('why') | None",
+    ),
     "sys.exit deep inside": (
         "def main():\n    try:\n        sys.exit(4)\n    finally:\n        sum([1])\nmain()",
         4,

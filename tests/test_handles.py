@@ -50,7 +50,7 @@ def test_poll_and_wait_tell_whether_it_is_done():
 
 
 def test_a_result_that_does_not_come_in_time_says_so():
-    with pytest.raises(TimeoutError, match="'x' is still in flight after 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"'x' is still in flight after 0\.01 s"):
         Handle("x").result(0.01)
 
 
@@ -135,7 +135,7 @@ def test_wait_all_waits_for_all_and_raises_the_first_error():
 
 def test_the_call_site_is_the_innermost_line_outside_coordd_and_torch():
     place: dict = {"__name__": "coordd_torch.operations", "find": call_site, "frame": sys._getframe}
-    exec("def inner():\n    return find(frame(0))", place)
+    exec("def inner():\n    return find(frame(0))", place)  # noqa: S102 - in a module of that name
     code, line = place["inner"]()
     assert (code.co_name, line) == (
         "test_the_call_site_is_the_innermost_line_outside_coordd_and_torch",

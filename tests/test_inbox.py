@@ -91,12 +91,13 @@ def test_sleep_does_not_begin_where_somebody_waits(bell):
 def test_nothing_is_lost_and_no_sleep_is_missed(bell, hurry):
     """Every writer goes on only after its item was taken: one missed wake-up would be a hang."""
     inbox = Inbox(bell, window=0.0)
+    expected = [(number, count) for number in range(4) for count in range(200)]
     taken = []
 
     def write(number: int) -> None:
-        for count in range(200):
+        for item in expected[number * 200 : (number + 1) * 200]:
             done = threading.Event()
-            inbox.put((number, count, done))
+            inbox.put((item, done))
             if hurry:
                 inbox.hurry()
             assert done.wait(DEADLINE)
@@ -104,12 +105,20 @@ def test_nothing_is_lost_and_no_sleep_is_missed(bell, hurry):
     writers = [threading.Thread(target=write, args=(number,), daemon=True) for number in range(4)]
     for writer in writers:
         writer.start()
-    while len(taken) < 800:
-        for number, count, done in inbox.take():
-            taken.append((number, count))
+    while len(taken) < len(expected):
+        inbox.sleep(DEADLINE)
+        for item, done in inbox.take():
+            taken.append(item)
             done.set()
-        if len(taken) < 800:
-            inbox.sleep(DEADLINE)
-    for writer in writers:
-        writer.join(DEADLINE)
-    assert sorted(taken) == [(number, count) for number in range(4) for count in range(200)]
+    assert sorted(taken) == expected
+
+
+def test_items_of_enough_weight_end_the_window_and_wake_the_reader(bell):
+    inbox = Inbox(bell, window=LONG, limit=100)
+    inbox.put("light", 60)
+    assert inbox.take() == []
+    inbox.put("heavy", 40)
+    inbox.sleep(None)
+    assert inbox.take() == ["light", "heavy"]
+    inbox.put("light again", 60)
+    assert inbox.take() == []

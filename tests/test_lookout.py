@@ -77,7 +77,7 @@ def test_sends_and_receives_are_told_with_their_peers(log):
 
 
 def test_a_rank_that_does_not_answer_is_told(log, monkeypatch):
-    """The coordinator's question gets lost on its way to rank 1: a process that is stopped would not answer it, either."""
+    """Its answer gets lost here; a process that is stopped would give none, either."""
     send = MemoryControl.send
 
     def lossy(control, rank, message):

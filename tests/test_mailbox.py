@@ -93,27 +93,21 @@ def test_any_messages_in_any_order_of_starts_reach_whom_they_are_for(letters, se
     """Within one source, destination and name the order counts; across them every rank starts as it likes."""
     values = [np.full(shape, number % 2).astype(dtype) for number, (*_, shape, dtype) in enumerate(letters)]
 
+    def begin(rank, number):
+        source, to, name, *_ = letters[number]
+        place = np.empty_like(values[number]) if known else None
+        sent = [(values[number], send(values[number], to, name))] if rank == source else []
+        return sent + ([(values[number], recv(place, source, name))] if rank == to else [])
+
     def body(rank):
-        mine = [number for number, (source, to, *_) in enumerate(letters) if rank in (source, to)]
+        mine = [number for number, (source, to, *_) in enumerate(letters) if rank in {source, to}]
         keys = list(dict.fromkeys(letters[number][:3] for number in mine))
         random.Random(seed + rank).shuffle(keys)
-        handles = []
-        for source, to, name in keys:
-            for number in mine:
-                if letters[number][:3] == (source, to, name):
-                    if rank == source:
-                        handles.append(send(values[number], to, name))
-                    if rank == to:
-                        place = np.empty_like(values[number]) if known else None
-                        handles.append((number, recv(place, source, name)))
-        for handle in handles:
-            if not isinstance(handle, tuple):
-                handle.result(WAIT)
-                continue
-            number, received = handle
-            found = received.result(WAIT)
-            assert (found.dtype, found.shape) == (values[number].dtype, values[number].shape)
-            assert found.tobytes() == values[number].tobytes()
+        mine.sort(key=lambda number: keys.index(letters[number][:3]))
+        for value, handle in [started for number in mine for started in begin(rank, number)]:
+            found = handle.result(WAIT)
+            assert (found.dtype, found.shape) == (value.dtype, value.shape)
+            assert found.tobytes() == value.tobytes()
 
     each_rank(3, body)
 

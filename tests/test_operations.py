@@ -136,7 +136,9 @@ BAD_CALLS = {
     "dtype('>f4') cannot travel": lambda ops: ops.allreduce(np.ones(2, ">f4")),
     "there is no rank 3 in a world of 3": lambda ops: ops.send(np.ones(1), 3, name="x"),
     "there is no rank -1 in a world of 3": lambda ops: ops.recv(None, -1, name="x"),
-    "has ranks that do not exist in a world of 3": lambda ops: ops.allgather(np.ones(1), process_set=ProcessSet([0, 9])),
+    "has ranks that do not exist in a world of 3": lambda ops: ops.allgather(
+        np.ones(1), process_set=ProcessSet([0, 9])
+    ),
 }
 
 
@@ -194,7 +196,9 @@ def test_unnamed_operations_count_for_each_process_set_alone():
     def body(rank):
         ops, array = api.operations(), np.ones(1)
         sets = [global_process_set, ProcessSet([0, 2]), ProcessSet([0, 1]), global_process_set, ProcessSet([0, 2])]
-        return [ops.request(Kind.ALLREDUCE, None, array, which).name for which in sets if rank in (which.ranks or (0, 1, 2))]
+        return [
+            ops.request(Kind.ALLREDUCE, None, array, which).name for which in sets if rank in (which.ranks or (0, 1, 2))
+        ]
 
     names, second, _ = each_rank(3, body)
     assert len(set(names)) == 5

@@ -1,29 +1,29 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
 
-from coordd.patience import Patience
+from coordd.patience import Patience, nap_precisely
 
 
 class Recorder:
-    """A bell that notes what it is asked, and a clock that stands still otherwise."""
+    """A bell that notes how long it is to sleep, and a clock that stands still otherwise."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0
-        self.done: list[str | float] = []
+        self.naps: list[float] = []
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(os, "sched_yield", lambda: self.done.append("yield"))
 
     def sleep(self, seconds: float) -> None:
-        self.done.append(seconds)
+        self.naps.append(seconds)
 
-    def wait(self, patience: Patience, later: float) -> list[str | float]:
-        self.now, self.done = 50.0 + later, []
-        patience.wait(self)
-        return self.done
+    def nap(self, patience: Patience, later: float, *, awaited: bool) -> float:
+        self.now = 50.0 + later
+        patience.doze(self, awaited=awaited)
+        return self.naps[-1]
 
 
 @pytest.fixture
@@ -31,22 +31,41 @@ def recorder(monkeypatch):
     return Recorder(monkeypatch)
 
 
-def test_it_yields_first_then_sleeps_ever_longer(recorder):
+def test_it_stays_awake_only_briefly(recorder):
     patience = Patience()
-    patience.restart()
-    assert recorder.wait(patience, 0.0) == ["yield"]
-    assert patience.short
-    (first,) = recorder.wait(patience, 1e-3)
-    (second,) = recorder.wait(patience, 2e-3)
-    (last,) = recorder.wait(patience, 10.0)
     assert not patience.short
-    assert 0 < first < second < last <= 1e-3
-
-
-def test_what_happens_makes_it_eager_again(recorder):
-    patience = Patience()
-    patience.restart()
-    assert recorder.wait(patience, 10.0) != ["yield"]
     patience.restart()
     assert patience.short
-    assert recorder.wait(patience, 10.0) == ["yield"]
+    recorder.now += 1e-3
+    assert not patience.short
+    patience.restart()
+    assert patience.short
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_naps_grow_up_to_a_limit_and_are_short_again_when_something_happens(recorder, awaited):
+    patience = Patience()
+    patience.restart()
+    naps = [recorder.nap(patience, later, awaited=awaited) for later in (0.0, 1e-3, 2e-3, 10.0, 20.0)]
+    assert 0 < naps[0] < naps[1] < naps[2] < naps[3] == naps[4] <= 1e-3
+    patience.restart()
+    assert recorder.nap(patience, 20.0, awaited=awaited) == naps[0]
+
+
+def test_naps_are_longer_if_nobody_waits(recorder):
+    patience = Patience()
+    patience.restart()
+    assert recorder.nap(patience, 0.0, awaited=True) < recorder.nap(patience, 0.0, awaited=False)
+
+
+def test_staying_awake_lets_others_compute(monkeypatch):
+    yielded = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yielded.append(True))
+    Patience().spin()
+    assert yielded == [True]
+
+
+def test_precise_naps_are_asked_for_where_that_is_possible():
+    thread = threading.Thread(target=nap_precisely)
+    thread.start()
+    thread.join()

@@ -29,7 +29,8 @@ Piece = TypeVar("Piece")
 Steps = Generator[None, None, None]
 """Each ``yield`` says: not yet."""
 
-_WINDOW = 2
+_SLOTS = 8
+_WINDOW_BYTES = 2 << 20
 _PHASES = 2
 _ONE_ROUND_BYTES = 64 << 10
 _UFUNCS: dict[ReduceOp, Callable[..., np.ndarray]] = {
@@ -53,7 +54,7 @@ class Pulse:
 class Group:
     """The members of one operation, on a lane, with tags that no other operation in flight has."""
 
-    tags_per_operation = _WINDOW * _PHASES
+    tags_per_operation = _SLOTS * _PHASES
 
     def __init__(  # noqa: PLR0913 - a record
         self, lane: Lane, members: Sequence[int], rank: int, *, sequence: int, chunk: int, pulse: Pulse
@@ -131,7 +132,8 @@ class Reduction:
         if self._postscale != 1.0:
             np.multiply(total, self._postscale, out=total)
         if total is not out:
-            out[...] = total
+            with np.errstate(over="ignore"):  # what does not fit into sixteen bits is infinite, as in any sum
+                out[...] = total
 
     def _total(self, parts: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
         total = parts[0]
@@ -146,13 +148,15 @@ def allreduce(group: Group, arrays: Sequence[np.ndarray], reduction: Reduction) 
     """Reduces flat contiguous arrays in place; their dtypes are equal, their sizes are equal on all members."""
     return _windowed(
         (piece for array in arrays for piece in _pieces(array, group.chunk)),
+        _size,
         lambda slot, piece: _reduce_piece(group, slot, piece, reduction),
     )
 
 
 def broadcast(group: Group, array: np.ndarray, root: int) -> Steps:
     """Copies the array of the member with index ``root`` into everybody's flat contiguous array of the same size."""
-    return _windowed(_pieces(array, group.chunk), lambda slot, piece: _broadcast_piece(group, slot, piece, root))
+    pieces = _pieces(array, group.chunk)
+    return _windowed(pieces, _size, lambda slot, piece: _broadcast_piece(group, slot, piece, root))
 
 
 def allgather(group: Group, blocks: Sequence[np.ndarray]) -> Steps:
@@ -160,23 +164,33 @@ def allgather(group: Group, blocks: Sequence[np.ndarray]) -> Steps:
     longest = max(block.nbytes for block in blocks)
     rounds = range(0, max(longest, 1), group.chunk)
     cuts = ([_cut(block, start, group.chunk) for block in blocks] for start in rounds)
-    return _windowed(cuts, lambda slot, cut: _spread(group, cut, group.tag(slot, 0)))
+    return _windowed(cuts, lambda cut: sum(map(_size, cut)), lambda slot, cut: _spread(group, cut, group.tag(slot, 0)))
 
 
-def _windowed(pieces: Iterable[Piece], work: Callable[[int, Piece], Steps]) -> Steps:
-    """Works on a few pieces at once, each in its slot, so that the next one travels while one is combined.
+def _size(array: np.ndarray) -> int:
+    return array.nbytes
 
-    A slot is reused in the order of the pieces, so a slot's messages match on all members.
+
+def _windowed(pieces: Iterable[Piece], size: Callable[[Piece], int], work: Callable[[int, Piece], Steps]) -> Steps:
+    """Works on a few pieces at once, each in its slot, so that some travel while others are combined.
+
+    A slot is reused in the order of the pieces, so a slot's messages match on all members. Not more is under way than
+    fits into a core's cache, for what has just arrived is combined soonest there.
     """
     source = enumerate(pieces)
-    running: dict[int, Steps] = {}
+    running: dict[int, tuple[Steps, int]] = {}
+    under_way = 0
     waiting = next(source, None)
     while running or waiting is not None:
-        while waiting is not None and (slot := waiting[0] % _WINDOW) not in running:
-            running[slot] = work(slot, waiting[1])
+        while waiting is not None and (slot := waiting[0] % _SLOTS) not in running:
+            weight = size(waiting[1])
+            if running and under_way + weight > _WINDOW_BYTES:
+                break
+            running[slot] = (work(slot, waiting[1]), weight)
+            under_way += weight
             waiting = next(source, None)
-        for slot in [slot for slot, steps in running.items() if next(steps, _DONE) is _DONE]:
-            del running[slot]
+        for slot in [slot for slot, (steps, _) in running.items() if next(steps, _DONE) is _DONE]:
+            under_way -= running.pop(slot)[1]
         if running:
             yield
 

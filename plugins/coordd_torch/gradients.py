@@ -1,7 +1,7 @@
 """The synchronous forms out of place, which autograd differentiates.
 
-Gradients are Horovod's: those of the mean over the ranks of the loss. Those of a named operation have a name too, so that
-ranks whose backward passes differ hear of it, instead of adding up what does not belong together.
+Gradients are Horovod's: those of the mean over the ranks of the loss. Those of a named operation have a name too, so
+that ranks whose backward passes differ hear of it, instead of adding up what does not belong together.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def test_allreduce_has_the_same_reduction_as_its_gradient(count, op):
         mine = leaf(rank, 2, 3)
         (weights[rank] * cd.allreduce(mine, op=op)).sum().backward()
         grouped = [leaf(rank, 2, 3), leaf(rank, 2, 3)]
-        first, second = cd.grouped_allreduce(grouped, op=op)
-        (weights[rank] * first).sum().backward()  # the second has no part in the loss, on any rank
+        first, _ = cd.grouped_allreduce(grouped, op=op)
+        (weights[rank] * first).sum().backward()  # the other has no part in the loss, on any rank
         assert torch.equal(grouped[0].grad, mine.grad)
         assert not grouped[1].grad.any()
         return mine.grad
@@ -72,7 +72,9 @@ def test_broadcast_gives_the_gradient_to_the_root(count):
         (cd.broadcast(mine, root) ** 2).sum().mul(rank + 1).backward()
         return mine.grad
 
-    wanted = mean_of_losses(count, lambda rank, leaves: (leaves[root] ** 2).sum() * (rank + 1), lambda rank: leaf(rank, 3))
+    wanted = mean_of_losses(
+        count, lambda rank, leaves: (leaves[root] ** 2).sum() * (rank + 1), lambda rank: leaf(rank, 3)
+    )
     for rank, found in enumerate(each_rank(count, body)):
         torch.testing.assert_close(found, wanted[root] if rank == root else torch.zeros(3, dtype=torch.float64))
 
@@ -93,7 +95,7 @@ def test_scale_factors_and_process_sets_hold_in_backward_too():
 
 
 def test_gradients_of_different_operations_are_never_mixed():
-    """The loss of each rank uses another output. The shapes are equal, so without names the sum would be silently wrong."""
+    """The loss of each rank uses another output; as the shapes are equal, the sum would be silently wrong."""
 
     def body(rank):
         leaves = {name: leaf(rank, 3) for name in "ab"}
@@ -110,7 +112,9 @@ def test_operations_without_a_gradient_say_so(op):
     def body(rank):
         mine = leaf(rank, 2)
         found = cd.allreduce(mine, op=op)
-        with pytest.raises(cd.ArgumentError, match=f"{op.name.capitalize()} has no gradient here: reduce tensor.detach()"):
+        with pytest.raises(
+            cd.ArgumentError, match=f"{op.name.capitalize()} has no gradient here: reduce tensor.detach()"
+        ):
             found.sum().backward()
         return cd.allreduce(mine.detach(), op=op).requires_grad
 
@@ -145,7 +149,12 @@ def test_results_without_a_gradient_need_none():
         plain = torch.ones(2)
         return [
             found.requires_grad
-            for found in (cd.allreduce(plain), cd.allgather(plain), cd.broadcast(plain, 0), *cd.grouped_allreduce([plain]))
+            for found in (
+                cd.allreduce(plain),
+                cd.allgather(plain),
+                cd.broadcast(plain, 0),
+                *cd.grouped_allreduce([plain]),
+            )
         ]
 
     assert each_rank(2, body) == [[False] * 4] * 2

@@ -168,7 +168,10 @@ def test_scale_factors_and_the_old_flag():
 def test_names_match_whatever_the_order():
     def body(rank):
         names = ["a", "b", "c", "d"]
-        handles = {name: cd.allreduce_async(torch.tensor([float(ord(name))]), name=name) for name in names[:: 1 - 2 * (rank % 2)]}
+        handles = {
+            name: cd.allreduce_async(torch.tensor([float(ord(name))]), name=name)
+            for name in names[:: 1 - 2 * (rank % 2)]
+        }
         return [cd.synchronize(handles[name]).item() for name in names]
 
     assert each_rank(3, body) == [[97.0, 98.0, 99.0, 100.0]] * 3
@@ -271,7 +274,9 @@ def test_forms_of_an_operation_take_the_same_arguments():
         found = [form(one.clone(), *arguments) for form in (cd.allreduce_,)]
         found += [cd.synchronize(form(one.clone(), *arguments)) for form in (cd.allreduce_async, cd.allreduce_async_)]
         found.append(cd.allreduce(one, None, "x", cd.Compression.none, *arguments[2:]))
-        found += cd.grouped_allreduce([one], None, "x", cd.Compression.none, cd.Sum, prescale_factor=2.0, postscale_factor=3.0)
+        found += cd.grouped_allreduce(
+            [one], None, "x", cd.Compression.none, cd.Sum, prescale_factor=2.0, postscale_factor=3.0
+        )
         return [tensor.item() for tensor in found]
 
     assert each_rank(2, body) == [[12.0] * 5] * 2

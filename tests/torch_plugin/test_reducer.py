@@ -141,7 +141,10 @@ def test_two_optimizers_share_nothing():
         batches = [batch(rank, number) for number in range(STEPS)]
         return train(batches, lambda optimizer, net: cd.DistributedOptimizer(optimizer, net.named_parameters()))
 
-    joined = [tuple(torch.cat(pair) for pair in zip(batch(0, number), batch(1, number), strict=True)) for number in range(STEPS)]
+    joined = [
+        tuple(torch.cat(pair) for pair in zip(batch(0, number), batch(1, number), strict=True))
+        for number in range(STEPS)
+    ]
     same(each_rank(2, body), train(joined, lambda optimizer, _: optimizer))
 
 
@@ -151,7 +154,9 @@ def test_a_backward_pass_too_many_is_refused_with_the_parameters_name():
         optimizer = wrapped(net, backward_passes_per_step=2)
         for _ in range(2):
             (net["a"] + net["b"]).sum().backward()
-        with pytest.raises(cd.CoorddError, match=r"computed more than backward_passes_per_step times before .*'[ab]', 2"):
+        with pytest.raises(
+            cd.CoorddError, match=r"computed more than backward_passes_per_step times before .*'[ab]', 2"
+        ):
             (net["a"] + net["b"]).sum().backward()
         optimizer.zero_grad()
         for _ in range(2):
@@ -220,7 +225,9 @@ def test_compiled_models_are_reduced_like_others():
 
     def body(rank):
         net = model()
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters())
+        optimizer = cd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters()
+        )
         function = torch.compile(net, backend="aot_eager", dynamic=False) if rank == 0 else net
 
         def step(_, optimizer, inputs, targets):
@@ -289,9 +296,10 @@ def test_a_failure_elsewhere_reaches_backward():
 def test_a_disagreement_is_told_from_backward_and_names_the_parameter():
     def body(rank):
         net = nn.ParameterDict({"w": nn.Parameter(torch.ones(2 + rank))})
-        wrapped(net)
+        optimizer = wrapped(net)
         with pytest.raises(cd.MismatchError, match=rf"shape of 'w' \(rank 0: \(2,\) at {__file__}:\d+; rank 1: \(3,\)"):
             net["w"].sum().backward()
+        optimizer.zero_grad()
 
     each_rank(2, body)
 

@@ -85,7 +85,9 @@ def test_sparse_tensors_are_refused_with_a_way_out(make):
 
     def body(rank):
         for operation in (cd.allreduce, cd.allreduce_, cd.allgather, lambda x: cd.broadcast(x, 0), cd.broadcast_async):
-            with pytest.raises(cd.ArgumentError, match=r"a torch.sparse_\w+ tensor cannot travel as it is: use to_dense()"):
+            with pytest.raises(
+                cd.ArgumentError, match=r"a torch.sparse_\w+ tensor cannot travel as it is: use to_dense()"
+            ):
                 operation(tensor) if operation is not cd.broadcast_async else operation(tensor, 0)
         return cd.allreduce(torch.ones(1)).item()
 

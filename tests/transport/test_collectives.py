@@ -44,7 +44,12 @@ sizes = st.one_of(st.integers(0, 12), st.integers(0, 3000))
 
 
 def drive(
-    operations: Callable[[Group], Any], members: Sequence[int], *, chunk: int, seed: int, world: LocalWorld | None = None
+    operations: Callable[[Group], Any],
+    members: Sequence[int],
+    *,
+    chunk: int,
+    seed: int,
+    world: LocalWorld | None = None,
 ) -> None:
     """Runs an operation on all members, in a random order of steps, and checks that nothing is left behind."""
     world = world or LocalWorld(max(members) + 1)
@@ -62,6 +67,16 @@ def drive(
     assert not running, f"ranks {list(running)} do not end"
     assert not world.collective._sent
     assert not world.collective._wanted
+
+
+def allreduce(arrays: list[Arrays], reduction: Reduction, *, chunk: int, seed: int = 0) -> None:
+    """Reduces each member's arrays in place."""
+    drive(
+        lambda group: collectives.allreduce(group, arrays[group.me], reduction),
+        range(len(arrays)),
+        chunk=chunk,
+        seed=seed,
+    )
 
 
 def values(dtype: np.dtype, size: int, seed: int) -> np.ndarray:
@@ -96,8 +111,15 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 @settings(deadline=None, max_examples=150)
-@given(counts, st.sampled_from(KINDS), st.data(), st.lists(sizes, min_size=1, max_size=3), chunks, seeds)
-def test_a_reduction_is_bitwise_the_sequential_one(count, kind, data, lengths, chunk, seed):
+@given(
+    count=counts,
+    kind=st.sampled_from(KINDS),
+    data=st.data(),
+    lengths=st.lists(sizes, min_size=1, max_size=3),
+    chunk=chunks,
+    seed=seeds,
+)
+def test_a_reduction_is_bitwise_the_sequential_one(*, count, kind, data, lengths, chunk, seed):
     dtype, ops = kind
     op = data.draw(st.sampled_from(ops))
     scaled = dtype.kind in "fc"
@@ -105,11 +127,13 @@ def test_a_reduction_is_bitwise_the_sequential_one(count, kind, data, lengths, c
     postscale = data.draw(st.sampled_from([1.0, 3.0])) if scaled else 1.0
     if sum(lengths) * dtype.itemsize > chunk * 400:
         chunk = 4096
-    given_ = [[values(dtype, length, seed + 10 * rank + i) for i, length in enumerate(lengths)] for rank in range(count)]
+    given_ = [
+        [values(dtype, length, seed + 10 * rank + i) for i, length in enumerate(lengths)] for rank in range(count)
+    ]
     arrays = [[array.copy() for array in mine] for mine in given_]
     reduction = Reduction(op, dtype, prescale=prescale, postscale=postscale)
     with np.errstate(all="ignore"):
-        drive(lambda group: collectives.allreduce(group, arrays[group.me], reduction), range(count), chunk=chunk, seed=seed)
+        allreduce(arrays, reduction, chunk=chunk, seed=seed)
         wanted = [expected([mine[i] for mine in given_], op, prescale, postscale) for i in range(len(lengths))]
     for mine in arrays:
         assert all(same_bits(array, other) for array, other in zip(mine, wanted, strict=True))
@@ -124,7 +148,7 @@ def test_the_result_does_not_depend_on_how_tensors_are_fused(count, chunk):
     reduction = Reduction(ReduceOp.AVERAGE, np.dtype(np.float32))
     for cuts in ([], [1], [3, 50_000], [69_999]):
         arrays = [[piece.copy() for piece in np.split(array, cuts)] for array in inputs]
-        drive(lambda group, arrays=arrays: collectives.allreduce(group, arrays[group.me], reduction), range(count), chunk=chunk, seed=count)
+        allreduce(arrays, reduction, chunk=chunk)
         assert all(same_bits(np.concatenate(mine), wanted) for mine in arrays)
 
 
@@ -133,7 +157,7 @@ def test_a_product_of_complex_numbers_has_the_same_bits_everywhere():
     inputs = [values(np.dtype(np.complex128), 60, rank) for rank in range(3)]
     arrays = [[piece.copy() for piece in np.split(array, range(1, 20))] for array in inputs]
     reduction = Reduction(ReduceOp.PRODUCT, np.dtype(np.complex128))
-    drive(lambda group: collectives.allreduce(group, arrays[group.me], reduction), range(3), chunk=1 << 20, seed=0)
+    allreduce(arrays, reduction, chunk=1 << 20)
     wanted = expected(inputs, ReduceOp.PRODUCT, 1.0, 1.0)
     assert all(same_bits(np.concatenate(mine), wanted) for mine in arrays)
 
@@ -141,17 +165,16 @@ def test_a_product_of_complex_numbers_has_the_same_bits_everywhere():
 def test_bfloat16_is_added_in_fp32():
     """In bfloat16 each 1 would vanish beside 256."""
     dtype = np.dtype(ml_dtypes.bfloat16)
-    arrays = [np.full(3, value, dtype) for value in (256, 1, 1)]
-    drive(lambda group: collectives.allreduce(group, [arrays[group.me]], Reduction(ReduceOp.SUM, dtype)), range(3), chunk=64, seed=0)
-    assert all(array.astype(float).tolist() == [258.0] * 3 for array in arrays)
+    arrays = [[np.full(3, value, dtype)] for value in (256, 1, 1)]
+    allreduce(arrays, Reduction(ReduceOp.SUM, dtype), chunk=64)
+    assert all(array.astype(float).tolist() == [258.0] * 3 for (array,) in arrays)
 
 
 @pytest.mark.parametrize("op", ORDERED)
 def test_nan_is_not_hidden_by_an_order(op):
-    arrays = [np.array([np.nan, 1.0]), np.array([0.0, np.nan])]
-    reduction = Reduction(op, np.dtype(float))
-    drive(lambda group: collectives.allreduce(group, [arrays[group.me]], reduction), range(2), chunk=64, seed=0)
-    assert all(np.isnan(array).all() for array in arrays)
+    arrays = [[np.array([np.nan, 1.0])], [np.array([0.0, np.nan])]]
+    allreduce(arrays, Reduction(op, np.dtype(float)), chunk=64)
+    assert all(np.isnan(array).all() for (array,) in arrays)
 
 
 @settings(deadline=None, max_examples=80)
