@@ -77,19 +77,29 @@ class Daemon:
         """
         self._check_usable()
         self._inbox.put(entry, entry.array.nbytes)
+        if self._status.ended.is_set():  # it has ended since we looked
+            self._loop.turn_away()
 
     def post(self, letter: Letter) -> None:
         """Starts a matched send or receive; raises like `submit`."""
         self._check_usable()
         self._do(letter)
+        if self._status.ended.is_set():
+            self._loop.turn_away()
 
     def hurry(self) -> None:
-        """Ends the batching window: somebody waits."""
+        """Ends the batching window: somebody waits.
+
+        Raises:
+            ForkedProcessError: in a forked child nothing is ever done.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedProcessError
         self._inbox.hurry()
 
     def handle(self, name: str) -> Handle[Any]:
         """Makes a handle whose waiters hurry this daemon."""
-        return Handle(name, self._inbox.hurry)
+        return Handle(name, self.hurry)
 
     def fail(self, reason: str, traceback: str = "", *, culprit: int | None = None) -> None:
         """Tells all ranks that the job has failed, unless it had before; by default this rank is to blame."""

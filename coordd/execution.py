@@ -44,6 +44,7 @@ class Flights:
         self._landed = landed
         self._queue: deque[Bucket] = deque()
         self._active: list[tuple[Bucket, Steps]] = []
+        self._abandoned: list[tuple[Bucket, Steps]] = []
         self._pulse = Pulse()
         self.bytes_moved = 0
 
@@ -69,6 +70,7 @@ class Flights:
         """Abandons everything, and returns what was under way."""
         entries = [entry for bucket, _ in self._active for entry in bucket.entries]
         entries += [entry for bucket in self._queue for entry in bucket.entries]
+        self._abandoned += self._active  # their buffers live on, for the network may still write into them
         self._active.clear()
         self._queue.clear()
         return entries
@@ -142,4 +144,4 @@ class Flights:
 
 def _flat(array: np.ndarray) -> np.ndarray:
     """The array in C order as one dimension: a view if that is possible, else a copy."""
-    return array.reshape(-1)
+    return np.ascontiguousarray(array).reshape(-1)

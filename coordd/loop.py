@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from coordd.account import account
 from coordd.bell import Bell
 from coordd.config import Config, knobs
@@ -71,6 +73,7 @@ class Loop:
         """Runs until all ranks have left, the job has failed and nobody is waited for, or it is told to stop."""
         try:
             nap_precisely()
+            np.seterr(all="ignore")  # of this thread: values beyond a type become infinite, as everywhere
             self._connect()
             while not self._status.stopping:
                 self._cycle()
@@ -147,9 +150,15 @@ class Loop:
             self._tell(report)
         for item in items:
             if isinstance(item, Letter):
-                self._mailbox.start(item)
+                self._post(item)
             elif not isinstance(item, Entry):
                 item()
+
+    def _post(self, letter: Letter) -> None:
+        if self._status.failure is not None:
+            letter.handle.fail(peer_error(self._status.failure))
+        else:
+            self._mailbox.start(letter)
 
     def _lose(self, rank: int) -> None:
         """Notes that the process of a rank is gone, and tells those who wait for that."""
@@ -271,9 +280,7 @@ class Loop:
         if self._link is not None:
             unmatched = bool(self._mailbox)
             self._fail_all(ShutdownError)
-            for item in self._inbox.drain():
-                if not callable(item):
-                    item.handle.fail(ShutdownError(item.handle.name))
+            self.turn_away()
             self._control.close()
             self._link.transport.close(failed=self._status.failure is not None or unmatched)
         for _, gone in self._watched:
@@ -281,6 +288,13 @@ class Loop:
         self._bell.close()
         self._status.over.set()
         self._status.ended.set()
+        self.turn_away()
+
+    def turn_away(self) -> None:
+        """Fails what is left in the inbox; nobody else will take it out."""
+        for item in self._inbox.drain():
+            if not callable(item):
+                item.handle.fail(ShutdownError(item.handle.name))
 
     def _rest(self, *, moved: bool) -> None:
         """Sleeps as long as nothing can happen."""

@@ -123,11 +123,12 @@ FORKED = """
 import os, sys
 import numpy as np
 import coordd
+from coordd.api import operations
 from coordd.errors import ForkedProcessError
 
 def child(leave):
     told = []
-    for use in (lambda: coordd.allreduce(np.ones(2)), coordd.rank, coordd.init, coordd.barrier):
+    for use in (lambda: coordd.allreduce(np.ones(2)), coordd.rank, coordd.init, lambda: pending.result(5.0)):
         try:
             use()
         except ForkedProcessError as error:
@@ -144,18 +145,21 @@ def shut_down_and_leave():
     sys.exit(6)
 
 coordd.init()
-coordd.allreduce(np.ones(2))
+pending = operations().recv(None, 0, name="later")
 for leave in (sys.exit, lambda: sys.exit(7), lambda: os._exit(5), fail, shut_down_and_leave):
     number = os.fork()
     if number == 0:
         child(leave)
     print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), coordd.allreduce(np.ones(2)).tolist(), flush=True)
+operations().send(np.ones(1), 0, name="later")
+print(pending.result(5.0).tolist())
 """
 
 
 def test_forked_children_are_told_end_cleanly_and_harm_nobody():
     done = run(FORKED)
-    assert done.stdout.splitlines() == [f"{status} [1.0, 1.0]" for status in (0, 7, 5, 1, 6)], done.stderr
+    lines = [f"{status} [1.0, 1.0]" for status in (0, 7, 5, 1, 6)]
+    assert done.stdout.splitlines() == [*lines, "[1.0]"], done.stderr
     assert done.stderr.count("ValueError: child") == 1
 
 

@@ -112,6 +112,7 @@ class Reduction:
         self._combine = _UFUNCS[op]
         self._prescale = prescale
         self._postscale = postscale
+        self._in_place = dtype.kind != "c"  # NumPy multiplies complex numbers in place with another rounding
         self._narrow = dtype.name in {"float16", "bfloat16"}
 
     def prepare(self, piece: np.ndarray) -> None:
@@ -140,7 +141,7 @@ class Reduction:
         for index, part in enumerate(parts[1:], start=2):
             # Until the last step the running total lives in the first part: ``out`` may be a part that is yet to come.
             target = out if index == len(parts) and not self._narrow else total
-            total = self._combine(total, part, out=target)
+            total = self._combine(total, part, out=target if self._in_place else None)
         return total
 
 

@@ -56,6 +56,7 @@ class _Distributed(torch.optim.Optimizer):
         """Clears the gradients, after what is under way has ended."""
         if self._coordd is not None:
             self._coordd.drop()
+            self._coordd.adopt(_late(self, self._coordd))
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -133,6 +134,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     ``args`` begins with the optimizer itself.
     """
     reducer: Reducer = optimizer._coordd  # noqa: SLF001 - set above
+    reducer.adopt(_late(optimizer, reducer))
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         if not reducer.skipped:
@@ -185,6 +187,16 @@ def _named(
         )
         raise ArgumentError(text)
     return [(known[id(parameter)], parameter) for _, parameter in places]
+
+
+def _late(optimizer: torch.optim.Optimizer, reducer: Reducer) -> list[tuple[str, torch.Tensor]]:
+    """Finds the parameters that were added or thawed after the optimizer was made distributed."""
+    return [
+        (f"param.{index}.{place}", parameter)
+        for index, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if parameter.requires_grad and not reducer.knows(parameter)
+    ]
 
 
 def _check_passes(passes: int) -> None:

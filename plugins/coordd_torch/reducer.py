@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from coordd.errors import CoorddError
 from coordd.handles import call_site
@@ -178,12 +179,25 @@ class Reducer:
         self._landed = 0
         self._all_landed = threading.Event()
         self._finished = False
-        prefix = operations.namespace()
-        self.gradients = [Gradient(self, prefix + name, parameter) for name, parameter in parameters]
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(gradient.ready)
-            for gradient, (_, parameter) in zip(self.gradients, parameters, strict=True)
-        ]
+        self._prefix = operations.namespace()
+        self.gradients: list[Gradient] = []
+        self._hooks: list[RemovableHandle] = []
+        self._known: set[int] = set()
+        self.adopt(parameters)
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Says whether this parameter's gradient is reduced."""
+        return id(parameter) in self._known
+
+    def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes parameters in: at the start, and those that are added or thawed later."""
+        for name, parameter in parameters:
+            gradient = Gradient(self, self._prefix + name, parameter)
+            gradient.passes = 0 if parameter.grad is None else self.passes_per_step
+            self.gradients.append(gradient)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient.ready))
+            self._known.add(id(parameter))
+            self._finished = False
 
     def detach(self) -> None:
         """Takes the hooks off; for when the optimizer is gone."""
@@ -207,14 +221,20 @@ class Reducer:
     def expect_end_of_backward(self, task: int) -> None:
         """Has autograd call us when the backward pass with this number ends."""
         self.expected.add(task)
+        self._finished = False
         self.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - there is no public way; FSDP uses it, too
         engine.queue_callback(lambda: self._end_of_backward(task))
 
     def _end_of_backward(self, task: int) -> None:
         self.expected.discard(task)
-        if not _nested() and any(gradient.started for gradient in self.gradients):
-            self.finish()
+        if not any(gradient.started for gradient in self.gradients):
+            return
+        if not _nested():
+            self._round(more=True)
+        elif not self.expected:
+            # Nobody may call us when the outer pass ends, for all parameters may lie in inner ones.
+            self._land()
 
     def submit(self, entry: Entry) -> None:
         """Announces one gradient."""
@@ -227,10 +247,14 @@ class Reducer:
         if self._landed == self._started:
             self._all_landed.set()
 
-    def finish(self) -> None:
-        """Reduces what this step has accumulated and waits; no rank is left waiting for what another does not have.
+    def _round(self, *, more: bool) -> None:
+        """Reduces what has been accumulated and waits; no rank is left waiting for what another does not have.
 
-        Parameters without a gradient here take part with zeros, if another rank has one; if none has, they keep none.
+        Parameters without a gradient here take part with zeros, if another rank has one. Where none has, the ranks ask
+        each other whether any may still get one in this step, so that all of them make the same number of rounds.
+
+        Args:
+            more: whether this rank may make another backward pass in this step.
         """
         for gradient in self.gradients:
             if not gradient.started:
@@ -238,18 +262,24 @@ class Reducer:
                     gradient.submit()
                 else:
                     gradient.fill()
-        self._wait()
-        if self.failed is not None:
-            error, self.failed = self.failed, None
-            raise error
+        self._land()
         for gradient in self.gradients:
             gradient.settle()
-        self._finished = all(gradient.started for gradient in self.gradients)
+        self._finished = all(gradient.started for gradient in self.gradients) or not self._any(more)
+
+    def _any(self, more: bool) -> bool:
+        answer = self._operations.allreduce(
+            np.array([more]),
+            name=f"{self._prefix}another backward pass",
+            op=ReduceOp.MAX,
+            process_set=self._process_set,
+        )
+        return bool(answer.result()[0])
 
     def finish_step(self) -> None:
-        """Makes sure that everything is reduced."""
-        if not self._finished:
-            self.finish()
+        """Makes sure that everything is reduced, on ranks with fewer backward passes than others, too."""
+        while not self._finished:
+            self._round(more=False)
 
     def reset(self) -> None:
         """Gets ready for the next step."""
@@ -262,6 +292,13 @@ class Reducer:
         """Lets what is under way end, whatever comes of it, before its memory is used for something else."""
         self._wait()
         self.reset()
+
+    def _land(self) -> None:
+        """Waits for what was started; raises the error of what has failed."""
+        self._wait()
+        if self.failed is not None:
+            error, self.failed = self.failed, None
+            raise error
 
     def _wait(self) -> None:
         """Waits until everything that was started is done."""

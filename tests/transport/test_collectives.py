@@ -152,7 +152,6 @@ def test_the_result_does_not_depend_on_how_tensors_are_fused(count, chunk):
         assert all(same_bits(np.concatenate(mine), wanted) for mine in arrays)
 
 
-@pytest.mark.xfail(reason="NumPy multiplies one complex number in place without the FMA that it uses elsewhere")
 def test_a_product_of_complex_numbers_has_the_same_bits_everywhere():
     inputs = [values(np.dtype(np.complex128), 60, rank) for rank in range(3)]
     arrays = [[piece.copy() for piece in np.split(array, range(1, 20))] for array in inputs]

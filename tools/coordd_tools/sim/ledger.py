@@ -113,7 +113,8 @@ class Ledger:
             demand(made.duplicate and named, f"{made!r}, duplicate: {made.duplicate}, ended with {outcome!r}")
         elif isinstance(outcome, ShutdownError):
             gone = set(outcome.ranks)
-            demand(gone & self._leavers and gone <= {*made.turn.members}, f"{made!r} was refused with {outcome!r}")
+            true = gone & self._leavers and gone <= {*made.turn.members}
+            demand(true or (self.failed and not gone), f"{made!r} was refused with {outcome!r}")
         elif isinstance(outcome, MismatchError):
             self._quarrel(made, outcome)
         else:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from coordd.control.protocol import Lost
-from coordd.errors import PeerError
+from coordd.errors import PeerError, ShutdownError
 from coordd.member import Bucket, Member
 from coordd.messages import (
     Abort,
@@ -32,6 +32,7 @@ from coordd_tools.sim.setting import Setting
 __all__ = ["Process"]
 
 _WINDOW = 3e-4
+_FAREWELL = 1.0
 _ACTIVE = 4
 
 
@@ -65,6 +66,7 @@ class Process:
         self._awaited: list[Submission] | None = None
         self._due = float("inf")
         self._frozen_until = 0.0
+        self._parting: float | None = None
 
     # What happens to a rank.
 
@@ -151,8 +153,10 @@ class Process:
         self._land()
         self._advance()
         self._resume()
-        if (self.member.stopped and not self._active and not self._queue) or self.failure is not None:
+        if self.failure is not None:
             self._close()
+        elif self.member.stopped:
+            self._part()
 
     def _announce(self) -> None:
         items, self._inbox = self._inbox, []
@@ -290,6 +294,17 @@ class Process:
         self._queue.clear()
         for entry in dict.fromkeys([*flying, *self.member.table.clear()]):
             entry.handle.fail(_peer_error(failure))
+
+    def _part(self) -> None:
+        """Ends once all is done; what does not come any more, because a rank died after its goodbye, is given up."""
+        now = self._setting.agenda.now
+        self._parting = now + _FAREWELL if self._parting is None else self._parting
+        if (self._active or self._queue) and now < self._parting:
+            self._wake(self._parting - now)
+            return
+        for entry in self.member.table.clear():
+            entry.handle.fail(ShutdownError(entry.request.name))
+        self._close()
 
     def _close(self) -> None:
         """Ends the process; what is still in its inbox fails."""

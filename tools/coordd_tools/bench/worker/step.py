@@ -37,7 +37,7 @@ class _Training:
         self._optimizer.zero_grad()
         logits = self.model(self._inputs)
         loss = functional.cross_entropy(logits.flatten(0, -2), self._labels.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._optimizer.step()
 
     def digest(self) -> str:
