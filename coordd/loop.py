@@ -197,6 +197,8 @@ class Loop:
             case Plan() if self._status.failure is None:
                 for bucket in self._member.follow(message):
                     self._flights.start(bucket)
+                if (sign_of_life := self._member.announce(())) is not None:
+                    self._tell(sign_of_life)
             case Abort():
                 self._break(message.failure)
             case Inquiry():
@@ -235,6 +237,9 @@ class Loop:
         if self._status.failure is not None:
             return
         self._status.failure = failure
+        if not self._status.started.is_set():
+            self._status.start_error = peer_error(failure)
+            self._status.started.set()
         self._status.failing = True
         self._status.over.set()
         self._fail_all(lambda _: peer_error(failure))

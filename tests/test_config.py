@@ -155,7 +155,7 @@ def test_other_variables_are_nobodys_business():
 
 
 def test_unknown_arguments_are_named_beside_the_known_ones():
-    with pytest.raises(ConfigError, match=r"^no such setting: fusion, zeal; there are cache_capacity, .*, transport$"):
+    with pytest.raises(ConfigError, match=r"^no such setting: fusion, zeal; there are batch_mb, .*, transport$"):
         Config.load({}, zeal=1, fusion=2, fusion_mb=3)
 
 
