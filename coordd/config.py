@@ -81,13 +81,13 @@ class Config:
         convert=_from_bytes,
     )
     batch_mb: float = _knob(
-        4.0,
+        8.0,
         "MiB of ready tensors that end the batching window early, so that the network is never idle",
         low=0,
         high=65536,
     )
     cycle_ms: float = _knob(
-        5.0,
+        20.0,
         "batching window in milliseconds: how long ready tensors wait for company while nobody waits for them",
         low=0,
         high=10_000,

@@ -58,13 +58,15 @@ class Flights:
     def advance(self) -> bool:
         """Drives what is in flight; says whether something has moved."""
         before = self._pulse.beats
+        started = False
         while self._queue and len(self._active) < _ACTIVE:
             bucket = self._queue.popleft()
             self._active.append((bucket, self._steps(bucket)))
+            started = True
         landed = [flight for flight in self._active if next(flight[1], _DONE) is _DONE]
         for flight in landed:
             self._active.remove(flight)
-        return bool(landed) or self._pulse.beats > before
+        return started or bool(landed) or self._pulse.beats > before
 
     def clear(self) -> list[Entry]:
         """Abandons everything, and returns what was under way."""

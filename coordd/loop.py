@@ -193,6 +193,7 @@ class Loop:
                 self._control.send(rank, message)
 
     def _obey(self, sender: int, message: Message | Lost) -> None:
+        self._patience.restart()
         match message:
             case Plan() if self._status.failure is None:
                 for bucket in self._member.follow(message):

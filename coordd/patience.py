@@ -12,7 +12,7 @@ from coordd.bell import Bell
 __all__ = ["Patience", "nap_precisely"]
 
 _AWAKE = 80e-6
-_AWAITED_NAP, _UNAWAITED_NAP, _LONGEST_NAP = 25e-6, 200e-6, 1e-3
+_AWAITED_NAP, _UNAWAITED_NAP, _LONGEST_NAP = 25e-6, 500e-6, 1e-3
 _SET_TIMER_SLACK = 29
 
 
@@ -39,7 +39,7 @@ class Patience:
         """Naps, the longer the longer nothing has happened, and longer still if nobody waits; ``bell`` ends it."""
         shortest = _AWAITED_NAP if awaited else _UNAWAITED_NAP
         waited = time.monotonic() - self._since
-        bell.sleep(min(max(waited / 4, shortest), _LONGEST_NAP))
+        bell.sleep(min(max(waited / 16, shortest), _LONGEST_NAP))
 
 
 def nap_precisely() -> None:
