@@ -58,9 +58,10 @@ class Inbox(Generic[Item]):
         """Returns the items if the window is over or somebody waits, else nothing; for the reader."""
         # The flag is taken before the look: a writer adds first and hurries then, so no hurry is lost.
         hurried, self._hurried = self._hurried, False
+        if hurried or self._items:
+            self.awaited = hurried
         if not self._items:
             return []
-        self.awaited = hurried
         if not hurried and self._weight < self._limit:
             now = time.monotonic()
             if self._end is None:

@@ -40,6 +40,7 @@ log = logging.getLogger("coordd")
 Work = Entry | Letter | Callable[[], None]
 
 _SHORTEST_SLEEP = 1e-3
+_LOOKS = 16
 _FAREWELL_SECONDS = 1.0
 
 
@@ -65,7 +66,6 @@ class Loop:
         self._lost: set[int] = set()
         self._watched: list[tuple[int, threading.Event]] = []
         self._parting: float | None = None
-        self._awaited = False
         self._patience = Patience()
         self._wreck: list[object] = []
 
@@ -140,7 +140,6 @@ class Loop:
         items = self._inbox.take()
         if not items:
             return
-        self._awaited = self._inbox.awaited
         self._patience.restart()
         entries = [item for item in items if isinstance(item, Entry)]
         if self._status.failure is not None:
@@ -308,12 +307,21 @@ class Loop:
             return
         if moved:
             self._patience.restart()
-        elif self._awaited and self._patience.short:
-            self._patience.spin()
+        elif self._inbox.awaited and self._patience.short(data=bool(self._flights)):
+            self._stay_awake()
         elif self._flights or self._mailbox:
-            self._patience.doze(self._bell, awaited=self._awaited)
+            self._patience.doze(self._bell, awaited=self._inbox.awaited)
         elif not self._control.ready():
             self._inbox.sleep(self._deadline())
+
+    def _stay_awake(self) -> None:
+        """Looks at the data several times for one look at everything else."""
+        for _ in range(_LOOKS):
+            self._patience.spin()
+            if self._flights.advance():
+                self._patience.restart()
+            if self._inbox or not self._flights:
+                return
 
     def _deadline(self) -> float | None:
         """Seconds until time itself gives the daemon something to do; None for never."""

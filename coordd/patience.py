@@ -11,7 +11,7 @@ from coordd.bell import Bell
 
 __all__ = ["Patience", "nap_precisely"]
 
-_AWAKE = 80e-6
+_AWAKE_FOR_DATA, _AWAKE_FOR_WORDS = 300e-6, 80e-6
 _AWAITED_NAP, _UNAWAITED_NAP, _LONGEST_NAP = 25e-6, 500e-6, 1e-3
 _SET_TIMER_SLACK = 29
 
@@ -26,10 +26,13 @@ class Patience:
         """Notes that something has happened."""
         self._since = time.monotonic()
 
-    @property
-    def short(self) -> bool:
-        """Whether the wait is still so short that a nap would cost more than it saves."""
-        return time.monotonic() - self._since < _AWAKE
+    def short(self, *, data: bool) -> bool:
+        """Says whether the wait is still so short that a nap would cost more than it saves.
+
+        Args:
+            data: whether it is data that is waited for, which wakes nobody; words do, on the control channel.
+        """
+        return time.monotonic() - self._since < (_AWAKE_FOR_DATA if data else _AWAKE_FOR_WORDS)
 
     def spin(self) -> None:
         """Stays awake; whoever computes on this core goes first."""

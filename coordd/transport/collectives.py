@@ -30,7 +30,7 @@ Steps = Generator[None, None, None]
 """Each ``yield`` says: not yet."""
 
 _SLOTS = 8
-_WINDOW_BYTES = 2 << 20
+_WINDOW_BYTES = 1 << 20
 _PHASES = 2
 _ONE_ROUND_BYTES = 64 << 10
 _UFUNCS: dict[ReduceOp, Callable[..., np.ndarray]] = {
