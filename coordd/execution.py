@@ -11,7 +11,7 @@ from coordd.member import Bucket
 from coordd.messages import Kind
 from coordd.table import Entry
 from coordd.transport import collectives
-from coordd.transport.collectives import Group, Pulse, Reduction, Steps
+from coordd.transport.collectives import Group, Pulse, Reduction, Scratch, Steps
 from coordd.transport.protocol import Lane
 
 __all__ = ["Flights"]
@@ -46,6 +46,7 @@ class Flights:
         self._active: list[tuple[Bucket, Steps]] = []
         self._abandoned: list[tuple[Bucket, Steps]] = []
         self._pulse = Pulse()
+        self._scratch = Scratch()
         self.bytes_moved = 0
 
     def __len__(self) -> int:
@@ -80,7 +81,15 @@ class Flights:
     def _steps(self, bucket: Bucket) -> Steps:
         request = bucket.request
         members = request.members or self._world
-        group = Group(self._lane, members, self._rank, sequence=bucket.sequence, chunk=self._chunk, pulse=self._pulse)
+        group = Group(
+            self._lane,
+            members,
+            self._rank,
+            sequence=bucket.sequence,
+            chunk=self._chunk,
+            pulse=self._pulse,
+            scratch=self._scratch,
+        )
         match request.kind:
             case Kind.ALLREDUCE:
                 return self._allreduce(group, bucket)

@@ -194,11 +194,8 @@ class Loop:
     def _obey(self, sender: int, message: Message | Lost) -> None:
         self._patience.restart()
         match message:
-            case Plan() if self._status.failure is None:
-                for bucket in self._member.follow(message):
-                    self._flights.start(bucket)
-                if (sign_of_life := self._member.announce(())) is not None:
-                    self._tell(sign_of_life)
+            case Plan():
+                self._follow(message)
             case Abort():
                 self._break(message.failure)
             case Inquiry():
@@ -210,6 +207,14 @@ class Loop:
             case Lost() if not self._member.stopped:
                 self._lose(sender)
                 self._break(Failure(0, f"({self._place(0)}) died: its connection closed without a goodbye"))
+
+    def _follow(self, plan: Plan) -> None:
+        if self._status.failure is not None:
+            return
+        for bucket in self._member.follow(plan):
+            self._flights.start(bucket)
+        if (sign_of_life := self._member.announce(())) is not None:
+            self._tell(sign_of_life)
 
     def _enter(self, welcome: Welcome) -> None:
         self._status.world = World(self._status.world.rank, welcome.hosts)

@@ -23,7 +23,7 @@ import numpy as np
 from coordd.messages import ReduceOp
 from coordd.transport.protocol import Lane, Ticket
 
-__all__ = ["Group", "Pulse", "Reduction", "allgather", "allreduce", "broadcast"]
+__all__ = ["Group", "Pulse", "Reduction", "Scratch", "allgather", "allreduce", "broadcast"]
 
 Piece = TypeVar("Piece")
 Steps = Generator[None, None, None]
@@ -51,13 +51,39 @@ class Pulse:
         self.beats = 0
 
 
+class Scratch:
+    """Memory for what has arrived and is yet to be combined; reused, because fresh memory costs page faults."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    def take(self, like: np.ndarray) -> np.ndarray:
+        """Returns a flat array of the same size and type, with anything in it."""
+        free = self._free.get(_rounded(like.nbytes))
+        block = free.pop() if free else np.empty(_rounded(like.nbytes), np.uint8)
+        return block[: like.nbytes].view(like.dtype)
+
+    def give(self, array: np.ndarray) -> None:
+        """Takes an array back that `take` has returned, when no message is under way to it."""
+        block = array if array.base is None else array.base
+        self._free.setdefault(block.nbytes, []).append(block.view(np.uint8))
+
+
 class Group:
     """The members of one operation, on a lane, with tags that no other operation in flight has."""
 
     tags_per_operation = _SLOTS * _PHASES
 
     def __init__(  # noqa: PLR0913 - a record
-        self, lane: Lane, members: Sequence[int], rank: int, *, sequence: int, chunk: int, pulse: Pulse
+        self,
+        lane: Lane,
+        members: Sequence[int],
+        rank: int,
+        *,
+        sequence: int,
+        chunk: int,
+        pulse: Pulse,
+        scratch: Scratch | None = None,
     ) -> None:
         """Describes one operation.
 
@@ -68,7 +94,9 @@ class Group:
             sequence: its number, equal on all members.
             chunk: bytes in which large tensors travel.
             pulse: beats with every round.
+            scratch: memory to work in, shared with other operations.
         """
+        self.scratch = scratch or Scratch()
         self.pulse = pulse
         self.lane = lane
         self.members = members
@@ -211,23 +239,40 @@ def _reduce_piece(group: Group, slot: int, piece: np.ndarray, reduction: Reducti
 
 def _reduce_at_once(group: Group, slot: int, piece: np.ndarray, reduction: Reduction) -> Steps:
     """One round: everybody sends everything to everybody. Fewer steps, for what is small."""
-    parts = [piece if index == group.me else np.empty_like(piece) for index in range(group.size)]
+    parts = _parts(group, piece)
     yield from _spread(group, parts, group.tag(slot, 0))
     reduction.combine(parts, piece)
+    _give_back(group, parts)
 
 
 def _reduce_slices(group: Group, slot: int, piece: np.ndarray, reduction: Reduction) -> Steps:
     """Two rounds: slices to their owners, results to everybody."""
     slices = _slices(piece, group.size)
     mine = slices[group.me]
-    parts = [mine if index == group.me else np.empty_like(mine) for index in range(group.size)]
+    parts = _parts(group, mine)
     tag = group.tag(slot, 0)
     receives = [group.receive(parts[peer], peer, tag) for peer in group.others()]
     sends = [group.send(slices[peer], peer, tag) for peer in group.others()]
     yield from group.finish(receives)
     reduction.combine(parts, mine)
+    _give_back(group, parts)
     yield from group.finish(sends)  # only now may the others' results overwrite what was sent
     yield from _spread(group, slices, group.tag(slot, 1))
+
+
+def _parts(group: Group, mine: np.ndarray) -> list[np.ndarray]:
+    """This member's part, and room for the others'."""
+    return [mine if index == group.me else group.scratch.take(mine) for index in range(group.size)]
+
+
+def _give_back(group: Group, parts: Sequence[np.ndarray]) -> None:
+    for index in group.others():
+        group.scratch.give(parts[index])
+
+
+def _rounded(size: int) -> int:
+    """The next power of two, so that blocks fit again."""
+    return 1 << max(size - 1, 1).bit_length()
 
 
 def _broadcast_piece(group: Group, slot: int, piece: np.ndarray, root: int) -> Steps:
