@@ -31,22 +31,31 @@ def recorder(monkeypatch):
     return Recorder(monkeypatch)
 
 
-def test_it_stays_awake_only_briefly(recorder):
+@pytest.mark.parametrize("data", [True, False])
+def test_it_stays_awake_only_briefly(recorder, data):
     patience = Patience()
-    assert not patience.short
+    assert not patience.short(data=data)
     patience.restart()
-    assert patience.short
+    assert patience.short(data=data)
     recorder.now += 1e-3
-    assert not patience.short
+    assert not patience.short(data=data)
     patience.restart()
-    assert patience.short
+    assert patience.short(data=data)
+
+
+def test_it_stays_awake_longer_for_data_which_wakes_nobody(recorder):
+    patience = Patience()
+    patience.restart()
+    recorder.now += 2e-4
+    assert patience.short(data=True)
+    assert not patience.short(data=False)
 
 
 @pytest.mark.parametrize("awaited", [True, False])
 def test_naps_grow_up_to_a_limit_and_are_short_again_when_something_happens(recorder, awaited):
     patience = Patience()
     patience.restart()
-    naps = [recorder.nap(patience, later, awaited=awaited) for later in (0.0, 1e-3, 2e-3, 10.0, 20.0)]
+    naps = [recorder.nap(patience, later, awaited=awaited) for later in (0.0, 1e-2, 1.5e-2, 10.0, 20.0)]
     assert 0 < naps[0] < naps[1] < naps[2] < naps[3] == naps[4] <= 1e-3
     patience.restart()
     assert recorder.nap(patience, 20.0, awaited=awaited) == naps[0]

@@ -63,7 +63,8 @@ class Launcher:
         Raises:
             LauncherError: there is none, or only some that we do not know.
         """
-        folders = [str(beside or Path(sys.executable).parent), *(path or os.environ.get("PATH", "")).split(os.pathsep)]
+        path = os.environ.get("PATH", "") if path is None else path
+        folders = [str(beside or Path(sys.executable).parent), *path.split(os.pathsep)]
         refused: list[LauncherError] = []
         for program in _programs(folders):
             try:
