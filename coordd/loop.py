@@ -109,23 +109,24 @@ class Loop:
         self._rest(moved=moved)
 
     def _connect(self) -> None:
-        self._link = self._meet(self._bell.ring)
+        self._link = self._meet(self._bell)
         transport = self._link.transport
         self._control = self._link.control
         self._bell.watch(self._control.descriptors)
-        self._status.world = World(transport.rank, ("",) * transport.size)
+        self._status.world = World(transport.rank, self._link.hosts)
         self._member = Member(transport.rank, cache_capacity=self._config.cache_capacity)
         self._flights = Flights(
             transport.collective,
             rank=transport.rank,
-            size=transport.size,
+            hosts=self._link.hosts,
+            commons=self._link.commons,
             chunk=self._config.chunk_kb << 10,
             landed=self._landed,
         )
         self._mailbox = Mailbox(transport.matched, transport.rank)
         self._lookout = Lookout(self._config, self._member.table, self._mailbox, ask=self._tell)
         self._coordinator = self._coordinate() if transport.rank == 0 else None
-        self._tell(Hello(VERSION, _digest(self._config), os.getpid(), os.uname().nodename))
+        self._tell(Hello(VERSION, _digest(self._config), os.getpid(), self._link.hosts[transport.rank]))
 
     def _coordinate(self) -> Coordinator:
         return Coordinator(
@@ -293,6 +294,8 @@ class Loop:
             self.turn_away()
             self._control.close()
             self._link.transport.close(failed=self._status.failure is not None or unmatched)
+            if self._link.commons is not None:
+                self._link.commons.close()
         for _, gone in self._watched:
             gone.set()
         self._bell.close()
@@ -314,10 +317,11 @@ class Loop:
             self._patience.restart()
         elif self._inbox.awaited and self._patience.short(data=bool(self._flights)):
             self._stay_awake()
-        elif self._flights or self._mailbox:
+        elif self._mailbox or (self._flights and not self._flights.heralded):
             self._patience.doze(self._bell, awaited=self._inbox.awaited)
-        elif not self._control.ready():
+        elif not self._control.ready() and not self._flights.nod_off():
             self._inbox.sleep(self._deadline())
+            self._flights.wake_up()
 
     def _stay_awake(self) -> None:
         """Looks at the data several times for one look at everything else."""
