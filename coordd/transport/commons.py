@@ -107,11 +107,12 @@ class Meeting:
 
     def over(self) -> bool:
         """Says whether nobody uses this operation's memory any more."""
-        return self._done and self.all_reduced(1)
+        return self._done and self.all_reduced(_EVERYTHING)
 
     def finish(self) -> None:
-        """Notes that this rank has done with it."""
+        """Says that this rank has done with it."""
         self._done = True
+        self.hand_out(_EVERYTHING)
 
     def lay_open(self, count: int) -> None:
         """Tells the others that so many pieces of this rank can be read; -1 is the word *invalid*."""

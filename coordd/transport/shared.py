@@ -110,7 +110,6 @@ def _at_once(meeting: Meeting, arrays: Sequence[np.ndarray], reduction: Reductio
         if len(parts) > 2:  # the running total is kept in the first part, which is not ours
             parts[0] = parts[0].copy()
         reduction.combine(parts, array)
-    meeting.hand_out(1)
     meeting.finish()
 
 
