@@ -9,6 +9,8 @@ import os
 import threading
 from typing import Any
 
+import numpy as np
+
 from coordd.account import await_end
 from coordd.bell import Bell
 from coordd.config import Config
@@ -66,6 +68,10 @@ class Daemon:
             raise StartError(text)
         if self._status.start_error is not None:
             raise self._status.start_error
+
+    def allocate(self, size: int) -> np.ndarray:
+        """Returns new memory of ``size`` bytes, zero, which the ranks of this host have in common where they can."""
+        return self._loop.allocate(size)
 
     def submit(self, entry: Entry) -> None:
         """Announces a tensor; its handle is resolved or failed later, on every path.

@@ -93,6 +93,11 @@ class Loop:
         if self._status.failure is None:
             self._tell(Goodbye())
 
+    def allocate(self, size: int) -> np.ndarray:
+        """Makes memory in which reductions need no copies; for any thread."""
+        commons = self._link.commons if self._link is not None else None
+        return np.zeros(size, np.uint8) if commons is None else commons.heap.allocate(size)
+
     def watch_for(self, rank: int, gone: threading.Event) -> None:
         """Sets ``gone`` once the process of a rank is gone, as far as this rank can see."""
         self._watched.append((rank, gone))

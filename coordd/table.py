@@ -55,7 +55,7 @@ class Entry:
     result is None.
     """
 
-    __slots__ = ("array", "filler", "handle", "land", "request", "site")
+    __slots__ = ("array", "filler", "handle", "land", "request", "site", "turn")
 
     def __init__(  # noqa: PLR0913, PLR0917 - made for every gradient, and keywords cost time
         self,
@@ -72,6 +72,8 @@ class Entry:
         self.handle = handle
         self.site = site
         self.land = land
+        self.turn = (0, 0)
+        """The plan's bucket in which it was started last, and its place there; equal on all ranks."""
 
     def finish(self, array: np.ndarray) -> None:
         """Hands the result over."""

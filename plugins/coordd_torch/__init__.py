@@ -27,7 +27,7 @@ from coordd.errors import (
 )
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor
-from coordd_torch.gradients import allgather, allreduce, broadcast, grouped_allgather, grouped_allreduce
+from coordd_torch.differentiable import allgather, allreduce, broadcast, grouped_allgather, grouped_allreduce
 from coordd_torch.operations import (
     Average,
     Max,
