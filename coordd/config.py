@@ -100,6 +100,12 @@ class Config:
         high=1 << 20,
         alias="HOROVOD_CACHE_CAPACITY",
     )
+    lock_steps: int = _knob(
+        3,
+        "equal steps, two at least, after which buckets start without negotiation until a step differs; 0: never",
+        low=0,
+        high=1 << 20,
+    )
     chunk_kb: int = _knob(
         1024, "piece in KiB in which large tensors travel; several are in flight at once", low=4, high=262_144
     )

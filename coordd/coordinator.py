@@ -48,9 +48,13 @@ class _Investigation:
 class Coordinator:
     """The hub of the star."""
 
-    def __init__(self, size: int, *, cache_capacity: int, fusion_bytes: int, abort_seconds: float = 0.0) -> None:
+    def __init__(
+        self, size: int, *, cache_capacity: int, fusion_bytes: int, lock_steps: int = 0, abort_seconds: float = 0.0
+    ) -> None:
         self._ranks = range(size)
-        self._negotiator = Negotiator(size, cache_capacity=cache_capacity, fusion_bytes=fusion_bytes)
+        self._negotiator = Negotiator(
+            size, cache_capacity=cache_capacity, fusion_bytes=fusion_bytes, lock_steps=lock_steps
+        )
         self._abort_seconds = abort_seconds
         self._arrived: dict[int, Hello] = {}
         self._investigation: _Investigation | None = None

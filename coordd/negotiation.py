@@ -9,17 +9,20 @@ from __future__ import annotations
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from coordd.cache import ResponseCache
 from coordd.errors import MismatchError, spans
+from coordd.fusion import buckets
+from coordd.latch import Latch
 from coordd.messages import Announcement, Kind, Plan, Report, Request, Response, Waiting
+from coordd.repetition import Slots
+from coordd.verdict import sites, verdict
 from coordd.wire import bits, mask
 
-__all__ = ["Negotiator", "verdict"]
+__all__ = ["Negotiator"]
 
 
 class _Former(NamedTuple):
@@ -58,9 +61,10 @@ class Negotiator:
     the others in the order in which the lowest member announced them, whatever order the reports arrived in.
     """
 
-    def __init__(self, size: int, *, cache_capacity: int, fusion_bytes: int) -> None:
-        """Starts with an empty table for ``size`` ranks."""
+    def __init__(self, size: int, *, cache_capacity: int, fusion_bytes: int, lock_steps: int = 0) -> None:
+        """Starts with an empty table for ``size`` ranks; ``lock_steps`` equal steps lock the plan, 0: never."""
         self._world = tuple(range(size))
+        self._latch = Latch(lock_steps)
         self._fusion_bytes = fusion_bytes
         self._sequence = 0
         self._cache = ResponseCache(cache_capacity)
@@ -85,23 +89,26 @@ class Negotiator:
     def hear(self, rank: int, report: Report) -> None:
         """Enters what a rank has new."""
         self._seen[rank] = max(self._seen[rank], report.seen)
+        self._latch.hear(report)
         hits = int.from_bytes(report.hits, "little")
         if hits:
             fillers = int.from_bytes(report.fillers, "little")
             for former in self._outdated(report.seen, hits):
                 hits &= ~(1 << former.slot)
                 site = former.sites.get(rank, "")
-                self._enter(rank, Announcement(former.request, site, bool(fillers >> former.slot & 1)))
+                self._enter(rank, Announcement(former.request, site, bool(fillers >> former.slot & 1)), report.seen)
+            hits &= ~self._latch.overtaken(report.seen)
             for slot in bits(hits & self._spelled_out()):
                 hits &= ~(1 << slot)
-                self._enter(rank, self._known(rank, slot, filler=bool(fillers >> slot & 1)))
+                self._enter(rank, self._known(rank, slot, filler=bool(fillers >> slot & 1)), report.seen)
             self._announced[rank] |= hits
             self._filled[rank] |= hits & fillers
         for announcement in report.fresh:
-            self._enter(rank, announcement)
+            self._enter(rank, announcement, report.seen)
 
     def leave(self, rank: int) -> None:
         """Notes that a rank will announce nothing more; what it waits for, and what waits for it, fails."""
+        self._latch.open()
         for slot in bits(self._announced_by_any()):
             self._spell_out(slot)
         self._left.add(rank)
@@ -112,10 +119,11 @@ class Negotiator:
     def decide(self) -> Plan | None:
         """Releases everything that is ready; None when there is nothing to say."""
         ready, voids = self._ready_slots()
-        if not (ready or self._complete or self._refused):
+        if not (ready or self._complete or self._refused or self._latch.ended):
             return None
         self._sequence += 1
         hits = ready & ~voids
+        earnest = hits & ~functools.reduce(operator.or_, self._filled)
         self._cache.touch(bits(hits))
         for rank in self._world:
             self._announced[rank] &= ~ready
@@ -125,6 +133,7 @@ class Negotiator:
             self._drop(entry)
             responses.append(self._release(entry))
         self._complete.clear()
+        lock = self._lock(earnest, responses) if self._latch.watching else ()
         self._forget()
         return Plan(
             sequence=self._sequence,
@@ -132,6 +141,8 @@ class Negotiator:
             voids=mask(voids),
             responses=tuple(responses),
             fusion_bytes=self._fusion_bytes,
+            lock=lock,
+            unlock=self._latch.tell(),
         )
 
     def waiting(self, rank: int) -> list[Waiting]:
@@ -150,7 +161,31 @@ class Negotiator:
         """Spells out what a rank's bit means."""
         return Announcement(self._cache.request(slot), self._sites[slot].get(rank, ""), filler)
 
-    def _enter(self, rank: int, announcement: Announcement) -> None:
+    def _lock(self, hits: int, responses: list[Response]) -> tuple[Slots, ...]:
+        """Locks the buckets of a step that has come often enough; every rank takes back what it has announced of it.
+
+        Not while a rank has yet to be told of a failure that the others know: they would count different rounds.
+        """
+        known = [Response(self._cache.request(slot), slot=slot) for slot in bits(hits & self._slots_of.get((), 0))]
+        groups = [
+            tuple(response.slot for response in group)
+            for group in buckets(known, fusion_bytes=self._fusion_bytes)
+            if group[0].request.kind is Kind.ALLREDUCE
+        ]
+        found = tuple(self._latch.observe(groups, [response.slot for response in responses if response.slot >= 0]))
+        if not found or self._poisoned or self._left:
+            return ()
+        slots = functools.reduce(operator.or_, (1 << slot for group in found for slot in group))
+        names = frozenset(self._cache.request(slot).name for slot in bits(slots))
+        self._latch.close(self._sequence, slots, names)
+        for rank in self._world:
+            self._announced[rank] &= ~slots
+            self._filled[rank] &= ~slots
+        for name in names:
+            self._table.pop(name, None)
+        return found
+
+    def _enter(self, rank: int, announcement: Announcement, seen: int) -> None:
         """Puts one announcement where it is counted: among the bits, or into the table."""
         request = announcement.request
         slot = self._cache.slot_of(request.name)
@@ -158,7 +193,7 @@ class Negotiator:
         if known:
             # The rank has not yet seen the plan that cached its tensor, or announces it from another line.
             self._sites[slot][rank] = announcement.site
-        if self._owed(rank, request):
+        if self._latch.overtakes(request.name, seen) or self._owed(rank, request):
             return
         if slot >= 0 and not self._left and request.name not in self._table:
             if known:
@@ -224,7 +259,7 @@ class Negotiator:
             self._drop(entry)
             told |= entry.by_rank
             members |= {*(entry.members or self._world)}
-            values.append((f"({spans(entry.members or self._world)})", sorted(entry.by_rank), _sites(entry.by_rank)))
+            values.append((f"({spans(entry.members or self._world)})", sorted(entry.by_rank), sites(entry.by_rank)))
         error = str(MismatchError(entries[0].name, "process set", sorted(values, key=operator.itemgetter(1))))
         request = told[min(told)].request
         refusal = Response(request, error=error, attribute="process set", recipients=tuple(sorted(told)))
@@ -248,7 +283,11 @@ class Negotiator:
         response = verdict(entry.by_rank)
         if not response.error and all(told.filler for told in entry.by_rank.values()):
             return msgspec.structs.replace(response, void=True)
-        slot = -1 if response.error else self._cache.place(response.request, pinned=self._announced_by_any())
+        slot = (
+            -1
+            if response.error
+            else self._cache.place(response.request, pinned=self._announced_by_any() | self._latch.slots)
+        )
         if slot < 0:
             return response
         response = msgspec.structs.replace(response, slot=slot)
@@ -309,55 +348,4 @@ class Negotiator:
         oldest = min(self._seen)
         while self._replaced and self._replaced[0].sequence <= oldest:
             self._replaced.popleft()
-
-
-def _shape(request: Request) -> str:
-    """The dimensions that must be equal: all but the first for an allgather."""
-    if request.kind is Kind.ALLGATHER:
-        return f"({', '.join(['any', *map(str, request.shape[1:])])})"
-    return str(request.shape)
-
-
-_ATTRIBUTES: dict[str, Callable[[Request], str]] = {
-    "operation": lambda request: request.kind.name.lower(),
-    "dtype": lambda request: request.dtype,
-    "shape": _shape,
-    "reduction": lambda request: request.op.name.lower(),
-    "scale factors": lambda request: f"prescale {request.prescale!r}, postscale {request.postscale!r}",
-    "root rank": lambda request: str(request.root),
-}
-"""What all ranks must share, in the order in which it is compared."""
-
-
-def verdict(by_rank: Mapping[int, Announcement]) -> Response:
-    """Compares what all members have announced under one name.
-
-    Args:
-        by_rank: the announcements, one a member.
-
-    Returns:
-        the response: either to carry it out, or the error that every member gets.
-    """
-    ranks = sorted(by_rank)
-    first = by_rank[ranks[0]].request
-    requests = [by_rank[rank].request for rank in ranks]
-    for attribute, show in _ATTRIBUTES.items():
-        values = [show(request) for request in requests]
-        if any(value != values[0] for value in values):
-            error = MismatchError(first.name, attribute, _by_value(by_rank, ranks, values))
-            return Response(first, error=str(error), attribute=attribute, recipients=tuple(ranks))
-    sizes = tuple(request.shape[0] for request in requests) if first.kind is Kind.ALLGATHER else ()
-    return Response(first, sizes=sizes)
-
-
-def _by_value(
-    by_rank: Mapping[int, Announcement], ranks: list[int], values: list[str]
-) -> list[tuple[str, list[int], list[str]]]:
-    groups: dict[str, dict[int, Announcement]] = {}
-    for rank, value in zip(ranks, values, strict=True):
-        groups.setdefault(value, {})[rank] = by_rank[rank]
-    return [(value, sorted(group), _sites(group)) for value, group in groups.items()]
-
-
-def _sites(by_rank: Mapping[int, Announcement]) -> list[str]:
-    return list(dict.fromkeys(told.site for _, told in sorted(by_rank.items()) if told.site))
+        self._latch.forget(oldest)
