@@ -161,4 +161,4 @@ class Daemon:
     def _do(self, work: Work) -> None:
         """Leaves work that is not to wait for the batching window."""
         self._inbox.put(work)
-        self._inbox.hurry()
+        self._inbox.hurry(waiting=False)

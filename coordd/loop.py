@@ -16,6 +16,7 @@ import numpy as np
 
 from coordd.account import account
 from coordd.bell import Bell
+from coordd.bucket import Locked
 from coordd.config import Config, knobs
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
@@ -24,9 +25,10 @@ from coordd.execution import Flights
 from coordd.inbox import Inbox
 from coordd.lookout import Lookout
 from coordd.mailbox import Letter, Mailbox
-from coordd.member import Member
-from coordd.messages import Abort, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Welcome
+from coordd.member import Due, Member
+from coordd.messages import Abort, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Waiting, Welcome
 from coordd.patience import Patience, nap_precisely
+from coordd.plane import Plane
 from coordd.rendezvous import Link, Rendezvous
 from coordd.status import Status, peer_error
 from coordd.table import Entry
@@ -68,6 +70,7 @@ class Loop:
         self._parting: float | None = None
         self._patience = Patience()
         self._wreck: list[object] = []
+        self._dues: list[Due] = []
 
     def run(self) -> None:
         """Runs until all ranks have left, the job has failed and nobody is waited for, or it is told to stop."""
@@ -91,7 +94,18 @@ class Loop:
     def say_goodbye(self) -> None:
         """Leaves: what other ranks have not announced by now fails, here and there."""
         if self._status.failure is None:
+            self._carry_out(self._member.leave())
             self._tell(Goodbye())
+
+    def landed(self, entries: Sequence[Entry]) -> None:
+        """Notes that results have arrived."""
+        for entry in entries:
+            self._member.table.take(entry.request.name)
+        self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
+
+    def settled(self, word: Locked, *, moved: bool) -> None:
+        """Notes how an occurrence of a locked bucket has ended."""
+        self._dues.append(self._member.landed(word) if moved else self._member.refused(word))
 
     def allocate(self, size: int) -> np.ndarray:
         """Makes memory in which reductions need no copies; for any thread."""
@@ -111,6 +125,8 @@ class Loop:
         if self._member.stopped:
             self._part()
         moved = self._flights.advance() | self._mailbox.advance()
+        while self._dues:
+            self._carry_out(self._dues.pop(0))
         self._rest(moved=moved)
 
     def _connect(self) -> None:
@@ -120,16 +136,16 @@ class Loop:
         self._bell.watch(self._control.descriptors)
         self._status.world = World(transport.rank, self._link.hosts)
         self._member = Member(transport.rank, cache_capacity=self._config.cache_capacity)
-        self._flights = Flights(
+        plane = Plane(
             transport.collective,
+            self._link.commons,
             rank=transport.rank,
             hosts=self._link.hosts,
-            commons=self._link.commons,
             chunk=self._config.chunk_kb << 10,
-            landed=self._landed,
         )
+        self._flights = Flights(plane, self)
         self._mailbox = Mailbox(transport.matched, transport.rank)
-        self._lookout = Lookout(self._config, self._member.table, self._mailbox, ask=self._tell)
+        self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
         self._coordinator = self._coordinate() if transport.rank == 0 else None
         self._tell(Hello(VERSION, _digest(self._config), os.getpid(), self._link.hosts[transport.rank]))
 
@@ -139,25 +155,47 @@ class Loop:
             cache_capacity=self._config.cache_capacity,
             fusion_bytes=int(self._config.fusion_mb * (1 << 20)),
             abort_seconds=self._config.stall_abort_seconds,
+            lock_steps=self._config.lock_steps,
         )
+
+    def _elsewhere(self) -> list[tuple[float, Waiting]]:
+        """What waits for other ranks without the coordinator knowing, and since when."""
+        return [*self._mailbox.waiting(), *self._flights.waiting()]
+
+    def _complain(self, overdue: Callable[[], Message]) -> None:
+        """Asks the coordinator about what has waited too long; no lock may keep it from knowing."""
+        self._carry_out(self._member.unlock())
+        self._tell(overdue())
+
+    def _carry_out(self, due: Due) -> None:
+        """Starts what is to start, gives the words that are due, and reports."""
+        for bucket in due.buckets:
+            self._flights.start(bucket)
+        for word in due.words:
+            self._flights.give(word)
+        if due.report is not None:
+            self._tell(due.report)
 
     def _announce(self) -> None:
         """Takes in what framework threads have left, and reports what is new."""
         items = self._inbox.take()
-        if not items:
-            return
-        self._patience.restart()
-        entries = [item for item in items if isinstance(item, Entry)]
-        if self._status.failure is not None:
-            for entry in entries:
-                entry.handle.fail(peer_error(self._status.failure))
-        elif (report := self._member.announce(entries)) is not None:
-            self._tell(report)
+        if items:
+            self._patience.restart()
+            self._admit([item for item in items if isinstance(item, Entry)])
+        if self._inbox.waited and self._status.failure is None:
+            self._carry_out(self._member.awaited())
         for item in items:
             if isinstance(item, Letter):
                 self._post(item)
             elif not isinstance(item, Entry):
                 item()
+
+    def _admit(self, entries: list[Entry]) -> None:
+        if self._status.failure is None:
+            self._carry_out(self._member.announce(entries))
+            return
+        for entry in entries:
+            entry.handle.fail(peer_error(self._status.failure))
 
     def _post(self, letter: Letter) -> None:
         if self._status.failure is not None:
@@ -217,10 +255,7 @@ class Loop:
     def _follow(self, plan: Plan) -> None:
         if self._status.failure is not None:
             return
-        for bucket in self._member.follow(plan):
-            self._flights.start(bucket)
-        if (sign_of_life := self._member.announce(())) is not None:
-            self._tell(sign_of_life)
+        self._carry_out(self._member.follow(plan))
 
     def _enter(self, welcome: Welcome) -> None:
         self._status.world = World(self._status.world.rank, welcome.hosts)
@@ -230,11 +265,6 @@ class Loop:
             self._status.start_error = StartError(welcome.refusal)
             self._status.stopping = True
         self._status.started.set()
-
-    def _landed(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            self._member.table.take(entry.request.name)
-        self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
 
     def _place(self, rank: int) -> str:
         return (

@@ -120,7 +120,7 @@ class Bucket:
         self._submit()
 
     def _stand_in(self, gradient: Gradient) -> torch.Tensor | None:
-        """Puts what this rank has in place of a fresh gradient: what the user has kept, else zeros; returns the former."""
+        """Puts in place of a fresh gradient what the user has kept, and returns it, or zeros."""
         place, kept = self._places[gradient], gradient.parameter.grad
         if kept is None or kept.layout is not torch.strided:
             place.zero_()
@@ -190,7 +190,7 @@ class Bucket:
 
 
 def _shaped(room: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Views room as a gradient, laid out as its parameter where that is dense, so that autograd and optimizers are fast."""
+    """Views room as a gradient, laid out as its parameter where that is dense, which autograd and optimizers like."""
     size, stride = parameter.shape, parameter.stride()
     span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if parameter.numel() else 0
     if span == parameter.numel():
