@@ -108,7 +108,6 @@ class Negotiator:
 
     def leave(self, rank: int) -> None:
         """Notes that a rank will announce nothing more; what it waits for, and what waits for it, fails."""
-        self._latch.open()
         for slot in bits(self._announced_by_any()):
             self._spell_out(slot)
         self._left.add(rank)
