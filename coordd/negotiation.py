@@ -86,6 +86,11 @@ class Negotiator:
         """Whether every rank has left."""
         return len(self._left) == len(self._world)
 
+    @property
+    def unlocking(self) -> bool:
+        """Whether a lock has ended of whose end the ranks have yet to be told."""
+        return self._latch.ended != 0
+
     def hear(self, rank: int, report: Report) -> None:
         """Enters what a rank has new."""
         self._seen[rank] = max(self._seen[rank], report.seen)

@@ -12,7 +12,7 @@ from coordd_tools.sim.setting import Setting
 __all__ = ["Pause", "Worker", "program"]
 
 _COMPUTE, _BURST, _STALL = 5e-4, 5e-6, 20.0
-_DUPLICATED, _STALLED, _EARLY, _RARE = 0.15, 0.02, 0.05, 0.002
+_DUPLICATED, _STALLED = 0.15, 0.02
 
 Pause = float | list[Submission]
 """Seconds of computing, or what the thread waits for."""
@@ -55,7 +55,6 @@ def program(worker: Worker, setting: Setting) -> Iterator[Pause]:
 def _step(worker: Worker, setting: Setting, order: tuple[Round, ...], mine: dict[str, Submission]) -> Iterator[Pause]:
     """Submits one step's tensors."""
     rng, swarm = setting.rng, setting.swarm
-    early = _RARE if swarm.steady else _EARLY
     pause = 1 / (_BURST if swarm.burst else _COMPUTE)
     for turn in order:
         yield rng.expovariate(pause)
@@ -64,7 +63,7 @@ def _step(worker: Worker, setting: Setting, order: tuple[Round, ...], mine: dict
         if turn.name in mine:
             yield [mine[turn.name]]
         mine[turn.name] = worker.submit(turn)
-        if swarm.early and not swarm.reorder and rng.random() < early:
+        if rng.random() < setting.settings.early:
             yield [rng.choice([*mine.values()])]
         if swarm.duplicates and rng.random() < _DUPLICATED:
             yield from _duplicate(worker, turn, setting)
