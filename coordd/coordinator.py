@@ -37,9 +37,13 @@ Outgoing = list[tuple[int, Message]]
 
 @dataclass
 class _Investigation:
-    """A stall that is being looked into: what each rank complains of, and who was asked when."""
+    """A stall that is being looked into: what each rank complains of, and who was asked when.
+
+    While it is ``settling`` a lock has just been broken, and ranks have yet to announce what it held.
+    """
 
     deadline: float
+    settling: bool = False
     overdue: dict[int, Overdue] = field(default_factory=dict)
     asked: dict[int, float] = field(default_factory=dict)
     accounts: dict[int, Account] = field(default_factory=dict)
@@ -138,15 +142,23 @@ class Coordinator:
         """Asks the ranks that are missing; complaints that come in the meantime join the same report."""
         waiting = self._waiting(rank, overdue)
         asked = {rank for item in waiting for rank in item.missing} or set(self._ranks)
-        if self._abort_seconds and overdue.seconds >= self._abort_seconds:
-            culprit = min(asked)
-            names = ", ".join(repr(item.name) for item in waiting[:3])
-            self._fail(Failure(culprit, f"kept {names} waiting for {overdue.seconds:.0f} s (stall_abort_seconds)"))
+        if not self._negotiator.unlocking and self._intolerable(overdue.seconds):
+            self._blame(waiting, overdue.seconds)
             return
         case = self._investigation = self._investigation or _Investigation(now + _PATIENCE)
+        case.settling |= self._negotiator.unlocking
         case.overdue[rank] = overdue
         self._tell(sorted(asked - case.asked.keys()), Inquiry())
         case.asked = dict.fromkeys(asked, now) | case.asked
+
+    def _intolerable(self, seconds: float) -> bool:
+        return 0 < self._abort_seconds <= seconds
+
+    def _blame(self, waiting: list[Waiting], seconds: float) -> None:
+        """Ends the job because of the first rank that others wait for."""
+        culprit = min((rank for item in waiting for rank in item.missing), default=0)
+        names = ", ".join(repr(item.name) for item in waiting[:3])
+        self._fail(Failure(culprit, f"kept {names} waiting for {seconds:.0f} s (stall_abort_seconds)"))
 
     def _waiting(self, rank: int, overdue: Overdue) -> list[Waiting]:
         announced = {item.name: item for item in self._negotiator.waiting(rank)}
@@ -156,14 +168,20 @@ class Coordinator:
     def _conclude(self, now: float) -> None:
         """Ends an investigation when all have answered or the time is up, and tells everybody."""
         case = self._investigation
-        if case is None or (now < case.deadline and case.asked.keys() - case.accounts.keys()):
+        if case is None:
+            return
+        if now < case.deadline and (case.settling or case.asked.keys() - case.accounts.keys()):
             return
         self._investigation = None
         waiting = [item for rank, overdue in sorted(case.overdue.items()) for item in self._waiting(rank, overdue)]
+        seconds = max(overdue.seconds for overdue in case.overdue.values())
+        if case.settling and self._intolerable(seconds):
+            self._blame(waiting, seconds)
+            return
         # Who was asked only later has had no time to answer, so silence means nothing yet.
         late = [rank for rank, since in case.asked.items() if since + _PATIENCE <= now]
         report = StallReport(
-            max(overdue.seconds for overdue in case.overdue.values()),
+            seconds,
             tuple(dict.fromkeys(waiting)),
             tuple(case.accounts[rank] for rank in sorted(case.accounts)),
             tuple(sorted(set(late) - case.accounts.keys())),

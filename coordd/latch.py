@@ -69,12 +69,7 @@ class Latch:
             return
         if report.unlock == lock.number or lock.mentioned(report):
             self._repetition.judge(report.lasted)
-            self.open()
-
-    def open(self) -> None:
-        """Ends the lock, if there is one."""
-        if self._current is not _OPEN:
-            self.ended, self._current = self._current.number, _OPEN
+            self.ended, self._current = lock.number, _OPEN
 
     def tell(self) -> int:
         """Returns the lock whose end was not told yet."""

@@ -98,6 +98,11 @@ class Negotiator:
         """Whether every rank has left."""
         return len(self._left) == len(self._world)
 
+    @property
+    def unlocking(self) -> bool:
+        """Whether a lock has ended of whose end the ranks have yet to be told."""
+        return self._latch.ended != 0
+
     def hear(self, rank: int, report: Report) -> None:
         """Enters what a rank has new."""
         self._seen[rank] = max(self._seen[rank], report.seen)
@@ -120,7 +125,6 @@ class Negotiator:
 
     def leave(self, rank: int) -> None:
         """Notes that a rank will announce nothing more; what it waits for, and what waits for it, fails."""
-        self._latch.open()
         for slot in bits(self._announced_by_any()):
             self._spell_out(slot)
         self._left.add(rank)

@@ -13,6 +13,7 @@ from coordd_tools.sim.network import Network
 from coordd_tools.sim.script import Script
 from coordd_tools.sim.swarm import Swarm
 from coordd_tools.sim.trace import Trace
+from coordd_tools.sim.words import Words
 
 __all__ = ["Setting", "Settings"]
 
@@ -26,6 +27,8 @@ class Settings:
     fusion_bytes: int
     stall_seconds: float
     abort_seconds: float
+    lock_steps: int
+    early: float
     steps: int
 
     @classmethod
@@ -33,11 +36,13 @@ class Settings:
         """Draws small caches and buckets, so that their limits are met all the time."""
         return cls(
             size=rng.randint(2, 6),
-            cache_capacity=rng.choice((0, 1, 2, 3, 8, 64)),
+            cache_capacity=rng.choice((4, 16, 64) if swarm.steady else (0, 1, 2, 3, 8, 64)),
             fusion_bytes=rng.choice((0, 16, 64, 1 << 20)),
             stall_seconds=rng.choice((0.05, 0.5, 5.0)),
             abort_seconds=8.0 if swarm.impatience else 0.0,
-            steps=rng.randint(1, 6),
+            lock_steps=rng.randint(1, 3) if swarm.locks else 0,
+            early=rng.choice((0.002, 0.02)) if swarm.early and not swarm.reorder else 0.0,
+            steps=rng.randint(4, 30) if swarm.steady else rng.randint(1, 6),
         )
 
 
@@ -53,5 +58,6 @@ class Setting:
     trace: Trace
     network: Network
     exchange: Exchange
+    words: Words
     ledger: Ledger
     caches: Caches
