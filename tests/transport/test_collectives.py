@@ -215,7 +215,7 @@ def test_operations_in_flight_do_not_mix_their_messages(seed, starts):
     arrays = {(rank, number): np.full(40, 1 << rank) for number, members in enumerate(sets) for rank in members}
     running = []
     for (rank, number), array in arrays.items():
-        group = Group(world.join(rank).collective, sets[number], rank, sequence=number, chunk=64, pulse=Pulse())
+        group = Group(world.join(rank).collective, sets[number], rank, tag=16 * number, chunk=64, pulse=Pulse())
         running.append((starts[rank] * number, collectives.allreduce(group, [array], reduction)))
     order = random.Random(seed)
     left = [steps for _, steps in sorted(running, key=lambda item: item[0])]
