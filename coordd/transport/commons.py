@@ -202,8 +202,9 @@ def join(gather: Callable[[Any], list[Any]], hosts: Sequence[str], rank: int, be
             boards.extend(mine if other == rank else _board_of(cards[other]) for other in neighbours)
     if all(gather(len(boards) == len(neighbours))) and mine is not None:
         return Commons(neighbours, rank, boards)
-    for board in {*boards, mine} - {None}:
-        board.close()
+    for board in dict.fromkeys([mine, *boards]):
+        if board is not None:
+            board.close()
     return None
 
 

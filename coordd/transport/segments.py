@@ -61,7 +61,7 @@ class Heap:
             raise
         self._announce(number, descriptor, size)
         weakref.finalize(memory, self._free, number, descriptor).atexit = False
-        return np.frombuffer(memory, np.uint8)
+        return np.frombuffer(memoryview(memory), np.uint8)
 
     def locate(self, array: np.ndarray) -> tuple[int, int] | None:
         """Finds the block in which a contiguous array lies, and the offset in bytes; None if it lies elsewhere."""
@@ -119,7 +119,7 @@ def attach(pid: int, descriptor: int, size: int, *, populate: bool = True) -> np
         if os.fstat(opened).st_size < size:
             text = f"file {descriptor} of process {pid} is no block of {size} bytes here"
             raise OSError(text)
-        return np.frombuffer(_mapped(opened, size, populate=populate), np.uint8)
+        return np.frombuffer(memoryview(_mapped(opened, size, populate=populate)), np.uint8)
     finally:
         os.close(opened)
 
