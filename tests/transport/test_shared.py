@@ -1,6 +1,6 @@
 """Collectives in common memory, all ranks in one thread, in a random order that the seed decides.
 
-What a rank owns is spoilt as soon as its own operation has ended, as the user's next step does: nobody may need it then.
+What a rank owns is spoilt as soon as its own operation has ended, as by the user's next step: nobody may need it then.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def test_between_hosts_every_element_travels_once(*, count, lengths, owners, chu
         for _ in range(order.choice([0, 1, 5])):
             yield
         for piece in slices:
-            piece += 1
+            np.add(piece, 1, out=piece)
 
     with neighbours(range(count)) as world:
         _, found = allreduce(
