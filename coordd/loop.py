@@ -350,7 +350,7 @@ class Loop:
             return
         if moved:
             self._patience.restart()
-        elif self._inbox.awaited and self._patience.short(data=bool(self._flights)):
+        elif self._inbox.awaited and self._patience.short(data=bool(self._flights) and not self._flights.heralded):
             self._stay_awake()
         elif self._mailbox or (self._flights and not self._flights.heralded):
             self._patience.doze(self._bell, awaited=self._inbox.awaited)

@@ -11,7 +11,7 @@ from coordd.bell import Bell
 
 __all__ = ["Patience", "nap_precisely"]
 
-_AWAKE_FOR_DATA, _AWAKE_FOR_WORDS = 300e-6, 80e-6
+_AWAKE_FOR_DATA, _AWAKE_FOR_WORDS = 300e-6, float(os.environ.get("AW", "80e-6"))
 _AWAITED_NAP, _UNAWAITED_NAP, _LONGEST_NAP = 25e-6, 500e-6, 1e-3
 _SET_TIMER_SLACK = 29
 

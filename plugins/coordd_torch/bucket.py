@@ -43,6 +43,9 @@ def partition(gradients: Sequence[Gradient], *, limit: int, last: int) -> list[l
     for alike in kinds.values():
         groups: list[list[Gradient]] = []
         room = -1
+        if sum(gradient.parameter.nbytes for gradient in alike) <= 2 * last:
+            found.append(alike)
+            continue
         for gradient in reversed(alike):
             size = gradient.parameter.nbytes
             if size > room:

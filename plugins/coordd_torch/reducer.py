@@ -26,7 +26,7 @@ from coordd.table import Entry, Site
 from coordd_torch.bucket import Bucket, partition
 from coordd_torch.compression import Compression, Compressor
 from coordd_torch.gradient import Gradient
-from coordd_torch.tensors import borrow
+from coordd_torch.tensors import borrow, empty_common
 
 __all__ = ["Reducer"]
 
@@ -136,8 +136,7 @@ class Reducer:
         """Makes a flat tensor of a parameter's type and device; on a CPU in memory that all ranks of the host see."""
         if like.device.type != "cpu":
             return torch.zeros(count, dtype=like.dtype, device=like.device)
-        block = self._operations.daemon.allocate(count * like.element_size())
-        return torch.from_numpy(block).view(like.dtype)
+        return empty_common(count, dtype=like.dtype, daemon=self._operations.daemon)
 
     def compressed(self, gradient: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
         """Makes what travels instead of a gradient, and what puts it back."""
