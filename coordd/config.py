@@ -86,6 +86,9 @@ class Config:
         low=0,
         high=65536,
     )
+    overlap: bool = _knob(
+        True, "reduce gradients while backward computes; no: all at once when it ends, for chips that cannot do both"
+    )
     cycle_ms: float = _knob(
         20.0,
         "batching window in milliseconds: how long ready tensors wait for company while nobody waits for them",

@@ -11,6 +11,7 @@ ENGINES = {
     "step": ("none", "coordd", "ddp", "horovod", "ddp-view"),
     "allreduce": ("coordd", "coordd-negotiated", "coordd-window", "memory", "gloo", "mpi", "horovod"),
     "idle": ("mpi", "coordd", "gloo", "horovod"),
+    "memory": ("none", "coordd", "ddp", "horovod", "ddp-view"),
     "startup": ("coordd", "gloo", "horovod"),
 }
 """The engines that can take part in each benchmark."""
