@@ -50,7 +50,8 @@ class Crowd(NamedTuple):
         if not oversubscribed(*self):
             return ""
         each = max(1, self.cores // self.local_size)
-        text = f"{self.local_size} ranks of {self.threads} threads take turns on {self.cores} cores of this host: "
+        threads = f" of {self.threads} threads" if self.threads > 1 else ""
+        text = f"{self.local_size} ranks{threads} take turns on {self.cores} of this host's cores: "
         if self.threads > each:
             return text + f"set OMP_NUM_THREADS={each}, or start the ranks with `coordd run`, which does"
-        return text + f"start at most {self.cores} ranks on it"
+        return text + "start fewer here, or ask for more cores"

@@ -117,14 +117,15 @@ def describe(cores: Cores, local_size: int, wish: Wish, *, bind: bool = True) ->
     text = f"{_count(local_size, 'rank')} of {_count(shares[0].threads, 'thread')} on {_count(cores.usable, 'core')}"
     if oversubscribed(cores.usable, local_size, shares[0].threads):
         return f"{text}, which they take turns on"
-    if local_size == 1 and not shares[0].daemon_on:
-        return text
-    bound, daemons = (_named(cores, cpus) for cpus in zip(*(share[1:] for share in shares), strict=True))
-    if not bind or not (bound or daemons):
-        return f"{text}, which daemons share"
-    if not daemons:
+    bound = _named(cores, [share.bound_to for share in shares]) if bind else ""
+    daemons = _named(cores, [share.daemon_on for share in shares]) if bind or wish.daemon_on else ""
+    if bound and daemons:
+        return f"{text}: they compute on {bound}, daemons on {daemons}"
+    if bound:
         return f"{text}, each with its daemon on its own: {bound}"
-    return f"{text}: they compute on {bound or 'any'}, daemons on {daemons}"
+    if daemons:
+        return f"{text}, daemons on {daemons}"
+    return text if local_size == 1 else f"{text}, which daemons share"
 
 
 def _named(cores: Cores, shares: Sequence[tuple[int, ...]]) -> str:
