@@ -64,7 +64,7 @@ class Share(NamedTuple):
     daemon_on: tuple[int, ...] = ()
 
 
-def divide(cores: Cores, local_rank: int, local_size: int, wish: Wish = Wish()) -> Share:  # noqa: B008 - it is frozen
+def divide(cores: Cores, local_rank: int, local_size: int, wish: Wish) -> Share:
     """Computes the share of one of ``local_size`` ranks on a host.
 
     Args:
