@@ -148,6 +148,11 @@ class Config:
         "",
         "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one",
     )
+    daemon_cores: str = _knob(
+        "",
+        "processors on which the daemon's thread runs, as the kernel numbers them, such as 3 or 6-7; empty: those that "
+        "`coordd run` finds spare, else any",
+    )
     log_level: str = _knob(
         "warning",
         "least severe message that is printed",

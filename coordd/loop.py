@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from coordd.account import account
+from coordd.affinity import keep_to
 from coordd.bell import Bell
 from coordd.bucket import Locked
 from coordd.config import Config, knobs
@@ -75,6 +76,7 @@ class Loop:
     def run(self) -> None:
         """Runs until all ranks have left, the job has failed and nobody is waited for, or it is told to stop."""
         try:
+            keep_to(self._config.daemon_cores)
             nap_precisely()
             np.seterr(all="ignore")  # of this thread: values beyond a type become infinite, as everywhere
             self._connect()
@@ -380,7 +382,6 @@ class Loop:
 
 def _digest(config: Config) -> str:
     """A short print of the settings, equal where they are."""
-    text = ";".join(
-        f"{knob.name}={getattr(config, knob.name)}" for knob in knobs() if knob.name not in {"log_level", "interface"}
-    )
+    own = {"log_level", "interface", "daemon_cores"}
+    text = ";".join(f"{knob.name}={getattr(config, knob.name)}" for knob in knobs() if knob.name not in own)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
