@@ -21,6 +21,7 @@ from coordd.bucket import Locked
 from coordd.config import Config, knobs
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
+from coordd.crowd import Crowd, oversubscribed
 from coordd.errors import ShutdownError, StartError
 from coordd.execution import Flights
 from coordd.inbox import Inbox
@@ -262,6 +263,8 @@ class Loop:
     def _enter(self, welcome: Welcome) -> None:
         self._status.world = World(self._status.world.rank, welcome.hosts)
         self._status.pids = welcome.pids
+        neighbours = [welcome.pids[rank] for rank in self._status.world.neighbours]
+        self._patience.crowded = oversubscribed(*Crowd.of(neighbours, os.environ))
         self._lookout.coordinator = (welcome.pids[0], welcome.hosts[0], self._status.world.host)
         if welcome.refusal:
             self._status.start_error = StartError(welcome.refusal)
