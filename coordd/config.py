@@ -86,6 +86,9 @@ class Config:
         low=0,
         high=65536,
     )
+    overlap: bool = _knob(
+        True, "reduce gradients while backward computes; no: all at once when it ends, for chips that cannot do both"
+    )
     cycle_ms: float = _knob(
         20.0,
         "batching window in milliseconds: how long ready tensors wait for company while nobody waits for them",
@@ -144,6 +147,11 @@ class Config:
     interface: str = _knob(
         "",
         "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one",
+    )
+    daemon_cores: str = _knob(
+        "",
+        "processors on which the daemon's thread runs, as the kernel numbers them, such as 3 or 6-7; empty: those that "
+        "`coordd run` finds spare, else any",
     )
     log_level: str = _knob(
         "warning",

@@ -52,6 +52,11 @@ class Daemon:
         return self._status.world
 
     @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Processes of the ranks on this host, this one's included."""
+        return tuple(self._status.pids[rank] for rank in self.world.neighbours)
+
+    @property
     def failing(self) -> bool:
         """Whether the job has failed."""
         return self._status.failing

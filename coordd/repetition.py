@@ -52,7 +52,7 @@ class Repetition:
             self._now.update(dict.fromkeys(group))
             self._groups.append(group)
         if any(slot in self._now or slot in self._last for slot in changed):
-            self._start_over()
+            self.start_over()
         repeated = self._equal >= self._needed - 1 and self._now.keys() == self._last.keys()
         return self._groups if repeated else ()
 
@@ -63,11 +63,12 @@ class Repetition:
         does not fit is left alone; otherwise it was worth it.
         """
         self._needed = self._least if lasted >= self._needed else min(_MOST, 2 * self._needed)
-        self._start_over()
+        self.start_over()
 
     def _end_period(self) -> None:
         self._equal = self._equal + 1 if self._now.keys() == self._last.keys() else 1
         self._last, self._now, self._groups = self._now, {}, []
 
-    def _start_over(self) -> None:
+    def start_over(self) -> None:
+        """Forgets what it has seen."""
         self._last, self._now, self._groups, self._equal = {}, {}, [], 0

@@ -43,6 +43,9 @@ def partition(gradients: Sequence[Gradient], *, limit: int, last: int) -> list[l
     for alike in kinds.values():
         groups: list[list[Gradient]] = []
         room = -1
+        if sum(gradient.parameter.nbytes for gradient in alike) <= 2 * last:
+            found.append(alike)
+            continue
         for gradient in reversed(alike):
             size = gradient.parameter.nbytes
             if size > room:
@@ -57,18 +60,20 @@ def partition(gradients: Sequence[Gradient], *, limit: int, last: int) -> list[l
 class Bucket:
     """One tensor for several gradients; its own handle towards the daemon."""
 
-    def __init__(self, reducer: Reducer, name: str, gradients: Sequence[Gradient]) -> None:
+    def __init__(self, reducer: Reducer, name: str, gradients: Sequence[Gradient], *, early: bool = True) -> None:
         """Makes room; the gradients move in when they are next computed.
 
         Args:
             reducer: whose gradients they are.
             name: equal on all ranks.
             gradients: of one type, on one device, in an order that is equal on all ranks.
+            early: whether to begin as soon as the last gradient is there; if not, when backward ends.
         """
         self._reducer = reducer
         self.name = name
         self.submitted = 0.0
         self.open = True
+        self._early = early
         self._gradients = tuple(gradients)
         first = gradients[0].parameter
         stride = _ALIGNMENT // first.element_size()
@@ -96,14 +101,14 @@ class Bucket:
         """Takes a gradient in; starts the reduction with the last one."""
         place = self._places[gradient]
         if value is not place:
-            if value.nbytes < _COPIED_AT_ONCE:
+            if value.nbytes < _COPIED_AT_ONCE or not self._early:
                 self._waiting.append((gradient, place, value))
             else:
                 with torch.no_grad():
                     place.copy_(value)
                 gradient.parameter.grad = place
         self._taken += 1
-        if self._taken == len(self._gradients):
+        if self._taken == len(self._gradients) and self._early:
             self._submit()
 
     def close(self) -> None:

@@ -25,8 +25,9 @@ from coordd.process_sets import ProcessSet
 from coordd.table import Entry, Site
 from coordd_torch.bucket import Bucket, partition
 from coordd_torch.compression import Compression, Compressor
+from coordd_torch.devices import overlaps
 from coordd_torch.gradient import Gradient
-from coordd_torch.tensors import borrow
+from coordd_torch.tensors import borrow, empty_common
 
 __all__ = ["Reducer"]
 
@@ -136,8 +137,7 @@ class Reducer:
         """Makes a flat tensor of a parameter's type and device; on a CPU in memory that all ranks of the host see."""
         if like.device.type != "cpu":
             return torch.zeros(count, dtype=like.dtype, device=like.device)
-        block = self._operations.daemon.allocate(count * like.element_size())
-        return torch.from_numpy(block).view(like.dtype)
+        return empty_common(count, dtype=like.dtype, daemon=self._operations.daemon)
 
     def compressed(self, gradient: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
         """Makes what travels instead of a gradient, and what puts it back."""
@@ -228,9 +228,11 @@ class Reducer:
         """Gives the gradients that were reduced on their own places in buckets, in the order of the plans."""
         moving, self._moving = sorted(self._moving, key=lambda gradient: gradient.turn), []
         self._loose = [gradient for gradient in self._loose if gradient not in moving]
-        limit = int(self._operations.daemon.config.fusion_mb * (1 << 20))
+        config = self._operations.daemon.config
+        early = config.overlap and all(overlaps(gradient.parameter.device.type) for gradient in moving)
+        limit = int(config.fusion_mb * (1 << 20)) if early else sys.maxsize
         for group in partition(moving, limit=limit, last=min(limit, _LAST_BUCKET_BYTES)):
-            self._buckets.append(Bucket(self, f"{self._prefix}bucket.{len(self._buckets)}", group))
+            self._buckets.append(Bucket(self, f"{self._prefix}bucket.{len(self._buckets)}", group, early=early))
 
     def drop(self) -> None:
         """Lets what is under way end, whatever comes of it, before its memory is used for something else."""
