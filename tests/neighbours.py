@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from coordd.bell import Bell
+from coordd.plane import Plane
 from coordd.transport.board import Board
 from coordd.transport.commons import Commons
+from coordd.transport.local import LocalWorld
 
-__all__ = ["hosts", "in_random_order", "in_use", "neighbours"]
+__all__ = ["World", "in_random_order", "neighbours", "planes"]
 
 TURNS = 200_000
 
@@ -39,7 +41,7 @@ def neighbours(ranks: Sequence[int]) -> Iterator[list[Commons]]:
 
 
 @contextmanager
-def hosts(names: Sequence[str]) -> Iterator[list[Commons]]:
+def _hosts(names: Sequence[str]) -> Iterator[list[Commons]]:
     """The commons of every rank of a world, given the host of every rank."""
     groups: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
@@ -49,6 +51,41 @@ def hosts(names: Sequence[str]) -> Iterator[list[Commons]]:
         for group in groups.values():
             found.update(zip(group, stack.enter_context(neighbours(group)), strict=True))
         yield [found[rank] for rank in sorted(found)]
+
+
+class World:
+    """All planes of a world."""
+
+    def __init__(self, planes: list[Plane], lanes: LocalWorld) -> None:
+        self.planes = planes
+        self.lanes = lanes
+
+    def run(
+        self, body: Callable[[Plane], Generator[None, None, Any]], *, ranks: Sequence[int] | None = None, seed: int = 0
+    ) -> list[Any]:
+        """Runs a body on ranks, in a random order of steps; checks that nothing is left behind."""
+        chosen = range(len(self.planes)) if ranks is None else ranks
+        results = in_random_order({rank: body(self.planes[rank]) for rank in chosen}, seed)
+        assert not self.lanes.collective._sent
+        assert not self.lanes.collective._wanted
+        return [results[rank] for rank in chosen]
+
+    def lent(self) -> list[int]:
+        return [_in_use(plane._commons) for plane in self.planes if plane._commons]
+
+
+@contextmanager
+def planes(names: str, *, way: str = "memory", chunk: int = 4096) -> Iterator[World]:
+    """Planes on hosts, one letter a rank; the way is through memory, or over the lane for all."""
+    lanes = LocalWorld(len(names))
+    with _hosts(names) if way == "memory" else nullcontext([None] * len(names)) as commons:
+        yield World(
+            [
+                Plane(lanes.join(rank).collective, mine, rank=rank, hosts=names, chunk=chunk)
+                for rank, mine in enumerate(commons)
+            ],
+            lanes,
+        )
 
 
 def in_random_order(
@@ -77,7 +114,7 @@ def in_random_order(
     raise AssertionError(message)
 
 
-def in_use(commons: Commons) -> int:
+def _in_use(commons: Commons) -> int:
     """How many blocks of this rank are in use: neither free nor spare."""
     commons.heap.locate(commons.mine.memory)  # forgets what is free
     return len(commons.heap._places) - sum(map(len, commons._spare.values()))

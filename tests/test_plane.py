@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from coordd.plane import Plane, Spot
 from coordd.transport.board import SLOTS
 from coordd.transport.collectives import Group
 from coordd.transport.local import LocalWorld
-from tests.neighbours import hosts, in_random_order, in_use
+from tests.neighbours import planes
 from tests.transport.arithmetic import expected, same_bits, values
 
 Steps = Generator[None, None, Any]
@@ -33,39 +32,6 @@ worlds = st.one_of(
 ways = st.sampled_from(["memory", "lane"])
 seeds = st.integers(0, 1 << 32)
 sizes = st.one_of(st.integers(0, 12), st.integers(0, 3000), st.integers(8000, 40_000))
-
-
-class Host:
-    """All planes of a world."""
-
-    def __init__(self, planes: list[Plane], lanes: LocalWorld) -> None:
-        self.planes = planes
-        self.lanes = lanes
-
-    def run(self, body: Callable[[Plane], Steps], *, ranks: Sequence[int] | None = None, seed: int = 0) -> list[Any]:
-        """Runs a body on ranks, in a random order of steps; checks that nothing is left behind."""
-        chosen = range(len(self.planes)) if ranks is None else ranks
-        results = in_random_order({rank: body(self.planes[rank]) for rank in chosen}, seed)
-        assert not self.lanes.collective._sent
-        assert not self.lanes.collective._wanted
-        return [results[rank] for rank in chosen]
-
-    def lent(self) -> list[int]:
-        return [in_use(plane._commons) for plane in self.planes if plane._commons]
-
-
-@contextmanager
-def world(names: str, *, way: str = "memory", chunk: int = 4096) -> Iterator[Host]:
-    """Planes on hosts, one letter a rank; the way is through memory, or over the lane for all."""
-    lanes = LocalWorld(len(names))
-    with hosts(names) if way == "memory" else nullcontext([None] * len(names)) as commons:
-        yield Host(
-            [
-                Plane(lanes.join(rank).collective, mine, rank=rank, hosts=names, chunk=chunk)
-                for rank, mine in enumerate(commons)
-            ],
-            lanes,
-        )
 
 
 def spot(stamp: int) -> Spot:
@@ -124,7 +90,7 @@ def test_a_reduction_on_levels_is_the_sum_of_the_hosts_sums(
     ranks = ranks if members else list(range(len(names)))
     request = Request(Kind.ALLREDUCE, "x", dtype, op=op, prescale=scales[0], postscale=scales[1], members=members)
     given_ = {rank: [values(np.dtype(dtype), n, seed + 9 * rank + i) for i, n in enumerate(lengths)] for rank in ranks}
-    with world(names) as host, np.errstate(all="ignore"):
+    with planes(names) as host, np.errstate(all="ignore"):
         arrays = {rank: [array.copy() for array in mine] for rank, mine in given_.items()}
         kept = [0] * len(names)
         if resident:
@@ -169,7 +135,7 @@ def test_ranks_agree_on_words_wherever_they_are(*, names, way, size, data, presc
         assert same_bits(arrays[plane.rank], given_[plane.rank])
         return first, (yield from plane.reduce(spot(2), request, [arrays[plane.rank]], agreed=False))
 
-    with world(names, way=way) as host:
+    with planes(names, way=way) as host:
         assert host.run(body, seed=seed) == [(not refusing, True)] * len(names)
         assert not any(host.lent())
     wanted = on_levels(names if way == "memory" else "x" * len(names), dict(enumerate(given_)), request)
@@ -183,7 +149,7 @@ def test_a_broadcast_copies_the_roots_array(*, names, way, size, chosen, root, s
     root %= len(members)
     arrays = {rank: values(FLOAT, size, seed + rank) for rank in members}
     wanted = arrays[members[root]].copy()
-    with world(names, way=way) as host:
+    with planes(names, way=way) as host:
         host.run(lambda plane: plane.broadcast(spot(1), members, arrays[plane.rank], root), ranks=members, seed=seed)
         assert not any(host.lent())
     assert all(same_bits(array, wanted) for array in arrays.values())
@@ -197,7 +163,7 @@ def test_an_allgather_joins_blocks_of_any_size(names, way, lengths, chosen, seed
     blocks = {
         me: [array.copy() if rank == me else np.zeros_like(array) for rank, array in given_.items()] for me in members
     }
-    with world(names, way=way) as host:
+    with planes(names, way=way) as host:
         host.run(lambda plane: plane.allgather(spot(1), members, blocks[plane.rank]), ranks=members, seed=seed)
         assert not any(host.lent())
     for mine in blocks.values():
@@ -241,7 +207,7 @@ def test_operations_of_any_kind_follow_each_other_in_the_same_places(names, seed
             active = [steps for steps in active if next(steps, active) is not active]
             yield
 
-    with world(names) as host:
+    with planes(names) as host:
         host.run(body, seed=seed)
         assert not any(host.lent())
     for (number, _), values_ in found.items():
@@ -254,7 +220,7 @@ def test_operations_of_any_kind_follow_each_other_in_the_same_places(names, seed
     ("names", "way", "heralded"), [("aa", "memory", True), ("ab", "memory", False), ("aa", "lane", False)]
 )
 def test_only_one_host_through_memory_rings_for_everything(names, way, heralded):
-    with world(names, way=way) as host:
+    with planes(names, way=way) as host:
         assert [plane.heralded for plane in host.planes] == [heralded] * 2
         assert [plane.fall_asleep() for plane in host.planes] == [way == "memory"] * 2
         for plane in host.planes:
@@ -263,7 +229,7 @@ def test_only_one_host_through_memory_rings_for_everything(names, way, heralded)
 
 def test_those_who_have_not_come_are_known_on_their_host():
     request = Request(Kind.ALLREDUCE, "x", "float32")
-    with world("aaab") as host:
+    with planes("aaab") as host:
         first, second, third, far = host.planes
         assert first.missing(spot(1)) == (0, 1, 2)
         steps = [plane.reduce(spot(1), request, [np.ones(3, np.float32)], agreed=False) for plane in (first, third)]
@@ -271,13 +237,13 @@ def test_those_who_have_not_come_are_known_on_their_host():
             next(one)
         assert [plane.missing(spot(1)) for plane in (first, second)] == [(1,), (1,)]
         assert far.missing(spot(1)) == (3,)
-    with world("ab", way="lane") as host:
+    with planes("ab", way="lane") as host:
         assert host.planes[0].missing(spot(1)) == ()
 
 
 def test_after_a_failure_lent_memory_is_never_lent_again():
     """Others may still write to it: an operation that is thrown away keeps what it has borrowed."""
-    with world("aa") as host:
+    with planes("aa") as host:
         plane = host.planes[0]
         request = Request(Kind.ALLREDUCE, "x", "float32")
         steps = plane.reduce(spot(1), request, [np.ones(100_000, np.float32)])
