@@ -71,44 +71,51 @@ def test_a_refused_bucket_needs_no_other_word():
     assert lock.dissolve() == ([Locked(7, 0, 1)], [])
 
 
-@given(st.lists(st.lists(st.sampled_from("gbo"), max_size=12), min_size=2, max_size=4), st.randoms())
-def test_all_ranks_give_the_same_number_of_words(scripts, rng):
-    """One bucket of one slot; ranks gather, break, or get to know an outcome, in any order."""
-    locks = [Lock(1, ((0,),)) for _ in scripts]
-    given_: list[list[Locked]] = [[] for _ in scripts]
-    open_: list[Locked | None] = [None for _ in scripts]
+class Rank:
+    """One rank with one bucket of one slot; ``given`` are its words."""
 
-    def outcome(rank: int) -> None:
-        word = open_[rank]
-        words = [told[word.occurrence - 1] for told in given_ if len(told) >= word.occurrence]
-        if len(words) < len(locks):
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.lock = Lock(1, ((0,),))
+        self.given: list[Locked] = []
+        self.open: Locked | None = None
+        self.broken = False
+        self._ranks = ranks
+        ranks.append(self)
+
+    def gather(self) -> None:
+        if not self.broken and self.open is None:
+            self.open = self.lock.gather(0, entry(0))
+            self.given.append(self.open)
+
+    def shatter(self) -> None:
+        if not self.broken:
+            self.broken = True
+            self.given += self.lock.dissolve()[0]
+
+    def learn(self) -> None:
+        """Gets to know the outcome of its word, if all have given theirs."""
+        if self.open is None or any(len(rank.given) < self.open.occurrence for rank in self._ranks):
             return
-        open_[rank] = None
-        if all(told.bucket for told in words):
-            last = locks[rank].land(word)
-            given_[rank] += [last] if last else []
+        word, self.open = self.open, None
+        if all(rank.given[word.occurrence - 1].bucket for rank in self._ranks):
+            last = self.lock.land(word)
+            self.given += [last] if last else []
         else:
-            locks[rank].refuse(word)
-            given_[rank] += locks[rank].dissolve()[0]
+            self.lock.refuse(word)
+            self.shatter()
 
-    def act(rank: int, what: str) -> None:
-        ended = given_[rank] and (given_[rank][-1].bucket is None or locks[rank]._lines[0].ended)
-        if what == "o" and open_[rank] is not None:
-            outcome(rank)
-        elif what == "b":
-            given_[rank] += locks[rank].dissolve()[0]
-        elif what == "g" and open_[rank] is None and not ended and not locks[rank]._broken:
-            open_[rank] = locks[rank].gather(0, entry(0))
-            given_[rank].append(open_[rank])
 
-    turns = [(rank, what) for rank, script in enumerate(scripts) for what in script]
-    rng.shuffle(turns)
-    for rank, what in turns:
-        act(rank, what)
-    for what in "b" + "o" * 30:  # in the end all break, and all outcomes become known
-        for rank in range(len(scripts)):
-            act(rank, what)
-    assert len({len(told) for told in given_}) == 1
-    assert open_ == [None] * len(scripts)
-    assert all(word.bucket for told in given_ for word in told[:-1])
-    assert any(told[-1].bucket is None for told in given_)
+@given(st.integers(2, 4), st.lists(st.tuples(st.integers(0, 3), st.sampled_from("gggllls")), max_size=60))
+def test_all_ranks_give_the_same_number_of_words(size, turns):
+    """Ranks gather, break, or get to know an outcome, in any order; in the end all break."""
+    ranks: list[Rank] = []
+    for _ in range(size):
+        Rank(ranks)
+    rest = [(rank, what) for what in "s" + "l" * 60 for rank in range(size)]
+    for number, what in [*turns, *rest]:
+        rank = ranks[number % size]
+        {"g": rank.gather, "l": rank.learn, "s": rank.shatter}[what]()
+    assert len({len(rank.given) for rank in ranks}) == 1
+    assert all(rank.open is None for rank in ranks)
+    assert all(word.bucket for rank in ranks for word in rank.given[:-1])
+    assert any(rank.given[-1].bucket is None for rank in ranks)
