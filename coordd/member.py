@@ -96,6 +96,8 @@ class Member:
         What he waits for may be held back in a bucket whose other tensors come only later, here or on a rank that needs
         our data first; so a bucket that is partly there breaks the lock.
         """
+        for entry in self.table:
+            entry.awaited = True
         if self._lock is not None and self._lock.partial:
             self._break()
         return self._due()
@@ -177,8 +179,8 @@ class Member:
         for entry in self.table:
             if entry.request.name in names and not entry.released:
                 self._sort(entry)
-        if lock.partial:  # somebody may have waited for a part since long ago
-            self._break()
+        if lock.partial and any(entry.awaited and not entry.released for entry in self.table):
+            self._break()  # who began to wait before the lock came does not say so again
 
     def _break(self) -> None:
         """Ends the lock on this rank; occurrences on which it has given its word go on."""

@@ -52,10 +52,11 @@ class Entry:
 
     ``array`` is reduced or filled in place; ``land`` runs on the daemon's thread after the data has arrived, and its
     value becomes the handle's result. A filler takes part with zeros if another rank has something; if nobody has, its
-    result is None. ``released`` says that all ranks have it, so that its data may be on the way.
+    result is None. ``released`` says that all ranks have it, so that its data may be on the way; ``awaited`` that
+    somebody may be waiting for it.
     """
 
-    __slots__ = ("array", "filler", "handle", "land", "released", "request", "site")
+    __slots__ = ("array", "awaited", "filler", "handle", "land", "released", "request", "site")
 
     def __init__(  # noqa: PLR0913, PLR0917 - made for every gradient, and keywords cost time
         self,
@@ -73,6 +74,7 @@ class Entry:
         self.site = site
         self.land = land
         self.released = False
+        self.awaited = False
 
     def finish(self, array: np.ndarray) -> None:
         """Hands the result over."""

@@ -121,20 +121,23 @@ def test_a_mismatch_names_all_values_though_one_was_locked():
             handle.result(0)
 
 
-def test_what_was_waited_for_before_the_lock_came_is_not_held_back():
-    """Nobody waits a second time for a tensor that is taken back, so it must not wait for company."""
+@pytest.mark.parametrize("waited", [False, True])
+def test_what_was_waited_for_before_the_lock_came_is_not_held_back(waited):
+    """Nobody says a second time that he waits for a tensor that is taken back, so it must not wait for company."""
     star = Star(2, lock_steps=2)
     for requests in ((A, B, X), (A, B, X), (A, B)):
         submit(star, *requests)
         star.settle()
     star.submit(0, A)
-    star.report(0)  # and somebody waits for it
+    star.report(0)
+    if waited:
+        star.wait(0)
     submit(star, X)
     star.each(star.report)
     star.each(star.hear)
     assert star.decide().lock == ((0, 1), (2,))
     star.follow(0)
-    assert [report.unlock for report in star.up[0]] == [4]
+    assert [report.unlock for report in star.up[0]] == [4] * waited
 
 
 def test_a_rank_that_left_before_it_knew_of_the_lock_lets_nobody_wait():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,34 +67,45 @@ def test_after_a_lock_the_count_starts_anew():
     assert feed(repetition, STEP, STEP) == [False, True]
 
 
-slots = st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True)
+buckets = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True).map(tuple), max_size=4)
+order = st.sampled_from([[(0, 1), (2,)], [(2,), (0, 1)], [(0, 1, 2)], [(1,)], [(0, 1)], [(2,)]])
 
 
-def cut(step: list[int], places: list[int]) -> list[list[tuple[int, ...]]]:
-    """A step as plans of one bucket each."""
-    bounds = [0, *sorted({place for place in places if place < len(step)}), len(step)]
-    return [[tuple(step[a:b])] for a, b in pairwise(bounds) if a < b]
+def row(groups: list[tuple[int, ...]]) -> int:
+    """How many equal steps the end of a history divides into, counted the slow way."""
+    steps: list[set[int]] = []
+    rest = list(groups)
+    while rest:
+        step: set[int] = set()
+        while rest and step.isdisjoint(rest[-1]):
+            step.update(rest.pop())
+        steps.append(step)
+    return next((count for count, step in enumerate(steps) if step != steps[0]), len(steps))
 
 
-@given(st.lists(st.tuples(slots, st.lists(st.integers(1, 5))), min_size=1, max_size=12), st.integers(1, 4))
-def test_equal_steps_in_a_row_are_all_that_counts(steps, needed):
-    """A model that knows where steps begin and end; a slot at the start and one at the end tell the detector."""
-    repetition, row, last = Repetition(needed), 0, None
-    for step, places in steps:
-        row = row + 1 if frozenset(step) == last else 1
-        last = frozenset(step)
-        *before, final = [bool(found) for plan in cut([9, *step, 8], places) for found in [repetition.observe(plan)]]
-        assert not any(before)
-        assert final == (row >= max(2, needed))
-        if final:
-            repetition.judge(repetition.needed)
-            row, last = 0, None
-
-
-@given(st.lists(st.lists(slots, max_size=3), max_size=20))
-def test_what_is_found_holds_every_slot_once(plans):
-    repetition = Repetition(2)
+@given(st.lists(buckets | order, max_size=30), st.integers(1, 4))
+def test_equal_steps_in_a_row_are_all_that_counts(plans, needed):
+    repetition = Repetition(needed)
+    history: list[tuple[int, ...]] = []
     for plan in plans:
-        found = repetition.observe([tuple(group) for group in plan])
+        history += plan
+        found = repetition.observe(plan)
+        assert bool(found) == (row(history) >= max(2, needed))
         locked = [slot for group in found for slot in group]
         assert len(locked) == len(set(locked))
+        assert list(found) == history[len(history) - len(found) :]
+
+
+def test_it_does_not_matter_where_in_a_step_the_count_begins():
+    """As after a lock that was broken in the middle; then a plan runs over the end of a step, then none does."""
+    repetition = Repetition(3)
+    plans = [[(2,)], [(0, 1), (2,)], [(0, 1)], [(2,), (0, 1)], [(2,)]]
+    assert feed(repetition, *plans) == [False, False, False, True, True]
+
+
+def test_memory_is_that_of_one_step():
+    repetition = Repetition(1 << 20)
+    for slot in range(10_000):
+        repetition.observe([(slot % 7,)])
+        assert len(repetition._groups) <= 7
+        assert len(repetition._marks) <= 8
