@@ -50,11 +50,6 @@ def gives_away_locked_slots(monkeypatch):
 
 
 @mutant
-def does_not_tell_that_a_lock_has_ended(monkeypatch):
-    monkeypatch.setattr(Latch, "tell", lambda self: self.__dict__.update(ended=0) or 0)
-
-
-@mutant
 def takes_nothing_back(monkeypatch):
     def _enter(self, lock):
         self._lock = self._locks[lock.number] = lock
