@@ -173,14 +173,14 @@ class Member:
     def _enter(self, lock: Lock) -> None:
         """Begins a lock: what this rank has announced of it, and no plan has released, counts as submitted just now."""
         self._lock = self._locks[lock.number] = lock
-        if self._left:
-            self._break()
         names = {self._cache.request(slot).name for slot in lock.slots}
         for entry in self.table:
             if entry.request.name in names and not entry.released:
                 self._sort(entry)
-        if lock.partial and any(entry.awaited and not entry.released for entry in self.table):
-            self._break()  # who began to wait before the lock came does not say so again
+        # Who began to wait before the lock came does not say so again.
+        waited = lock.partial and any(entry.awaited and not entry.released for entry in self.table)
+        if waited or self._left:
+            self._break()
 
     def _break(self) -> None:
         """Ends the lock on this rank; occurrences on which it has given its word go on."""

@@ -32,15 +32,11 @@ class Repetition:
             steps: equal steps that make a lock; one alone repeats nothing, so at least two.
         """
         self._least = max(2, steps)
-        self._needed = self._least
+        self.needed = self._least
+        """How many equal steps make a lock at present."""
         self._groups: list[Slots] = []
         self._marks = [_Mark(frozenset(), 0)]
         self._step: set[int] = set()
-
-    @property
-    def needed(self) -> int:
-        """How many equal steps make a lock at present."""
-        return self._needed
 
     def observe(self, groups: Iterable[Slots], *, changed: Iterable[int] = ()) -> Sequence[Slots]:
         """Takes in what one plan releases.
@@ -56,7 +52,7 @@ class Repetition:
             self._append(group)
         if not self._step.isdisjoint(changed):
             self._start_over()
-        return self._groups if self._marks[-1].row >= self._needed else ()
+        return self._groups if self._marks[-1].row >= self.needed else ()
 
     def judge(self, lasted: int) -> None:
         """Learns from a lock that was broken after so many steps.
@@ -64,7 +60,7 @@ class Repetition:
         If it did not even last as long as it took to make, the next one takes twice as long, so that a program that
         does not fit is left alone; otherwise it was worth it.
         """
-        self._needed = self._least if lasted >= self._needed else min(_MOST, 2 * self._needed)
+        self.needed = self._least if lasted >= self.needed else min(_MOST, 2 * self.needed)
         self._start_over()
 
     def _append(self, group: Slots) -> None:

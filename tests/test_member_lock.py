@@ -140,27 +140,29 @@ def test_what_was_waited_for_before_the_lock_came_is_not_held_back(waited):
     assert [report.unlock for report in star.up[0]] == [4] * waited
 
 
-def test_a_rank_that_left_before_it_knew_of_the_lock_lets_nobody_wait():
+@pytest.mark.parametrize(("early", "how"), [((A,), "ShutdownError"), ((A, B), "done")])
+def test_a_rank_that_left_before_it_knew_of_the_lock_lets_nobody_wait(early, how):
+    """What it had announced is complete and moves, or it is not and fails on all ranks."""
     star = Star(2, lock_steps=2)
-    for requests in ((A, B), (A, B), (A,)):
+    for requests in ((A, B, X), (A, B, X), (A, B)):
         submit(star, *requests)
         star.settle()
-    early = star.submit(1, A)
-    submit(star, B)
-    star.report(0)
-    star.report(1)
+    handles = [star.submit(1, request) for request in early]
+    submit(star, X)
+    star.each(star.report)
     star.each(star.hear)
-    assert star.decide().lock
+    assert star.decide().lock == ((0, 1), (2,))
     star.leave(1)
     star.follow(0)
-    late = star.submit(0, A)
+    handles += [star.submit(0, request) for request in early]
     star.report(0)
+    if how != "done":
+        star.unlock(0)
     run(star)
-    for handle in (early, late):
-        with pytest.raises(ShutdownError, match="rank 1 left"):
-            handle.result(0)
+    assert {outcome(handle).partition(":")[0] for handle in handles} == {how}
     star.leave(0)
-    assert star.settle().stop
+    star.settle()
+    assert star.members[0].stopped
 
 
 def test_what_is_refused_after_the_goodbye_fails_without_a_word():
