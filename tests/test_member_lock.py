@@ -33,8 +33,9 @@ def run(star: Star) -> None:
         star.each(star.meet)
 
 
-def test_a_locked_step_says_nothing():
-    star = locked(A, B)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_locked_step_says_nothing(size):
+    star = locked(A, B, size=size)
     for _ in range(5):
         handles = submit(star, A, B)
         star.each(star.report)

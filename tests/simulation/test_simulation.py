@@ -83,7 +83,7 @@ def test_a_few_seeds_reach_every_line_of_the_protocol():
     before = sys.gettrace()
     sys.settrace(enter)
     try:
-        for seed in range(200):
+        for seed in range(250):
             simulate(seed)
     finally:
         sys.settrace(before)

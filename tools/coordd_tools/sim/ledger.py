@@ -119,23 +119,24 @@ class Ledger:
 
     def settle(self, made: Submission, outcome: object) -> None:
         """Judges how a submission ended."""
-        demand(made.outcome is made, f"{made!r} ended twice: {made.outcome!r}, then {outcome!r}")
+        shown = repr(outcome) if outcome is None or isinstance(outcome, BaseException) else "data"
+        demand(made.outcome is made, f"{made!r} ended twice, then with {shown}")
         made.outcome = outcome
         if isinstance(outcome, PeerError):
-            demand(self.failed, f"{made!r} failed with {outcome!r} though no rank has failed")
+            demand(self.failed, f"{made!r} failed with {shown} though no rank has failed")
         elif made.duplicate or isinstance(outcome, DuplicateNameError):
             named = isinstance(outcome, DuplicateNameError) and show_site(made.entry.site) in str(outcome)
-            demand(made.duplicate and named, f"{made!r}, duplicate: {made.duplicate}, ended with {outcome!r}")
+            demand(made.duplicate and named, f"{made!r}, duplicate: {made.duplicate}, ended with {shown}")
         elif isinstance(outcome, ShutdownError):
             gone = set(outcome.ranks)
             true = gone & self._leavers and gone <= {*made.turn.members}
-            demand(true or (self.failed and not gone), f"{made!r} was refused with {outcome!r}")
+            demand(true or (self.failed and not gone), f"{made!r} was refused with {shown}")
         elif isinstance(outcome, MismatchError):
             self._quarrel(made, outcome)
         else:
             demand(not made.turn.quarrel, f"{made!r} was carried out, but the {made.turn.quarrel} differ")
             demand(self.heard(made.turn), f"{made!r} was carried out before all members had announced it")
-            demand(made.turn.void == (outcome is None), f"{made!r} ended with {outcome!r}, void is {made.turn.void}")
+            demand(made.turn.void == (outcome is None), f"{made!r} ended with {shown}, void is {made.turn.void}")
 
     def _quarrel(self, made: Submission, error: MismatchError) -> None:
         """A mismatch must be real, and told in the same words everywhere."""
