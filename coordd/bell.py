@@ -31,6 +31,11 @@ class Bell:
         # Not in `close`: a ring on another thread may be about to write, and the number may be another file's by then.
         weakref.finalize(self, _free, self._read, self._write).atexit = False
 
+    @property
+    def descriptor(self) -> int:
+        """Writing a byte here wakes the sleeper, too; for other processes, who open it through ``/proc``."""
+        return self._write
+
     def watch(self, descriptors: Sequence[int]) -> None:
         """Lets these file descriptors wake the sleeper too."""
         for descriptor in descriptors:

@@ -86,6 +86,9 @@ class Config:
         low=0,
         high=65536,
     )
+    overlap: bool = _knob(
+        True, "reduce gradients while backward computes; no: all at once when it ends, for chips that cannot do both"
+    )
     cycle_ms: float = _knob(
         20.0,
         "batching window in milliseconds: how long ready tensors wait for company while nobody waits for them",
@@ -134,9 +137,21 @@ class Config:
         60.0, "how long init() waits for all ranks", low=0.1, high=86_400, alias="HOROVOD_START_TIMEOUT"
     )
     transport: str = _knob("auto", "data plane: auto picks mpi under an MPI launcher, else local")
+    shared_memory: bool = _knob(True, "ranks of one host reduce in each other's memory, without the data plane")
+    simulate_hosts: int = _knob(
+        0,
+        "split one machine's ranks into so many hosts, to try what several hosts do; 0: do not",
+        low=0,
+        high=4096,
+    )
     interface: str = _knob(
         "",
         "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one",
+    )
+    daemon_cores: str = _knob(
+        "",
+        "processors on which the daemon's thread runs, as the kernel numbers them, such as 3 or 6-7; empty: those that "
+        "`coordd run` finds spare, else any",
     )
     log_level: str = _knob(
         "warning",

@@ -204,6 +204,8 @@ class Member:
             members = group[0].request.members
             if not members or self.rank in members:
                 entries = tuple(self._entry(response) for response in group)
+                for place, entry in enumerate(entries):
+                    entry.turn = (self._started, place)
                 found.append(Bucket(self._started, group[0].request, group[0].sizes, entries))
         return found
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from coordd.cache import ResponseCache
 from coordd.errors import MismatchError, spans
-from coordd.fusion import buckets
+from coordd.fusion import buckets, size
 from coordd.latch import Latch
 from coordd.messages import Announcement, Kind, Plan, Report, Request, Response, Waiting
 from coordd.repetition import Slots
@@ -51,6 +52,17 @@ class _Entry:
         self.members = members
         self.by_rank: dict[int, Announcement] = {}
         self.turn = 0
+
+
+_MOST_LINES = 256
+_ALONE_BYTES = 128 << 10
+
+
+def _lines(group: Sequence[Response]) -> list[Slots]:
+    """Divides a bucket as it is locked: what is large gains nothing from company, and need not wait for it."""
+    large: list[Slots] = [(response.slot,) for response in group if size(response.request) >= _ALONE_BYTES]
+    small = tuple(response.slot for response in group if size(response.request) < _ALONE_BYTES)
+    return [small, *large] if small else large
 
 
 class Negotiator:
@@ -172,12 +184,13 @@ class Negotiator:
         """
         known = [Response(self._cache.request(slot), slot=slot) for slot in bits(hits & self._slots_of.get((), 0))]
         groups = [
-            tuple(response.slot for response in group)
+            part
             for group in buckets(known, fusion_bytes=self._fusion_bytes)
             if group[0].request.kind is Kind.ALLREDUCE
+            for part in _lines(group)
         ]
         found = tuple(self._latch.observe(groups, [response.slot for response in responses if response.slot >= 0]))
-        if not found or self._poisoned or self._left:
+        if not found or len(found) > _MOST_LINES or self._poisoned or self._left:
             return ()
         slots = functools.reduce(operator.or_, (1 << slot for group in found for slot in group))
         names = frozenset(self._cache.request(slot).name for slot in bits(slots))

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
+from coordd.bell import Bell
 from coordd.config import Config
 from coordd.control.memory import MemoryStar
 from coordd.control.protocol import Control
 from coordd.errors import StartError
+from coordd.transport.commons import Commons, join
 from coordd.transport.local import LocalWorld
 from coordd.transport.mpi import MpiTransport, launched_ranks
 from coordd.transport.protocol import Transport
@@ -24,9 +26,11 @@ class Link:
 
     transport: Transport
     control: Control
+    hosts: tuple[str, ...]
+    commons: Commons | None = None
 
 
-Rendezvous = Callable[[Callable[[], None]], Link]
+Rendezvous = Callable[[Bell], Link]
 """Makes the link on the daemon's thread; its argument wakes the daemon."""
 
 
@@ -43,7 +47,7 @@ def meet(config: Config) -> Rendezvous:
     if name == "local":
         return local_world(1)[0]
     make: Callable[[], Transport] = MpiTransport if name == "mpi" else _third_party(name)
-    return lambda _: _over(make(), config)
+    return lambda bell: _over(make(), config, bell)
 
 
 def _third_party(name: str) -> Callable[[], Transport]:
@@ -61,24 +65,32 @@ def local_world(size: int) -> list[Rendezvous]:
     world, star = LocalWorld(size), MemoryStar(size)
 
     def way(rank: int) -> Rendezvous:
-        return lambda wake: Link(world.join(rank, wake), star.join(rank, wake))
+        here = (os.uname().nodename,) * size
+        return lambda bell: Link(world.join(rank, bell.ring), star.join(rank, bell.ring), here)
 
     return [way(rank) for rank in range(size)]
 
 
-def _over(transport: Transport, config: Config) -> Link:
-    """Sets up the control channel, whose address and key travel over the data plane."""
+def _over(transport: Transport, config: Config, bell: Bell) -> Link:
+    """Sets up common memory and the control channel, whose addresses and key travel over the data plane."""
+    host = os.uname().nodename
     if transport.size == 1:
-        return Link(transport, MemoryStar(1).join(0))
+        return Link(transport, MemoryStar(1).join(0), (host,))
     from coordd.control.zeromq import ZmqControl, interface_for
 
-    hosts = transport.gather(os.uname().nodename)
+    hosts = tuple(transport.gather(_split(host, transport, config.simulate_hosts)))
+    commons = join(transport.gather, hosts, transport.rank, bell.descriptor) if config.shared_memory else None
     control = ZmqControl(transport.rank, heartbeat_seconds=config.heartbeat_seconds)
     mine = control.listen(interface_for(hosts, config.interface)) if transport.rank == 0 else None
     address = transport.gather(mine)[0]
     if transport.rank:
         control.connect(address)
-    return Link(transport, control)
+    return Link(transport, control, hosts, commons)
+
+
+def _split(host: str, transport: Transport, parts: int) -> str:
+    """Names the host of this rank; one machine may play several, to try what else needs more than one."""
+    return f"{host}#{transport.rank * parts // transport.size}" if parts > 1 else host
 
 
 def _refuse_foreign_launchers(name: str) -> None:

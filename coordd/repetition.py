@@ -51,7 +51,7 @@ class Repetition:
         for group in groups:
             self._append(group)
         if not self._step.isdisjoint(changed):
-            self._start_over()
+            self.start_over()
         return self._groups if self._marks[-1].row >= self.needed else ()
 
     def judge(self, lasted: int) -> None:
@@ -61,7 +61,7 @@ class Repetition:
         does not fit is left alone; otherwise it was worth it.
         """
         self.needed = self._least if lasted >= self.needed else min(_MOST, 2 * self.needed)
-        self._start_over()
+        self.start_over()
 
     def _append(self, group: Slots) -> None:
         """Moves the end of the step on, and its beginning past whatever comes again; marks[n] is before groups[n]."""
@@ -74,5 +74,6 @@ class Repetition:
         row = before.row + 1 if before.step == self._step else 1
         self._marks.append(_Mark(frozenset(self._step), row))
 
-    def _start_over(self) -> None:
+    def start_over(self) -> None:
+        """Forgets what it has seen."""
         self._groups, self._marks, self._step = [], [_Mark(frozenset(), 0)], set()

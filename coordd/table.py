@@ -56,7 +56,7 @@ class Entry:
     somebody may be waiting for it.
     """
 
-    __slots__ = ("array", "awaited", "filler", "handle", "land", "released", "request", "site")
+    __slots__ = ("array", "awaited", "filler", "handle", "land", "released", "request", "site", "turn")
 
     def __init__(  # noqa: PLR0913, PLR0917 - made for every gradient, and keywords cost time
         self,
@@ -73,6 +73,8 @@ class Entry:
         self.handle = handle
         self.site = site
         self.land = land
+        self.turn = (0, 0)
+        """The plan's bucket in which it was started last, and its place there; equal on all ranks."""
         self.released = False
         self.awaited = False
 
@@ -103,6 +105,7 @@ class TensorTable:
         for entry in entries:
             request = entry.request
             if (first := self._entries.setdefault(request.name, entry)) is entry:
+                entry.released = entry.awaited = False  # it may have been here before
                 admitted.append(entry)
             else:
                 sites = {"site": show_site(entry.site), "first_site": show_site(first.site)}

@@ -24,7 +24,30 @@ def test_without_steps_nothing_is_ever_locked(steps, watching):
 
 def test_there_is_one_lock_at_a_time():
     made = latch()
-    assert not made.watching
+    assert made.slots == 0b101
+    assert not made.observe([(1,)], [])
+    assert made.slots == 0b101
+
+
+def test_what_repeats_beside_a_lock_ends_it_and_has_to_come_twice_as_often_each_time():
+    made, counts = latch(), []
+    for _ in range(4):
+        count = 0
+        while made.slots:
+            assert not made.observe([(1,)], [])
+            count += 1
+        assert made.tell() == 5
+        counts.append(count)
+        made.close(5, 0b101, NAMES)
+    assert counts == [2, 4, 8, 16]
+
+
+def test_what_was_released_beside_an_earlier_lock_does_not_count():
+    made = latch()
+    made.observe([(1,)], [])
+    made.hear(Report(5, unlock=5))
+    made.close(8, 0b101, NAMES)
+    made.observe([(1,)], [])
     assert made.slots == 0b101
 
 

@@ -80,7 +80,7 @@ class Group:
         members: Sequence[int],
         rank: int,
         *,
-        sequence: int,
+        tag: int,
         chunk: int,
         pulse: Pulse,
         scratch: Scratch | None = None,
@@ -91,7 +91,7 @@ class Group:
             lane: where its messages travel.
             members: global ranks, ascending.
             rank: this rank.
-            sequence: its number, equal on all members.
+            tag: the first of its tags, `tags_per_operation` and one more; equal on all members.
             chunk: bytes in which large tensors travel.
             pulse: beats with every round.
             scratch: memory to work in, shared with other operations.
@@ -102,7 +102,7 @@ class Group:
         self.members = members
         self.me = members.index(rank)
         self.chunk = chunk
-        self._tag = sequence % (lane.tags // self.tags_per_operation) * self.tags_per_operation
+        self._tag = tag
 
     @property
     def size(self) -> int:
@@ -112,6 +112,11 @@ class Group:
     def tag(self, slot: int, phase: int) -> int:
         """The tag of a phase of the piece that is handled in a slot of the window."""
         return self._tag + slot * _PHASES + phase
+
+    @property
+    def word_tag(self) -> int:
+        """The tag of the members' words on whether the operation may begin; only locked ones have it."""
+        return self._tag + self.tags_per_operation
 
     def others(self) -> Iterator[int]:
         """The other members by index, starting after this one so that not everybody talks to the first."""
@@ -135,13 +140,22 @@ class Group:
 class Reduction:
     """The arithmetic of one reduction: in the tensor's own type, or in fp32 for sixteen-bit floats."""
 
-    def __init__(self, op: ReduceOp, dtype: np.dtype, *, prescale: float = 1.0, postscale: float = 1.0) -> None:
-        self._op = op
+    def __init__(
+        self, op: ReduceOp, dtype: np.dtype, *, prescale: float = 1.0, postscale: float = 1.0, count: int = 0
+    ) -> None:
+        """Describes it; ``count`` is by what an average divides, by default the number of parts."""
+        self._average = op is ReduceOp.AVERAGE
+        self._count = count
         self._combine = _UFUNCS[op]
         self._prescale = prescale
         self._postscale = postscale
         self._in_place = dtype.kind != "c"  # NumPy multiplies complex numbers in place with another rounding
         self._narrow = dtype.name in {"float16", "bfloat16"}
+
+    @property
+    def scales(self) -> bool:
+        """Whether `prepare` changes anything."""
+        return self._prescale != 1.0
 
     def prepare(self, piece: np.ndarray) -> None:
         """Applies the prescale factor, in place."""
@@ -156,8 +170,12 @@ class Reduction:
             out: where the result goes; it may be one of the parts.
         """
         total = self._total([part.astype(np.float32) for part in parts] if self._narrow else parts, out)
-        if self._op is ReduceOp.AVERAGE:
-            np.divide(total, len(parts), out=total)
+        if self._average:
+            count = self._count or len(parts)
+            if count & (count - 1):
+                np.divide(total, count, out=total)
+            else:  # the same, and several times faster
+                np.multiply(total, 1.0 / count, out=total)
         if self._postscale != 1.0:
             np.multiply(total, self._postscale, out=total)
         if total is not out:

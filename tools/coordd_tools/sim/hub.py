@@ -57,6 +57,8 @@ class Hub:
         return out
 
     def _note_lock(self, plan: Plan) -> None:
+        if plan.unlock and plan.unlock == self._lock[0]:
+            self._lock = (0, frozenset())
         if plan.lock:
             self._lock = (plan.sequence, self._caches.names(plan.sequence, plan.lock))
             self._ledger.lock(*self._lock)
