@@ -58,8 +58,8 @@ class Latch:
         """Takes in what a plan releases, and gives to other tensors; returns the buckets to lock, if any.
 
         What repeats beside a lock ends it: the program has come to another phase, or does more in a step than it did
-        before, and the next lock will hold that. Each time it has to repeat twice as often, for it may be something that
-        no lock will hold, because it does not come in every step.
+        before, and the next lock will hold that. Each time it has to repeat twice as often, for it may be something
+        that no lock will hold, because it does not come in every step.
         """
         if self._current is _OPEN:
             return self._repetition.observe(groups, changed=changed)

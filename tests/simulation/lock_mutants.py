@@ -10,6 +10,7 @@ from coordd.latch import Latch
 from coordd.lock import Lock
 from coordd.member import Member
 from coordd.negotiation import Negotiator
+from coordd.table import TensorTable
 
 Mutant = Callable[..., None]
 LOCK_MUTANTS: dict[str, Mutant] = {}
@@ -55,6 +56,20 @@ def takes_nothing_back(monkeypatch):
         self._lock = self._locks[lock.number] = lock
 
     monkeypatch.setattr(Member, "_enter", _enter)
+
+
+@mutant
+def takes_an_entry_that_comes_again_for_what_it_was(monkeypatch):
+    admit = TensorTable.admit
+
+    def _admit(self, entries):
+        marks = [(entry, entry.released) for entry in (entries := list(entries))]
+        admitted = admit(self, entries)
+        for entry, released in marks:
+            entry.released = released
+        return admitted
+
+    monkeypatch.setattr(TensorTable, "admit", _admit)
 
 
 @mutant

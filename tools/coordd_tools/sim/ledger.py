@@ -54,6 +54,12 @@ class Submission(Handle[object]):
         self.outcome: object = self
         self.entry = Entry(self.part.request, _ARRAY, self, site=(_SCRIPT, self.part.line), filler=self.part.filler)
 
+    def reuse(self, entry: Entry) -> None:
+        """Brings the entry of an earlier submission in place of a new one, as plugins do with gradients."""
+        entry.request, entry.site, entry.filler = self.entry.request, self.entry.site, self.entry.filler
+        entry.handle = self
+        self.entry = entry
+
     def resolve(self, result: object) -> None:
         """Ends well; the ledger has a look at it."""
         self.ledger.settle(self, result)
@@ -75,6 +81,7 @@ class Ledger:
         self.failed = False
         self.submissions: list[Submission] = []
         self._leavers = frozenset(script.leavers)
+        self._entries: dict[tuple[int, str], Entry] = {}
         self._by_round: dict[Round, dict[int, Submission]] = defaultdict(dict)
         self._reported: dict[int, deque[tuple[int, list[Submission]]]] = defaultdict(deque)
         self._locks: list[tuple[int, frozenset[str]]] = []
@@ -86,6 +93,7 @@ class Ledger:
         made = Submission(self, rank, turn, duplicate=duplicate)
         self.submissions.append(made)
         if not duplicate:
+            made.reuse(self._entries.setdefault((rank, turn.name), made.entry))
             demand(rank not in self._by_round[turn], f"{made!r} was submitted twice: the simulator is wrong")
             self._by_round[turn][rank] = made
         return made
