@@ -63,7 +63,8 @@ def takes_an_entry_that_comes_again_for_what_it_was(monkeypatch):
     admit = TensorTable.admit
 
     def _admit(self, entries):
-        marks = [(entry, entry.released) for entry in (entries := list(entries))]
+        entries = list(entries)
+        marks = [(entry, entry.released) for entry in entries]
         admitted = admit(self, entries)
         for entry, released in marks:
             entry.released = released
