@@ -93,7 +93,8 @@ class Ledger:
         made = Submission(self, rank, turn, duplicate=duplicate)
         self.submissions.append(made)
         if not duplicate:
-            made.reuse(self._entries.setdefault((rank, turn.name), made.entry))
+            if not self.failed:  # after that, data may still be on its way to an entry whose handle has failed
+                made.reuse(self._entries.setdefault((rank, turn.name), made.entry))
             demand(rank not in self._by_round[turn], f"{made!r} was submitted twice: the simulator is wrong")
             self._by_round[turn][rank] = made
         return made
