@@ -7,10 +7,9 @@
      └──────────────────────────────────────────────────▶ steps
 ```
 
-A candidate runs for a few steps and is compared with the incumbent right before and after. It takes the incumbent's place
-only when several such comparisons say that it is faster by more than the noise; one that says it is not ends the trial.
-Its one rule: steps under a candidate are paid from a credit that grows by a share of each step. Asked for a clock, files or
-chance, this module has none: step times are told, candidates come from a `Proposer`.
+A candidate runs for a few steps and is compared with the incumbent right before and after. It takes the incumbent's
+place only when several such comparisons say that it is faster by more than the noise; one that says it is not ends the
+trial. The one rule: a candidate's steps are paid from a credit that grows by a share of every step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Training steps that take as long as a formula says: three jobs like those of the benchmark, on machines of many moods."""
+"""Training steps that take as long as a formula says: jobs like those of the benchmark, machines of many moods."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 from coordd.settings import Settings, Space
 
@@ -23,8 +24,8 @@ def space_of(*, compressions: tuple[str, ...] = ()) -> Space:
 class Job:
     """A model on a network. Times in milliseconds.
 
-    Buckets become ready evenly during backward, wait for the batching window unless backward is over, and travel one after
-    the other; the step ends when the last one has arrived.
+    Buckets become ready evenly during backward, wait for the batching window unless backward is over, and travel one
+    after the other; the step ends when the last one has arrived.
     """
 
     forward: float
@@ -34,6 +35,7 @@ class Job:
     ms_per_bucket: float
     ring: float  # the other algorithm's time, over that of the first
 
+    @lru_cache(maxsize=None)  # noqa: B019, UP033 - there are three jobs
     def step(self, settings: Settings) -> float:
         gradients = int(self.mib * _MIB)
         size = settings.bucket_bytes(gradients)
@@ -89,7 +91,7 @@ class Training:
     steps: int
     random: random.Random
     now: int = 0
-    disturbed: int = field(default=0)
+    disturbed: int = 0
 
     def step(self, settings: Settings) -> float:
         mood, chance = self.mood, self.random
@@ -102,5 +104,4 @@ class Training:
         longer *= math.exp(chance.gauss(0, mood.noise)) * (1 + mood.lengths * chance.random())
         if chance.random() < mood.pauses:
             longer *= chance.uniform(2, 50)
-        job = replace(self.job, forward=self.job.forward, backward=self.job.backward)
-        return job.step(settings) * longer / 1000
+        return self.job.step(settings) * longer / 1000

@@ -59,7 +59,9 @@ class Proposals:
         """
         if len(self._learned) >= self._space.size:
             return None
-        study = self._study = self._study or self._begun()
+        if self._study is None:
+            self._study = self._begun()
+        study = self._study
         for _ in range(_DRAWS):
             trial = study.ask(self._distributions())
             settings = self._decoded(trial.params)
@@ -81,11 +83,14 @@ class Proposals:
 
     def _begun(self) -> optuna.Study:
         """Makes the study, with all that was learned before it was needed."""
-        optuna = _optuna()
+        module = _optuna()
         moves = self._moves()
         # What was learned earlier goes into the seed, or a resumed search would draw the candidates of the first again.
-        sampler = optuna.samplers.TPESampler(seed=self._seed + len(self._learned), n_startup_trials=len(moves))
-        study = optuna.create_study(sampler=sampler, storage=optuna.storages.InMemoryStorage())
+        sampler = module.samplers.TPESampler(seed=self._seed + len(self._learned), n_startup_trials=len(moves))
+        spoken = module.logging.get_verbosity()
+        module.logging.set_verbosity(module.logging.WARNING)  # the user's own studies keep their level
+        study: optuna.Study = module.create_study(sampler=sampler, storage=module.storages.InMemoryStorage())
+        module.logging.set_verbosity(spoken)
         for settings, relative in self._learned.items():
             self._add(study, settings, relative)
         for settings in moves:
@@ -104,19 +109,21 @@ class Proposals:
         Most change one knob. The first one changes two that need each other: more buckets only leave earlier if they do
         not wait in the batching window.
         """
-        one_knob = [{knob: value} for knob in self._space.tuned for value in self._near(knob)]
-        cycles, buckets = self._space.cycle_ms, self._space.buckets
-        early = {"cycle_ms": cycles[0], "buckets": buckets[min(buckets.index(self._start.buckets) + 1, len(buckets) - 1)]}
+        early = {
+            "cycle_ms": self._near("cycle_ms", len(self._space.cycle_ms))[0],
+            "buckets": self._near("buckets", 1)[1],
+        }
+        one_knob = [{knob: value} for knob in self._space.tuned for value in self._near(knob, _LEAP)]
         found = [msgspec.structs.replace(self._start, **change) for change in (early, *one_knob)]
         return [settings for settings in dict.fromkeys(found) if settings not in self._learned]
 
-    def _near(self, knob: str) -> tuple[Any, ...]:
-        """A lower and a higher choice, where there are any; or all words."""
+    def _near(self, knob: str, leap: int) -> tuple[Any, ...]:
+        """The choices so many places below and above the start's, or at the end; all of them, if they have no order."""
         choices: tuple[Any, ...] = self._space.choices(knob)
         if isinstance(choices[0], str):
             return choices
         place = choices.index(getattr(self._start, knob))
-        return choices[max(place - _LEAP, 0)], choices[min(place + _LEAP, len(choices) - 1)]
+        return choices[max(place - leap, 0)], choices[min(place + leap, len(choices) - 1)]
 
     def _distributions(self) -> dict[str, optuna.distributions.BaseDistribution]:
         """Each knob's choices: a number by its place in the order, a word as it is."""
