@@ -18,7 +18,7 @@ from coordd.errors import CoorddError
 from coordd.settings import Space
 from coordd.tuning.key import Key
 
-__all__ = ["FORMAT", "Record", "RecordError", "folder", "host_kind", "newest", "path_for"]
+__all__ = ["FORMAT", "Record", "RecordError", "folder", "host_kind", "latest", "path_for", "written"]
 
 FORMAT = 1
 _CPUINFO = Path("/proc/cpuinfo")
@@ -92,11 +92,15 @@ def path_for(key: Key, chosen: str, environment: Mapping[str, str]) -> Path:
     return Path(chosen) if chosen else folder(environment) / f"{key.digest}.json"
 
 
-def newest(where: Path, *, since: float = 0.0) -> Path | None:
-    """Finds the record in a folder that was written last, if one was after ``since`` (seconds since 1970)."""
-    times = {path: path.stat().st_mtime for path in where.glob("*.json")}
-    written = [path for path, time in times.items() if time >= since]
-    return max(written, key=times.__getitem__, default=None)
+def written(where: Path) -> dict[Path, int]:
+    """Tells when each record in a folder was written, or the one that a file is, in nanoseconds since 1970."""
+    found = where.glob("*.json") if where.is_dir() else [where]
+    return {path: path.stat().st_mtime_ns for path in found if path.is_file()}
+
+
+def latest(now: Mapping[Path, int], before: Mapping[Path, int]) -> Path | None:
+    """Finds the record that was written last, among those that have been written since."""
+    return max((path for path in now if now[path] != before.get(path)), key=now.__getitem__, default=None)
 
 
 def host_kind() -> str:
