@@ -246,6 +246,8 @@ class Tuner:
         outcome = judge(ratios, self._pace.noise)
         trial = msgspec.structs.replace(trial, ratios=ratios, seconds=took, outcome=outcome)
         self._trials[-1] = trial
+        if outcome is Outcome.NO_GAIN and trial.settings == self._start:
+            self._relative = 1 / median(ratios)  # one comparison is worth more than a chain of them
         if outcome is not Outcome.OPEN:
             self._proposer.learn(trial.settings, trial.relative)
         return self._crown(trial) if outcome is Outcome.FASTER else self._begin()

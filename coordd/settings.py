@@ -82,9 +82,9 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     def __contains__(self, settings: Settings) -> bool:
         return all(getattr(settings, knob) in self.choices(knob) for knob in Settings.__struct_fields__)
 
-    def choices(self, knob: str) -> tuple[float, ...] | tuple[str, ...]:
+    def choices(self, knob: str) -> tuple[float | str, ...]:
         """The choices of a knob, by its name."""
-        found: tuple[float, ...] | tuple[str, ...] = getattr(self, knob)
+        found: tuple[float | str, ...] = getattr(self, knob)
         return found
 
     @property

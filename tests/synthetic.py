@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from coordd.autotune import Tuner
 from coordd.settings import Settings, Space
 
-__all__ = ["JOBS", "START", "Job", "Mood", "Training", "space_of"]
+__all__ = ["JOBS", "START", "Job", "Listed", "Mood", "Training", "space_of", "train"]
 
 START = Settings(fusion_mb=32.0, cycle_ms=20.0, buckets=1, algorithm="slices", compression="none")
 _MIB = 1 << 20
@@ -105,3 +107,27 @@ class Training:
         if chance.random() < mood.pauses:
             longer *= chance.uniform(2, 50)
         return self.job.step(settings) * longer / 1000
+
+
+class Listed:
+    """Proposes what it was given, in that order."""
+
+    def __init__(self, *candidates: Settings) -> None:
+        self.candidates = list(candidates)
+        self.learned: list[tuple[Settings, float]] = []
+
+    def propose(self) -> Settings | None:
+        return self.candidates.pop(0) if self.candidates else None
+
+    def learn(self, settings: Settings, relative: float) -> None:
+        self.learned.append((settings, relative))
+
+
+def train(tuner: Tuner, step: Callable[[Settings], float], steps: int) -> None:
+    """Trains until the search ends, or for so many steps; settings are applied at once."""
+    settings = tuner.settings
+    for _ in range(steps):
+        settings = tuner.tell(step(settings)) or settings
+        assert settings == tuner.settings
+        if tuner.done:
+            break

@@ -83,7 +83,7 @@ class Chart:
             self._line(_LEFT, self.y(value), self._width - _RIGHT, self.y(value), "start" if value == 1 else "grid")
             self._text(_LEFT - 6, self.y(value) + 4, f"{100 * value:.0f} %", "scale")
 
-    def _line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:  # noqa: PLR0913, PLR0917
+    def _line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         self._parts.append(f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
 
     def _text(self, x: float, y: float, text: str, kind: str) -> None:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+
+import msgspec
 
 from coordd.autotune import Outcome, Progress
 from coordd.settings import Settings
 
-__all__ = ["MARKS", "changes", "fastest", "headline", "percent", "state", "summary", "told"]
+__all__ = ["MARKS", "changes", "fastest", "headline", "percent", "summary", "told", "word"]
 
 MARKS = {Outcome.FASTER: "✓", Outcome.NO_GAIN: "·", Outcome.UNCLEAR: "?", Outcome.OPEN: "…"}
-_UNITS = {"fusion_mb": "MiB", "cycle_ms": "ms"}
-
-
-def told(knob: str, value: float | str) -> str:
-    """Writes a value with its unit, as in ``20 ms``."""
-    number = value if isinstance(value, str) else f"{value:g}"
-    return f"{number} {_UNITS[knob]}" if knob in _UNITS else number
 
 
 def changes(settings: Settings, start: Settings) -> str:
-    """Writes in what settings differ from the start, as in ``cycle_ms 0 ms, buckets 2``."""
-    differing = [knob for knob in settings.__struct_fields__ if getattr(settings, knob) != getattr(start, knob)]
-    return ", ".join(f"{knob} {told(knob, getattr(settings, knob))}" for knob in differing) or "as at the start"
+    """Writes in what settings differ from the start, as in ``cycle_ms=0 buckets=2``."""
+    before = msgspec.structs.asdict(start)
+    after = msgspec.structs.asdict(settings)
+    return told({knob: value for knob, value in after.items() if value != before[knob]}) or "as at the start"
+
+
+def told(values: Mapping[str, float | str]) -> str:
+    """Writes knobs and their values."""
+    return " ".join(f"{knob}={word(value)}" for knob, value in values.items())
+
+
+def word(value: float | str) -> str:
+    """Writes one value."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def fastest(progress: Progress, knob: str) -> dict[float | str, float]:
@@ -47,14 +54,8 @@ def headline(progress: Progress) -> str:
     return f"{100 * (1 - progress.relative):.1f} % less time a step: {changes(progress.best, progress.start)}"
 
 
-def state(progress: Progress) -> str:
-    """Says whether the search goes on."""
-    return "the search has ended" if progress.done else "the search goes on with the next run"
-
-
 def summary(progress: Progress) -> str:
     """Says what the search cost, and where it stands."""
+    state = "the search has ended" if progress.done else "the search goes on with the next run"
     noise = f"; one comparison is good to {100 * progress.noise:.1f} %" if progress.noise else ""
-    return (
-        f"{len(progress.trials)} trials took {progress.spent:,} of {progress.steps:,} steps{noise}; {state(progress)}"
-    )
+    return f"{len(progress.trials)} trials took {progress.spent:,} of {progress.steps:,} steps{noise}; {state}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from html import escape
 
+import msgspec
+
 from coordd.autotune import Outcome, Progress, Trial
 from coordd.tuning.chart import Chart
-from coordd.tuning.legend import MARKS, changes, fastest, headline, percent, summary, told
+from coordd.tuning.legend import MARKS, changes, fastest, headline, percent, summary, told, word
 from coordd.tuning.record import Record
 
 __all__ = ["page"]
@@ -26,7 +28,8 @@ text.title { fill: var(--ink); } text.chosen { fill: var(--faster); font-weight:
 line.grid { stroke: var(--rule); } line.start { stroke: var(--dim); stroke-dasharray: 4 3; }
 .best { fill: none; stroke: var(--faster); stroke-width: 2; }
 .dot { stroke-width: 2; } .span { stroke-width: 1.5; opacity: .5; }
-.faster { --c: var(--faster); } .no-gain { --c: var(--no); } .unclear { --c: var(--unclear); } .open { --c: var(--open); }
+.faster { --c: var(--faster); } .no-gain { --c: var(--no); }
+.unclear { --c: var(--unclear); } .open { --c: var(--open); }
 .dot.faster { fill: var(--c); } .dot { stroke: var(--c); fill: var(--paper); } .span { stroke: var(--c); }
 b.faster, b.no-gain, b.unclear, b.open { color: var(--c); }
 table { border-collapse: collapse; width: 100%; } td, th { text-align: right; padding: .2rem .5rem; }
@@ -38,9 +41,7 @@ def page(record: Record) -> str:
     """Draws a record."""
     progress, key = record.progress, record.key
     about = f"model {key.model}, {key.world} ranks a host, {key.host}"
-    start = ", ".join(
-        f"{knob} {told(knob, getattr(progress.start, knob))}" for knob in progress.start.__struct_fields__
-    )
+    start = told(msgspec.structs.asdict(progress.start))
     title = escape(headline(progress))
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -51,7 +52,7 @@ def page(record: Record) -> str:
 <p>{_key()}</p>
 {_history(progress)}
 <h2>Each knob by itself</h2>
-<p>Every dot is a trial; the line follows the fastest trial of each choice. A flat line is a knob that does not matter.</p>
+<p>Every dot is a trial; the line follows the fastest trial of each choice. A flat line: the knob does not matter.</p>
 <div class="knobs">{"".join(_knob(record, knob) for knob in record.space.tuned)}</div>
 <h2>The figures</h2>
 {_table(progress)}
@@ -102,7 +103,7 @@ def _knob(record: Record, knob: str) -> str:
         chart.dot(place, trial.relative, kind=_kind(trial.outcome), hint=_hint(number, trial, progress))
     for place, choice in enumerate(choices):
         chosen = choice == getattr(progress.best, knob)
-        chart.name(place, choice if isinstance(choice, str) else f"{choice:g}", kind="chosen" if chosen else "")
+        chart.name(place, word(choice), kind="chosen" if chosen else "")
     chart.title(knob)
     return str(chart)
 

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordd.autotune import Outcome, Progress, Trial
-from coordd.tuning.legend import MARKS, changes, fastest, headline, percent, summary
+from coordd.tuning.legend import MARKS, changes, fastest, headline, percent, summary, word
 from coordd.tuning.record import Record
 
 __all__ = ["show"]
@@ -73,7 +73,7 @@ def _knobs(record: Record) -> Table:
 
 
 def _choice(choice: float | str, height: float | None, *, chosen: bool) -> str:
-    name = escape(choice if isinstance(choice, str) else f"{choice:g}")
+    name = escape(word(choice))
     if height is None:
         return f"[dim]{name}[/]"
     text = f"{name} {_HEIGHTS[round(height * (len(_HEIGHTS) - 1))]}"
