@@ -34,7 +34,7 @@ _GLIMPSE = 3  # steps after which a hopeless candidate is seen
 _HOPELESS = 1.3
 _PATIENCE = 14  # candidates without a faster one that make a plateau
 _WORTH = 0.01  # a gain that is worth a change
-_SURE = 2.5  # standard errors
+_SURE = 3.0  # standard errors
 _ENOUGH, _MOST = 3, 8  # comparisons before a candidate is taken, before it is given up
 _MEDIAN = 1.25  # standard error of a median, in those of a mean
 _DEAREST = 10.0  # a pause during a trial must not cost all credit for long
@@ -79,7 +79,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         start: the settings without tuning.
         best: the fastest that are known.
         relative: their step time over that of the start.
-        seconds: the latest step time with the best settings.
         noise: standard deviation of one comparison, relative.
         steps: steps so far.
         spent: those that trials took, changes to and fro included.
@@ -91,7 +90,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     start: Settings
     best: Settings
     relative: float = 1.0
-    seconds: float = 0.0
     noise: float = 0.0
     steps: int = 0
     spent: int = 0
@@ -112,11 +110,17 @@ class Proposer(Protocol):
         ...
 
 
-def judge(ratios: Sequence[float], noise: float) -> Outcome:
-    """Says what comparisons prove, given the standard deviation of one of them."""
+def judge(ratios: Sequence[float], noise: float, *, least: int = 1) -> Outcome:
+    """Says what comparisons prove.
+
+    Args:
+        ratios: step time over that of the incumbent, of each comparison.
+        noise: standard deviation of one of them.
+        least: comparisons before a candidate is dropped.
+    """
     middle = median(ratios)
     if middle > 1 - _WORTH:
-        return Outcome.NO_GAIN
+        return Outcome.NO_GAIN if len(ratios) >= least else Outcome.OPEN
     error = _MEDIAN * noise / math.sqrt(len(ratios))
     if len(ratios) >= _ENOUGH and middle < 1 - _SURE * error:
         return Outcome.FASTER
@@ -195,7 +199,6 @@ class Tuner:
             start=self._start,
             best=self._best,
             relative=self._relative,
-            seconds=self._pace.latest if self._pace.known else 0.0,
             noise=self._pace.noise if self._pace.known else 0.0,
             steps=self._past + self._steps,
             spent=self._spent,
@@ -243,13 +246,15 @@ class Tuner:
         trial = self._trials[-1]
         took = median(self._window)
         ratios = (*trial.ratios, took / self._pace.around)
-        outcome = judge(ratios, self._pace.noise)
+        last_word = trial.settings == self._start
+        outcome = judge(ratios, self._pace.noise, least=_ENOUGH if last_word else 1)
         trial = msgspec.structs.replace(trial, ratios=ratios, seconds=took, outcome=outcome)
         self._trials[-1] = trial
-        if outcome is Outcome.NO_GAIN and trial.settings == self._start:
-            self._relative = 1 / median(ratios)  # one comparison is worth more than a chain of them
-        if outcome is not Outcome.OPEN:
-            self._proposer.learn(trial.settings, trial.relative)
+        if outcome is Outcome.OPEN:
+            return self._begin()
+        self._proposer.learn(trial.settings, trial.relative)
+        if last_word:
+            return self._end(trial)
         return self._crown(trial) if outcome is Outcome.FASTER else self._begin()
 
     def _begin(self) -> Settings | None:
@@ -287,9 +292,15 @@ class Tuner:
 
     def _crown(self, trial: Trial) -> Settings:
         self._best, self._relative = trial.settings, trial.relative
-        if trial.settings == self._start:
-            self._relative, self._done = 1.0, True
-        self._pace.restart()
+        return self._change(self._best, self._watch)
+
+    def _end(self, trial: Trial) -> Settings | None:
+        """Hears the last word. In doubt the start wins; else one fresh comparison replaces a chain of old ones."""
+        self._done = True
+        if trial.outcome is Outcome.NO_GAIN:
+            self._relative = 1 / median(trial.ratios)
+            return None
+        self._best, self._relative = self._start, 1.0
         return self._change(self._best, self._watch)
 
     def _change(self, settings: Settings, phase: Callable[[float], Settings | None]) -> Settings:

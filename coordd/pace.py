@@ -20,7 +20,7 @@ _ABOUT_TWO = math.sqrt(3 / 4)  # one window against the mean of two has 3/4 of t
 
 
 class Pace:
-    """The pace of one choice of settings, step by step."""
+    """The pace of the settings in use, step by step. One change among many differences does not disturb it."""
 
     def __init__(self, window: int) -> None:
         """Starts without knowledge.
@@ -44,11 +44,6 @@ class Pace:
         self._open.clear()
         return True
 
-    def restart(self) -> None:
-        """Forgets the pace, because other settings run from now on, but not how noisy the machine is."""
-        self._open.clear()
-        self._medians.clear()
-
     @property
     def latest(self) -> float:
         """Median seconds a step of the last window; there must have been one."""
@@ -61,8 +56,8 @@ class Pace:
 
     @property
     def known(self) -> bool:
-        """Whether there are a window and enough differences to compare with."""
-        return bool(self._medians) and len(self._differences) >= _NEEDED
+        """Whether there are enough differences to know the noise."""
+        return len(self._differences) >= _NEEDED
 
     @property
     def noise(self) -> float:

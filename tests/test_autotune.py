@@ -50,6 +50,8 @@ class TestAVerdict:
     def test_waits_while_noise_could_explain_the_gain(self):
         assert judge([0.95] * 3, 0.1) is Outcome.OPEN
         assert judge([0.95] * 7, 0.1) is Outcome.OPEN
+        assert judge([1.0], 0.1, least=2) is Outcome.OPEN
+        assert judge([1.0] * 2, 0.1, least=2) is Outcome.NO_GAIN
         assert judge([0.95] * 8, 0.1) is Outcome.UNCLEAR
 
     def test_is_not_swayed_by_one_lucky_comparison(self):
@@ -111,14 +113,44 @@ class TestASearch:
         assert [trial.outcome for trial in search.progress.trials] == [Outcome.FASTER, Outcome.FASTER]
         assert (search.done, search.settings, search.progress.relative) == (True, START, 1.0)
 
-    def test_is_not_misled_by_a_machine_that_gets_faster(self):
+    def test_goes_back_to_the_start_in_doubt(self):
+        state = {"steps": 0, "noise": random.Random(2)}
+
+        def step(chosen):
+            state["steps"] += chosen == FAST
+            pace = (1.08 if state["steps"] > 3 * 8 else 0.5) if chosen == FAST else 1.0
+            return pace * state["noise"].lognormvariate(0, 0.1)
+
+        search = trained(FAST, step=step)
+        assert [trial.outcome for trial in search.progress.trials] == [Outcome.FASTER, Outcome.UNCLEAR]
+        assert (search.done, search.settings, search.progress.relative) == (True, START, 1.0)
+
+    @pytest.mark.parametrize("change", [0.998, 1.002])
+    def test_is_not_misled_by_a_machine_that_changes(self, change):
         state = {"steps": 0}
 
         def step(chosen):
             state["steps"] += 1
-            return times(chosen) * 0.999 ** state["steps"]
+            return times(chosen) * change ** state["steps"]
 
-        assert trained(SLOW, other(cycle_ms=5.0), step=step).settings == START
+        search = trained(SLOW, other(cycle_ms=5.0), step=step)
+        assert [trial.ratios for trial in search.progress.trials] == [(pytest.approx(1.1),), (pytest.approx(1.0),)]
+
+    def test_begins_when_the_machine_is_warm_and_its_noise_known(self):
+        search = tuner(FAST)
+        first = next(steps for steps in range(1, 100) if search.tell(1.0))
+        assert first == 10 + 7 * 6
+
+    def test_corrects_what_it_said_by_the_last_word(self):
+        state = {"steps": 0}
+
+        def step(chosen):
+            state["steps"] += chosen == FAST
+            return (0.8 if state["steps"] <= 3 * 8 else 0.9) if chosen == FAST else 1.0
+
+        search = trained(FAST, step=step)
+        assert search.progress.trials[0].relative == pytest.approx(0.8)
+        assert (search.settings, search.progress.relative) == (FAST, pytest.approx(0.9))
 
     def test_is_not_misled_by_pauses(self):
         chance = random.Random(3)

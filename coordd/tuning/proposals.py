@@ -85,8 +85,7 @@ class Proposals:
         """Makes the study, with all that was learned before it was needed."""
         module = _optuna()
         moves = self._moves()
-        # What was learned earlier goes into the seed, or a resumed search would draw the candidates of the first again.
-        sampler = module.samplers.TPESampler(seed=self._seed + len(self._learned), n_startup_trials=len(moves))
+        sampler = module.samplers.TPESampler(seed=self._seed, n_startup_trials=len(moves))
         spoken = module.logging.get_verbosity()
         module.logging.set_verbosity(module.logging.WARNING)  # the user's own studies keep their level
         study: optuna.Study = module.create_study(sampler=sampler, storage=module.storages.InMemoryStorage())

@@ -33,7 +33,6 @@ RECORD = Record(
         start=START,
         best=other(buckets=2),
         relative=0.9,
-        seconds=0.009,
         noise=0.021,
         steps=12_345,
         spent=99,
