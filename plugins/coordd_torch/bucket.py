@@ -43,7 +43,7 @@ def partition(gradients: Sequence[Gradient], *, limit: int, last: int) -> list[l
     for alike in kinds.values():
         groups: list[list[Gradient]] = []
         room = -1
-        if sum(gradient.parameter.nbytes for gradient in alike) <= 2 * last:
+        if sum(gradient.parameter.nbytes for gradient in alike) <= min(limit, 2 * last):
             found.append(alike)
             continue
         for gradient in reversed(alike):
@@ -163,7 +163,7 @@ class Bucket:
         """Keeps what others had where this rank had nothing; yields the gradients that no rank has."""
         for index, gradient, saved in self._absent:
             place = self._places[gradient]
-            if self._marks[index] > 0:
+            if self._marks[index] != 0:  # complex numbers know no order
                 gradient.parameter.grad = place
                 gradient.started = True
             else:

@@ -11,7 +11,7 @@ import torch
 
 from coordd.errors import CoorddError
 from coordd.table import Entry
-from coordd_torch.tensors import view
+from coordd_torch.tensors import check_dense, view
 
 if TYPE_CHECKING:
     from coordd_torch.bucket import Bucket
@@ -74,6 +74,7 @@ class Gradient:
         bucket = self.bucket
         if bucket is not None and bucket.open:
             if gradient is not None:
+                check_dense(gradient)
                 self.started = True
                 bucket.take(self, gradient)
         elif gradient is None:  # a hook of the user's has taken it away

@@ -65,6 +65,7 @@ class Reducer:
         self._started = 0
         self._landed = 0
         self._all_landed = threading.Event()
+        self._settled = False
         self._finished = False
         self.touched = False
         """Whether this backward pass has made a gradient."""
@@ -179,7 +180,7 @@ class Reducer:
         Args:
             more: whether this rank may make another backward pass in this step.
         """
-        first = all(bucket.open for bucket in self._buckets) and not self._adrift
+        first, self._settled = not self._settled, True
         for bucket in self._buckets:
             bucket.close()
         alone = [*self._loose, *self._adrift]
@@ -214,7 +215,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Gets ready for the next step."""
-        self._finished = False
+        self._settled = self._finished = False
         self.failed = None
         for gradient in (*self._loose, *self._adrift):
             gradient.reset()
@@ -231,7 +232,8 @@ class Reducer:
         config = self._operations.daemon.config
         early = config.overlap and all(overlaps(gradient.parameter.device.type) for gradient in moving)
         limit = int(config.fusion_mb * (1 << 20)) if early else sys.maxsize
-        for group in partition(moving, limit=limit, last=min(limit, _LAST_BUCKET_BYTES)):
+        last = min(limit, _LAST_BUCKET_BYTES) if early else limit
+        for group in partition(moving, limit=limit, last=last):
             self._buckets.append(Bucket(self, f"{self._prefix}bucket.{len(self._buckets)}", group, early=early))
 
     def drop(self) -> None:
