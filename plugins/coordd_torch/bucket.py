@@ -16,6 +16,7 @@ import torch
 
 from coordd.table import Entry
 from coordd_torch.tensors import view
+from coordd_torch.tuning import SIGNALS
 
 if TYPE_CHECKING:
     from coordd_torch.gradient import Gradient
@@ -79,8 +80,10 @@ class Bucket:
         stride = _ALIGNMENT // first.element_size()
         sizes = [-(-gradient.parameter.numel() // stride) * stride for gradient in gradients]
         stops = np.cumsum(sizes).tolist()
-        self._flat = reducer.memory(stops[-1] + len(gradients), first)
-        self._marks = self._flat[stops[-1] :]
+        self._flat = reducer.memory(stops[-1] + len(gradients) + SIGNALS, first)
+        self._marks = self._flat[stops[-1] : -SIGNALS]
+        self.signals = self._flat[-SIGNALS:]
+        """What autotune says; see `coordd_torch.tuning`."""
         self._places = {
             gradient: _shaped(self._flat[stop - size : stop], gradient.parameter)
             for gradient, size, stop in zip(gradients, sizes, stops, strict=True)
@@ -91,6 +94,11 @@ class Bucket:
         self._entry: Entry | None = None
         for gradient in gradients:
             gradient.bucket = self
+
+    @property
+    def gradients(self) -> tuple[Gradient, ...]:
+        """Whose home it is, in their order."""
+        return self._gradients
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +152,7 @@ class Bucket:
             for gradient, place in zip(gradients, places, strict=True):
                 gradient.parameter.grad = place
         self._marks.fill_(1.0)
+        self._reducer.signal(self)
         for index, _, _ in self._absent:
             self._marks[index] = 0.0
         reducer = self._reducer

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from coordd.errors import CoorddError
+from coordd.messages import Request
 from coordd.table import Entry
 from coordd_torch.tensors import view
 
@@ -46,6 +47,12 @@ class Gradient:
     def turn(self) -> tuple[int, int]:
         """The place in the plans at which it was last reduced on its own; equal on all ranks."""
         return self._entry.turn if self._entry is not None else (0, 0)
+
+    @property
+    def request(self) -> Request:
+        """What it was announced as when it was last reduced on its own."""
+        assert self._entry is not None  # noqa: S101 - who has a place in a bucket was
+        return self._entry.request
 
     def ready(self, _: torch.Tensor) -> None:
         """Runs when backward has accumulated this gradient."""

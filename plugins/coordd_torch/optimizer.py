@@ -153,7 +153,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
-    optimizer._coordd.reset()  # noqa: SLF001 - set above
+    optimizer._coordd.end_step()  # noqa: SLF001 - set above
 
 
 def _named(
