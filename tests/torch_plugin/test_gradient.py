@@ -51,6 +51,7 @@ def test_what_shares_memory_with_a_gradient_keeps_its_values():
         other.register_post_accumulate_grad_hook(lambda made: seen.append(made.grad.data_ptr()))
         ((other.unsqueeze(0) + parameter.unsqueeze(0)) * (rank + 1)).sum().backward()
         assert seen[0] == seen[1]
+        optimizer.step()
         return parameter.grad.tolist(), other.grad.tolist()
 
     assert each_rank(2, body) == [([1.5] * 4, [rank + 1.0] * 4) for rank in range(2)]
