@@ -95,6 +95,9 @@ class Bucket:
         for gradient in gradients:
             gradient.bucket = self
 
+    def __iter__(self) -> Iterator[Gradient]:
+        return iter(self._gradients)
+
     @property
     def gradients(self) -> tuple[Gradient, ...]:
         """Whose home it is, in their order."""
@@ -104,6 +107,10 @@ class Bucket:
     def nbytes(self) -> int:
         """Bytes that are reduced."""
         return self._flat.nbytes
+
+    def holds(self, gradient: Gradient, value: torch.Tensor) -> bool:
+        """Says whether this is the gradient's place."""
+        return value is self._places[gradient]
 
     def take(self, gradient: Gradient, value: torch.Tensor) -> None:
         """Takes a gradient in; starts the reduction with the last one."""
@@ -124,7 +131,7 @@ class Bucket:
         if not self.open:
             return
         for index, gradient in enumerate(self._gradients):
-            if not gradient.started and gradient.passes:
+            if not gradient.started and gradient.given:
                 gradient.submit()
             if not self.open:
                 return
@@ -184,6 +191,8 @@ class Bucket:
         """Gets ready for the next step."""
         self.open = True
         self._taken = 0
+        for _, gradient, _ in self._absent:
+            gradient.remember()
         self._absent.clear()
         self._waiting.clear()
         for gradient in self._gradients:
