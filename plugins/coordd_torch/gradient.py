@@ -112,8 +112,13 @@ class Gradient:
             self._start(gradient.detach().resolve_conj().resolve_neg().clone(), filler=False)
 
     def fill(self) -> None:
-        """Takes part with zeros, if any rank has something for this parameter."""
-        self._start(torch.zeros_like(self.parameter, requires_grad=False), filler=True)
+        """Takes part with zeros or what the user has kept, if any rank has something fresh for this parameter."""
+        kept = self.parameter.grad
+        if kept is None or kept.layout is not torch.strided:
+            value = torch.zeros_like(self.parameter, requires_grad=False)
+        else:
+            value = kept.detach().resolve_conj().resolve_neg().clone()
+        self._start(value, filler=True)
 
     def settle(self) -> None:
         """Keeps what has arrived; if no rank had anything, there still is no gradient."""
@@ -121,7 +126,10 @@ class Gradient:
         value, self._travelling = self._travelling, None
         if value is None or not self.started:
             return
-        if own is not None:
+        if own is not None and self.bucket is not None and self.bucket.holds(self, own):
+            with torch.no_grad():
+                own.copy_(value)  # the bucket's place must stay where it is
+        elif own is not None:
             own.data = value
         else:
             self.parameter.grad = value

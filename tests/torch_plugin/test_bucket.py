@@ -98,7 +98,9 @@ def test_gradients_are_views_of_one_tensor_in_common_memory(settings, to_none):
             (sum(value.sum() for value in net.values()) * (rank + 1)).backward()
             homes |= {home(value.grad) for value in net.values()}
             assert all((value.grad == 1.5).all() for value in net.values())
-            assert all(value.grad.data_ptr() % 64 == 0 for value in net.values())
+            assert not settings.get("shared_memory", True) or not any(
+                value.grad.data_ptr() % 64 for value in net.values()
+            )
             optimizer.step()
         commons = api.operations().daemon._loop._link.commons
         inside = commons is not None and commons.heap.locate(view(net["b"].grad)) is not None
@@ -222,12 +224,12 @@ def test_any_layout_keeps_its_strides():
     """As autograd and fused optimizers like it; what is not dense becomes so."""
 
     def body(rank):
-        whole = torch.ones(8, 6, dtype=torch.float64)
+        whole = torch.ones(2, 8, 6, dtype=torch.float64)
         net = nn.ParameterList(
             [
                 nn.Parameter(torch.ones(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)),
-                nn.Parameter(whole[:, :3].t()),
-                nn.Parameter(whole[::2, ::3]),
+                nn.Parameter(whole[0, :, :3].t()),
+                nn.Parameter(whole[1, ::2, ::3]),
                 nn.Parameter(torch.tensor(1.0)),
                 nn.Parameter(torch.ones(2, 0, 3)),
                 nn.Parameter(torch.ones(3, 4).t()),
@@ -236,7 +238,7 @@ def test_any_layout_keeps_its_strides():
         optimizer = wrapped(net)
         for _ in range(3):
             settled(net, optimizer)
-        assert [value.grad.stride() for value in net if value.numel() > 1][0] == net[0].stride()
+        assert net[0].grad.stride() == net[0].stride()
         assert net[5].grad.stride() == net[5].stride()
         return [value.detach().unique().tolist() for value in net]
 
@@ -290,7 +292,10 @@ def test_what_travels_smaller_comes_back_into_the_bucket(compression):
 def test_sparse_gradients_live_there_as_dense_ones_or_are_refused():
     def body(rank):
         net = nn.ModuleList([nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1, bias=False)])
-        optimizer = wrapped(net, sparse_as_dense=rank < 2)
+        with torch.no_grad():
+            for value in net.parameters():
+                value.fill_(1.0)
+        optimizer = wrapped(net, sparse_as_dense=True)
         for _ in range(3):
             optimizer.zero_grad()
             net[1](net[0](torch.tensor([rank, 2]))).sum().backward()
@@ -333,18 +338,22 @@ def test_parameters_that_come_later_get_a_bucket_of_their_own():
 
 def test_a_hook_of_the_users_may_take_a_gradient_away_on_one_rank():
     def body(rank):
-        net = weights({"a": 2, "b": 2})
+        net, armed = weights({"a": 2, "b": 2}), []
+
+        def take(parameter):
+            if armed:
+                parameter.grad = None
+
+        if rank == 0:
+            net["a"].register_post_accumulate_grad_hook(take)
         optimizer = wrapped(net)
         settled(net, optimizer)
-        if rank == 0:
-            net["a"].register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        armed.append(True)
         optimizer.zero_grad()
         ((net["a"].sum() + net["b"].sum()) * (rank + 1)).backward()
         return [value.grad[0].item() for value in net.values()]
 
-    found = each_rank(2, body)
-    assert found[1] == [1.0 if found[1][0] == 1.0 else 1.5, 1.5]
-    assert found[0][1] == 1.5
+    assert each_rank(2, body) == [[1.0, 1.5]] * 2
 
 
 def test_ranks_whose_gradients_come_in_different_orders_build_the_same_buckets():
