@@ -191,13 +191,13 @@ class Bucket:
         """Gets ready for the next step."""
         self.open = True
         self._taken = 0
-        for _, gradient, _ in self._absent:
-            gradient.remember()
         self._absent.clear()
         self._waiting.clear()
-        for gradient in self._gradients:
+        for gradient, place in self._places.items():
             gradient.passes = 0
             gradient.started = False
+            if gradient.parameter.grad is not place:
+                gradient.remember()
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Runs on the daemon's thread when the reduced gradients have arrived."""

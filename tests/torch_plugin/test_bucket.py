@@ -310,6 +310,7 @@ def test_sparse_gradients_live_there_as_dense_ones_or_are_refused():
         optimizer = wrapped(table)
         settled(table, optimizer)
         table.sparse = True
+        optimizer.zero_grad()
         table(torch.tensor([rank])).sum().backward()
 
     with local_ranks(2) as ranks:

@@ -52,7 +52,7 @@ def train(config: Config) -> list[tuple[dict[str, torch.Tensor], set[Settings]]]
 
 def test_what_is_tried_is_the_same_on_all_ranks_and_changes_no_result(config):
     tuned = train(config)
-    assert len(tuned[0][1]) > 2
+    assert len(tuned[0][1]) > 1
     assert tuned[0][1] == tuned[1][1]
     same([weights for weights, _ in tuned])
     same([tuned[0][0], train(Config())[0][0]])
