@@ -363,7 +363,7 @@ def test_ranks_whose_gradients_come_in_different_orders_build_the_same_buckets()
         net = weights(dict.fromkeys(names, 40_000))
         optimizer = wrapped(net)
         order = names if rank else names[::-1]
-        for step in range(4):
+        for _step in range(4):
             optimizer.zero_grad()
             loss = sum((net[name] * (rank + 1 + index)).sum() for index, name in enumerate(names) if name in order)
             for name in order:  # autograd follows the graph: so build it in another order
