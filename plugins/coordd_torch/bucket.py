@@ -26,7 +26,9 @@ __all__ = ["Bucket", "partition"]
 
 _ALIGNMENT = 64
 _COPIED_AT_ONCE = 64 << 10
-"""Bytes from which a gradient is copied as soon as it is there, while the caches hold it, and its own memory freed."""
+"""Bytes from which a gradient is copied as soon as it is there, while the caches hold it, and its own memory freed.
+
+Smaller ones are copied together, when the last of their bucket is there."""
 
 
 def partition(gradients: Sequence[Gradient], *, limit: int, last: int) -> list[list[Gradient]]:
@@ -88,9 +90,11 @@ class Bucket:
             gradient: _shaped(self._flat[stop - size : stop], gradient.parameter)
             for gradient, size, stop in zip(gradients, sizes, stops, strict=True)
         }
-        self._waiting: list[tuple[Gradient, torch.Tensor, torch.Tensor]] = []
+        self._homes = [(gradient, gradient.parameter, place) for gradient, place in self._places.items()]
+        self._large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
+        self._small = [(index, *home) for index, home in enumerate(self._homes) if home[0] not in self._large]
         self._absent: list[tuple[int, Gradient, torch.Tensor | None]] = []
-        self._taken = 0
+        self._missing = len(gradients)
         self._entry: Entry | None = None
         for gradient in gradients:
             gradient.bucket = self
@@ -112,19 +116,49 @@ class Bucket:
         """Says whether this is the gradient's place."""
         return value is self._places[gradient]
 
-    def take(self, gradient: Gradient, value: torch.Tensor) -> None:
-        """Takes a gradient in; starts the reduction with the last one."""
-        place = self._places[gradient]
-        if value is not place:
-            if value.nbytes < _COPIED_AT_ONCE or not self._early:
-                self._waiting.append((gradient, place, value))
-            else:
-                with torch.no_grad():
-                    place.copy_(value)
-                gradient.parameter.grad = place
-        self._taken += 1
-        if self._taken == len(self._gradients) and self._early:
+    def take(self, gradient: Gradient) -> None:
+        """Counts a gradient that is there; starts the reduction with the last one."""
+        if gradient in self._large and not self._move(gradient):
+            gradient.started = False
+            return
+        self._missing -= 1
+        if not self._missing and self._early:
             self._submit()
+
+    def _move(self, gradient: Gradient) -> bool:
+        """Copies a large gradient to its place; says whether there is one: a hook of the user's may take it away."""
+        value, place = gradient.dense(), self._places[gradient]
+        if value is None:
+            return False
+        if value is not place:
+            with torch.no_grad():
+                place.copy_(value)
+            gradient.parameter.grad = place
+        return True
+
+    def _move_small(self) -> None:
+        """Copies the small gradients to their places, all at once."""
+        moving = []
+        for index, gradient, parameter, place in self._small:
+            if not gradient.started:
+                continue
+            value = parameter.grad
+            if value is place:
+                continue
+            if value is None:
+                gradient.started = False
+                self._absent.append((index, gradient, self._stand_in(gradient)))
+                continue
+            if value.layout is not torch.strided:
+                value = gradient.dense()
+            moving.append((parameter, place, value))
+        if not moving:
+            return
+        parameters, places, values = zip(*moving, strict=True)
+        with torch.no_grad():
+            torch._foreach_copy_(places, values)
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.grad = place
 
     def close(self) -> None:
         """Fills up what this rank has no gradients for, and starts the reduction; does nothing if it has started."""
@@ -150,14 +184,8 @@ class Bucket:
         return saved
 
     def _submit(self) -> None:
+        self._move_small()
         self.open = False
-        if self._waiting:
-            gradients, places, values = zip(*self._waiting, strict=True)
-            self._waiting.clear()
-            with torch.no_grad():
-                torch._foreach_copy_(places, values)
-            for gradient, place in zip(gradients, places, strict=True):
-                gradient.parameter.grad = place
         self._marks.fill_(1.0)
         self._reducer.signal(self)
         for index, _, _ in self._absent:
@@ -190,13 +218,13 @@ class Bucket:
     def reset(self) -> None:
         """Gets ready for the next step."""
         self.open = True
-        self._taken = 0
+        self._missing = len(self._gradients)
         self._absent.clear()
-        self._waiting.clear()
-        for gradient, place in self._places.items():
+        for gradient in self._gradients:
             gradient.passes = 0
             gradient.started = False
-            if gradient.parameter.grad is not place:
+        for gradient, parameter, place in self._homes:
+            if parameter.grad is not place:
                 gradient.remember()
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:

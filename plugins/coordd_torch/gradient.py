@@ -91,25 +91,36 @@ class Gradient:
         self._known = None if value is None else weakref.ref(value)
 
     def submit(self) -> None:
-        """Starts the reduction of what has been accumulated, or brings it to its bucket."""
+        """Starts the reduction of what has been accumulated, or tells its bucket."""
         reducer = self.reducer
         reducer.touched = True
-        gradient = self.parameter.grad
-        if gradient is not None and gradient.layout is not torch.strided and reducer.sparse_as_dense:
-            gradient = self.parameter.grad = gradient.to_dense()
         bucket = self.bucket
         if bucket is not None and bucket.open:
-            if gradient is not None:
-                check_dense(gradient)
-                self.started = True
-                bucket.take(self, gradient)
-        elif gradient is None:  # a hook of the user's has taken it away
+            self.started = True
+            bucket.take(self)
+            return
+        gradient = self.dense()
+        if gradient is None:  # a hook of the user's has taken it away
             self.fill()
         else:
             self._own = gradient
             self.remember()
             # A copy travels, for autograd may still read this memory on behalf of another branch.
             self._start(gradient.detach().resolve_conj().resolve_neg().clone(), filler=False)
+
+    def dense(self) -> torch.Tensor | None:
+        """Returns ``.grad``, which becomes dense if the optimizer was told so.
+
+        Raises:
+            ArgumentError: it is sparse, and the optimizer was not told.
+        """
+        gradient = self.parameter.grad
+        if gradient is None or gradient.layout is torch.strided:
+            return gradient
+        if not self.reducer.sparse_as_dense:
+            check_dense(gradient)
+        self.parameter.grad = gradient.to_dense()
+        return self.parameter.grad
 
     def fill(self) -> None:
         """Takes part with zeros or what the user has kept, if any rank has something fresh for this parameter."""

@@ -358,6 +358,8 @@ class Reducer:
 
         Other ranks may still be in this step, so it is made to its end.
         """
+        if not self._begun and not self._reduced:
+            return
         while self._reduced and not self._finished:
             self._round(more=False, wanted=False)
         self._wait()
