@@ -83,11 +83,14 @@ class _Default:
         The culprit waits a moment until the others have heard of it; they wait until its process is gone.
         """
         failure = self.daemon.blame(_LINGER_SECONDS)
-        if failure.rank != self.daemon.world.rank:
+        if failure.rank == self.daemon.world.rank:
+            if not _exits.told:
+                log.error("the job has failed: this rank %s", failure.reason)
+                _exits.insist(1)
+            threading.Event().wait(_HEARD_SECONDS)
+        else:
             log.error("the job has failed: rank %d %s", failure.rank, failure.reason)
             self.daemon.wait_for_loss(failure.rank, _LINGER_SECONDS)
-        else:
-            threading.Event().wait(_HEARD_SECONDS)
         if not self.daemon.end(_LINGER_SECONDS):
             os._exit(1)
 

@@ -70,6 +70,19 @@ def test_the_exit_code_is_that_of_the_rank_that_left(launcher: str, culprit: int
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
+@pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize("end", ["sys.exit()", "cd.shutdown(); sys.exit()"])
+def test_a_rank_that_leaves_while_others_need_it_is_the_cause(launcher: str, size: int, culprit: int, end: str) -> None:
+    outcome = _end(end, launcher=launcher, culprit=culprit, size=size)
+    assert outcome.returncode == 1, str(outcome)
+    assert "this rank left the job while others still needed it: 'gradient'" in outcome.of_rank(culprit), str(outcome)
+    if launcher == "coordd":
+        last = outcome.stderr.splitlines()[-1]
+        assert last.startswith(f"coordd: rank {culprit} exited with code 1; it said last: "), str(outcome)
+        assert "left the job while others still needed it" in last, str(outcome)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_killed_rank_is_named_with_its_signal(launcher: str, culprit: int) -> None:
     outcome = _end("os.kill(os.getpid(), signal.SIGKILL)", launcher=launcher, culprit=culprit)
