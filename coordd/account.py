@@ -8,10 +8,8 @@ import threading
 import traceback
 from types import FrameType
 
-import psutil
-
 from coordd.messages import Account
-from coordd.table import Entry, show_site
+from coordd.table import Site, show_site
 
 __all__ = ["account", "await_end", "process_state"]
 
@@ -19,10 +17,10 @@ _DEPTH = 8
 _OURS = ("coordd", "threading")
 
 
-def account(rank: int, last: Entry | None) -> Account:
+def account(rank: int, last: tuple[str, Site] | None) -> Account:
     """Describes the main thread's stack, without coordd's own frames at its end, and the last submission."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way
-    told = "nothing yet" if last is None else f"{last.request.name!r} at {show_site(last.site)}"
+    told = "nothing yet" if last is None else f"{last[0]!r} at {show_site(last[1])}"
     return Account(rank, _stack(frame), told)
 
 
@@ -43,6 +41,8 @@ def process_state(pid: int, host: str, here: str) -> str:
     """Says how the operating system sees a process of this host, such as ``stopped``; empty for another host's."""
     if host != here:
         return ""
+    import psutil  # takes a fifth of the time to start, and most jobs end well
+
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
@@ -53,5 +53,7 @@ def process_state(pid: int, host: str, here: str) -> str:
 
 def await_end(pid: int, seconds: float) -> None:
     """Waits, at most so long, until a process of this host has ended and its parent knows how."""
+    import psutil  # as above
+
     with contextlib.suppress(psutil.Error):
         psutil.Process(pid).wait(seconds)

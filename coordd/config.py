@@ -86,6 +86,9 @@ class Config:
         low=0,
         high=65536,
     )
+    overlap: bool = _knob(
+        True, "reduce gradients while backward computes; no: all at once when it ends, for chips that cannot do both"
+    )
     cycle_ms: float = _knob(
         20.0,
         "batching window in milliseconds: how long ready tensors wait for company while nobody waits for them",
@@ -144,6 +147,26 @@ class Config:
     interface: str = _knob(
         "",
         "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one",
+    )
+    daemon_cores: str = _knob(
+        "",
+        "processors on which the daemon's thread runs, as the kernel numbers them, such as 3 or 6-7; empty: those that "
+        "`coordd run` finds spare, else any",
+    )
+    autotune: bool = _knob(
+        False, "search for faster settings while training, and keep them for the next run", alias="HOROVOD_AUTOTUNE"
+    )
+    autotune_log: str = _knob(
+        "",
+        "file that records what autotune tried and found; empty: one for each model in the user's cache",
+        alias="HOROVOD_AUTOTUNE_LOG",
+    )
+    autotune_share: float = _knob(0.01, "largest share of the training steps that trials take", low=0, high=1)
+    autotune_steps: int = _knob(
+        0,
+        "training steps after which autotune begins no more trials; 0: when there is nothing to gain",
+        low=0,
+        high=1 << 40,
     )
     log_level: str = _knob(
         "warning",

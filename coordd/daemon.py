@@ -52,6 +52,11 @@ class Daemon:
         return self._status.world
 
     @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Processes of the ranks on this host, this one's included."""
+        return tuple(self._status.pids[rank] for rank in self.world.neighbours)
+
+    @property
     def failing(self) -> bool:
         """Whether the job has failed."""
         return self._status.failing
@@ -72,6 +77,10 @@ class Daemon:
     def allocate(self, size: int) -> np.ndarray:
         """Returns new memory of ``size`` bytes, zero, which the ranks of this host have in common where they can."""
         return self._loop.allocate(size)
+
+    def set_window(self, seconds: float) -> None:
+        """Changes the batching window."""
+        self._inbox.window = seconds
 
     def submit(self, entry: Entry) -> None:
         """Announces a tensor; its handle is resolved or failed later, on every path.

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from coordd.account import account
+from coordd.affinity import keep_to
 from coordd.bell import Bell
 from coordd.bucket import Locked
 from coordd.config import Config, knobs
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
+from coordd.crowd import Crowd, oversubscribed
 from coordd.errors import ShutdownError, StartError
 from coordd.execution import Flights
 from coordd.inbox import Inbox
@@ -75,6 +77,7 @@ class Loop:
     def run(self) -> None:
         """Runs until all ranks have left, the job has failed and nobody is waited for, or it is told to stop."""
         try:
+            keep_to(self._config.daemon_cores)
             nap_precisely()
             np.seterr(all="ignore")  # of this thread: values beyond a type become infinite, as everywhere
             self._connect()
@@ -260,6 +263,8 @@ class Loop:
     def _enter(self, welcome: Welcome) -> None:
         self._status.world = World(self._status.world.rank, welcome.hosts)
         self._status.pids = welcome.pids
+        neighbours = [welcome.pids[rank] for rank in self._status.world.neighbours]
+        self._patience.crowded = oversubscribed(*Crowd.of(neighbours, os.environ))
         self._lookout.coordinator = (welcome.pids[0], welcome.hosts[0], self._status.world.host)
         if welcome.refusal:
             self._status.start_error = StartError(welcome.refusal)
@@ -350,7 +355,7 @@ class Loop:
             return
         if moved:
             self._patience.restart()
-        elif self._inbox.awaited and self._patience.short(data=bool(self._flights)):
+        elif self._inbox.awaited and self._patience.short(data=bool(self._flights) and not self._flights.heralded):
             self._stay_awake()
         elif self._mailbox or (self._flights and not self._flights.heralded):
             self._patience.doze(self._bell, awaited=self._inbox.awaited)
@@ -380,7 +385,6 @@ class Loop:
 
 def _digest(config: Config) -> str:
     """A short print of the settings, equal where they are."""
-    text = ";".join(
-        f"{knob.name}={getattr(config, knob.name)}" for knob in knobs() if knob.name not in {"log_level", "interface"}
-    )
+    own = {"log_level", "interface", "daemon_cores"}
+    text = ";".join(f"{knob.name}={getattr(config, knob.name)}" for knob in knobs() if knob.name not in own)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

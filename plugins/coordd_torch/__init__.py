@@ -60,6 +60,7 @@ from coordd_torch.state import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from coordd_torch.tensors import empty_common
 
 __all__ = [
     "ArgumentError",
@@ -99,6 +100,7 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
+    "empty_common",
     "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",

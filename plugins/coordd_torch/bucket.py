@@ -16,6 +16,7 @@ import torch
 
 from coordd.table import Entry
 from coordd_torch.tensors import view
+from coordd_torch.tuning import SIGNALS
 
 if TYPE_CHECKING:
     from coordd_torch.gradient import Gradient
@@ -43,6 +44,9 @@ def partition(gradients: Sequence[Gradient], *, limit: int, last: int) -> list[l
     for alike in kinds.values():
         groups: list[list[Gradient]] = []
         room = -1
+        if sum(gradient.parameter.nbytes for gradient in alike) <= min(limit, 2 * last):
+            found.append(alike)
+            continue
         for gradient in reversed(alike):
             size = gradient.parameter.nbytes
             if size > room:
@@ -57,25 +61,29 @@ def partition(gradients: Sequence[Gradient], *, limit: int, last: int) -> list[l
 class Bucket:
     """One tensor for several gradients; its own handle towards the daemon."""
 
-    def __init__(self, reducer: Reducer, name: str, gradients: Sequence[Gradient]) -> None:
+    def __init__(self, reducer: Reducer, name: str, gradients: Sequence[Gradient], *, early: bool = True) -> None:
         """Makes room; the gradients move in when they are next computed.
 
         Args:
             reducer: whose gradients they are.
             name: equal on all ranks.
             gradients: of one type, on one device, in an order that is equal on all ranks.
+            early: whether to begin as soon as the last gradient is there; if not, when backward ends.
         """
         self._reducer = reducer
         self.name = name
         self.submitted = 0.0
         self.open = True
+        self._early = early
         self._gradients = tuple(gradients)
         first = gradients[0].parameter
         stride = _ALIGNMENT // first.element_size()
         sizes = [-(-gradient.parameter.numel() // stride) * stride for gradient in gradients]
         stops = np.cumsum(sizes).tolist()
-        self._flat = reducer.memory(stops[-1] + len(gradients), first)
-        self._marks = self._flat[stops[-1] :]
+        self._flat = reducer.memory(stops[-1] + len(gradients) + SIGNALS, first)
+        self._marks = self._flat[stops[-1] : -SIGNALS]
+        self.signals = self._flat[-SIGNALS:]
+        """What autotune says; see `coordd_torch.tuning`."""
         self._places = {
             gradient: _shaped(self._flat[stop - size : stop], gradient.parameter)
             for gradient, size, stop in zip(gradients, sizes, stops, strict=True)
@@ -91,6 +99,11 @@ class Bucket:
         return iter(self._gradients)
 
     @property
+    def gradients(self) -> tuple[Gradient, ...]:
+        """Whose home it is, in their order."""
+        return self._gradients
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are reduced."""
         return self._flat.nbytes
@@ -103,14 +116,14 @@ class Bucket:
         """Takes a gradient in; starts the reduction with the last one."""
         place = self._places[gradient]
         if value is not place:
-            if value.nbytes < _COPIED_AT_ONCE:
+            if value.nbytes < _COPIED_AT_ONCE or not self._early:
                 self._waiting.append((gradient, place, value))
             else:
                 with torch.no_grad():
                     place.copy_(value)
                 gradient.parameter.grad = place
         self._taken += 1
-        if self._taken == len(self._gradients):
+        if self._taken == len(self._gradients) and self._early:
             self._submit()
 
     def close(self) -> None:
@@ -146,6 +159,7 @@ class Bucket:
             for gradient, place in zip(gradients, places, strict=True):
                 gradient.parameter.grad = place
         self._marks.fill_(1.0)
+        self._reducer.signal(self)
         for index, _, _ in self._absent:
             self._marks[index] = 0.0
         reducer = self._reducer
@@ -165,7 +179,7 @@ class Bucket:
         """Keeps what others had where this rank had nothing; yields the gradients that no rank has."""
         for index, gradient, saved in self._absent:
             place = self._places[gradient]
-            if self._marks[index] > 0:
+            if self._marks[index] != 0:  # complex numbers know no order
                 gradient.parameter.grad = place
                 gradient.started = True
             else:
@@ -177,13 +191,13 @@ class Bucket:
         """Gets ready for the next step."""
         self.open = True
         self._taken = 0
-        for _, gradient, _ in self._absent:
-            gradient.remember()
         self._absent.clear()
         self._waiting.clear()
-        for gradient in self._gradients:
+        for gradient, place in self._places.items():
             gradient.passes = 0
             gradient.started = False
+            if gradient.parameter.grad is not place:
+                gradient.remember()
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Runs on the daemon's thread when the reduced gradients have arrived."""

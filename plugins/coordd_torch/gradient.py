@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from coordd.messages import Request
 from coordd.table import Entry
-from coordd_torch.tensors import view
+from coordd_torch.tensors import check_dense, view
 
 if TYPE_CHECKING:
     from coordd_torch.bucket import Bucket
@@ -48,6 +49,12 @@ class Gradient:
     def turn(self) -> tuple[int, int]:
         """The place in the plans at which it was last reduced on its own; equal on all ranks."""
         return self._entry.turn if self._entry is not None else (0, 0)
+
+    @property
+    def request(self) -> Request:
+        """What it was announced as when it was last reduced on its own."""
+        assert self._entry is not None  # noqa: S101 - who has a place in a bucket was
+        return self._entry.request
 
     def ready(self, _: torch.Tensor) -> None:
         """Runs when backward has accumulated this gradient."""
@@ -93,6 +100,7 @@ class Gradient:
         bucket = self.bucket
         if bucket is not None and bucket.open:
             if gradient is not None:
+                check_dense(gradient)
                 self.started = True
                 bucket.take(self, gradient)
         elif gradient is None:  # a hook of the user's has taken it away
@@ -104,8 +112,13 @@ class Gradient:
             self._start(gradient.detach().resolve_conj().resolve_neg().clone(), filler=False)
 
     def fill(self) -> None:
-        """Takes part with zeros, if any rank has something for this parameter."""
-        self._start(torch.zeros_like(self.parameter, requires_grad=False), filler=True)
+        """Takes part with zeros or what the user has kept, if any rank has something fresh for this parameter."""
+        kept = self.parameter.grad
+        if kept is None or kept.layout is not torch.strided:
+            value = torch.zeros_like(self.parameter, requires_grad=False)
+        else:
+            value = kept.detach().resolve_conj().resolve_neg().clone()
+        self._start(value, filler=True)
 
     def settle(self) -> None:
         """Keeps what has arrived; if no rank had anything, there still is no gradient."""
@@ -113,7 +126,10 @@ class Gradient:
         value, self._travelling = self._travelling, None
         if value is None or not self.started:
             return
-        if own is not None:
+        if own is not None and self.bucket is not None and self.bucket.holds(self, own):
+            with torch.no_grad():
+                own.copy_(value)  # the bucket's place must stay where it is
+        elif own is not None:
             own.data = value
         else:
             self.parameter.grad = value

@@ -167,7 +167,7 @@ def _agreed(loss: Any, reducer: Reducer) -> Any:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
-    optimizer._coordd.drop()  # noqa: SLF001 - set above
+    optimizer._coordd.end_step()  # noqa: SLF001 - set above
 
 
 def _named(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,11 +23,14 @@ from coordd.handles import call_site
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.operations import Operations, check_reducible
 from coordd.process_sets import ProcessSet
+from coordd.settings import Settings
 from coordd.table import Entry, Site
 from coordd_torch.bucket import Bucket, partition
 from coordd_torch.compression import Compression, Compressor
+from coordd_torch.devices import overlaps
 from coordd_torch.gradient import Gradient
-from coordd_torch.tensors import borrow
+from coordd_torch.tensors import borrow, empty_common
+from coordd_torch.tuning import AT_END, OVERLAP, Tuning
 
 __all__ = ["Reducer"]
 
@@ -57,6 +60,17 @@ class Reducer:
         self._op = op
         self._predivide = predivide
         self._process_set = process_set
+        self._chosen = compression
+        config = operations.daemon.config
+        self._settings = Settings(
+            fusion_mb=config.fusion_mb,
+            cycle_ms=config.cycle_ms,
+            buckets=1,
+            algorithm=OVERLAP if config.overlap else AT_END,
+            compression="none" if self.plain else "chosen",
+        )
+        self._tuning: Tuning | None = None
+        self._change: Settings | None = None
         self.expected: set[int] = set()
         self.skipped = False
         self.site: Site = None
@@ -74,6 +88,7 @@ class Reducer:
         self._prefix = operations.namespace()
         self._buckets: list[Bucket] = []
         self._loose: list[Gradient] = []
+        self._gone_round = False
         self._adrift: list[Gradient] = []
         self._moving: list[Gradient] = []
         self._hooks: list[RemovableHandle] = []
@@ -193,8 +208,7 @@ class Reducer:
         """Makes a flat tensor of a parameter's type and device; on a CPU in memory that all ranks of the host see."""
         if like.device.type != "cpu":
             return torch.zeros(count, dtype=like.dtype, device=like.device)
-        block = self._operations.daemon.allocate(count * like.element_size())
-        return torch.from_numpy(block).view(like.dtype)
+        return empty_common(count, dtype=like.dtype, daemon=self._operations.daemon)
 
     def compressed(self, gradient: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
         """Makes what travels instead of a gradient, and what puts it back."""
@@ -237,7 +251,7 @@ class Reducer:
             more: whether this rank may make another backward pass in this step.
             wanted: whether this rank still has a use for the gradients; else it takes part for the others' sake.
         """
-        first = all(bucket.open for bucket in self._buckets) and not self._adrift
+        first, self._gone_round = not self._gone_round, True
         for bucket in self._buckets:
             bucket.close()
         alone = [*self._loose, *self._adrift]
@@ -252,6 +266,7 @@ class Reducer:
             for gradient in alone:
                 gradient.settle()
         if first:
+            self._listen()
             self._adrift = [gradient for bucket in self._buckets for gradient in bucket.settle()]
             self._moving = [gradient for gradient in self._loose if gradient.started]
         missing = [gradient for gradient in (*self._loose, *self._adrift) if not gradient.started]
@@ -276,7 +291,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Gets ready for the next step."""
-        self._begun = self._reduced = self._finished = False
+        self._begun = self._reduced = self._finished = self._gone_round = False
         self.failed = None
         for gradient in (*self._loose, *self._adrift):
             gradient.reset()
@@ -285,14 +300,58 @@ class Reducer:
         self._adrift = []
         if self._moving:
             self._move_in()
+        if self._change is not None:
+            self._rearrange(self._change)
+
+    def end_step(self) -> None:
+        """Gets ready for the next step after this one has been made."""
+        self.drop()
+        if self._tuning is not None:
+            self._tuning.step_done()
+
+    def signal(self, bucket: Bucket) -> None:
+        """Lets autotune speak behind the gradients of the first bucket."""
+        if self._tuning is None or bucket is not self._buckets[0]:
+            bucket.signals.zero_()
+        else:
+            bucket.signals.copy_(torch.tensor(self._tuning.signals()))
+
+    def _listen(self) -> None:
+        """Hears what autotune says, the same on all ranks in the same step."""
+        if self._tuning is not None and self._buckets:
+            scale = self._operations.daemon.world.size if self._op is ReduceOp.AVERAGE else 1
+            self._change = self._tuning.hear((self._buckets[0].signals.double() * scale).tolist())
 
     def _move_in(self) -> None:
         """Gives the gradients that were reduced on their own places in buckets, in the order of the plans."""
         moving, self._moving = sorted(self._moving, key=lambda gradient: gradient.turn), []
         self._loose = [gradient for gradient in self._loose if gradient not in moving]
-        limit = int(self._operations.daemon.config.fusion_mb * (1 << 20))
-        for group in partition(moving, limit=limit, last=min(limit, _LAST_BUCKET_BYTES)):
-            self._buckets.append(Bucket(self, f"{self._prefix}bucket.{len(self._buckets)}", group))
+        self._settle_in(moving)
+        daemon = self._operations.daemon
+        if daemon.config.autotune and self._tuning is None and not self._process_set.ranks:
+            requests = [gradient.request for gradient in moving]
+            self._tuning = Tuning(daemon.config, daemon.world, requests, self._settings)
+
+    def _settle_in(self, gradients: Sequence[Gradient]) -> None:
+        """Makes buckets for gradients, as the settings want them."""
+        settings = self._settings
+        early = settings.algorithm == OVERLAP
+        early &= all(overlaps(gradient.parameter.device.type) for gradient in gradients)
+        total = sum(gradient.parameter.nbytes for gradient in gradients)
+        limit = settings.bucket_bytes(total) if early else sys.maxsize
+        last = min(limit, _LAST_BUCKET_BYTES) if early else limit
+        for group in partition(gradients, limit=limit, last=last):
+            self._buckets.append(Bucket(self, f"{self._prefix}bucket.{len(self._buckets)}", group, early=early))
+
+    def _rearrange(self, settings: Settings) -> None:
+        """Carries a choice of autotune out, between two steps."""
+        self._settings, self._change = settings, None
+        self._operations.daemon.set_window(settings.cycle_ms / 1e3)
+        self.compression = Compression.none if settings.compression == "none" else self._chosen
+        self.plain = self.compression is Compression.none
+        gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
+        self._buckets = []
+        self._settle_in(gradients)
 
     def drop(self) -> None:
         """Lets what is under way end, whatever comes of it, before its memory is used for something else.

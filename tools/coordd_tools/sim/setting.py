@@ -42,7 +42,7 @@ class Settings:
             abort_seconds=8.0 if swarm.impatience else 0.0,
             lock_steps=rng.randint(1, 3) if swarm.locks else 0,
             early=rng.choice((0.002, 0.02)) if swarm.early and not swarm.reorder else 0.0,
-            steps=rng.randint(4, 30) if swarm.steady else rng.randint(1, 6),
+            steps=rng.randint(4, 16) if swarm.steady else rng.randint(1, 6),
         )
 
 
