@@ -69,7 +69,7 @@ class _Default:
     def fail(self, reason: str, traceback: str, error: BaseException | None) -> None:
         """Tells the others, unless this failure is but a consequence of another rank's."""
         if isinstance(error, ShutdownError) and error.ranks:
-            self.daemon.fail(f"left the job while others still needed it: {error}", culprit=error.ranks[0])
+            self.daemon.fail(error.reason, culprit=error.ranks[0])
         elif not isinstance(error, PeerError):
             self.daemon.fail(reason, traceback)
 
