@@ -101,6 +101,21 @@ def test_a_hook_on_top_that_calls_the_one_below_is_told_once():
     assert (code, text.count("told:")) == (1, 1)
 
 
+def test_a_debugger_finds_the_error_after_it():
+    look = """
+    def look():
+        error, trace = sys.last_value, sys.last_traceback
+        assert getattr(sys, "last_exc", error) is error and trace is error.__traceback__ and sys.last_type is KeyError
+        print("found", trace.tb_next.tb_frame.f_locals["here"])
+    atexit.register(look)
+    def lose(here):
+        raise KeyError
+    lose(7)
+    """
+    code, text = run(look)
+    assert (code, text.splitlines()[-1]) == (1, "found 7")
+
+
 def test_an_error_with_a_huge_text_is_told_in_part(monkeypatch):
     told = []
     watch = ExitWatch(lambda *story: told.append(story))
