@@ -89,7 +89,8 @@ def test_the_exit_code_is_that_of_the_rank_that_left(launcher: str, culprit: int
 def test_a_rank_that_leaves_while_others_need_it_is_the_cause(launcher: str, size: int, culprit: int, end: str) -> None:
     outcome = _end(end, launcher=launcher, culprit=culprit, size=size)
     assert outcome.returncode == 1, str(outcome)
-    assert "this rank left the job while others still waited for 'gradient'; give all ranks" in outcome.of_rank(culprit), str(outcome)
+    cause = "this rank left the job while others still waited for 'gradient'; give all ranks"
+    assert cause in outcome.of_rank(culprit), str(outcome)
     if launcher == "coordd":
         last = outcome.stderr.splitlines()[-1]
         assert last.startswith(f"coordd: rank {culprit} exited with code 1: it left the job while others"), str(outcome)
