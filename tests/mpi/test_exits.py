@@ -96,8 +96,7 @@ def test_a_rank_that_leaves_while_others_need_it_is_the_cause(launcher: str, siz
         assert last.startswith(f"coordd: rank {culprit} exited with code 1: it left the job while others"), str(outcome)
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
-@pytest.mark.parametrize("longer", [0, 1])
+@pytest.mark.parametrize(("launcher", "longer"), [("mpirun", 0), ("coordd", 0), ("coordd", 1)])
 def test_a_rank_with_a_batch_too_few_is_the_cause(launcher: str, longer: int) -> None:
     outcome = launch(2, _UNEVEN, str(longer), launcher=launcher)
     assert outcome.returncode == 1, str(outcome)
