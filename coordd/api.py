@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from coordd.config import Config
+from coordd.config import LAUNCHED, Config, unread
 from coordd.crowd import Crowd
 from coordd.daemon import Daemon
 from coordd.errors import ConfigError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError
@@ -69,7 +69,7 @@ class _Default:
     def fail(self, reason: str, traceback: str, error: BaseException | None) -> None:
         """Tells the others, unless this failure is but a consequence of another rank's."""
         if isinstance(error, ShutdownError) and error.ranks:
-            self.daemon.fail(f"left the job while others still needed it: {error}", culprit=error.ranks[0])
+            self.daemon.fail(error.reason, culprit=error.ranks[0])
         elif not isinstance(error, PeerError):
             self.daemon.fail(reason, traceback)
 
@@ -84,11 +84,14 @@ class _Default:
         The culprit waits a moment until the others have heard of it; they wait until its process is gone.
         """
         failure = self.daemon.blame(_LINGER_SECONDS)
-        if failure.rank != self.daemon.world.rank:
+        if failure.rank == self.daemon.world.rank:
+            if not _exits.told:
+                log.error("the job has failed: this rank %s", failure.reason)
+                _exits.insist(1)
+            threading.Event().wait(_HEARD_SECONDS)
+        else:
             log.error("the job has failed: rank %d %s", failure.rank, failure.reason)
             self.daemon.wait_for_loss(failure.rank, _LINGER_SECONDS)
-        else:
-            threading.Event().wait(_HEARD_SECONDS)
         if not self.daemon.end(_LINGER_SECONDS):
             os._exit(1)
 
@@ -125,7 +128,7 @@ def init(**settings: Any) -> None:
         if _default is None:
             _default = _Default(config)
             _log_to_stderr(_default.daemon.world.rank)
-            _warn_of_crowds(_default.daemon)
+            _advise(_default.daemon)
             atexit.register(_at_exit)
         elif _default.config != config:
             text = "init() was called before, with other settings: call shutdown() first, or leave them equal"
@@ -254,9 +257,14 @@ def barrier(*, process_set: ProcessSet = global_process_set) -> None:
     handle.result()
 
 
-def _warn_of_crowds(daemon: Daemon) -> None:
-    """Says once a host that its ranks have too many threads, unless `coordd run` has divided the cores and said so."""
-    if daemon.world.size > 1 and daemon.world.local_rank == 0 and "COORDD_LAUNCHED" not in os.environ:
+def _advise(daemon: Daemon) -> None:
+    """Warns once a job of settings that nobody reads, and once a host of too many threads, unless `coordd run` has."""
+    world = daemon.world
+    if LAUNCHED in os.environ:
+        return
+    for sentence in unread(os.environ) if world.rank == 0 else ():
+        log.warning(sentence)
+    if world.size > 1 and world.local_rank == 0:
         advice = Crowd.of(daemon.neighbours, os.environ).advice
         if advice:
             log.warning(advice)

@@ -7,6 +7,7 @@ in ``docs/knobs.md`` all derive from the one field below. An argument beats the 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,10 +16,13 @@ from typing import Any, get_type_hints
 
 from coordd.errors import ConfigError
 
-__all__ = ["Config", "Knob", "knobs"]
+__all__ = ["LAUNCHED", "Config", "Knob", "knobs", "unread"]
 
 log = logging.getLogger("coordd")
 
+LAUNCHED = "COORDD_LAUNCHED"  # set by `coordd run` for its ranks; no setting
+
+_PREFIX = "COORDD_"
 _MIB = 1 << 20
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _HOROVOD_LEVELS = {"trace": "debug", "fatal": "error"}
@@ -219,7 +223,7 @@ class Knob:
     @property
     def variable(self) -> str:
         """The environment variable, such as ``COORDD_FUSION_MB``."""
-        return "COORDD_" + self.name.upper()
+        return _PREFIX + self.name.upper()
 
     @property
     def flag(self) -> str:
@@ -303,3 +307,14 @@ def knobs() -> tuple[Knob, ...]:
         kind = float if optional else hints[row.name]
         found.append(Knob(name=row.name, kind=kind, optional=optional, default=row.default, **row.metadata))
     return tuple(found)
+
+
+def unread(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Tells of variables that look like knobs and are none: one sentence each, with what may have been meant."""
+    known = {knob.variable for knob in knobs()} | {LAUNCHED}
+    sentences = []
+    for name in sorted(name for name in environment if name.startswith(_PREFIX) and name not in known):
+        near = difflib.get_close_matches(name.removeprefix(_PREFIX), [knob.name.upper() for knob in knobs()], n=1)
+        hint = f"did you mean {_PREFIX}{near[0]}?" if near else "docs/knobs.md lists those that there are"
+        sentences.append(f"{name} is no setting of coordd and has no effect; {hint}")
+    return tuple(sentences)

@@ -88,16 +88,22 @@ class StartError(CoorddError):
 
 
 class ShutdownError(CoorddError):
-    """An operation was pending, or was started, while the job was shutting down."""
+    """An operation was pending, or was started, while the job was shutting down.
+
+    Attributes:
+        ranks: who had left; none means this rank.
+        reason: what those did, as the end of a sentence that begins with their names.
+    """
 
     def __init__(self, name: str, ranks: Sequence[int] = ()) -> None:
         """Says what did not happen, and which ranks had left; none means this one."""
         self.ranks = tuple(ranks)
-        who = f"{_ranks(ranks)} left the job" if ranks else "this rank called shutdown()"
-        super().__init__(
-            f"{name!r} was not completed because {who} before it was done; "
-            "let all ranks run the same number of steps before they exit"
+        self.reason = (
+            f"left the job while others still waited for {name!r}; give all ranks the same number of batches "
+            "(DistributedSampler, drop_last=True) and steps"
         )
+        mine = f"{name!r} was not completed because this rank called shutdown() before it was done"
+        super().__init__(f"{_ranks(ranks)} {self.reason}" if ranks else mine)
 
 
 class DuplicateNameError(CoorddError):

@@ -1,10 +1,14 @@
 """Why this process ends: an uncaught exception and a non-zero ``sys.exit`` are failures that others must hear of.
 
-Python tells its exit handlers neither. So the exception hook and ``sys.exit`` are wrapped while a daemon runs.
+Python tells its exit handlers neither. So the exception hook, ``sys.exit`` and ``exit`` are wrapped.
 """
 
 from __future__ import annotations
 
+import atexit
+import builtins
+import contextlib
+import os
 import sys
 import traceback
 import weakref
@@ -17,6 +21,7 @@ __all__ = ["ExitWatch"]
 # What others are told of an error whose text is, say, a printed tensor.
 _LONGEST_LINE = 2_000
 _LONGEST_TEXT = 64_000
+_QUITTERS = ("exit", "quit")
 
 
 class _Exit(SystemExit):
@@ -34,27 +39,60 @@ class ExitWatch:
         """
         self._report = report
         self._excepthook = sys.excepthook
-        self._exit = sys.exit
+        self._exits = [(sys, "exit", sys.exit)]
+        self._exits += [(builtins, name, each) for name in _QUITTERS if (each := getattr(builtins, name, None))]
         self._final: tuple[str, str] | None = None
+        self._told = False
+        self._status = 0
         sys.excepthook = self._uncaught
-        sys.exit = self._leaving
+        for module, name, _ in self._exits:
+            setattr(module, name, self._leaving)
+        atexit.register(self._end)
+
+    @property
+    def told(self) -> bool:
+        """Whether a failure was reported."""
+        return self._told
 
     def verdict(self) -> None:
-        """Reports a failing ``sys.exit``; called while the interpreter exits."""
+        """Reports a failing ``sys.exit``, or an error that another hook has kept; called as the interpreter exits."""
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._final is not None:
-            self._report(*self._final, None)
+            self._tell(*self._final, None)
+        elif not self._told and error is not None and sys.excepthook != self._uncaught:
+            self._tell_of(error)
+
+    def insist(self, status: int) -> None:
+        """Has the process end with this exit code, although Python sees no failure, after all other exit handlers."""
+        self._status = status
 
     def restore(self) -> None:
         """Takes the wraps off, unless somebody has put others on top."""
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._excepthook
-        if sys.exit == self._leaving:
-            sys.exit = self._exit
+        for module, name, before in self._exits:
+            if getattr(module, name) == self._leaving:
+                setattr(module, name, before)
+        atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        if self._status:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(self._status)
+
+    def _tell(self, reason: str, trace: str, error: BaseException | None) -> None:
+        self._told = True
+        self._report(reason, trace, error)
+
+    def _tell_of(self, error: BaseException) -> None:
+        last = traceback.format_exception_only(error)[-1].strip()
+        text = "".join(traceback.format_exception(error))
+        self._tell(f"failed: {last[:_LONGEST_LINE]}", text[-_LONGEST_TEXT:], error)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        last = traceback.format_exception_only(kind, error)[-1].strip()
-        text = "".join(traceback.format_exception(kind, error, trace))
-        self._report(f"failed: {last[:_LONGEST_LINE]}", text[-_LONGEST_TEXT:], error)
+        self._tell_of(error.with_traceback(trace))
         self._excepthook(kind, error, trace)
 
     def _leaving(self, status: Any = None, /) -> NoReturn:

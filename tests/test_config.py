@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.config import Config, Knob, knobs
+from coordd.config import Config, Knob, knobs, unread
 from coordd.errors import ConfigError, CoorddError
 
 KNOBS = {knob.name: knob for knob in knobs()}
@@ -152,6 +152,24 @@ def test_an_overruled_variable_is_not_even_read():
 
 def test_other_variables_are_nobodys_business():
     assert load(PATH="/bin", COORDD_RANK="3", HOROVOD_HIERARCHICAL_ALLREDUCE="1") == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("COORDD_FUSION_MBS", "did you mean COORDD_FUSION_MB?"),
+        ("COORDD_STALL_SECOND", "did you mean COORDD_STALL_SECONDS?"),
+        ("COORDD_FUSION_MIB", "did you mean COORDD_FUSION_MB?"),
+        ("COORDD_ZEAL", "docs/knobs.md lists those that there are"),
+    ],
+)
+def test_variables_that_nobody_reads_are_told_with_what_was_meant(name, hint):
+    assert unread({name: "1"}) == (f"{name} is no setting of coordd and has no effect; {hint}",)
+
+
+def test_variables_that_somebody_reads_are_not_told():
+    read = dict.fromkeys([knob.variable for knob in knobs()], "1")
+    assert unread(read | {"COORDD_LAUNCHED": "1", "HOROVOD_FUSION": "1", "PATH": "/bin"}) == ()
 
 
 def test_unknown_arguments_are_named_beside_the_known_ones():

@@ -51,6 +51,9 @@ def test_too_many_threads_are_told_what_to_do(found, advice):
     assert found.advice == advice
 
 
+MISSPELT = "COORDD_FUSION_MBS is no setting of coordd and has no effect; did you mean COORDD_FUSION_MB?"
+
+
 class Ranks:
     """As much of a daemon as the warning looks at."""
 
@@ -69,5 +72,20 @@ def test_one_rank_of_a_host_warns_unless_the_launcher_has(rank, launched, warnin
     else:
         monkeypatch.delenv("COORDD_LAUNCHED", raising=False)
     with caplog.at_level(logging.WARNING, "coordd"):
-        api._warn_of_crowds(Ranks(rank))
+        api._advise(Ranks(rank))
     assert len(caplog.records) == warnings
+
+
+@pytest.mark.parametrize(("rank", "launched", "warnings"), [(0, False, 1), (1, False, 0), (2, False, 0), (0, True, 0)])
+def test_one_rank_of_all_warns_of_a_misspelt_setting_unless_the_launcher_has(
+    rank, launched, warnings, monkeypatch, caplog
+):
+    monkeypatch.setattr(crowd, "cores_here", lambda *pids: FOUR)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COORDD_FUSION_MBS", "4")
+    monkeypatch.delenv("COORDD_LAUNCHED", raising=False)
+    if launched:
+        monkeypatch.setenv("COORDD_LAUNCHED", "1")
+    with caplog.at_level(logging.WARNING, "coordd"):
+        api._advise(Ranks(rank))
+    assert [record.getMessage() for record in caplog.records] == [MISSPELT] * warnings

@@ -94,7 +94,8 @@ def test_a_peer_without_a_traceback_has_no_cause():
 @pytest.mark.parametrize(("ranks", "who"), [((1,), "rank 1 left"), ((0, 1, 2), "ranks 0-2 left"), ((), "this rank")])
 def test_a_shutdown_says_who_left(ranks, who):
     error = ShutdownError("w", ranks)
-    assert f"'w' was not completed because {who}" in str(error)
+    assert who in str(error)
+    assert "'w'" in str(error)
     assert error.ranks == ranks
 
 

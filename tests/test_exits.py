@@ -35,6 +35,13 @@ ENDS = {
         "told: called sys.exit(4), exit code 4 | sys.exit(4) | None",
     ),
     "sys.exit by name": ("from sys import exit as leave\nleave(5)", 5, "told: called sys.exit(5), exit code 5 | "),
+    "exit(3)": ("exit(3)", 3, "told: called sys.exit(3), exit code 3 | exit(3) | None"),
+    "quit": ("quit('why')", 1, "told: called sys.exit('why'), exit code 1 | quit('why') | None"),
+    "an uncaught exception under another hook": (
+        "sys.excepthook = lambda *story: None\nraise KeyError('lost')",
+        1,
+        "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'",
+    ),
     "sys.exit while handling": (
         "try:\n    1 / 0\nexcept ZeroDivisionError:\n    sys.exit(6)",
         6,
@@ -50,6 +57,10 @@ QUIET = {
     "sys.exit(False)": ("sys.exit(False)", 0),
     "a caught exit": ("try:\n    sys.exit(3)\nexcept SystemExit as error:\n    assert error.code == 3", 0),
     "a kept exit": ("try:\n    sys.exit(3)\nexcept SystemExit as error:\n    kept = error", 0),
+    "an error that was looked at": (
+        "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    sys.last_value = error",
+        0,
+    ),
     "an exit of a thread": ("thread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()", 0),
     "an error of a thread": ("thread = threading.Thread(target=int, args=('x',)); thread.start(); thread.join()", 0),
     "after restore": ("watch.restore()\nsys.exit(3)", 3),
@@ -76,6 +87,33 @@ def test_failing_ends_are_told_and_keep_their_exit_code(end, tmp_path):
 def test_other_ends_are_nobodys_business(end):
     script, code = QUIET[end]
     assert run(script) == (code, "")
+
+
+def test_an_exit_code_can_be_insisted_on_after_everything_else_has_been_done():
+    """By whoever is set up first: what was registered before is not waited for."""
+    done = run("atexit.register(lambda: watch.insist(4)); atexit.register(print, 'first'); print('last', end='')")
+    assert done == (4, "lastfirst\n")
+
+
+def test_a_hook_on_top_that_calls_the_one_below_is_told_once():
+    script = "below = sys.excepthook\nsys.excepthook = lambda *story: below(*story)\nraise KeyError('lost')"
+    code, text = run(script)
+    assert (code, text.count("told:")) == (1, 1)
+
+
+def test_a_debugger_finds_the_error_after_it():
+    look = """
+    def look():
+        error, trace = sys.last_value, sys.last_traceback
+        assert getattr(sys, "last_exc", error) is error and trace is error.__traceback__ and sys.last_type is KeyError
+        print("found", trace.tb_next.tb_frame.f_locals["here"])
+    atexit.register(look)
+    def lose(here):
+        raise KeyError
+    lose(7)
+    """
+    code, text = run(look)
+    assert (code, text.splitlines()[-1]) == (1, "found 7")
 
 
 def test_an_error_with_a_huge_text_is_told_in_part(monkeypatch):

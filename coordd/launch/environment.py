@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from coordd.config import LAUNCHED
 from coordd.errors import ConfigError
 
 __all__ = ["assignments", "forwarded"]
@@ -25,7 +26,7 @@ _PREFIXES = (
     *("TORCH", "PYTORCH_", "KERAS_", "XLA_"),
     *("TF_CPP_", "TF_ENABLE_", "TF_FORCE_", "TF_GPU_", "TF_NUM_", "TF_XLA_"),  # not TF_TOKEN_, which is Terraform's
 )
-_NEVER = frozenset({"COORDD_LAUNCHED"})
+_NEVER = frozenset({LAUNCHED})
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 

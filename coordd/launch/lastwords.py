@@ -7,6 +7,8 @@ from coordd.launch.lines import Piece
 __all__ = ["LastWords"]
 
 _MEMORY = 60  # lines after which an exception was survived, and so is not how the process ended
+_CONSEQUENCES = {"PeerError", "ShutdownError"}
+_CONFESSION = "the job has failed: this rank "  # what `coordd.api` says on the rank that is to blame
 _FIRST = ("Traceback (most recent call last):", '  File "')  # a SyntaxError comes without the first
 
 
@@ -14,7 +16,7 @@ class LastWords:
     """Follows standard error piece by piece, in constant memory.
 
     Attributes:
-        exception: the line that names the last exception, or nothing.
+        exception: the line that names the last exception, or what this rank is to blame for, or nothing.
         last: the last line of any kind, or nothing.
         consequence: whether the exception came of another rank's failure, or while that was handled.
     """
@@ -42,14 +44,15 @@ class LastWords:
         self._age += 1
         if self._age > _MEMORY:
             self.exception, self.consequence = "", False
-        if line.startswith(_FIRST):
+        if _CONFESSION in line:
+            self._keep("it " + line.partition(_CONFESSION)[2], consequence=False)
+        elif line.startswith(_FIRST):
             self._in_traceback = True
         elif line.startswith("Fatal Python error:") or (self._in_traceback and not line[0].isspace()):
-            self._keep(line)
+            name = line.partition(":")[0].rpartition(".")[2]
+            self._keep(line, consequence=self.consequence or name in _CONSEQUENCES)
 
-    def _keep(self, line: str) -> None:
-        self.exception = line
+    def _keep(self, line: str, *, consequence: bool) -> None:
+        self.exception, self.consequence = line, consequence
         self._in_traceback = False
         self._age = 0
-        name = line.partition(":")[0]
-        self.consequence = self.consequence or name.rpartition(".")[2] == "PeerError"

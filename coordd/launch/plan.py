@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordd.config import Config, unread
 from coordd.cores import Cores
 from coordd.errors import ConfigError
 from coordd.launch.environment import assignments, forwarded
@@ -35,13 +36,13 @@ class Plan:
         size: number of ranks.
         program: the command line, with its environment.
         settings: the part of the environment that the options set.
-        note: one line that says how the ranks share the cores.
+        notes: how the ranks share the cores, and what the user should know of the settings; one line each.
     """
 
     size: int
     program: Program
     settings: Mapping[str, str]
-    note: str
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, options: argparse.Namespace, environment: Mapping[str, str], cores: Cores) -> Plan:
@@ -60,6 +61,7 @@ class Plan:
         size, hosts = _where(options, environment)
         settings = {**knob_variables(options), **assignments(options.env, environment)}
         inherited = {**environment, "PATH": _path(environment), **settings}
+        Config.load(inherited)  # what ranks would refuse is better refused before they are started
         here = not hosts and not any(name in environment for name in _RESERVED)
         launcher = _launcher(options.launcher, needed=size > 1 or not here)
         flavour = launcher.flavour if launcher else ALONE
@@ -77,7 +79,7 @@ class Plan:
         title = launcher.title if launcher else "rank 0"
         wish = Wish.of(options.threads, inherited)
         note = describe(cores, size, wish, bind=options.bind and size > 1) if here else _elsewhere(size, hosts)
-        return cls(size, Program(argv, inherited, flavour, title), settings, note)
+        return cls(size, Program(argv, inherited, flavour, title), settings, (note, *unread(inherited)))
 
     def __str__(self) -> str:
         """The command line, as one could type it."""

@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
             stack.callback(logs.close)
         screen = Screen(_sink(sys.stdout), _sink(sys.stderr), prefix=options.prefix, logs=logs)
         job = Job(plan.program, size=plan.size, screen=screen, grace=options.grace_seconds)
-        job.note(plan.note)
+        for note in plan.notes:
+            job.note(note)
         verdict = job.run()
         if verdict.text:
             screen.say(f"coordd: {verdict.text}")

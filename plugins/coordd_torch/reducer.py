@@ -341,7 +341,7 @@ class Reducer:
         limit = settings.bucket_bytes(total) if early else sys.maxsize
         last = min(limit, _LAST_BUCKET_BYTES) if early else limit
         for group in partition(gradients, limit=limit, last=last):
-            self._buckets.append(Bucket(self, f"{self._prefix}bucket.{len(self._buckets)}", group, early=early))
+            self._buckets.append(Bucket(self, f"{self._prefix}gradients.{len(self._buckets)}", group, early=early))
 
     def _rearrange(self, settings: Settings) -> None:
         """Carries a choice of autotune out, between two steps."""

@@ -33,6 +33,8 @@ def test_help_helps(capsys, arguments, told):
         (["run", "python"], 2, "coordd: how many ranks? say -n"),
         (["run", "-n", "1"], 2, "coordd: nothing to run"),
         (["run", "-n", "1", "--cycle-ms", "soon", "x"], 2, "coordd: --cycle-ms='soon' is not usable"),
+        (["run", "-n", "1", "--fusion-mb", "-3", "x"], 2, "coordd: --fusion-mb=-3.0 is not usable: give a number"),
+        (["run", "-n", "1", "--log-level", "loud", "x"], 2, "coordd: --log-level='loud' is not usable: give one of"),
         (["run", "-n", "2", "--launcher", "/no/mpirun", "x"], 1, "coordd: there is no program '/no/mpirun'"),
         (["run", "-n", "1", "--output-dir", "/dev/null/logs", "x"], 1, "coordd: "),
     ],

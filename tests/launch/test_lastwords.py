@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from coordd.errors import ShutdownError
 from coordd.launch.lastwords import LastWords
 from coordd.launch.lines import Lines, Piece
 
@@ -67,6 +68,20 @@ def test_a_peer_error_is_a_consequence_whatever_becomes_of_it(then):
     words = said_by(PEER.format(then=then))
     assert words.consequence
     assert words.exception.endswith("PeerError: rank 1 raised ValueError: bad" if then == "raise" else "while handling")
+
+
+def test_who_waited_in_vain_for_a_rank_that_left_is_not_the_cause():
+    error = ShutdownError("w", (1,))
+    words = heard(f"Traceback (most recent call last):\n  File\ncoordd.errors.ShutdownError: {error}\n")
+    assert words.consequence
+
+
+def test_what_a_rank_is_to_blame_for_outweighs_what_it_heard():
+    words = heard(
+        "Traceback (most recent call last):\n  File\nPeerError: rank 1 left\n"
+        "coordd rank 1 ERROR: the job has failed: this rank left the job\n"
+    )
+    assert (words.exception, words.consequence) == ("it left the job", False)
 
 
 def test_a_crash_in_native_code_is_told_by_the_fault_handler():

@@ -85,7 +85,7 @@ def test_a_batch_systems_hosts_are_used_and_given_the_environment():
     made = plan("-n 99 x", SLURM_JOB_ID="1")
     assert "--oversubscribe" not in made.program.argv
     assert "-x" in made.program.argv
-    assert made.note == "99 ranks on the hosts of this reservation; each host divides its cores among its ranks"
+    assert made.notes[0] == "99 ranks on the hosts of this reservation; each host divides its cores among its ranks"
     assert plan("x", SLURM_JOB_ID="1", SLURM_NTASKS="7").size == 7
 
 
@@ -134,4 +134,18 @@ def test_python_is_this_interpreter_although_nobody_activated_its_environment(mo
     ],
 )
 def test_one_line_says_how_the_cores_are_shared(line, cores, environment, note):
-    assert plan(line, cores, **environment).note == note
+    assert plan(line, cores, **environment).notes == (note,)
+
+
+@pytest.mark.parametrize("line", ["-n 2 x", "-n 2 -x COORDD_CYCLE_MSS=3 x"])
+def test_a_misspelt_setting_is_told(line):
+    environment = {} if "-x" in line else {"COORDD_CYCLE_MSS": "3"}
+    _, told = plan(line, **environment).notes
+    assert told == "COORDD_CYCLE_MSS is no setting of coordd and has no effect; did you mean COORDD_CYCLE_MS?"
+
+
+@pytest.mark.parametrize("line", ["-n 2 x", "-n 2 -x COORDD_CYCLE_MS=abc x"])
+def test_a_setting_that_ranks_would_refuse_is_refused_before_they_are_started(line):
+    environment = {} if "-x" in line else {"COORDD_CYCLE_MS": "abc"}
+    with pytest.raises(ConfigError, match=r"^COORDD_CYCLE_MS='abc' is not usable: give a number from 0 to 10000$"):
+        plan(line, **environment)

@@ -30,6 +30,20 @@ except cd.PeerError as error:
     print(f"heard {time.monotonic()} of rank {error.rank}", flush=True)
     raise
 """
+# One rank's data are a batch longer, long after plans have been locked.
+_UNEVEN = """
+import sys
+import torch
+import coordd.torch as cd
+
+cd.init()
+model = torch.nn.Linear(4, 1)
+optimizer = cd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+for _ in range(20 + (cd.rank() == int(sys.argv[1]))):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
 _SECONDS = 10.0  # the aim is 2; a loaded machine gets more
 
 
@@ -67,6 +81,30 @@ def test_the_exit_code_is_that_of_the_rank_that_left(launcher: str, culprit: int
     outcome = _end("sys.exit(3)", launcher=launcher, culprit=culprit)
     assert outcome.returncode == 3, str(outcome)
     _assert_all_heard(outcome, culprit=culprit, size=2)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
+@pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize("end", ["sys.exit()", "cd.shutdown(); sys.exit()"])
+def test_a_rank_that_leaves_while_others_need_it_is_the_cause(launcher: str, size: int, culprit: int, end: str) -> None:
+    outcome = _end(end, launcher=launcher, culprit=culprit, size=size)
+    assert outcome.returncode == 1, str(outcome)
+    cause = "this rank left the job while others still waited for 'gradient'; give all ranks"
+    assert cause in outcome.of_rank(culprit), str(outcome)
+    if launcher == "coordd":
+        last = outcome.stderr.splitlines()[-1]
+        assert last.startswith(f"coordd: rank {culprit} exited with code 1: it left the job while others"), str(outcome)
+
+
+@pytest.mark.parametrize(("launcher", "longer"), [("mpirun", 0), ("coordd", 0), ("coordd", 1)])
+def test_a_rank_with_a_batch_too_few_is_the_cause(launcher: str, longer: int) -> None:
+    outcome = launch(2, _UNEVEN, str(longer), launcher=launcher)
+    assert outcome.returncode == 1, str(outcome)
+    cause = "left the job while others still waited for 'gradients.0'; give all ranks the same number of batches"
+    assert f"this rank {cause}" in outcome.of_rank(1 - longer), str(outcome)
+    if launcher == "coordd":
+        last = outcome.stderr.splitlines()[-1]
+        assert last.startswith(f"coordd: rank {1 - longer} exited with code 1: it {cause}"), str(outcome)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
