@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordd.messages import Announcement, Kind, ReduceOp, Report, Request, Response, Waiting
-from coordd.negotiation import verdict
+from coordd.ballot import verdict
 from tests.minds import knowing, mind, say, told
 from tests.star import allreduce
 
@@ -173,8 +173,8 @@ def test_a_slot_may_be_used_and_given_away_by_the_same_plan():
     ],
 )
 def test_a_difference_is_named_with_both_values_and_their_sites(attribute, other, texts):
-    by_rank = {0: Announcement(W, "a.py:1"), 1: Announcement(other, "b.py:2"), 2: Announcement(W, "a.py:1")}
-    response = verdict(by_rank)
+    parts = {1: Announcement(W, "a.py:1"), 2: Announcement(other, "b.py:2"), 4: Announcement(W, "a.py:1")}
+    response = verdict(parts)
     assert (response.attribute, response.recipients) == (attribute, (0, 1, 2))
     assert response.error.startswith(f"ranks disagree on the {attribute} of 'w' (ranks 0, 2: {texts[0]}")
     assert " at a.py:1; rank 1: " in response.error
@@ -183,7 +183,7 @@ def test_a_difference_is_named_with_both_values_and_their_sites(attribute, other
 
 
 def test_what_agrees_is_carried_out_as_the_lowest_rank_has_it():
-    assert verdict({1: Announcement(W), 0: Announcement(W)}) == Response(W)
+    assert verdict({2: Announcement(W), 1: Announcement(W)}) == Response(W)
 
 
 def gather(*shape: int) -> Announcement:
@@ -191,14 +191,14 @@ def gather(*shape: int) -> Announcement:
 
 
 def test_first_dimensions_of_an_allgather_may_differ():
-    response = verdict({0: gather(2, 3), 2: gather(0, 3), 1: gather(5, 3)})
+    response = verdict({1: gather(2, 3), 4: gather(0, 3), 2: gather(5, 3)})
     assert not response.error
     assert response.sizes == (2, 5, 0)
 
 
 @pytest.mark.parametrize("other", [gather(2, 4), gather(2), gather(2, 3, 1)])
 def test_the_other_dimensions_of_an_allgather_may_not(other):
-    assert verdict({0: gather(2, 3), 1: other}).attribute == "shape"
+    assert verdict({1: gather(2, 3), 2: other}).attribute == "shape"
 
 
 def test_a_mismatch_concerns_one_tensor_only():
@@ -243,7 +243,7 @@ def test_fillers_by_bit_and_by_name_count_alike(first, second, expected):
 def test_fillers_stay_fillers_when_they_are_spelled_out():
     made = knowing(allreduce("w", 2, members=(0, 1)), size=3)
     made.hear(0, say(seen=1, hits=0b1, fillers=0b1))
-    made.leave(2)
+    made.leave(1 << 2)
     made.hear(1, say(seen=1, hits=0b1, fillers=0b1))
     assert told(made.decide()) == ["w: void"]
 
@@ -262,14 +262,14 @@ def test_a_rank_is_told_whom_its_own_tensors_wait_for():
     made = knowing(W, V, size=3)
     made.hear(0, say(X, seen=1, hits=0b01))
     made.hear(1, say(seen=1, hits=0b11))
-    assert made.waiting(0) == [Waiting("x", "allreduce", (1, 2)), Waiting("w", "allreduce", (2,))]
-    assert made.waiting(1) == [Waiting("w", "allreduce", (2,)), Waiting("v", "allreduce", (0, 2))]
-    assert made.waiting(2) == []
+    assert made.waiting(1 << 0) == [Waiting("x", "allreduce", (1, 2)), Waiting("w", "allreduce", (2,))]
+    assert made.waiting(1 << 1) == [Waiting("w", "allreduce", (2,)), Waiting("v", "allreduce", (0, 2))]
+    assert made.waiting(1 << 2) == []
 
 
 def test_the_same_name_in_another_set_is_somebody_elses():
     made = mind(4)
     made.hear(0, say(allreduce("w", 2, members=(0, 1))))
     made.hear(3, say(allreduce("w", 2, members=(2, 3))))
-    assert made.waiting(0) == [Waiting("w", "allreduce", (1,))]
-    assert made.waiting(3) == [Waiting("w", "allreduce", (2,))]
+    assert made.waiting(1 << 0) == [Waiting("w", "allreduce", (1,))]
+    assert made.waiting(1 << 3) == [Waiting("w", "allreduce", (2,))]
