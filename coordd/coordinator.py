@@ -31,7 +31,7 @@ from coordd.messages import (
 from coordd.negotiation import Negotiator
 from coordd.wire import bits
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "Outgoing"]
 
 _PATIENCE = 1.0
 """Seconds that ranks have to say what they are doing."""

@@ -27,7 +27,7 @@ _COMPRESSED = b"\x78"
 
 
 class Batch(tuple[Announcement, ...]):  # noqa: SLOT001 - it has to remember its bytes
-    """Many announcements, whose bytes are made only once: equal batches are known by them, and passed on as they are."""
+    """Many announcements, whose bytes are made only once: they tell equal batches, and are passed on as they are."""
 
     @cached_property
     def data(self) -> bytes:

@@ -3,51 +3,52 @@
 from __future__ import annotations
 
 from coordd.control.protocol import Lost
-from coordd.coordinator import Coordinator
+from coordd.coordinator import Coordinator, Outgoing
 from coordd.messages import Goodbye, Message, Plan, Report, StallReport
-from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.caches import Caches
 from coordd_tools.sim.ledger import Ledger, demand
+from coordd_tools.sim.setting import Settings
 from coordd_tools.sim.trace import Trace
 
 __all__ = ["Hub"]
 
 
-class Hub:
-    """Passes messages to the real `Coordinator`, and counts them."""
+class Hub(Coordinator):
+    """The real `Coordinator`, which is watched."""
 
-    def __init__(self, coordinator: Coordinator, agenda: Agenda, trace: Trace, ledger: Ledger, caches: Caches) -> None:
-        self.coordinator = coordinator
+    def __init__(self, settings: Settings, trace: Trace, ledger: Ledger, caches: Caches) -> None:
+        super().__init__(
+            settings.size,
+            cache_capacity=settings.cache_capacity,
+            fusion_bytes=settings.fusion_bytes,
+            abort_seconds=settings.abort_seconds,
+            voices=None if settings.is_star else [(1 << settings.size) - 1],
+        )
         self.plans = 0
         self.heard = 0
-        self._agenda = agenda
         self._trace = trace
         self._ledger = ledger
         self._caches = caches
+        self._is_star = settings.is_star
 
-    @property
-    def deadline(self) -> float | None:
-        """When `turn` must be called even if no message arrives."""
-        return self.coordinator.deadline
-
-    def hear(self, rank: int, message: Message | Lost) -> None:
+    def hear(self, voice: int, message: Message | Lost, *, now: float) -> None:
         """Takes a message in."""
-        if isinstance(message, Report):
-            self._ledger.hear(rank)
+        if isinstance(message, Report) and self._is_star:
+            self._ledger.hear(voice)
         self.heard += isinstance(message, Report | Goodbye)
-        self.coordinator.hear(rank, message, now=self._agenda.now)
+        super().hear(voice, message, now=now)
 
-    def turn(self) -> list[tuple[int, Message]]:
+    def turn(self, now: float) -> Outgoing:
         """Returns what is to be sent."""
-        out = self.coordinator.turn(self._agenda.now)
-        for rank, message in out:
-            if rank:
+        out = super().turn(now)
+        for voice, message in out:
+            if voice:
                 continue
             self._trace.note("coordinator", message)
             if isinstance(message, Plan):
                 self.plans += 1
-                self._caches.record(self.coordinator, message.sequence)
+                self._caches.record(self, message.sequence)
             if isinstance(message, StallReport):
-                self._ledger.stalled(message)
+                self._ledger.stalled(message, exact=self._is_star)
         demand(self.plans <= self.heard, f"{self.plans} plans after {self.heard} reports: plans come from nothing")
         return out

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from coordd.control.protocol import Lost
+from coordd.coordinator import Coordinator
 from coordd.errors import PeerError, ShutdownError
+from coordd.foreman import Foreman, Root
 from coordd.member import Bucket, Member
 from coordd.messages import (
     Abort,
@@ -23,7 +25,7 @@ from coordd.messages import (
 )
 from coordd.stall import StallWatch, tell
 from coordd.table import Entry
-from coordd_tools.sim.hub import Hub
+from coordd.tree import NOBODY
 from coordd_tools.sim.ledger import Submission
 from coordd_tools.sim.program import Pause, program
 from coordd_tools.sim.script import Round
@@ -39,13 +41,13 @@ _ACTIVE = 4
 class Process:
     """A daemon and its main thread; its steps are those of `coordd.daemon`, without threads and sockets."""
 
-    def __init__(self, rank: int, setting: Setting, hub: Hub | None) -> None:
+    def __init__(self, rank: int, setting: Setting, hub: Coordinator | Foreman | Root | None) -> None:
         """Makes a rank; it lives from `start` on.
 
         Args:
             rank: its number.
             setting: what is around it.
-            hub: the coordinator, on rank 0.
+            hub: the coordinator, on rank 0; a foreman, where others report to this rank.
         """
         self.rank = rank
         self.member = Member(rank, cache_capacity=setting.settings.cache_capacity)
@@ -56,6 +58,8 @@ class Process:
         self.closed = False
         self._setting = setting
         self._hub = hub
+        self._post = setting.settings.posts[rank]
+        self._neighbours = [peer for peer in (*self._post.children, self._post.parent) if peer != NOBODY]
         self._inbox: list[Entry | Callable[[], None]] = []
         self._mail: deque[tuple[int, Message | Lost]] = deque()
         self._landed: list[Bucket] = []
@@ -86,7 +90,7 @@ class Process:
             self.crashed = self.closed = True
             self._setting.ledger.failed = True
             self._setting.exchange.crash(self.rank)
-            self._setting.network.close(self.rank, size=self._setting.settings.size, crashed=True)
+            self._setting.network.close(self.rank, self._neighbours, crashed=True)
 
     def crash_when_leaving(self) -> None:
         """Dies after it has said goodbye, while others may still need it."""
@@ -166,6 +170,8 @@ class Process:
                 entry.handle.fail(_peer_error(self.failure))
         elif (report := self.member.announce(entries)) is not None:
             self._setting.ledger.report(self.rank, entries)
+            if not self._setting.settings.is_star:
+                self._setting.ledger.hear(self.rank)
             self._tell(report)
         for item in items:
             if not isinstance(item, Entry):
@@ -174,24 +180,26 @@ class Process:
     def _tell(self, message: Message) -> None:
         self._note(f"says {message}")
         if self._hub is not None:
-            self._hub.hear(0, message)
+            self._hub.hear(self.rank, message, now=self._setting.agenda.now)
         else:
-            self._setting.network.send(self.rank, 0, message)
+            self._setting.network.send(self.rank, self._post.parent, message)
 
     def _listen(self) -> None:
         if self._hub is None:
             while self._mail:
                 self._obey(*self._mail.popleft())
             return
+        now = self._setting.agenda.now
         while self._mail:
-            self._hub.hear(*self._mail.popleft())
-        for rank, message in self._hub.turn():
-            if rank == 0:
-                self._obey(0, message)
+            self._hub.hear(*self._mail.popleft(), now=now)
+        for rank, message in self._hub.turn(now):
+            if rank == self.rank:
+                self._obey(rank, message)
             else:
-                self._setting.network.send(0, rank, message)
+                self._note(f"tells rank {rank} {message}")
+                self._setting.network.send(self.rank, rank, message)
         if (deadline := self._hub.deadline) is not None:
-            self._wake(deadline - self._setting.agenda.now)
+            self._wake(deadline - now)
 
     def _obey(self, sender: int, message: Message | Lost) -> None:
         match message:
@@ -313,7 +321,7 @@ class Process:
         for item in self._inbox:
             if isinstance(item, Entry) and self.failure is not None:
                 item.handle.fail(_peer_error(self.failure))
-        self._setting.network.close(self.rank, size=self._setting.settings.size, crashed=False)
+        self._setting.network.close(self.rank, self._neighbours, crashed=False)
 
     def _note(self, what: str) -> None:
         self._setting.trace.note(f"rank {self.rank}", what)

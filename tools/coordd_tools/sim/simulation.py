@@ -9,7 +9,9 @@ from random import Random
 
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
+from coordd.foreman import Foreman, Root
 from coordd.messages import Message
+from coordd.tree import NOBODY, Post
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.caches import Caches, leftovers
 from coordd_tools.sim.exchange import Exchange
@@ -70,20 +72,24 @@ class Simulation:
         self.network = Network(self.agenda, rng, spikes=swarm.spikes, deliver=self._deliver)
         self._swarm = swarm
         self._script = script
+        self._batch = settings.batch
         self._rng = rng
         exchange = Exchange(self.agenda, rng, self.ledger, fusion_bytes=settings.fusion_bytes)
         caches = Caches()
         setting = Setting(
             settings, swarm, script, rng, self.agenda, self.trace, self.network, exchange, self.ledger, caches
         )
-        coordinator = Coordinator(
-            settings.size,
-            cache_capacity=settings.cache_capacity,
-            fusion_bytes=settings.fusion_bytes,
-            abort_seconds=settings.abort_seconds,
-        )
-        self.hub = Hub(coordinator, self.agenda, self.trace, self.ledger, caches)
-        self.ranks = [Process(rank, setting, None if rank else self.hub) for rank in range(settings.size)]
+        self.hub = Hub(settings, self.trace, self.ledger, caches)
+        self.ranks = [Process(post.rank, setting, self._hub_at(post)) for post in settings.posts]
+
+    def _hub_at(self, post: Post) -> Coordinator | Foreman | Root | None:
+        """Whom others report to on a rank."""
+        if not post.children:
+            return None
+        if post.is_star and post.parent == NOBODY:
+            return self.hub
+        foreman = Foreman(post, batch=self._batch)
+        return Root(foreman, self.hub) if post.parent == NOBODY else foreman
 
     def run(self) -> None:
         """Lives through the job.
@@ -125,7 +131,7 @@ class Simulation:
                 blamed = failure.rank in culprits or failure.reason.startswith("kept")
                 demand(blamed, f"rank {process.rank} blames rank {failure.rank} ({failure.reason}), who is innocent")
         if not self.ledger.failed:
-            kept = leftovers(self.hub.coordinator)
+            kept = leftovers(self.hub)
             for table in ("announced", "filled", "table", "complete", "refused"):
                 demand(not kept[table], f"the coordinator keeps {kept[table]} in its {table} table")
             demand(not kept["poisoned"] or self._swarm.leave, f"{kept['poisoned']} refusals were never collected")

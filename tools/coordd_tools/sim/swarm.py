@@ -27,6 +27,7 @@ class Swarm:
     overlap: bool = False
     burst: bool = False
     reorder: bool = False
+    tree: bool = False
     spikes: bool = False
     mismatch: bool = False
     contradiction: bool = False
