@@ -130,7 +130,16 @@ class Config:
     transport: str = _knob("auto", "data plane: auto picks mpi under an MPI launcher, else local")
     shared_memory: bool = _knob(True, "ranks of one host reduce in each other's memory, without the data plane")
     simulate_hosts: int = _knob(
-        0, "split the ranks of one machine into so many hosts, to try what several hosts do; 0: do not", low=0, high=4096
+        0,
+        "split the ranks of one machine into so many hosts, to try what several hosts do; 0: do not",
+        low=0,
+        high=4096,
+    )
+    fan_in: int = _knob(
+        16,
+        "ranks of its host, and further hosts, that report to a rank; one host, or no more ranks than this, need no tree",
+        low=2,
+        high=65536,
     )
     interface: str = _knob(
         "",

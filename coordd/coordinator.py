@@ -29,7 +29,6 @@ from coordd.messages import (
     Welcome,
 )
 from coordd.negotiation import Negotiator
-from coordd.wire import bits
 
 __all__ = ["Coordinator", "Outgoing"]
 
@@ -99,10 +98,8 @@ class Coordinator:
         match message:
             case Report():
                 self._negotiator.hear(voice, message)
-            case Hello():
-                self._greet({voice: message})
-            case Muster():
-                self._greet(dict(zip(bits(int.from_bytes(message.ranks, "little")), message.hellos, strict=True)))
+            case Hello() | Muster():
+                self._greet(message.by_rank() if isinstance(message, Muster) else {voice: message})
             case Goodbye():
                 self._negotiator.leave(self._speakers(voice, message.ranks))
             case Abort():
@@ -111,10 +108,8 @@ class Coordinator:
                 self._investigate(self._speakers(voice, message.ranks), message, now)
             case Account() if self._investigation is not None:
                 self._investigation.accounts[message.rank] = message
-            case Lost():
-                self._lose(voice)
-            case Loss():
-                self._lose(message.rank)
+            case Lost() | Loss():
+                self._lose(message.rank if isinstance(message, Loss) else voice)
 
     def turn(self, now: float) -> Outgoing:
         """Returns what is to be sent to which voice, in order; messages to rank 0 itself included."""
@@ -203,7 +198,8 @@ class Coordinator:
         if case is None or (now < case.deadline and case.asked.keys() - case.accounts.keys()):
             return
         self._investigation = None
-        waiting = [item for ranks in sorted(case.overdue, key=lowest) for item in self._waiting(ranks, case.overdue[ranks])]
+        complaints = [(ranks, case.overdue[ranks]) for ranks in sorted(case.overdue, key=lowest)]
+        waiting = [item for ranks, overdue in complaints for item in self._waiting(ranks, overdue)]
         # Who was asked only later has had no time to answer, so silence means nothing yet.
         late = [rank for rank, since in case.asked.items() if since + _PATIENCE <= now]
         report = StallReport(

@@ -1,5 +1,4 @@
-"""What a rank does for the ranks below it in a tree of coordinators: passes on upwards what they say, added up, and
-downwards what they are told.
+"""What a rank does for those below it in a tree of coordinators: passes on what they say, added up, and are told.
 
 Pure: messages and the time go in, messages come out. The same object runs in the daemons and in the simulators. Its one
 rule: what all below it have said goes up at once, and the rest does not wait for company longer than a moment.
@@ -7,7 +6,7 @@ rule: what all below it have said goes up at once, and the rest does not wait fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator, Outgoing
@@ -28,12 +27,24 @@ from coordd.messages import (
 )
 from coordd.tally import Tally
 from coordd.tree import NOBODY, Post
-from coordd.wire import bits, mask
+from coordd.wire import mask
 
-__all__ = ["Foreman", "Root"]
+__all__ = ["Foreman", "Hub", "Root", "hub"]
 
 _COMPANY = 0.1
 """Seconds that what some have said waits for the others to say the same."""
+
+
+def hub(post: Post, coordinate: Callable[[Sequence[int] | None], Coordinator]) -> Hub | None:
+    """Makes what a rank needs to hear others; None if nobody reports to it.
+
+    Args:
+        post: its place.
+        coordinate: makes the coordinator of rank 0, from its voices.
+    """
+    if post.parent != NOBODY:
+        return Foreman(post) if post.children else None
+    return coordinate(None) if post.is_star else Root(Foreman(post), coordinate([post.span]))
 
 
 class Foreman:
@@ -86,18 +97,14 @@ class Foreman:
         match message:
             case Report():
                 self._tally.hear(child, message)
-            case Hello():
-                self._arrive({child: message})
-            case Muster():
-                self._arrive(dict(zip(bits(int.from_bytes(message.ranks, "little")), message.hellos, strict=True)))
+            case Hello() | Muster():
+                self._arrive(message.by_rank() if isinstance(message, Muster) else {child: message})
             case Goodbye():
                 self._leaving |= self._speakers(child, message.ranks)
             case Overdue():
                 self._note_complaint(child, message)
-            case Lost() if not self._stopped:
-                self._up.append(Loss(child))
             case Lost():
-                pass
+                self._up += [] if self._stopped else [Loss(child)]
             case Abort():
                 self._up.append(message)
                 self._instruct(message)  # for this process may end before the word comes back from above
@@ -146,10 +153,10 @@ class Foreman:
                 self._welcome = message
             case Inquiry():
                 ranks = sum(1 << rank for rank in message.ranks)
-            case Lost():
-                if not self._stopped:
-                    self._instruct(Abort(Failure.death(self._post.parent, self._place(self._post.parent))))
+            case Lost() if self._stopped:
                 return
+            case Lost():
+                message = Abort(Failure.death(self._post.parent, self._place(self._post.parent)))
         for child in (*self._post.children, self._post.rank):
             if self._post.spans[child] & ranks:
                 self._down.append((child, message))
@@ -191,3 +198,7 @@ class Root:
                 return found
             for _, message in answers:
                 self._foreman.hear(NOBODY, message, now=now)
+
+
+Hub = Coordinator | Foreman | Root
+"""Whom others report to."""

@@ -143,10 +143,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Muster(msgspec.Struct, frozen=True, array_like=True, tag="muster"):
-    """All the ranks of a bit mask have arrived; their hellos by rank."""
+    """All the ranks of a bit mask have arrived; their hellos, ascending by rank."""
 
     ranks: bytes
     hellos: tuple[Hello, ...]
+
+    def by_rank(self) -> dict[int, Hello]:
+        """Says who has said which hello."""
+        ranks = int.from_bytes(self.ranks, "little")
+        numbers = (rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
+        return dict(zip(numbers, self.hellos, strict=True))
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -232,6 +238,4 @@ class StallReport(msgspec.Struct, frozen=True, array_like=True, tag="stall"):
     silent: tuple[int, ...] = ()
 
 
-Message = (
-    Report | Plan | Hello | Muster | Welcome | Goodbye | Loss | Abort | Overdue | Inquiry | Account | StallReport
-)
+Message = Report | Plan | Hello | Muster | Welcome | Goodbye | Loss | Abort | Overdue | Inquiry | Account | StallReport

@@ -1,7 +1,7 @@
 """What the ranks below a foreman have announced, added up until all of them have said the same.
 
-Pure. It looks for sameness only and judges nothing: each report that it makes is true of exactly the ranks that it names,
-so what it fails to add up costs a longer message and nothing else. Its own are three ways of adding up, from the cheapest:
+Pure. It looks for sameness only and judges nothing: each report that it makes is true of exactly the ranks that it
+names, so what it fails to add up costs a longer message and nothing else. It adds up in three ways, the cheapest first:
 bits over the cache's slots, whole batches by their bytes, and single tensors.
 """
 
