@@ -20,7 +20,7 @@ __all__ = ["MAX_MESSAGE", "Batch", "WireError", "bits", "decode", "encode", "for
 MAX_MESSAGE = 16 << 20
 """Largest control message in bytes, before it is compressed."""
 
-_LARGE = 16 << 10
+_LARGE = 4 << 10
 _MANY = 32
 _COMPRESSED = b"\x78"
 """The first byte of a zlib stream; a message is an array, whose first byte is never this one."""
