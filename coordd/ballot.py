@@ -30,6 +30,13 @@ class Ballot:
         self.parts: dict[int, Announcement] = {}
         self.turn = 0
 
+    def enter(self, ranks: int, announcement: Announcement, *, turn: int = 0) -> None:
+        """Counts what some ranks have announced; ``turn`` is when."""
+        self.told |= ranks
+        self.parts[ranks] = announcement
+        if ranks & self.wanted & -self.wanted:
+            self.turn = turn
+
     @property
     def first(self) -> Announcement:
         """What the lowest rank has announced."""

@@ -18,6 +18,7 @@ from coordd.ballot import Ballot, lowest, sites, verdict
 from coordd.cache import ResponseCache
 from coordd.errors import MismatchError, spans
 from coordd.messages import Announcement, Plan, Report, Request, Response, Waiting
+from coordd.roll import Roll
 from coordd.wire import bits, mask
 
 __all__ = ["Negotiator"]
@@ -46,9 +47,9 @@ class _Owed(NamedTuple):
 class Negotiator:
     """Holds the message table: who has announced what.
 
-    A tensor is released when every member of its process set has announced it. Known tensors are counted as bits in
-    one integer a voice; the others as entries by name and process set. Released together, the known ones come first,
-    and the others in the order in which the lowest member announced them, whatever order the reports arrived in.
+    A tensor is released when every member of its process set has announced it. Known tensors are counted as bits; the
+    others as ballots by name and process set. Released together, the known ones come first, and the others in the order
+    in which the lowest member announced them, whatever order the reports arrived in.
 
     A voice is whoever reports: a rank, or a foreman for the ranks below it, who are counted at once when they say the
     same.
@@ -70,10 +71,8 @@ class Negotiator:
         self._fusion_bytes = fusion_bytes
         self._sequence = 0
         self._cache = ResponseCache(cache_capacity)
-        self._announced = [0] * len(self._voices)
-        self._filled = [0] * len(self._voices)
+        self._roll = Roll()
         self._slots_of: dict[tuple[int, ...], int] = {}
-        self._speakers: dict[tuple[int, ...], list[int]] = {}
         self._sites: dict[int, Sites] = {}
         self._table: dict[str, dict[tuple[int, ...], Ballot]] = {}
         self._complete: list[Ballot] = []
@@ -99,11 +98,10 @@ class Negotiator:
             for former in self._outdated(report.seen, hits):
                 hits &= ~(1 << former.slot)
                 self._enter_known(voice, ranks, former, filler=bool(fillers >> former.slot & 1))
-            for slot in bits(hits & (-1 if report.ranks else self._spelled_out())):
+            for slot in bits(hits & self._spelled_out()):
                 hits &= ~(1 << slot)
                 self._enter_known(voice, ranks, self._current(slot), filler=bool(fillers >> slot & 1))
-            self._announced[voice] |= hits
-            self._filled[voice] |= hits & fillers
+            self._roll.enter(ranks, hits, fillers)
         for announcement in report.fresh:
             self._enter(voice, ranks, announcement)
 
@@ -128,9 +126,7 @@ class Negotiator:
         self._sequence += 1
         hits = ready & ~voids
         self._cache.touch(bits(hits))
-        for voice in range(len(self._voices)):
-            self._announced[voice] &= ~ready
-            self._filled[voice] &= ~ready
+        self._roll.drop(ready)
         responses, self._refused = self._refused, []
         for entry in sorted(self._complete, key=self._turn):
             self._drop(entry)
@@ -151,12 +147,11 @@ class Negotiator:
         for entry in [entry for sets in self._table.values() for entry in sets.values() if ranks & entry.told]:
             kind = next(told.request.kind for group, told in entry.parts.items() if group & ranks)
             found.append(Waiting(entry.name, kind.name.lower(), tuple(bits(entry.wanted & ~entry.told))))
-        mine = (self._announced[voice] for voice, span in enumerate(self._voices) if span & ranks)
-        for slot in bits(functools.reduce(operator.or_, mine, 0)):
-            request = self._cache.request(slot)
-            told = sum(span for span, slots in zip(self._voices, self._announced, strict=True) if slots >> slot & 1)
-            if (wanted := self._mask(request.members)) & ranks:
-                found.append(Waiting(request.name, request.kind.name.lower(), tuple(bits(wanted & ~told))))
+        for told, slots in self._roll.items():
+            for slot in bits(slots if told & ranks else 0):
+                request = self._cache.request(slot)
+                if (wanted := self._mask(request.members)) & told & ranks:
+                    found.append(Waiting(request.name, request.kind.name.lower(), tuple(bits(wanted & ~told))))
         return found
 
     def _mask(self, members: tuple[int, ...]) -> int:
@@ -184,8 +179,7 @@ class Negotiator:
     def _enter(self, voice: int, ranks: int, announcement: Announcement) -> None:
         """Puts one announcement where it is counted: among the bits, or into the table."""
         request = announcement.request
-        wanted = self._mask(request.members)
-        ranks &= wanted
+        ranks &= self._mask(request.members)
         slot = self._cache.slot_of(request.name)
         known = slot >= 0 and self._cache.slot(request) == slot
         if known:
@@ -194,13 +188,13 @@ class Negotiator:
         if self._poisoned and not (ranks := self._not_owed(ranks, request)):
             return
         if slot >= 0 and not self._left and request.name not in self._table:
-            if known and ranks == wanted & self._voices[voice]:
-                self._announced[voice] |= 1 << slot
-                self._filled[voice] |= announcement.filler << slot
+            if known:
+                self._roll.enter(ranks, 1 << slot, announcement.filler << slot)
                 return
             self._spell_out(slot)
         entry = self._entry(request)
-        self._count(entry, voice, ranks, announcement)
+        self._heard[voice] += 1
+        entry.enter(ranks, announcement, turn=self._heard[voice])
         if not self._settled(entry):
             self._compare_sets(ranks, entry)
 
@@ -216,13 +210,6 @@ class Negotiator:
         if (entry := sets.get(request.members)) is None:
             entry = sets[request.members] = Ballot(request.name, request.members, self._mask(request.members))
         return entry
-
-    def _count(self, entry: Ballot, voice: int, ranks: int, announcement: Announcement) -> None:
-        self._heard[voice] += 1
-        entry.told |= ranks
-        entry.parts[ranks] = announcement
-        if ranks & entry.wanted & -entry.wanted:
-            entry.turn = self._heard[voice]
 
     def _turn(self, entry: Ballot) -> tuple[int, int]:
         """The place in a plan: what is known comes as if its bits had been counted, whenever they were spelled out."""
@@ -302,9 +289,7 @@ class Negotiator:
             self._replaced.append(_Former(self._sequence, slot, gone, self._sites[slot]))
             self._slots_of[gone.members] &= ~(1 << slot)
             if not self._slots_of[gone.members]:
-                del self._slots_of[gone.members], self._speakers[gone.members]
-        if entry.members not in self._speakers:
-            self._speakers[entry.members] = [i for i, span in enumerate(self._voices) if span & entry.wanted]
+                del self._slots_of[gone.members]
         self._slots_of[entry.members] = self._slots_of.get(entry.members, 0) | 1 << slot
         there = self._sites[slot] = {}
         for ranks, told in entry.parts.items():
@@ -313,18 +298,13 @@ class Negotiator:
 
     def _ready_slots(self) -> tuple[int, int]:
         """The slots that all members have announced, and those of them that all would only fill up."""
-        ready = voids = 0
+        ready = 0
         for members, cached in self._slots_of.items():
-            common = filled = cached
-            for voice in self._speakers[members]:
-                common &= self._announced[voice]
-                filled &= self._filled[voice]
-            ready |= common
-            voids |= filled
-        return ready, voids & ready
+            ready |= self._roll.complete(cached, self._mask(members))
+        return ready, ready & ~self._roll.earnest
 
     def _announced_by_any(self) -> int:
-        return functools.reduce(operator.or_, self._announced)
+        return self._roll.slots
 
     def _spelled_out(self) -> int:
         """The slots whose tensors are negotiated by name at present, because a rank differs or has left."""
@@ -335,16 +315,13 @@ class Negotiator:
 
     def _spell_out(self, slot: int) -> None:
         """Moves a cached tensor's announcements into the table, where they can be compared."""
-        voices = [voice for voice, slots in enumerate(self._announced) if slots >> slot & 1]
-        if not voices:
+        if not (ranks := self._roll.ranks(slot)):
             return
         entry = self._entry(self._cache.request(slot))
-        for voice in voices:
-            filler = bool(self._filled[voice] >> slot & 1)
-            for ranks, announcement in self._known(self._voices[voice], self._current(slot), filler=filler):
-                self._count(entry, voice, ranks, announcement)
-            self._announced[voice] &= ~(1 << slot)
-            self._filled[voice] &= ~(1 << slot)
+        filler = not self._roll.earnest >> slot & 1
+        for group, announcement in self._known(ranks, self._current(slot), filler=filler):
+            entry.enter(group, announcement)
+        self._roll.drop(1 << slot)
         self._settled(entry)
 
     def _outdated(self, seen: int, hits: int) -> list[_Former]:
