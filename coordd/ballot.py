@@ -6,12 +6,13 @@ Pure. Ranks are bits of an integer, so those who say the same are counted at onc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from coordd.errors import MismatchError
 from coordd.messages import Announcement, Kind, Request, Response
 from coordd.wire import bits
 
-__all__ = ["Ballot", "lowest", "sites", "verdict"]
+__all__ = ["Ballot", "lowest", "members_mask", "sites", "verdict"]
 
 
 class Ballot:
@@ -46,6 +47,12 @@ class Ballot:
 def lowest(ranks: int) -> int:
     """Finds the lowest rank of a bit mask."""
     return (ranks & -ranks).bit_length() - 1
+
+
+@lru_cache(maxsize=256)
+def members_mask(ranks: tuple[int, ...]) -> int:
+    """Makes a bit mask of ranks."""
+    return sum(1 << rank for rank in ranks)
 
 
 def _shape(request: Request) -> str:

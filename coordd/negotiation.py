@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordd.ballot import Ballot, lowest, sites, verdict
+from coordd.ballot import Ballot, lowest, members_mask, sites, verdict
 from coordd.cache import ResponseCache
 from coordd.errors import MismatchError, spans
 from coordd.messages import Announcement, Plan, Report, Request, Response, Waiting
@@ -147,7 +147,7 @@ class Negotiator:
         for entry in [entry for sets in self._table.values() for entry in sets.values() if ranks & entry.told]:
             kind = next(told.request.kind for group, told in entry.parts.items() if group & ranks)
             found.append(Waiting(entry.name, kind.name.lower(), tuple(bits(entry.wanted & ~entry.told))))
-        for told, slots in self._roll.items():
+        for told, _, slots in self._roll:
             for slot in bits(slots if told & ranks else 0):
                 request = self._cache.request(slot)
                 if (wanted := self._mask(request.members)) & told & ranks:
@@ -155,7 +155,7 @@ class Negotiator:
         return found
 
     def _mask(self, members: tuple[int, ...]) -> int:
-        return _mask(members) if members else self._everybody
+        return members_mask(members) if members else self._everybody
 
     def _current(self, slot: int) -> _Former:
         """What a slot holds now."""
@@ -269,7 +269,7 @@ class Negotiator:
     def _owed(self, rank: int, request: Request) -> bool:
         owed = self._poisoned.get((request.name, rank))
         members = self._mask(request.members)
-        if owed is None or not members & _mask(owed[0].refusal.recipients) or members & owed[0].left:
+        if owed is None or not members & members_mask(owed[0].refusal.recipients) or members & owed[0].left:
             return False
         self._refused.append(msgspec.structs.replace(owed.popleft().refusal, recipients=(rank,)))
         if not owed:
@@ -301,7 +301,7 @@ class Negotiator:
         ready = 0
         for members, cached in self._slots_of.items():
             ready |= self._roll.complete(cached, self._mask(members))
-        return ready, ready & ~self._roll.earnest
+        return ready, ready & self._roll.void
 
     def _announced_by_any(self) -> int:
         return self._roll.slots
@@ -315,12 +315,13 @@ class Negotiator:
 
     def _spell_out(self, slot: int) -> None:
         """Moves a cached tensor's announcements into the table, where they can be compared."""
-        if not (ranks := self._roll.ranks(slot)):
+        told, filled = self._roll.ranks(slot)
+        if not told:
             return
         entry = self._entry(self._cache.request(slot))
-        filler = not self._roll.earnest >> slot & 1
-        for group, announcement in self._known(ranks, self._current(slot), filler=filler):
-            entry.enter(group, announcement)
+        for ranks in (told & ~filled, filled):
+            for group, announcement in self._known(ranks, self._current(slot), filler=ranks == filled):
+                entry.enter(group, announcement)
         self._roll.drop(1 << slot)
         self._settled(entry)
 
@@ -337,8 +338,3 @@ class Negotiator:
         oldest = min(self._seen)
         while self._replaced and self._replaced[0].sequence <= oldest:
             self._replaced.popleft()
-
-
-@functools.lru_cache(maxsize=256)
-def _mask(ranks: tuple[int, ...]) -> int:
-    return sum(1 << rank for rank in ranks)

@@ -2,40 +2,46 @@
 
 Pure. It looks for sameness only and judges nothing: each report that it makes is true of exactly the ranks that it
 names, so what it fails to add up costs a longer message and nothing else. It adds up in three ways, the cheapest first:
-bits over the cache's slots, whole batches by their bytes, and single tensors.
+known tensors as bits, new ones in whole batches by their bytes, and what is left one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 
-from coordd.ballot import lowest
-from coordd.messages import Announcement, Plan, Report, Request
+from coordd.ballot import lowest, members_mask
+from coordd.messages import Announcement, Plan, Report, Request, Response
+from coordd.roll import Roll
 from coordd.wire import Batch, bits, mask
 
 __all__ = ["Tally"]
 
 _SILENT_PLANS = 256
 
-Part = Announcement | bool
-"""What can be said of a tensor: an announcement, or its slot's bit, which may be a filler's."""
-
-Key = tuple[str, tuple[int, ...]] | int
-"""A tensor: its name and process set, or its slot."""
+Key = tuple[str, tuple[int, ...]]
+"""A tensor: its name and process set."""
 
 
 class _Tensor:
-    """Who has said what about one tensor; ranks are bits, those of ``passed`` have been reported."""
+    """Who has announced a new tensor; ranks are bits, and ``parts`` is what has not been reported yet."""
 
-    __slots__ = ("parts", "passed", "told", "turn", "wanted")
+    __slots__ = ("parts", "told", "turn", "wanted")
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
         self.told = 0
-        self.passed = 0
-        self.parts: dict[Part, int] = {}
+        self.parts: list[tuple[int, Announcement]] = []
         self.turn = (0, 0)
+
+    def enter(self, ranks: int, announcement: Announcement, turn: int) -> None:
+        if not self.told or lowest(ranks) < self.turn[0]:
+            self.turn = (lowest(ranks), turn)
+        self.told |= ranks
+        for place, (others, said) in enumerate(self.parts):
+            if said == announcement:
+                self.parts[place] = (others | ranks, said)
+                return
+        self.parts.append((ranks, announcement))
 
 
 class _Sum:
@@ -65,16 +71,16 @@ class Tally:
         self._seen = 0
         self._reported = 0
         self._floors = dict.fromkeys(spans, 0)
-        self._announced = dict.fromkeys(spans, 0)
-        self._filled = dict.fromkeys(spans, 0)
+        self._roll = Roll()
+        self._passed = Roll()
+        self._held = 0
         self._requests: dict[int, Request] = {}
+        self._slots: dict[str, int] = {}
+        self._slots_of: dict[tuple[int, ...], int] = {}
         self._changed: dict[int, int] = {}
         self._last_change = 0
-        self._slots_of: dict[tuple[int, ...], int] = {}
-        self._speakers: dict[tuple[int, ...], list[int]] = {}
         self._sums: dict[bytes, _Sum] = {}
         self._tensors: dict[Key, _Tensor] = {}
-        self._loose = 0
         self._due: dict[Key, _Tensor] = {}
         self._turn = 0
         self._out: list[Report] = []
@@ -82,7 +88,7 @@ class Tally:
     @property
     def holds(self) -> bool:
         """Whether something has been said that is not yet reported."""
-        return bool(self._sums or self._due) or any(self._announced.values())
+        return bool(self._held or self._sums or self._due)
 
     def hear(self, child: int, report: Report) -> None:
         """Enters what a child has new."""
@@ -94,36 +100,39 @@ class Tally:
             if old := self._outdated(report.seen, hits):
                 self._out.append(self._report(seen=report.seen, hits=old, fillers=old & fillers, ranks=ranks))
                 hits &= ~old
-            for slot in bits(hits & (-1 if report.ranks else self._loose)):
-                hits &= ~(1 << slot)
-                self._count(slot, ranks, filler=bool(fillers >> slot & 1))
-            self._announced[child] |= hits
-            self._filled[child] |= hits & fillers
-        if report.fresh:
+            self._roll.enter(ranks, hits, fillers)
+            self._held |= hits
+        if len(report.fresh) >= self._batch:
             self._add(ranks, report.fresh)
+        else:
+            self._enter(ranks, report.fresh)
 
     def follow(self, plan: Plan) -> None:
         """Learns from a plan what the slots mean, and who has got an answer.
 
         What was said before the plan is reported first if it could be misunderstood afterwards.
         """
-        changed = [response for response in plan.responses if response.slot >= 0]
-        slots = sum(1 << slot for slot in {response.slot for response in changed})
-        if slots & (self._loose | self._said_by_any()):
+        slots = sum(1 << slot for slot in {response.slot for response in plan.responses if response.slot >= 0})
+        if slots & self._held:
             self._flush()
+        hits = int.from_bytes(plan.hits, "little") | int.from_bytes(plan.voids, "little")
+        for slot in bits(hits) if self._tensors else ():
+            self._tensors.pop((self._requests[slot].name, self._requests[slot].members), None)
+        # Who has yet to announce what a slot held before will be outdated.
+        self._roll.drop(slots | hits)
+        self._passed.drop(slots | hits)
         self._seen = plan.sequence
-        for response in changed:
-            self._learn(response.slot, response.request)
         for response in plan.responses:
-            if response.recipients:
-                self._forget(response.request.name, sum(1 << rank for rank in response.recipients))
+            self._forget(response)
+            if response.slot >= 0:
+                self._learn(response.slot, response.request)
 
     def turn(self, *, late: bool = False) -> list[Report]:
         """Reports what all have said alike; and the rest, too, if it is late."""
-        self._pass_bits()
         if late:
             self._flush()
         else:
+            self._pass_bits()
             self._pass_sums()
             self._pass_tensors(late=False)
         out, self._out = self._out, []
@@ -133,28 +142,64 @@ class Tally:
             self._reported = out[-1].floor
         return out
 
+    def _flush(self) -> None:
+        """Reports everything, as far as it has come."""
+        self._pass_bits()
+        self._pass_parts(self._held)
+        self._pass_sums()
+        self._take_apart()
+        self._pass_tensors(late=True)
+
+    def _forget(self, response: Response) -> None:
+        """Forgets who has announced a tensor: they were answered, or refused."""
+        name, members = response.request.name, response.request.members
+        ranks = members_mask(response.recipients) if response.recipients else self._wanted(members)
+        if (slot := self._slots.get(name, -1)) >= 0:
+            self._roll.withdraw(ranks, slot)
+            self._passed.withdraw(ranks, slot)
+        if not response.recipients:
+            self._tensors.pop((name, members), None)
+        for key in [key for key in self._tensors if key[0] == name] if response.recipients else ():
+            tensor = self._tensors[key]
+            tensor.told &= ~ranks
+            if not tensor.told:
+                del self._tensors[key]
+
     # Known tensors, by bits.
 
     def _pass_bits(self) -> None:
-        ready = filled = 0
-        for members, slots in self._slots_of.items():
-            common = fillers = slots
-            for child in self._speakers[members]:
-                common &= self._announced[child]
-                fillers &= self._filled[child]
-            ready |= common
-            filled |= fillers
-        if ready:
-            self._out.append(self._report(hits=ready, fillers=ready & filled))
-            for child in self._spans:
-                self._announced[child] &= ~ready
-                self._filled[child] &= ~ready
+        """Reports what all have announced; who was reported before, or only fills up, makes a report of its own."""
+        ready = whole = void = 0
+        for members, slots in self._slots_of.items() if self._held else ():
+            ready |= self._roll.complete(slots & self._held, self._wanted(members))
+        for told, filled, slots in self._roll if ready else ():
+            if filled in {0, told}:
+                whole |= slots & ready
+                void |= slots & ready if filled else 0
+        if whole := whole & ~self._passed.slots:
+            self._out.append(self._report(hits=whole, fillers=whole & void))
+        self._pass_parts(ready & ~whole)
+        self._roll.drop(ready)
+        self._passed.drop(ready)
+        self._held &= ~ready
 
-    def _said_by_any(self) -> int:
-        said = 0
-        for slots in self._announced.values():
-            said |= slots
-        return said
+    def _pass_parts(self, slots: int) -> None:
+        """Reports who has announced which of some slots."""
+        slots &= self._held
+        groups = [(told, filled, there) for told, filled, known in self._roll if (there := known & slots)]
+        before = [*((passed, there) for passed, _, there in self._passed), (0, ~self._passed.slots)]
+        for told, filled, there in groups:
+            for passed, known in before:
+                if news := there & known:
+                    self._tell(told & ~filled & ~passed, news, 0)
+                    self._tell(filled & ~passed, news, news)
+        for told, _, there in groups:
+            self._passed.enter(told, there)
+        self._held &= ~slots
+
+    def _tell(self, ranks: int, hits: int, fillers: int) -> None:
+        if ranks:
+            self._out.append(self._report(hits=hits, fillers=fillers, ranks=ranks))
 
     def _outdated(self, seen: int, hits: int) -> int:
         """The hits whose slots have changed hands since."""
@@ -163,29 +208,21 @@ class Tally:
         return sum(1 << slot for slot in bits(hits) if self._changed[slot] > seen)
 
     def _learn(self, slot: int, request: Request) -> None:
-        """Notes what a slot holds, and which children have a part in it."""
-        if slot in self._tensors:
-            self._end(slot)  # who has yet to announce what the slot held before will be outdated
+        """Notes what a slot holds."""
         self._changed[slot] = self._last_change = self._seen
-        if (former := self._requests.get(slot)) is not None and former.members in self._slots_of:
+        if (former := self._requests.get(slot)) is not None:
+            del self._slots[former.name]
             self._slots_of[former.members] &= ~(1 << slot)
             if not self._slots_of[former.members]:
-                del self._slots_of[former.members], self._speakers[former.members]
+                del self._slots_of[former.members]
         self._requests[slot] = request
-        if request.members not in self._slots_of:
-            wanted = self._wanted(request.members)
-            if not wanted:
-                return
-            self._speakers[request.members] = [child for child, span in self._spans.items() if span & wanted]
+        self._slots[request.name] = slot
         self._slots_of[request.members] = self._slots_of.get(request.members, 0) | 1 << slot
 
     # New tensors, in batches.
 
     def _add(self, ranks: int, announcements: tuple[Announcement, ...]) -> None:
         """Keeps a long batch as it is, as long as nobody says part of it in other words."""
-        if len(announcements) < self._batch:
-            self._enter_all(ranks, announcements)
-            return
         batch = announcements if isinstance(announcements, Batch) else Batch(announcements)
         if (kept := self._sums.get(batch.data)) is None:
             wanted = 0
@@ -207,96 +244,37 @@ class Tally:
     def _take_apart(self) -> None:
         sums, self._sums = self._sums, {}
         for kept in sums.values():
-            self._enter_all(kept.told, kept.batch)
+            self._enter(kept.told, kept.batch)
 
-    # Single tensors.
+    # New tensors, one by one.
 
-    def _count(self, slot: int, ranks: int, *, filler: bool) -> None:
-        """Counts a known tensor singly; the other children's bits for it, too."""
-        if not self._loose >> slot & 1:
-            self._loosen(1 << slot)
-        self._enter(slot, ranks, filler, self._requests[slot].members)
-
-    def _loosen(self, slots: int) -> None:
-        """Takes what was said in bits apart."""
-        self._loose |= slots
-        for child, span in self._spans.items():
-            for slot in bits(self._announced[child] & slots):
-                self._enter(slot, span, bool(self._filled[child] >> slot & 1), self._requests[slot].members)
-            self._announced[child] &= ~slots
-            self._filled[child] &= ~slots
-
-    def _enter_all(self, ranks: int, announcements: Iterable[Announcement]) -> None:
+    def _enter(self, ranks: int, announcements: Iterable[Announcement]) -> None:
         for announcement in announcements:
-            members = announcement.request.members
-            self._enter((announcement.request.name, members), ranks, announcement, members)
-
-    def _enter(self, key: Key, ranks: int, part: Part, members: tuple[int, ...]) -> None:
-        if (tensor := self._tensors.get(key)) is None:
-            tensor = self._tensors[key] = _Tensor(self._wanted(members))
-        ranks &= tensor.wanted
-        if not tensor.told or lowest(ranks) < lowest(tensor.told):
+            request = announcement.request
+            key = (request.name, request.members)
+            if (tensor := self._tensors.get(key)) is None:
+                tensor = self._tensors[key] = _Tensor(self._wanted(request.members))
             self._turn += 1
-            tensor.turn = (lowest(ranks), self._turn)
-        tensor.told |= ranks
-        tensor.parts[part] = tensor.parts.get(part, 0) | ranks
-        self._due[key] = tensor
+            tensor.enter(ranks & tensor.wanted, announcement, self._turn)
+            self._due[key] = tensor
 
     def _pass_tensors(self, *, late: bool) -> None:
-        """Reports single tensors: those that all have announced, or, if it is late, whatever was said."""
+        """Reports those that all have announced, or, if it is late, whatever was said."""
         due = [(key, tensor) for key, tensor in self._due.items() if late or tensor.told == tensor.wanted]
-        said: dict[int, list[tuple[Key, Part]]] = {}
+        said: dict[int, list[Announcement]] = {}
         for key, tensor in sorted(due, key=_turn_of):
             del self._due[key]
-            for part, ranks in tensor.parts.items():
-                whole = ranks == tensor.wanted and not tensor.passed
-                said.setdefault(0 if whole else ranks, []).append((key, part))
-            tensor.passed, tensor.parts = tensor.told, {}
+            for ranks, announcement in tensor.parts:
+                said.setdefault(0 if ranks == tensor.wanted else ranks, []).append(announcement)
+            tensor.parts.clear()
             if tensor.told == tensor.wanted:
-                self._end(key)
-        self._out += [self._spell(ranks, parts) for ranks, parts in said.items()]
-
-    def _spell(self, ranks: int, said: Iterable[tuple[Key, Part]]) -> Report:
-        hits = fillers = 0
-        fresh = []
-        for key, part in said:
-            if isinstance(key, int):
-                hits |= 1 << key
-                fillers |= (part is True) << key
-            elif isinstance(part, Announcement):
-                fresh.append(part)
-        return self._report(hits=hits, fillers=fillers, fresh=tuple(fresh), ranks=ranks)
-
-    def _end(self, key: Key) -> None:
-        del self._tensors[key]
-        if isinstance(key, int):
-            self._loose &= ~(1 << key)
-
-    def _forget(self, name: str, ranks: int) -> None:
-        """Drops what ranks have announced under a name: they were refused."""
-        for key in [key for key in self._tensors if self._name(key) == name]:
-            tensor = self._tensors[key]
-            tensor.told &= ~ranks
-            tensor.passed &= ~ranks
-            if not tensor.told:
-                self._due.pop(key, None)
-                self._end(key)
-
-    def _name(self, key: Key) -> str:
-        return self._requests[key].name if isinstance(key, int) else key[0]
+                del self._tensors[key]
+        self._out += [self._report(fresh=tuple(fresh), ranks=ranks) for ranks, fresh in said.items()]
 
     # Reports.
 
-    def _flush(self) -> None:
-        """Reports everything, as far as it has come."""
-        self._pass_bits()
-        self._pass_sums()
-        self._loosen(self._said_by_any())
-        self._take_apart()
-        self._pass_tensors(late=True)
-
     def _wanted(self, members: tuple[int, ...]) -> int:
-        return _mask(members) & self._span if members else self._span
+        return members_mask(members) & self._span if members else self._span
 
     def _report(
         self,
@@ -313,8 +291,3 @@ class Tally:
 
 def _turn_of(item: tuple[Key, _Tensor]) -> tuple[int, int]:
     return item[1].turn
-
-
-@lru_cache(maxsize=256)
-def _mask(ranks: tuple[int, ...]) -> int:
-    return sum(1 << rank for rank in ranks)

@@ -39,7 +39,7 @@ def leftovers(coordinator: Coordinator) -> dict[str, int]:
     mind = coordinator._negotiator
     return {
         "announced": mind._roll.slots.bit_count(),
-        "filled": (mind._roll.idle | mind._roll.earnest).bit_count(),
+        "groups": sum(1 for _ in mind._roll),
         "table": len(mind._table),
         "complete": len(mind._complete),
         "refused": len(mind._refused),

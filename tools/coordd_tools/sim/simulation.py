@@ -132,7 +132,7 @@ class Simulation:
                 demand(blamed, f"rank {process.rank} blames rank {failure.rank} ({failure.reason}), who is innocent")
         if not self.ledger.failed:
             kept = leftovers(self.hub)
-            for table in ("announced", "filled", "table", "complete", "refused"):
+            for table in ("announced", "table", "complete", "refused"):
                 demand(not kept[table], f"the coordinator keeps {kept[table]} in its {table} table")
             demand(not kept["poisoned"] or self._swarm.leave, f"{kept['poisoned']} refusals were never collected")
 
