@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from coordd.config import Config
+from coordd.crowd import Crowd
 from coordd.daemon import Daemon
 from coordd.errors import ConfigError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError
 from coordd.exits import ExitWatch
@@ -124,6 +125,7 @@ def init(**settings: Any) -> None:
         if _default is None:
             _default = _Default(config)
             _log_to_stderr(_default.daemon.world.rank)
+            _warn_of_crowds(_default.daemon)
             atexit.register(_at_exit)
         elif _default.config != config:
             text = "init() was called before, with other settings: call shutdown() first, or leave them equal"
@@ -250,6 +252,14 @@ def barrier(*, process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have come; raises like `allreduce`."""
     handle: Handle[Any] = operations().barrier(process_set=process_set)
     handle.result()
+
+
+def _warn_of_crowds(daemon: Daemon) -> None:
+    """Says once a host that its ranks have too many threads, unless `coordd run` has divided the cores and said so."""
+    if daemon.world.size > 1 and daemon.world.local_rank == 0 and "COORDD_LAUNCHED" not in os.environ:
+        advice = Crowd.of(daemon.neighbours, os.environ).advice
+        if advice:
+            log.warning(advice)
 
 
 def _log_to_stderr(rank: int) -> None:

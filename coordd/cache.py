@@ -19,7 +19,8 @@ _CACHED_KINDS = frozenset({Kind.ALLREDUCE, Kind.BROADCAST, Kind.BARRIER})
 class ResponseCache:
     """Slots for the requests that were answered most recently.
 
-    A tensor keeps its slot when its shape changes. When no slot is free, the one that was used longest ago is reused.
+    A tensor keeps its slot when its shape changes. When no slot is free, the one that was used longest ago is reused,
+    of those that need not stay.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -67,8 +68,7 @@ class ResponseCache:
             return -1 if pinned >> known & 1 else known
         if len(self._requests) < self._capacity:
             return len(self._requests)
-        oldest = next(iter(self._used))
-        return -1 if pinned >> oldest & 1 else oldest
+        return next((slot for slot in self._used if not pinned >> slot & 1), -1)
 
     def touch(self, slots: Iterable[int]) -> None:
         """Notes that a plan used these slots; only who calls `place` needs to know."""

@@ -86,6 +86,9 @@ class Config:
         low=0,
         high=65536,
     )
+    overlap: bool = _knob(
+        True, "reduce gradients while backward computes; no: all at once when it ends, for chips that cannot do both"
+    )
     cycle_ms: float = _knob(
         20.0,
         "batching window in milliseconds: how long ready tensors wait for company while nobody waits for them",
@@ -99,6 +102,12 @@ class Config:
         low=0,
         high=1 << 20,
         alias="HOROVOD_CACHE_CAPACITY",
+    )
+    lock_steps: int = _knob(
+        3,
+        "equal steps, two at least, after which buckets start without negotiation until a step differs; 0: never",
+        low=0,
+        high=1 << 20,
     )
     chunk_kb: int = _knob(
         1024, "piece in KiB in which large tensors travel; several are in flight at once", low=4, high=262_144
@@ -131,19 +140,24 @@ class Config:
     shared_memory: bool = _knob(True, "ranks of one host reduce in each other's memory, without the data plane")
     simulate_hosts: int = _knob(
         0,
-        "split the ranks of one machine into so many hosts, to try what several hosts do; 0: do not",
+        "split one machine's ranks into so many hosts, to try what several hosts do; 0: do not",
         low=0,
         high=4096,
     )
     fan_in: int = _knob(
         16,
-        "ranks of its host, and further hosts, that report to a rank; one host, or no more ranks than this, need no tree",
+        "ranks of its host, and other hosts, that report to a rank; one host, or no more ranks than this, need no tree",
         low=2,
         high=65536,
     )
     interface: str = _knob(
         "",
         "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one",
+    )
+    daemon_cores: str = _knob(
+        "",
+        "processors on which the daemon's thread runs, as the kernel numbers them, such as 3 or 6-7; empty: those that "
+        "`coordd run` finds spare, else any",
     )
     log_level: str = _knob(
         "warning",

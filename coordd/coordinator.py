@@ -42,9 +42,13 @@ Outgoing = list[tuple[int, Message]]
 
 @dataclass
 class _Investigation:
-    """A stall that is being looked into: what ranks, by bit mask, complain of, and who was asked when."""
+    """A stall that is being looked into: what ranks, by bit mask, complain of, and who was asked when.
+
+    While it is ``settling`` a lock has just been broken, and ranks have yet to announce what it held.
+    """
 
     deadline: float
+    settling: bool = False
     overdue: dict[int, Overdue] = field(default_factory=dict)
     asked: dict[int, float] = field(default_factory=dict)
     accounts: dict[int, Account] = field(default_factory=dict)
@@ -53,12 +57,13 @@ class _Investigation:
 class Coordinator:
     """The hub of the star, or what is behind the foreman at the root of a tree."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a setting each
         self,
         size: int,
         *,
         cache_capacity: int,
         fusion_bytes: int,
+        lock_steps: int = 0,
         abort_seconds: float = 0.0,
         voices: Sequence[int] | None = None,
     ) -> None:
@@ -68,13 +73,18 @@ class Coordinator:
             size: number of ranks.
             cache_capacity: slots of the response cache.
             fusion_bytes: size of a fusion bucket.
+            lock_steps: equal steps that lock the plan; 0 for never.
             abort_seconds: how long an operation may wait before the job fails; 0 for ever.
             voices: whom it hears, as the bit masks of the ranks for whom each of them speaks; by default all ranks.
         """
         self._ranks = range(size)
         self._voices = [1 << rank for rank in self._ranks] if voices is None else voices
         self._negotiator = Negotiator(
-            size, cache_capacity=cache_capacity, fusion_bytes=fusion_bytes, voices=self._voices
+            size,
+            cache_capacity=cache_capacity,
+            fusion_bytes=fusion_bytes,
+            lock_steps=lock_steps,
+            voices=self._voices,
         )
         self._abort_seconds = abort_seconds
         self._arrived: dict[int, Hello] = {}
@@ -167,12 +177,11 @@ class Coordinator:
         """Asks the ranks that are missing; complaints that come in the meantime join the same report."""
         waiting = self._waiting(ranks, overdue)
         asked = {rank for item in waiting for rank in item.missing} or set(self._ranks)
-        if self._abort_seconds and overdue.seconds >= self._abort_seconds:
-            culprit = min(asked)
-            names = ", ".join(repr(item.name) for item in waiting[:3])
-            self._fail(Failure(culprit, f"kept {names} waiting for {overdue.seconds:.0f} s (stall_abort_seconds)"))
+        if not self._negotiator.unlocking and self._intolerable(overdue.seconds):
+            self._blame(waiting, overdue.seconds)
             return
         case = self._investigation = self._investigation or _Investigation(now + _PATIENCE)
+        case.settling |= self._negotiator.unlocking
         case.overdue[ranks] = overdue
         new = sorted(asked - case.asked.keys())[: max(0, _ASKED - len(case.asked))]
         self._ask(new)
@@ -185,6 +194,15 @@ class Coordinator:
             elif mine := tuple(rank for rank in ranks if span >> rank & 1):
                 self._tell([voice], Inquiry(mine))
 
+    def _intolerable(self, seconds: float) -> bool:
+        return 0 < self._abort_seconds <= seconds
+
+    def _blame(self, waiting: list[Waiting], seconds: float) -> None:
+        """Ends the job because of the first rank that others wait for."""
+        culprit = min((rank for item in waiting for rank in item.missing), default=0)
+        names = ", ".join(repr(item.name) for item in waiting[:3])
+        self._fail(Failure(culprit, f"kept {names} waiting for {seconds:.0f} s (stall_abort_seconds)"))
+
     def _waiting(self, ranks: int, overdue: Overdue) -> list[Waiting]:
         announced: dict[str, list[Waiting]] = {}
         for item in self._negotiator.waiting(ranks):
@@ -195,15 +213,21 @@ class Coordinator:
     def _conclude(self, now: float) -> None:
         """Ends an investigation when all have answered or the time is up, and tells everybody."""
         case = self._investigation
-        if case is None or (now < case.deadline and case.asked.keys() - case.accounts.keys()):
+        if case is None:
+            return
+        if now < case.deadline and (case.settling or case.asked.keys() - case.accounts.keys()):
             return
         self._investigation = None
         complaints = [(ranks, case.overdue[ranks]) for ranks in sorted(case.overdue, key=lowest)]
         waiting = [item for ranks, overdue in complaints for item in self._waiting(ranks, overdue)]
+        seconds = max(overdue.seconds for overdue in case.overdue.values())
+        if case.settling and self._intolerable(seconds):
+            self._blame(waiting, seconds)
+            return
         # Who was asked only later has had no time to answer, so silence means nothing yet.
         late = [rank for rank, since in case.asked.items() if since + _PATIENCE <= now]
         report = StallReport(
-            max(overdue.seconds for overdue in case.overdue.values()),
+            seconds,
             tuple(dict.fromkeys(waiting)),
             tuple(case.accounts[rank] for rank in sorted(case.accounts)),
             tuple(sorted(set(late) - case.accounts.keys())),

@@ -9,6 +9,8 @@ import os
 import threading
 from typing import Any
 
+import numpy as np
+
 from coordd.account import await_end
 from coordd.bell import Bell
 from coordd.config import Config
@@ -50,6 +52,11 @@ class Daemon:
         return self._status.world
 
     @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Processes of the ranks on this host, this one's included."""
+        return tuple(self._status.pids[rank] for rank in self.world.neighbours)
+
+    @property
     def failing(self) -> bool:
         """Whether the job has failed."""
         return self._status.failing
@@ -66,6 +73,10 @@ class Daemon:
             raise StartError(text)
         if self._status.start_error is not None:
             raise self._status.start_error
+
+    def allocate(self, size: int) -> np.ndarray:
+        """Returns new memory of ``size`` bytes, zero, which the ranks of this host have in common where they can."""
+        return self._loop.allocate(size)
 
     def submit(self, entry: Entry) -> None:
         """Announces a tensor; its handle is resolved or failed later, on every path.
@@ -154,4 +165,4 @@ class Daemon:
     def _do(self, work: Work) -> None:
         """Leaves work that is not to wait for the batching window."""
         self._inbox.put(work)
-        self._inbox.hurry()
+        self._inbox.hurry(waiting=False)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from coordd.messages import Kind, Request, Response
 
-__all__ = ["buckets", "item_size"]
+__all__ = ["buckets", "item_size", "size"]
 
 
 @lru_cache(maxsize=64)
@@ -25,6 +25,11 @@ def _traits(request: Request) -> tuple[tuple[object, ...], int]:
     return key, math.prod(request.shape) * item_size(request.dtype)
 
 
+def size(request: Request) -> int:
+    """Bytes of a tensor."""
+    return _traits(request)[1]
+
+
 def buckets(responses: Iterable[Response], *, fusion_bytes: int) -> list[list[Response]]:
     """Groups the responses of one plan.
 
@@ -38,12 +43,12 @@ def buckets(responses: Iterable[Response], *, fusion_bytes: int) -> list[list[Re
         if response.request.kind is not Kind.ALLREDUCE or not fusion_bytes:
             found.append([response])
             continue
-        key, size = _traits(response.request)
+        key, nbytes = _traits(response.request)
         bucket, filled = open_buckets.get(key, (None, 0))
-        if bucket is not None and filled + size <= fusion_bytes:
+        if bucket is not None and filled + nbytes <= fusion_bytes:
             bucket.append(response)
         else:
             bucket, filled = [response], 0
             found.append(bucket)
-        open_buckets[key] = (bucket, filled + size)
+        open_buckets[key] = (bucket, filled + nbytes)
     return found

@@ -22,7 +22,10 @@ class Inbox(Generic[Item]):
     """A queue with many writers and one reader, who sleeps on a bell."""
 
     def __init__(self, bell: Bell, *, window: float, limit: float = math.inf) -> None:
-        """Makes an empty queue; ``awaited`` tells whether somebody waited for what was taken last.
+        """Makes an empty queue.
+
+        ``awaited`` tells whether what was taken last was not to wait; ``waited`` whether somebody had begun to wait for
+        something just before the last look.
 
         Args:
             bell: wakes the reader.
@@ -35,9 +38,11 @@ class Inbox(Generic[Item]):
         self._weight = 0
         self._items: deque[Item] = deque()
         self._hurried = False
+        self._waiting = False
         self._deep = False
         self._end: float | None = None
         self.awaited = False
+        self.waited = False
 
     def __bool__(self) -> bool:
         return bool(self._items)
@@ -49,8 +54,9 @@ class Inbox(Generic[Item]):
         if self._deep or self._weight >= self._limit:
             self._bell.ring()
 
-    def hurry(self) -> None:
-        """Ends the window: somebody waits."""
+    def hurry(self, *, waiting: bool = True) -> None:
+        """Ends the window; by default because somebody waits for what has been left here."""
+        self._waiting |= waiting
         self._hurried = True
         self._bell.ring()
 
@@ -58,6 +64,7 @@ class Inbox(Generic[Item]):
         """Returns the items if the window is over or somebody waits, else nothing; for the reader."""
         # The flag is taken before the look: a writer adds first and hurries then, so no hurry is lost.
         hurried, self._hurried = self._hurried, False
+        self.waited, self._waiting = self._waiting, False
         if hurried or self._items:
             self.awaited = hurried
         if not self._items:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from coordd.account import process_state
 from coordd.config import Config
-from coordd.mailbox import Mailbox
-from coordd.messages import Message, Overdue, StallReport
+from coordd.messages import Message, Overdue, StallReport, Waiting
 from coordd.stall import StallWatch, tell
 from coordd.table import TensorTable
 
@@ -21,21 +20,28 @@ _SHOWN = 6
 
 
 class Lookout:
-    """One rank's watch over its own table and mailbox."""
+    """One rank's watch over its own operations."""
 
-    def __init__(self, config: Config, table: TensorTable, mailbox: Mailbox, *, ask: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        table: TensorTable,
+        elsewhere: Callable[[], list[tuple[float, Waiting]]],
+        *,
+        ask: Callable[[Callable[[], Message]], None],
+    ) -> None:
         """Starts to watch.
 
         Args:
             config: says whether to, and after how many seconds.
             table: the negotiated operations.
-            mailbox: the matched ones.
-            ask: sends a message to the coordinator.
+            elsewhere: what the coordinator does not know of, and since when it waits: matched and locked operations.
+            ask: sends to the coordinator what its argument then says.
         """
         self._active = config.stall_check
         self._watch = StallWatch(config.stall_seconds)
         self._table = table
-        self._mailbox = mailbox
+        self._elsewhere = elsewhere
         self._ask = ask
         self._answer_due: float | None = None
         self._next = 0.0
@@ -65,7 +71,7 @@ class Lookout:
             self._report_silence(now - oldest)
         if self._watch.overdue(now - oldest):
             self._answer_due = self._answer_due or now + _ANSWER_SECONDS
-            self._ask(self._overdue(now, oldest))
+            self._ask(lambda: self._overdue(now, oldest))
 
     def remaining(self, now: float) -> float | None:
         """Seconds until `look` may have something to do; None if nothing waits."""
@@ -79,15 +85,17 @@ class Lookout:
 
     def _oldest(self) -> float | None:
         """When the operation was submitted that has waited longest."""
-        times = [since for since, _ in self._mailbox.waiting()]
+        times = [since for since, _ in self._elsewhere()]
         if (entry := self._table.oldest()) is not None:
             times.append(entry.handle.submitted)
         return min(times, default=None)
 
     def _overdue(self, now: float, oldest: float) -> Overdue:
         limit = now - self._watch.limit
-        names = tuple(entry.request.name for entry in self._table if entry.handle.submitted <= limit)
-        matched = tuple(waiting for since, waiting in self._mailbox.waiting() if since <= limit)
+        matched = tuple(waiting for since, waiting in self._elsewhere() if since <= limit)
+        known = {waiting.name for waiting in matched}
+        late = (entry.request.name for entry in self._table if entry.handle.submitted <= limit)
+        names = tuple(name for name in late if name not in known)
         return Overdue(now - oldest, names, matched)
 
     def _report_silence(self, waited: float) -> None:

@@ -15,19 +15,23 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from coordd.account import account
+from coordd.affinity import keep_to
 from coordd.bell import Bell
+from coordd.bucket import Locked
 from coordd.config import Config, knobs
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
+from coordd.crowd import Crowd, oversubscribed
 from coordd.errors import ShutdownError, StartError
 from coordd.execution import Flights
 from coordd.foreman import hub
 from coordd.inbox import Inbox
 from coordd.lookout import Lookout
 from coordd.mailbox import Letter, Mailbox
-from coordd.member import Member
-from coordd.messages import Abort, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Welcome
+from coordd.member import Due, Member
+from coordd.messages import Abort, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Waiting, Welcome
 from coordd.patience import Patience, nap_precisely
+from coordd.plane import Plane
 from coordd.rendezvous import Link, Rendezvous
 from coordd.status import Status, peer_error
 from coordd.table import Entry
@@ -70,10 +74,12 @@ class Loop:
         self._parting: float | None = None
         self._patience = Patience()
         self._wreck: list[object] = []
+        self._dues: list[Due] = []
 
     def run(self) -> None:
         """Runs until all ranks have left, the job has failed and nobody is waited for, or it is told to stop."""
         try:
+            keep_to(self._config.daemon_cores)
             nap_precisely()
             np.seterr(all="ignore")  # of this thread: values beyond a type become infinite, as everywhere
             self._connect()
@@ -93,7 +99,23 @@ class Loop:
     def say_goodbye(self) -> None:
         """Leaves: what other ranks have not announced by now fails, here and there."""
         if self._status.failure is None:
+            self._carry_out(self._member.leave())
             self._tell(Goodbye())
+
+    def landed(self, entries: Sequence[Entry]) -> None:
+        """Notes that results have arrived."""
+        for entry in entries:
+            self._member.table.take(entry.request.name)
+        self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
+
+    def settled(self, word: Locked, *, moved: bool) -> None:
+        """Notes how an occurrence of a locked bucket has ended."""
+        self._dues.append(self._member.landed(word) if moved else self._member.refused(word))
+
+    def allocate(self, size: int) -> np.ndarray:
+        """Makes memory in which reductions need no copies; for any thread."""
+        commons = self._link.commons if self._link is not None else None
+        return np.zeros(size, np.uint8) if commons is None else commons.heap.allocate(size)
 
     def watch_for(self, rank: int, gone: threading.Event) -> None:
         """Sets ``gone`` once the neighbour on the way to a rank is gone, who goes after that rank's process."""
@@ -109,6 +131,8 @@ class Loop:
         if self._member.stopped:
             self._part()
         moved = self._flights.advance() | self._mailbox.advance()
+        while self._dues:
+            self._carry_out(self._dues.pop(0))
         self._rest(moved=moved)
 
     def _connect(self) -> None:
@@ -118,16 +142,16 @@ class Loop:
         self._bell.watch(self._control.descriptors)
         self._status.world = World(transport.rank, self._link.hosts)
         self._member = Member(transport.rank, cache_capacity=self._config.cache_capacity)
-        self._flights = Flights(
+        plane = Plane(
             transport.collective,
+            self._link.commons,
             rank=transport.rank,
             hosts=self._link.hosts,
-            commons=self._link.commons,
             chunk=self._config.chunk_kb << 10,
-            landed=self._landed,
         )
+        self._flights = Flights(plane, self)
         self._mailbox = Mailbox(transport.matched, transport.rank)
-        self._lookout = Lookout(self._config, self._member.table, self._mailbox, ask=self._tell)
+        self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
         self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
         self._hub = hub(self._own_post, self._coordinate)
         self._tell(Hello(VERSION, _digest(self._config), os.getpid(), self._link.hosts[transport.rank]))
@@ -138,26 +162,48 @@ class Loop:
             cache_capacity=self._config.cache_capacity,
             fusion_bytes=int(self._config.fusion_mb * (1 << 20)),
             abort_seconds=self._config.stall_abort_seconds,
+            lock_steps=self._config.lock_steps,
             voices=voices,
         )
+
+    def _elsewhere(self) -> list[tuple[float, Waiting]]:
+        """What waits for other ranks without the coordinator knowing, and since when."""
+        return [*self._mailbox.waiting(), *self._flights.waiting()]
+
+    def _complain(self, overdue: Callable[[], Message]) -> None:
+        """Asks the coordinator about what has waited too long; no lock may keep it from knowing."""
+        self._carry_out(self._member.unlock())
+        self._tell(overdue())
+
+    def _carry_out(self, due: Due) -> None:
+        """Starts what is to start, gives the words that are due, and reports."""
+        for bucket in due.buckets:
+            self._flights.start(bucket)
+        for word in due.words:
+            self._flights.give(word)
+        if due.report is not None:
+            self._tell(due.report)
 
     def _announce(self) -> None:
         """Takes in what framework threads have left, and reports what is new."""
         items = self._inbox.take()
-        if not items:
-            return
-        self._patience.restart()
-        entries = [item for item in items if isinstance(item, Entry)]
-        if self._status.failure is not None:
-            for entry in entries:
-                entry.handle.fail(peer_error(self._status.failure))
-        elif (report := self._member.announce(entries)) is not None:
-            self._tell(report)
+        if items:
+            self._patience.restart()
+            self._admit([item for item in items if isinstance(item, Entry)])
+        if self._inbox.waited and self._status.failure is None:
+            self._carry_out(self._member.awaited())
         for item in items:
             if isinstance(item, Letter):
                 self._post(item)
             elif not isinstance(item, Entry):
                 item()
+
+    def _admit(self, entries: list[Entry]) -> None:
+        if self._status.failure is None:
+            self._carry_out(self._member.announce(entries))
+            return
+        for entry in entries:
+            entry.handle.fail(peer_error(self._status.failure))
 
     def _post(self, letter: Letter) -> None:
         if self._status.failure is not None:
@@ -191,11 +237,12 @@ class Loop:
             if isinstance(message, Lost):
                 self._lose(sender)
             self._hub.hear(sender, message, now=now)
-        for rank, message in self._hub.turn(now):
-            if rank == self._own_post.rank:
-                self._obey(rank, message)
-            else:
-                self._control.send(rank, message)
+        while said := self._hub.turn(now):  # what this rank is told, it may answer at once
+            for rank, message in said:
+                if rank == self._own_post.rank:
+                    self._obey(rank, message)
+                else:
+                    self._control.send(rank, message)
 
     def _obey(self, sender: int, message: Message | Lost) -> None:
         self._patience.restart()
@@ -217,24 +264,18 @@ class Loop:
     def _follow(self, plan: Plan) -> None:
         if self._status.failure is not None:
             return
-        for bucket in self._member.follow(plan):
-            self._flights.start(bucket)
-        if (sign_of_life := self._member.announce(())) is not None:
-            self._tell(sign_of_life)
+        self._carry_out(self._member.follow(plan))
 
     def _enter(self, welcome: Welcome) -> None:
         self._status.world = World(self._status.world.rank, welcome.hosts)
         self._status.pids = welcome.pids
+        neighbours = [welcome.pids[rank] for rank in self._status.world.neighbours]
+        self._patience.crowded = oversubscribed(*Crowd.of(neighbours, os.environ))
         self._lookout.coordinator = (welcome.pids[0], welcome.hosts[0], self._status.world.host)
         if welcome.refusal:
             self._status.start_error = StartError(welcome.refusal)
             self._status.stopping = True
         self._status.started.set()
-
-    def _landed(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            self._member.table.take(entry.request.name)
-        self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
 
     def _place(self, rank: int) -> str:
         return (
@@ -320,7 +361,7 @@ class Loop:
             return
         if moved:
             self._patience.restart()
-        elif self._inbox.awaited and self._patience.short(data=bool(self._flights)):
+        elif self._inbox.awaited and self._patience.short(data=bool(self._flights) and not self._flights.heralded):
             self._stay_awake()
         elif self._mailbox or (self._flights and not self._flights.heralded):
             self._patience.doze(self._bell, awaited=self._inbox.awaited)
@@ -350,7 +391,6 @@ class Loop:
 
 def _digest(config: Config) -> str:
     """A short print of the settings, equal where they are."""
-    text = ";".join(
-        f"{knob.name}={getattr(config, knob.name)}" for knob in knobs() if knob.name not in {"log_level", "interface"}
-    )
+    own = {"log_level", "interface", "daemon_cores"}
+    text = ";".join(f"{knob.name}={getattr(config, knob.name)}" for knob in knobs() if knob.name not in own)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,6 +1,12 @@
 """One rank's side of the protocol: from what the framework submits to what the data plane carries out.
 
 Pure: no thread, clock or socket. The same object runs in every daemon and in the simulator.
+
+Every method returns what is `Due`. With a locked plan in force, what it holds is not reported: a complete bucket starts
+with this rank's *word* (`Locked`). The data plane has the words of all ranks meet under ``(lock, index, occurrence)``
+before any data moves, and tells the outcome of each word that was valid: `landed` once the data has moved, `refused`
+if any rank's word was invalid, in which case it has not touched the arrays. A word without a bucket is invalid; it must
+reach the other ranks, and has no outcome here. Words come in no common order, so none may wait for another's outcome.
 """
 
 from __future__ import annotations
@@ -9,25 +15,29 @@ from collections.abc import Iterable
 
 import msgspec
 
+from coordd.bucket import Bucket, Locked
 from coordd.cache import ResponseCache
 from coordd.errors import CoorddError, MismatchError, ShutdownError
 from coordd.fusion import buckets
+from coordd.lock import Lock
 from coordd.messages import Plan, Report, Request, Response
-from coordd.table import Entry, TensorTable
+from coordd.table import Entry, TensorTable, announced
 from coordd.wire import bits
 
-__all__ = ["Bucket", "Member"]
+__all__ = ["Bucket", "Due", "Locked", "Member"]
 
 _SILENT_PLANS = 256
 
 
-class Bucket(msgspec.Struct, frozen=True):
-    """Entries that travel together, in the same order on all ranks; ``sequence`` is their common number."""
+class Due(msgspec.Struct, frozen=True):
+    """What a rank has to do now.
 
-    sequence: int
-    request: Request
-    sizes: tuple[int, ...]
-    entries: tuple[Entry, ...]
+    A report to send if there is one, negotiated ``buckets`` to start in this order, and ``words`` to give at once.
+    """
+
+    report: Report | None = None
+    buckets: list[Bucket] = []
+    words: list[Locked] = []
 
 
 class Member:
@@ -40,23 +50,22 @@ class Member:
         self._seen = 0
         self._reported = 0
         self._started = 0
+        self._lock: Lock | None = None
+        self._locks: dict[int, Lock] = {}
+        self._untold: list[Entry] = []
+        self._words: list[Locked] = []
+        self._unlock: tuple[int, int] | None = None
+        self._left = False
         self.stopped = False
 
-    def announce(self, entries: Iterable[Entry]) -> Report | None:
-        """Takes new tensors in; returns what the coordinator must hear, None if nothing."""
-        report = self.table.admit(entries, self._cache, seen=self._seen)
-        if report is None and self._seen - self._reported >= _SILENT_PLANS:
-            # A sign of life, so that the coordinator can forget what older reports might have referred to.
-            report = Report(self._seen)
-        if report is not None:
-            self._reported = self._seen
-        return report
+    def announce(self, entries: Iterable[Entry]) -> Due:
+        """Takes new tensors in."""
+        for entry in self.table.admit(entries):
+            self._sort(entry)
+        return self._due()
 
-    def follow(self, plan: Plan) -> list[Bucket]:
-        """Carries a plan over into buckets, in the order in which they start.
-
-        Entries that the plan refuses fail here.
-        """
+    def follow(self, plan: Plan) -> Due:
+        """Carries a plan over into buckets; entries that the plan refuses fail here."""
         self._seen = plan.sequence
         self.stopped = self.stopped or plan.stop
         slots = list(bits(int.from_bytes(plan.hits, "little")))
@@ -73,7 +82,117 @@ class Member:
             agreed.append(response)
             if response.slot >= 0:
                 self._cache.store(response)
-        return self._buckets(agreed, plan.fusion_bytes)
+        found = self._buckets(agreed, plan.fusion_bytes)
+        if self._lock is not None and self._lock.number == plan.unlock:
+            self._break()
+            self._unlock = None  # the coordinator knows
+        if plan.lock:
+            self._enter(Lock(plan.sequence, plan.lock))
+        return self._due(found)
+
+    def awaited(self) -> Due:
+        """Notes that somebody waits, after all that was submitted before has been announced.
+
+        What he waits for may be held back in a bucket whose other tensors come only later, here or on a rank that needs
+        our data first; so a bucket that is partly there breaks the lock.
+        """
+        if self._lock is not None and self._lock.partial:
+            self._break()
+        return self._due()
+
+    def unlock(self) -> Due:
+        """Breaks the lock, if there is one: what waits is negotiated, so that the coordinator knows who is missing."""
+        self._break()
+        return self._due()
+
+    def leave(self) -> Due:
+        """Ends the announcing; what is due comes before the goodbye.
+
+        What would have to be announced later fails, as it would fail on the ranks that wait for it.
+        """
+        self._break()
+        due = self._due()
+        self._left = True
+        return due
+
+    def landed(self, locked: Locked) -> Due:
+        """Notes that the data of a locked bucket has arrived; its entries leave the table like those of any bucket."""
+        lock = self._locks[locked.lock]
+        if (word := lock.land(locked)) is not None:
+            self._words.append(word)
+        self._forget(lock)
+        return self._due()
+
+    def refused(self, locked: Locked) -> Due:
+        """Notes that some rank's word was invalid: breaks the lock, and announces what did not move."""
+        lock = self._locks[locked.lock]
+        lock.refuse(locked)
+        if lock is self._lock:
+            self._break()
+        self._forget(lock)
+        self._untold += locked.bucket.entries if locked.bucket is not None else ()
+        return self._due()
+
+    def _due(self, found: list[Bucket] | None = None) -> Due:
+        """Sums up what has come together."""
+        report = self._report()
+        words, self._words = self._words, []
+        return Due(report, found or [], words)
+
+    def _report(self) -> Report | None:
+        untold, self._untold = self._untold, []
+        unlock, self._unlock = self._unlock, None
+        if self._left:
+            for entry in untold:
+                self.table.take(entry.request.name).handle.fail(ShutdownError(entry.request.name, (self.rank,)))
+            untold, unlock = [], None
+        report = announced(untold, self._cache, seen=self._seen)
+        if unlock is not None:
+            number, lasted = unlock
+            report = msgspec.structs.replace(report or Report(self._seen), unlock=number, lasted=lasted)
+        if report is None and self._seen - self._reported >= _SILENT_PLANS:
+            # A sign of life, so that the coordinator can forget what older reports might have referred to.
+            report = Report(self._seen)
+        if report is not None:
+            self._reported = self._seen
+        return report
+
+    def _sort(self, entry: Entry) -> None:
+        """Gathers what is locked, and has the rest announced; what contradicts the lock breaks it."""
+        lock = self._lock
+        if lock is not None and (slot := self._cache.slot_of(entry.request.name)) in lock:
+            if not entry.filler and self._cache.slot(entry.request) == slot:
+                if (word := lock.gather(slot, entry)) is not None:
+                    self._words.append(word)
+                return
+            self._break()
+        self._untold.append(entry)
+
+    def _enter(self, lock: Lock) -> None:
+        """Begins a lock: what this rank has announced of it, and no plan has released, counts as submitted just now."""
+        self._lock = self._locks[lock.number] = lock
+        if self._left:
+            self._break()
+        names = {self._cache.request(slot).name for slot in lock.slots}
+        for entry in self.table:
+            if entry.request.name in names and not entry.released:
+                self._sort(entry)
+        if lock.partial:  # somebody may have waited for a part since long ago
+            self._break()
+
+    def _break(self) -> None:
+        """Ends the lock on this rank; occurrences on which it has given its word go on."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            self._unlock = (lock.number, lock.lasted)
+            words, entries = lock.dissolve()
+            self._words += words
+            self._untold += entries
+            self._forget(lock)
+
+    def _forget(self, lock: Lock) -> None:
+        if lock is not self._lock and not lock.flying:
+            self._locks.pop(lock.number, None)
 
     def _buckets(self, agreed: list[Response], fusion_bytes: int) -> list[Bucket]:
         """The buckets to which this rank belongs; every rank numbers them all, so that the numbers agree."""
@@ -83,11 +202,14 @@ class Member:
             members = group[0].request.members
             if not members or self.rank in members:
                 entries = tuple(self._entry(response) for response in group)
+                for place, entry in enumerate(entries):
+                    entry.turn = (self._started, place)
                 found.append(Bucket(self._started, group[0].request, group[0].sizes, entries))
         return found
 
     def _entry(self, response: Response) -> Entry:
         entry = self.table.find(response.request.name)
+        entry.released = True
         if response.slot >= 0:
             self._cache.adopt(response.slot, entry.request, entry.site)
         return entry

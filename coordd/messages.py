@@ -87,7 +87,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """What one rank has new: known tensors as bits over the cache's slots, the others spelled out.
 
     ``seen`` is the last plan that the rank had carried out; it dates the bits. ``fillers`` are those of the hits that
-    the rank only fills up with zeros.
+    the rank only fills up with zeros. ``unlock`` is the lock that the rank has broken, after ``lasted`` steps.
 
     A foreman's report says what several ranks have new, as far as they are members: ``ranks`` is their bit mask, empty
     for all for whom the sender speaks. No report of theirs will be older than ``floor``; -1 for ``seen``.
@@ -97,6 +97,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     hits: bytes = b""
     fillers: bytes = b""
     fresh: tuple[Announcement, ...] = ()
+    unlock: int = 0
+    lasted: int = 0
     ranks: bytes = b""
     floor: int = -1
 
@@ -123,6 +125,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """What all ranks now do, in this order: the hits by ascending slot, then the responses.
 
     ``voids`` are the slots of operations that end without a result, because all members would only have filled up.
+    ``lock`` are slots by bucket that are negotiated no more; the lock is called by this plan's sequence, which the plan
+    that ends it has in ``unlock``.
     """
 
     sequence: int
@@ -131,6 +135,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     responses: tuple[Response, ...] = ()
     fusion_bytes: int = 0
     stop: bool = False
+    lock: tuple[tuple[int, ...], ...] = ()
+    unlock: int = 0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

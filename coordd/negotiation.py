@@ -14,11 +14,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordd.ballot import Ballot, lowest, members_mask, sites, verdict
+from coordd.ballot import Ballot, lowest, members_mask
 from coordd.cache import ResponseCache
 from coordd.errors import MismatchError, spans
-from coordd.messages import Announcement, Plan, Report, Request, Response, Waiting
+from coordd.fusion import buckets
+from coordd.latch import MOST_LINES, Latch, lines
+from coordd.messages import Announcement, Kind, Plan, Report, Request, Response, Waiting
+from coordd.repetition import Slots
 from coordd.roll import Roll
+from coordd.verdict import sites, verdict
 from coordd.wire import bits, mask
 
 __all__ = ["Negotiator"]
@@ -56,7 +60,13 @@ class Negotiator:
     """
 
     def __init__(
-        self, size: int, *, cache_capacity: int, fusion_bytes: int, voices: Sequence[int] | None = None
+        self,
+        size: int,
+        *,
+        cache_capacity: int,
+        fusion_bytes: int,
+        lock_steps: int = 0,
+        voices: Sequence[int] | None = None,
     ) -> None:
         """Starts with an empty table.
 
@@ -64,10 +74,12 @@ class Negotiator:
             size: number of ranks.
             cache_capacity: slots of the cache.
             fusion_bytes: what the plans say about the size of buckets.
+            lock_steps: equal steps that lock the plan; 0 for never.
             voices: for each voice the bit mask of the ranks that it speaks for; by default each rank has its own.
         """
         self._everybody = (1 << size) - 1
         self._voices = [1 << rank for rank in range(size)] if voices is None else voices
+        self._latch = Latch(lock_steps)
         self._fusion_bytes = fusion_bytes
         self._sequence = 0
         self._cache = ResponseCache(cache_capacity)
@@ -88,22 +100,29 @@ class Negotiator:
         """Whether every rank has left."""
         return self._left == self._everybody
 
+    @property
+    def unlocking(self) -> bool:
+        """Whether a lock has ended of whose end the ranks have yet to be told."""
+        return self._latch.ended != 0
+
     def hear(self, voice: int, report: Report) -> None:
         """Enters what the ranks of a voice have new."""
         self._seen[voice] = max(self._seen[voice], report.seen if report.floor < 0 else report.floor)
+        self._latch.hear(report)
         ranks = int.from_bytes(report.ranks, "little") if report.ranks else self._voices[voice]
         hits = int.from_bytes(report.hits, "little")
         if hits:
             fillers = int.from_bytes(report.fillers, "little")
             for former in self._outdated(report.seen, hits):
                 hits &= ~(1 << former.slot)
-                self._enter_known(voice, ranks, former, filler=bool(fillers >> former.slot & 1))
+                self._enter_known(voice, ranks, former, report.seen, filler=bool(fillers >> former.slot & 1))
+            hits &= ~self._latch.overtaken(report.seen)
             for slot in bits(hits & self._spelled_out()):
                 hits &= ~(1 << slot)
-                self._enter_known(voice, ranks, self._current(slot), filler=bool(fillers >> slot & 1))
+                self._enter_known(voice, ranks, self._current(slot), report.seen, filler=bool(fillers >> slot & 1))
             self._roll.enter(ranks, hits, fillers)
         for announcement in report.fresh:
-            self._enter(voice, ranks, announcement)
+            self._enter(voice, ranks, announcement, report.seen)
 
     def leave(self, ranks: int) -> None:
         """Notes that ranks will announce nothing more; what they wait for, and what waits for them, fails.
@@ -121,10 +140,11 @@ class Negotiator:
     def decide(self) -> Plan | None:
         """Releases everything that is ready; None when there is nothing to say."""
         ready, voids = self._ready_slots()
-        if not (ready or self._complete or self._refused):
+        if not (ready or self._complete or self._refused or self._latch.ended):
             return None
         self._sequence += 1
         hits = ready & ~voids
+        earnest = hits & self._roll.earnest
         self._cache.touch(bits(hits))
         self._roll.drop(ready)
         responses, self._refused = self._refused, []
@@ -132,6 +152,7 @@ class Negotiator:
             self._drop(entry)
             responses.append(self._release(entry))
         self._complete.clear()
+        lock = self._lock(earnest, responses) if self._latch.watching else ()
         self._forget()
         return Plan(
             sequence=self._sequence,
@@ -139,6 +160,8 @@ class Negotiator:
             voids=mask(voids),
             responses=tuple(responses),
             fusion_bytes=self._fusion_bytes,
+            lock=lock,
+            unlock=self._latch.tell(),
         )
 
     def waiting(self, ranks: int) -> list[Waiting]:
@@ -161,10 +184,10 @@ class Negotiator:
         """What a slot holds now."""
         return _Former(self._sequence, slot, self._cache.request(slot), self._sites[slot])
 
-    def _enter_known(self, voice: int, ranks: int, known: _Former, *, filler: bool) -> None:
+    def _enter_known(self, voice: int, ranks: int, known: _Former, seen: int, *, filler: bool) -> None:
         """Spells out what a bit means that ranks have set."""
         for group, announcement in self._known(ranks, known, filler=filler):
-            self._enter(voice, group, announcement)
+            self._enter(voice, group, announcement, seen)
 
     def _known(self, ranks: int, known: _Former, *, filler: bool) -> list[tuple[int, Announcement]]:
         """What ranks mean by a bit, in groups that submit the tensor on the same line."""
@@ -176,7 +199,30 @@ class Negotiator:
                 ranks &= ~group
         return [*found, (ranks, Announcement(known.request, "", filler))] if ranks else found
 
-    def _enter(self, voice: int, ranks: int, announcement: Announcement) -> None:
+    def _lock(self, hits: int, responses: list[Response]) -> tuple[Slots, ...]:
+        """Locks the buckets of a step that has come often enough; every rank takes back what it has announced of it.
+
+        Not while a rank has yet to be told of a failure that the others know: they would count different rounds.
+        """
+        known = [Response(self._cache.request(slot), slot=slot) for slot in bits(hits & self._slots_of.get((), 0))]
+        groups = [
+            part
+            for group in buckets(known, fusion_bytes=self._fusion_bytes)
+            if group[0].request.kind is Kind.ALLREDUCE
+            for part in lines(group)
+        ]
+        found = tuple(self._latch.observe(groups, [response.slot for response in responses if response.slot >= 0]))
+        if not found or len(found) > MOST_LINES or self._poisoned or self._left:
+            return ()
+        slots = functools.reduce(operator.or_, (1 << slot for group in found for slot in group))
+        names = frozenset(self._cache.request(slot).name for slot in bits(slots))
+        self._latch.close(self._sequence, slots, names)
+        self._roll.drop(slots)
+        for name in names:
+            self._table.pop(name, None)
+        return found
+
+    def _enter(self, voice: int, ranks: int, announcement: Announcement, seen: int) -> None:
         """Puts one announcement where it is counted: among the bits, or into the table."""
         request = announcement.request
         ranks &= self._mask(request.members)
@@ -185,6 +231,8 @@ class Negotiator:
         if known:
             # A rank has not yet seen the plan that cached its tensor, or announces it from another line.
             self._note_site(slot, ranks, announcement.site)
+        if self._latch.overtakes(request.name, seen):
+            return
         if self._poisoned and not (ranks := self._not_owed(ranks, request)):
             return
         if slot >= 0 and not self._left and request.name not in self._table:
@@ -280,7 +328,8 @@ class Negotiator:
         response = verdict(entry.parts)
         if not response.error and all(told.filler for told in entry.parts.values()):
             return msgspec.structs.replace(response, void=True)
-        slot = -1 if response.error else self._cache.place(response.request, pinned=self._announced_by_any())
+        pinned = self._announced_by_any() | self._latch.slots
+        slot = -1 if response.error else self._cache.place(response.request, pinned=pinned)
         if slot < 0:
             return response
         response = msgspec.structs.replace(response, slot=slot)
@@ -338,3 +387,4 @@ class Negotiator:
         oldest = min(self._seen)
         while self._replaced and self._replaced[0].sequence <= oldest:
             self._replaced.popleft()
+        self._latch.forget(oldest)

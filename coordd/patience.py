@@ -21,6 +21,8 @@ class Patience:
 
     def __init__(self) -> None:
         self._since = 0.0
+        self.crowded = False
+        """Whether other ranks need this core, so that staying awake only keeps them from what is waited for."""
 
     def restart(self) -> None:
         """Notes that something has happened."""
@@ -30,8 +32,10 @@ class Patience:
         """Says whether the wait is still so short that a nap would cost more than it saves.
 
         Args:
-            data: whether it is data that is waited for, which wakes nobody; words do, on the control channel.
+            data: whether it is data that wakes nobody; words do, and data in common memory.
         """
+        if self.crowded:
+            return False
         return time.monotonic() - self._since < (_AWAKE_FOR_DATA if data else _AWAKE_FOR_WORDS)
 
     def spin(self) -> None:

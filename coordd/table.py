@@ -16,7 +16,7 @@ from coordd.errors import DuplicateNameError
 from coordd.messages import Announcement, Report, Request
 from coordd.wire import mask
 
-__all__ = ["Entry", "Promise", "TensorTable", "show_site"]
+__all__ = ["Entry", "Promise", "TensorTable", "announced", "show_site"]
 
 Site = tuple[CodeType, int] | None
 
@@ -52,10 +52,10 @@ class Entry:
 
     ``array`` is reduced or filled in place; ``land`` runs on the daemon's thread after the data has arrived, and its
     value becomes the handle's result. A filler takes part with zeros if another rank has something; if nobody has, its
-    result is None.
+    result is None. ``released`` says that all ranks have it, so that its data may be on the way.
     """
 
-    __slots__ = ("array", "filler", "handle", "land", "request", "site")
+    __slots__ = ("array", "filler", "handle", "land", "released", "request", "site", "turn")
 
     def __init__(  # noqa: PLR0913, PLR0917 - made for every gradient, and keywords cost time
         self,
@@ -72,6 +72,9 @@ class Entry:
         self.handle = handle
         self.site = site
         self.land = land
+        self.turn = (0, 0)
+        """The plan's bucket in which it was started last, and its place there; equal on all ranks."""
+        self.released = False
 
     def finish(self, array: np.ndarray) -> None:
         """Hands the result over."""
@@ -91,32 +94,22 @@ class TensorTable:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
-    def admit(self, entries: Iterable[Entry], cache: ResponseCache, *, seen: int) -> Report | None:
-        """Takes new entries in, and says what is new.
+    def admit(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Takes new entries in, and returns them.
 
         A name that is still in flight is refused: the later entry fails, and nobody else hears of it.
-
-        Returns:
-            the report; None if nothing is new.
         """
-        hits = fillers = 0
-        fresh = []
+        admitted = []
         for entry in entries:
             request = entry.request
-            if (first := self._entries.setdefault(request.name, entry)) is not entry:
+            if (first := self._entries.setdefault(request.name, entry)) is entry:
+                admitted.append(entry)
+            else:
                 sites = {"site": show_site(entry.site), "first_site": show_site(first.site)}
                 entry.handle.fail(DuplicateNameError(request.name, **sites))
-                continue
-            self.last = entry
-            slot = cache.slot(request)
-            if slot >= 0 and cache.site(slot) == entry.site:
-                hits |= 1 << slot
-                fillers |= entry.filler << slot
-            else:
-                if slot >= 0:
-                    cache.adopt(slot, request, entry.site)
-                fresh.append(Announcement(request, show_site(entry.site), entry.filler))
-        return Report(seen, mask(hits), mask(fillers), tuple(fresh)) if hits or fresh else None
+        if admitted:
+            self.last = admitted[-1]
+        return admitted
 
     def take(self, name: str) -> Entry:
         """Removes and returns an entry."""
@@ -135,6 +128,26 @@ class TensorTable:
         entries = list(self._entries.values())
         self._entries.clear()
         return entries
+
+
+def announced(entries: Iterable[Entry], cache: ResponseCache, *, seen: int) -> Report | None:
+    """Says what is new: known tensors as bits, the others spelled out.
+
+    Returns:
+        the report; None if nothing is new.
+    """
+    hits = fillers = 0
+    fresh = []
+    for entry in entries:
+        slot = cache.slot(entry.request)
+        if slot >= 0 and cache.site(slot) == entry.site:
+            hits |= 1 << slot
+            fillers |= entry.filler << slot
+        else:
+            if slot >= 0:
+                cache.adopt(slot, entry.request, entry.site)
+            fresh.append(Announcement(entry.request, show_site(entry.site), entry.filler))
+    return Report(seen, mask(hits), mask(fillers), tuple(fresh)) if hits or fresh else None
 
 
 def show_site(site: Site) -> str:

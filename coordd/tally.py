@@ -83,6 +83,8 @@ class Tally:
         self._tensors: dict[Key, _Tensor] = {}
         self._due: dict[Key, _Tensor] = {}
         self._turn = 0
+        self._locked = 0
+        self._unlocked = 0
         self._out: list[Report] = []
 
     @property
@@ -102,7 +104,14 @@ class Tally:
                 hits &= ~old
             self._roll.enter(ranks, hits, fillers)
             self._held |= hits
-        if len(report.fresh) >= self._batch:
+        if report.unlock > self._unlocked:
+            self._unlocked = report.unlock
+            self._out.append(self._report(seen=report.seen, unlock=report.unlock, lasted=report.lasted, ranks=ranks))
+        if (
+            report.fresh and report.seen < self._locked
+        ):  # of what is locked they speak in vain, and only the date says so
+            self._out.append(self._report(seen=report.seen, fresh=report.fresh, ranks=ranks))
+        elif len(report.fresh) >= self._batch:
             self._add(ranks, report.fresh)
         else:
             self._enter(ranks, report.fresh)
@@ -113,7 +122,7 @@ class Tally:
         What was said before the plan is reported first if it could be misunderstood afterwards.
         """
         slots = sum(1 << slot for slot in {response.slot for response in plan.responses if response.slot >= 0})
-        if slots & self._held:
+        if plan.lock or slots & self._held:
             self._flush()
         hits = int.from_bytes(plan.hits, "little") | int.from_bytes(plan.voids, "little")
         for slot in bits(hits) if self._tensors else ():
@@ -126,6 +135,8 @@ class Tally:
             self._forget(response)
             if response.slot >= 0:
                 self._learn(response.slot, response.request)
+        if plan.lock:
+            self._lock([slot for group in plan.lock for slot in group])
 
     def turn(self, *, late: bool = False) -> list[Report]:
         """Reports what all have said alike; and the rest, too, if it is late."""
@@ -200,6 +211,15 @@ class Tally:
     def _tell(self, ranks: int, hits: int, fillers: int) -> None:
         if ranks:
             self._out.append(self._report(hits=hits, fillers=fillers, ranks=ranks))
+
+    def _lock(self, slots: list[int]) -> None:
+        """Forgets who has announced what is locked now: they take it back, and will say nothing more of it."""
+        self._locked = self._last_change = self._seen
+        for slot in slots:
+            self._changed[slot] = self._seen
+            self._tensors.pop((self._requests[slot].name, self._requests[slot].members), None)
+        self._roll.drop(sum(1 << slot for slot in slots))
+        self._passed.drop(sum(1 << slot for slot in slots))
 
     def _outdated(self, seen: int, hits: int) -> int:
         """The hits whose slots have changed hands since."""
@@ -284,9 +304,11 @@ class Tally:
         fillers: int = 0,
         fresh: tuple[Announcement, ...] = (),
         ranks: int = 0,
+        **lock: int,
     ) -> Report:
         floor = min(self._floors.values())
-        return Report(self._seen if seen is None else seen, mask(hits), mask(fillers), fresh, mask(ranks), floor)
+        known = self._seen if seen is None else seen
+        return Report(known, mask(hits), mask(fillers), fresh, ranks=mask(ranks), floor=floor, **lock)
 
 
 def _turn_of(item: tuple[Key, _Tensor]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from coordd.coordinator import Coordinator
 from coordd.handles import Handle
-from coordd.member import Bucket, Member
+from coordd.member import Bucket, Due, Locked, Member
 from coordd.messages import Goodbye, Hello, Kind, Message, Plan, Report, Request
 from coordd.table import Entry
 
@@ -43,6 +43,8 @@ class Star:
         self.up: list[deque[Message]] = [deque() for _ in self.ranks]
         self.down: list[deque[Message]] = [deque() for _ in self.ranks]
         self.flying: list[list[Bucket]] = [[] for _ in self.ranks]
+        self.words: dict[tuple[int, int, int], dict[int, Locked]] = {}
+        self._met: list[Locked] = []
         self._inboxes: list[list[Entry]] = [[] for _ in self.ranks]
         self.now = 0.0
         for rank in self.ranks:
@@ -59,14 +61,17 @@ class Star:
     def report(self, rank: int) -> Report | None:
         """Has a rank say what is new, onto its way up."""
         entries, self._inboxes[rank] = self._inboxes[rank], []
-        report = self.members[rank].announce(entries)
-        if report is not None:
-            self.up[rank].append(report)
-        return report
+        return self._do(rank, self.members[rank].announce(entries)).report
 
-    def leave(self, rank: int) -> None:
-        """Has a rank say goodbye."""
+    def wait(self, rank: int) -> Report | None:
+        """Has a rank notice that somebody waits there."""
+        return self._do(rank, self.members[rank].awaited()).report
+
+    def leave(self, rank: int) -> Report | None:
+        """Has a rank say goodbye; returns what it says before."""
+        due = self._do(rank, self.members[rank].leave())
         self.up[rank].append(Goodbye())
+        return due.report
 
     def hear(self, rank: int) -> None:
         """Lets everything from one rank arrive."""
@@ -89,17 +94,43 @@ class Star:
         started = []
         while self.down[rank]:
             if isinstance(message := self.down[rank].popleft(), Plan):
-                started += self.members[rank].follow(message)
-        self.flying[rank] += started
+                started += self._do(rank, self.members[rank].follow(message)).buckets
         return started
 
     def land(self, rank: int) -> None:
         """Lets the data of all that one rank has started arrive."""
         for bucket in self.flying[rank]:
-            for entry in bucket.entries:
-                self.members[rank].table.take(entry.request.name)
-                entry.finish(entry.array)
+            self._finish(rank, bucket)
         self.flying[rank].clear()
+
+    def meet(self, rank: int) -> list[Locked]:
+        """Tells one rank what has become of its words on which all ranks have given theirs; returns those."""
+        ended = []
+        for told in self.words.values():
+            mine = told.get(rank)
+            if mine is None or mine.bucket is None or len(told) < len(self.ranks) or mine in self._met:
+                continue
+            self._met.append(mine)
+            ended.append(mine)
+            if all(locked.bucket for locked in told.values()):
+                self._do(rank, self.members[rank].landed(mine))
+                self._finish(rank, mine.bucket)
+            else:
+                self._do(rank, self.members[rank].refused(mine))
+        return ended
+
+    def _do(self, rank: int, due: Due) -> Due:
+        if due.report is not None:
+            self.up[rank].append(due.report)
+        self.flying[rank] += due.buckets
+        for locked in due.words:
+            self.words.setdefault((locked.lock, locked.index, locked.occurrence), {})[rank] = locked
+        return due
+
+    def _finish(self, rank: int, bucket: Bucket) -> None:
+        for entry in bucket.entries:
+            self.members[rank].table.take(entry.request.name)
+            entry.finish(entry.array)
 
     def each(self, step: Callable[[int], Any]) -> None:
         """Does something on every rank."""

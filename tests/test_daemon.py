@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 from coordd import api
 from coordd.config import Config
 from coordd.daemon import Daemon
-from coordd.errors import DuplicateNameError, NotInitializedError, PeerError, ShutdownError, StartError
+from coordd.errors import ConfigError, DuplicateNameError, NotInitializedError, PeerError, ShutdownError, StartError
 from coordd.messages import ReduceOp
 from coordd.rendezvous import local_world
 from tests.local_ranks import LocalRanks, each_rank, local_ranks
@@ -241,12 +242,26 @@ def test_ranks_that_do_not_fit_together_do_not_start(settings, text):
 
 
 def test_settings_that_concern_one_rank_may_differ():
-    daemons = [
-        Daemon(Config(log_level=level), way) for level, way in zip(("info", "error"), local_world(2), strict=True)
-    ]
-    ranks = LocalRanks(daemons)
+    cores = os.sched_getaffinity(0)
+    own = {"log_level": "info"}, {"log_level": "error", "daemon_cores": str(min(cores))}
+    ranks = LocalRanks([Daemon(Config(**each), way) for each, way in zip(own, local_world(2), strict=True)])
     ranks.start()
     ranks.stop()
+
+
+def test_a_daemon_runs_where_it_is_told():
+    cores = os.sched_getaffinity(0)
+    daemon = Daemon(Config(daemon_cores=str(max(cores))), local_world(1)[0])
+    daemon.start()
+    assert os.sched_getaffinity(daemon._thread.native_id) == {max(cores)}
+    assert os.sched_getaffinity(0) == cores
+    daemon.stop()
+
+
+def test_a_daemon_that_is_told_nonsense_does_not_start():
+    daemon = Daemon(Config(daemon_cores="9999"), local_world(1)[0])
+    with pytest.raises(ConfigError, match="give processors that this process may use"):
+        daemon.start()
 
 
 def test_ranks_that_do_not_come_are_not_waited_for_for_ever():

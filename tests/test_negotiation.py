@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordd.messages import Announcement, Kind, ReduceOp, Report, Request, Response, Waiting
-from coordd.ballot import verdict
+from coordd.verdict import verdict
 from tests.minds import knowing, mind, say, told
 from tests.star import allreduce
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from coordd import rendezvous
+from coordd.bell import Bell
 from coordd.config import Config
 from coordd.daemon import Daemon
 from coordd.errors import StartError
@@ -23,19 +24,20 @@ def _nothing_is_launched(monkeypatch):
 
 
 def test_a_script_without_a_launcher_is_a_world_of_one():
-    link = meet(Config())(lambda: None)
+    link = meet(Config())(Bell())
     assert (link.transport.rank, link.transport.size) == (0, 1)
     link.control.send(0, Goodbye())
     assert link.control.receive() == [(0, Goodbye())]
 
 
 def test_local_ranks_meet_each_other():
-    woken: list[int] = []
-    links = [way(lambda rank=rank: woken.append(rank)) for rank, way in enumerate(local_world(3))]
+    bells = [Bell() for _ in range(3)]
+    links = [way(bell) for way, bell in zip(local_world(3), bells, strict=True)]
     assert [(link.transport.rank, link.transport.size) for link in links] == [(0, 3), (1, 3), (2, 3)]
     links[2].control.send(0, Goodbye())
     assert links[0].control.receive() == [(2, Goodbye())]
-    assert woken == [0]
+    bells[0].sleep(None)  # it was rung
+    assert links[1].hosts == links[2].hosts
 
 
 @pytest.mark.parametrize("environment", [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "8"}])
@@ -61,7 +63,7 @@ def test_an_mpi_launcher_is_recognised(monkeypatch):
 
     monkeypatch.setattr(rendezvous, "MpiTransport", Mpi)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-    assert isinstance(meet(Config())(lambda: None).transport, Mpi)
+    assert isinstance(meet(Config())(Bell()).transport, Mpi)
 
 
 def test_a_transport_that_nobody_has_is_refused_by_name():

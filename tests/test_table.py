@@ -9,7 +9,7 @@ from coordd.cache import ResponseCache
 from coordd.errors import DuplicateNameError
 from coordd.handles import Handle
 from coordd.messages import Announcement, Report, Request, Response
-from coordd.table import Entry, TensorTable, show_site
+from coordd.table import Entry, TensorTable, announced, show_site
 from tests.star import allreduce
 
 SCRIPT = compile("", "train.py", "exec")
@@ -30,69 +30,74 @@ def knowing(*requests: Request, line: int | None = 1) -> ResponseCache:
     return cache
 
 
+def admit(table: TensorTable, *entries: Entry, cache: ResponseCache, seen: int) -> Report | None:
+    """What a rank says after these were submitted."""
+    return announced(table.admit(entries), cache, seen=seen)
+
+
 def test_what_is_new_is_spelled_out_with_its_site():
-    report = TensorTable().admit([entry(W), entry(V, 2, filler=True)], ResponseCache(8), seen=7)
+    report = admit(TensorTable(), entry(W), entry(V, 2, filler=True), cache=ResponseCache(8), seen=7)
     assert report == Report(7, fresh=(Announcement(W, "train.py:1"), Announcement(V, "train.py:2", True)))
 
 
 def test_what_is_known_is_a_bit():
-    report = TensorTable().admit([entry(V, filler=True), entry(W)], knowing(W, V), seen=3)
+    report = admit(TensorTable(), entry(V, filler=True), entry(W), cache=knowing(W, V), seen=3)
     assert report == Report(3, hits=b"\x03", fillers=b"\x02")
 
 
 def test_another_shape_is_news():
-    report = TensorTable().admit([entry(allreduce("w", 5))], knowing(W), seen=3)
+    report = admit(TensorTable(), entry(allreduce("w", 5)), cache=knowing(W), seen=3)
     assert report.fresh[0].request.shape == (5,)
     assert not report.hits
 
 
 def test_another_site_is_news_once():
     cache, table = knowing(W), TensorTable()
-    report = table.admit([entry(W, 31)], cache, seen=1)
+    report = admit(table, entry(W, 31), cache=cache, seen=1)
     assert report == Report(1, fresh=(Announcement(W, "train.py:31"),))
     table.take("w")
-    assert table.admit([entry(W, 31)], cache, seen=2) == Report(2, hits=b"\x01")
+    assert admit(table, entry(W, 31), cache=cache, seen=2) == Report(2, hits=b"\x01")
 
 
 def test_the_site_of_another_tensor_under_that_name_does_not_count():
     """Who has told the coordinator of line 31 for one shape has not told it for the other."""
     cache, table = knowing(W), TensorTable()
-    table.admit([entry(allreduce("w", 5), 31)], cache, seen=1)
+    admit(table, entry(allreduce("w", 5), 31), cache=cache, seen=1)
     table.take("w")
-    assert table.admit([entry(W, 31)], cache, seen=2).fresh == (Announcement(W, "train.py:31"),)
+    assert admit(table, entry(W, 31), cache=cache, seen=2).fresh == (Announcement(W, "train.py:31"),)
 
 
 def test_an_unknown_site_is_a_site():
-    assert TensorTable().admit([entry(W, None)], knowing(W, line=None), seen=1) == Report(1, hits=b"\x01")
+    assert admit(TensorTable(), entry(W, None), cache=knowing(W, line=None), seen=1) == Report(1, hits=b"\x01")
 
 
 def test_without_news_there_is_no_report():
     table = TensorTable()
-    assert table.admit([], ResponseCache(8), seen=1) is None
+    assert admit(table, cache=ResponseCache(8), seen=1) is None
 
 
 def test_a_name_in_flight_is_refused_and_not_told():
     table, first, second = TensorTable(), entry(W, 1), entry(allreduce("w", 5), 2)
-    report = table.admit([first, second], ResponseCache(8), seen=0)
+    report = admit(table, first, second, cache=ResponseCache(8), seen=0)
     assert report == Report(0, fresh=(Announcement(W, "train.py:1"),))
     assert not first.handle.poll()
     with pytest.raises(DuplicateNameError, match=r"'w', submitted at train\.py:2, is still in flight from train\.py:1"):
         second.handle.result(0)
-    assert table.admit([entry(W)], ResponseCache(8), seen=0) is None
+    assert admit(table, entry(W), cache=ResponseCache(8), seen=0) is None
     assert list(table) == [first]
 
 
 def test_a_name_can_be_used_again_when_it_is_done():
     table = TensorTable()
     for _ in range(2):
-        table.admit([one := entry(W)], ResponseCache(0), seen=0)
+        admit(table, one := entry(W), cache=ResponseCache(0), seen=0)
         assert table.take("w") is one
 
 
 def test_entries_are_found_until_they_are_taken():
     table, old, young = TensorTable(), entry(W), entry(V)
     assert table.oldest() is None
-    table.admit([old, young], ResponseCache(8), seen=0)
+    admit(table, old, young, cache=ResponseCache(8), seen=0)
     assert (table.oldest(), table.last, len(table)) == (old, young, 2)
     assert table.find("w") is old
     assert table.take("w") is old
@@ -103,7 +108,7 @@ def test_entries_are_found_until_they_are_taken():
 
 def test_clearing_returns_everything():
     table = TensorTable()
-    table.admit(entries := [entry(W), entry(V)], ResponseCache(8), seen=0)
+    table.admit(entries := [entry(W), entry(V)])
     assert table.clear() == entries
     assert len(table) == 0
 
@@ -126,7 +131,7 @@ def test_names_that_are_used_once_leave_nothing_behind():
     table, cache = TensorTable(), ResponseCache(2)
     sizes = set()
     for number in range(100):
-        table.admit([entry(allreduce(f"noname.{number}", transient=True))], cache, seen=0)
+        admit(table, entry(allreduce(f"noname.{number}", transient=True)), cache=cache, seen=0)
         table.take(f"noname.{number}")
         sizes.add(sum(len(part) for part in vars(table).values() if hasattr(part, "__len__")))
     assert sizes == {0}

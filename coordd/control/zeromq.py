@@ -11,12 +11,11 @@ import logging
 import os
 import select
 import socket
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from coordd.control.protocol import LOST, Lost
 from coordd.errors import StartError
@@ -28,6 +27,7 @@ __all__ = ["Address", "ZmqControl"]
 log = logging.getLogger("coordd")
 
 _LINGER_MS = 500
+_EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): number and value; PyZMQ's own reader of it imports asyncio
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class ZmqControl:
     def _losses(self) -> list[tuple[int, Message | Lost]]:
         found: list[tuple[int, Message | Lost]] = []
         while _readable(self._monitor):
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            gone = self._rank_of_connection.pop(event["value"], -1)
+            _, connection = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            gone = self._rank_of_connection.pop(connection, -1)
             rank = gone if self._rank == self._hub else self._hub
             if rank >= 0:
                 found.append((rank, LOST))
@@ -167,6 +167,8 @@ def interface_for(hosts: Sequence[str], wanted: str) -> str:
     """
     if not wanted and len(set(hosts)) == 1:
         return "127.0.0.1"
+    import psutil  # takes as long to import as ZeroMQ, and ranks of one host need none of it
+
     addresses = {
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for name, entries in psutil.net_if_addrs().items()

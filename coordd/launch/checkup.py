@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from coordd.launch.cores import cores_here
+from coordd.cores import cores_here
 from coordd.launch.finding import Finding
 from coordd.launch.launcher import Launcher, LauncherError
 from coordd.version import VERSION

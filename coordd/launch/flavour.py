@@ -1,7 +1,7 @@
 """The launchers that we can drive: what each is called and which flags it understands.
 
 One rule: everything here is a pure function of a `Launch`; the tests hold a table of command lines. Binding is always
-switched off, because each rank binds itself, alike under every launcher (see `coordd.launch.cores`).
+switched off, because each rank binds itself, alike under every launcher (see `coordd.launch.shares`).
 """
 
 from __future__ import annotations

@@ -35,10 +35,11 @@ class Output(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A rank's command has been started on a host."""
+    """A rank's command has been started on a host; the first one there says what its ranks get of the cores."""
 
     rank: int
     host: str
+    note: str = ""
 
 
 class Ended(NamedTuple):
@@ -56,7 +57,7 @@ def encode(frame: Frame) -> bytes:
     if isinstance(frame, Output):
         fields = [b"%d" % frame.stream + _ENDS[frame.piece.end], frame.piece.text]
     elif isinstance(frame, Started):
-        fields = [b"s", frame.host.encode()]
+        fields = [b"s", frame.host.encode(), frame.note.encode()]
     else:
         fields = [b"f", _written(frame.outcome)]
     return _FIELD.join([_MARK, b"%d" % frame.rank, *fields]) + b"\n"
@@ -81,7 +82,8 @@ def decode(line: bytes) -> Frame | None:
 
 def _read(rank: int, kind: bytes, payload: bytes) -> Frame:
     if kind == b"s":
-        return Started(rank, payload.decode())
+        host, note = payload.decode().split("\x1f")
+        return Started(rank, host, note)
     if kind == b"f":
         code, signal, told, consequence, exception, last = payload.decode(errors="replace").split("\x1f")
         return Ended(rank, Outcome(int(code), int(signal), told == "1", consequence == "1", exception, last))

@@ -62,6 +62,13 @@ class Job:
         self._streams: dict[int, int] = {}  # descriptor: 1 or 2
         self._poller = select.poll()
         self._held: list[bytes] = []
+        self._noted: set[str] = set()
+
+    def note(self, text: str, host: str = "") -> None:
+        """Says something that is no rank's output, once: many hosts would say the same."""
+        if text and text not in self._noted:
+            self._noted.add(text)
+            self._screen.say(f"coordd: {f'{host}: ' * bool(host)}{text}")
 
     def run(self) -> Verdict:
         """Runs the job to its end.
@@ -149,6 +156,7 @@ class Job:
             self._screen.show(frame)
         elif isinstance(frame, Started):
             self._record.hosts[frame.rank] = frame.host
+            self.note(frame.note, frame.host)
         elif isinstance(frame, Ended):
             self._end(frame)
         else:

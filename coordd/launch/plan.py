@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordd.cores import Cores
 from coordd.errors import ConfigError
-from coordd.launch.cores import Cores, divide
 from coordd.launch.environment import assignments, forwarded
 from coordd.launch.flavour import ALONE, SLURM, Flavour, Launch
 from coordd.launch.hosts import Host, place_ranks
@@ -19,6 +19,7 @@ from coordd.launch.job import Program
 from coordd.launch.launcher import Launcher, LauncherError
 from coordd.launch.options import command_of, extra_of, hosts_of, knob_variables
 from coordd.launch.rank import Order
+from coordd.launch.shares import Wish, describe
 
 __all__ = ["Plan"]
 
@@ -74,7 +75,8 @@ class Plan:
         )
         argv = [*([str(launcher.path)] if launcher else []), *flavour.flags(launch)]
         title = launcher.title if launcher else "rank 0"
-        note = f"{_ranks(size)} {_share(size, cores, order, inherited) if here else _elsewhere(hosts)}"
+        wish = Wish.of(options.threads, inherited)
+        note = describe(cores, size, wish, bind=options.bind and size > 1) if here else _elsewhere(size, hosts)
         return cls(size, Program(argv, inherited, flavour, title), settings, note)
 
     def __str__(self) -> str:
@@ -118,29 +120,6 @@ def _pmi(flavour: Flavour, given: str) -> tuple[str, ...]:
         return ()
 
 
-def _share(size: int, cores: Cores, order: Order, environment: Mapping[str, str]) -> str:
-    """Says what each rank gets of this host."""
-    share = divide(cores, 0, size)
-    of_cores = f"on {cores.usable} core{'s' * (cores.usable > 1)}"
-    if size > cores.usable:
-        of_cores += ", which they take turns on"
-    elif share.bound_to and order.bind:
-        of_cores += ", each bound to its own"
-    if order.threads:
-        return f"of {_threads(order.threads)} {of_cores}"
-    if "OMP_NUM_THREADS" in environment:
-        return f"{of_cores}; OMP_NUM_THREADS={environment['OMP_NUM_THREADS']} is kept"
-    return f"of {_threads(share.threads)} {of_cores}"
-
-
-def _elsewhere(hosts: tuple[Host, ...]) -> str:
+def _elsewhere(size: int, hosts: tuple[Host, ...]) -> str:
     where = ", ".join(map(str, hosts)) or "the hosts of this reservation"
-    return f"on {where}; each host divides its cores among its ranks"
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count > 1)}"
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
+    return f"{size} rank{'s' * (size > 1)} on {where}; each host divides its cores among its ranks"

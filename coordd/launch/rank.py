@@ -18,12 +18,14 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from coordd.affinity import DAEMON_CORES, write_cpus
+from coordd.cores import cores_here
 from coordd.launch.child import Child
-from coordd.launch.cores import cores_here, divide, thread_variables
 from coordd.launch.frames import Ended, Started, encode, whole
 from coordd.launch.outcome import Outcome
 from coordd.launch.place import place
 from coordd.launch.relay import Relay
+from coordd.launch.shares import Share, Wish, describe, divide, thread_variables
 from coordd.launch.tether import Guard, die_with_parent
 
 __all__ = ["Order", "Rank", "main"]
@@ -86,10 +88,12 @@ class Rank:
         self._slurm = order.style == "slurm"
         self._stops = {**_STOPS, signal.SIGUSR2: signal.SIGTERM} if self._slurm else _STOPS
         self._wake = _listen()
-        share = divide(cores_here(), here.local_rank, here.local_size)
-        environment = _environment(order.threads or share.threads, insist=order.threads > 0)
-        cpus = share.bound_to if order.bind else ()
-        self._child = child = Child(order.command, environment, cpus=cpus, reset=_HANDLED)
+        cores, wish = cores_here(), Wish.of(order.threads, os.environ)
+        bind = order.bind and here.size > 1  # a single rank has nobody to make room for
+        share = divide(cores, here.local_rank, here.local_size, wish)
+        environment = _environment(share, insist=order.threads > 0, bind=bind)
+        self._child = child = Child(order.command, environment, cpus=share.bound_to if bind else (), reset=_HANDLED)
+        self._note = describe(cores, here.local_size, wish, bind=bind) if here.local_rank == 0 else ""
         killed = encode(Ended(here.rank, Outcome(signal=signal.SIGKILL)))
         self._guard = Guard(child.pid, lambda: _write(launcher, killed))
         self._rank = here.rank
@@ -102,7 +106,7 @@ class Rank:
 
     def run(self) -> int:
         """Serves the command until it has ended and we may go; returns its exit status."""
-        self._relay.say([Started(self._rank, os.uname().nodename)])
+        self._relay.say([Started(self._rank, os.uname().nodename, self._note)])
         while (end := self._child.end()) is None:
             if not self._serve(_QUIET if self._relay.unfinished else None):
                 self._relay.flush()
@@ -160,13 +164,15 @@ class Rank:
         self._child.tell_all(self._stops[signal.Signals(number)] if self._asked == 1 else signal.SIGKILL)
 
 
-def _environment(threads: int, *, insist: bool) -> dict[str, str]:
+def _environment(share: Share, *, insist: bool, bind: bool) -> dict[str, str]:
     """Composes the command's environment; what the user has set stays."""
     defaults = {
         "PYTHONUNBUFFERED": "1",  # output comes when it is written, and none is lost when the process is killed
         "PYTHONFAULTHANDLER": "1",  # a crash in native code says where
     }
-    own = thread_variables(threads, os.environ, insist=insist)
+    own = thread_variables(share.threads, os.environ, insist=insist)
+    if bind and share.daemon_on:
+        own[DAEMON_CORES] = write_cpus(share.daemon_on)
     return {**defaults, **os.environ, **own, "COORDD_LAUNCHED": "1"}
 
 

@@ -9,7 +9,7 @@ import sys
 from contextlib import ExitStack
 from typing import TextIO
 
-from coordd.launch.cores import cores_here
+from coordd.cores import cores_here
 from coordd.launch.job import Job
 from coordd.launch.logs import Logs
 from coordd.launch.plan import Plan
@@ -35,8 +35,9 @@ def run(options: argparse.Namespace) -> int:
         if logs:
             stack.callback(logs.close)
         screen = Screen(_sink(sys.stdout), _sink(sys.stderr), prefix=options.prefix, logs=logs)
-        screen.say(f"coordd: {plan.note}")
-        verdict = Job(plan.program, size=plan.size, screen=screen, grace=options.grace_seconds).run()
+        job = Job(plan.program, size=plan.size, screen=screen, grace=options.grace_seconds)
+        job.note(plan.note)
+        verdict = job.run()
         if verdict.text:
             screen.say(f"coordd: {verdict.text}")
         return verdict.status

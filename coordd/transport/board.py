@@ -60,7 +60,7 @@ class Board:
             OSError: the owner cannot be seen from here.
         """
         self.memory = attach(pid, descriptor, BOARD_WORDS * 8, populate=False)
-        self.words = memoryview(self.memory[:_FIRST_INLINE]).cast("q")
+        self.words = self.memory[:_FIRST_INLINE].data.cast("q")
         self.pid = pid
         self._bell = os.open(f"/proc/{pid}/fd/{bell}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -113,10 +113,14 @@ class Board:
         """The index of a slot's first word."""
         return _FIRST_SLOT + number * _SLOT_WORDS
 
+    def has_reached(self, slot: int, stamp: int) -> bool:
+        """Whether the owner has begun the operation with this stamp, or a later one in the same slot."""
+        return self.words[self.slot(slot)] >= stamp
+
     def inline(self, number: int) -> memoryview:
         """A slot's own bytes."""
         start = _FIRST_INLINE + number * INLINE_BYTES
-        return memoryview(self.memory)[start : start + INLINE_BYTES]
+        return self.memory.data[start : start + INLINE_BYTES]
 
     def fall_asleep(self) -> None:
         """Says that a ring is needed; to be followed by a last look."""

@@ -80,7 +80,7 @@ class Group:
         members: Sequence[int],
         rank: int,
         *,
-        sequence: int,
+        tag: int,
         chunk: int,
         pulse: Pulse,
         scratch: Scratch | None = None,
@@ -91,7 +91,7 @@ class Group:
             lane: where its messages travel.
             members: global ranks, ascending.
             rank: this rank.
-            sequence: its number, equal on all members.
+            tag: the first of its tags, `tags_per_operation` and one more; equal on all members.
             chunk: bytes in which large tensors travel.
             pulse: beats with every round.
             scratch: memory to work in, shared with other operations.
@@ -102,7 +102,7 @@ class Group:
         self.members = members
         self.me = members.index(rank)
         self.chunk = chunk
-        self._tag = sequence % (lane.tags // self.tags_per_operation) * self.tags_per_operation
+        self._tag = tag
 
     @property
     def size(self) -> int:
@@ -112,6 +112,11 @@ class Group:
     def tag(self, slot: int, phase: int) -> int:
         """The tag of a phase of the piece that is handled in a slot of the window."""
         return self._tag + slot * _PHASES + phase
+
+    @property
+    def word_tag(self) -> int:
+        """The tag of the members' words on whether the operation may begin; only locked ones have it."""
+        return self._tag + self.tags_per_operation
 
     def others(self) -> Iterator[int]:
         """The other members by index, starting after this one so that not everybody talks to the first."""
@@ -146,6 +151,11 @@ class Reduction:
         self._postscale = postscale
         self._in_place = dtype.kind != "c"  # NumPy multiplies complex numbers in place with another rounding
         self._narrow = dtype.name in {"float16", "bfloat16"}
+
+    @property
+    def scales(self) -> bool:
+        """Whether `prepare` changes anything."""
+        return self._prescale != 1.0
 
     def prepare(self, piece: np.ndarray) -> None:
         """Applies the prescale factor, in place."""

@@ -14,9 +14,9 @@ from coordd.transport.segments import Heap, attach
 
 __all__ = ["Commons", "Meeting", "join"]
 
-_STAMP, _STAGED, _REDUCED, _PLACES = 0, 1, 2, 8
+_STAMP, _STAGED, _REDUCED, _WORD, _VERDICT, _PLACES = 0, 1, 2, 3, 4, 8
 _EVERYTHING = 1 << 62
-_INVALID = -1
+_VALID, _INVALID = 1, -1
 
 
 class Commons:
@@ -93,28 +93,35 @@ class Meeting:
         self._others = [commons.boards[rank] for rank in members if rank != commons.rank]
         self._done = False
 
-    def enter(self) -> bool:
-        """Takes the slot, once all members have done with its former operation; says whether that is so."""
+    def enter(self, *, word: bool = True) -> bool:
+        """Takes the slot, once all members have done with its former operation; says whether that is so.
+
+        Args:
+            word: whether this rank takes part; if not, nothing must move anywhere.
+        """
         if self._before is not None:
             if not self._before.over():
                 return False
             self._before = None
         base, words = self._base, self._words
-        words[base + _STAGED] = words[base + _REDUCED] = 0
+        words[base + _STAGED] = words[base + _REDUCED] = words[base + _VERDICT] = 0
+        words[base + _WORD] = _VALID if word else _INVALID
         fence()
-        words[base + _STAMP] = self.stamp
+        words[base] = self.stamp
+        ring_all(self._others)
         return True
 
     def over(self) -> bool:
         """Says whether nobody uses this operation's memory any more."""
-        return self._done and self.all_reduced(1)
+        return self._done and self.all_reduced(_EVERYTHING)
 
     def finish(self) -> None:
-        """Notes that this rank has done with it."""
+        """Says that this rank has done with it."""
         self._done = True
+        self.hand_out(_EVERYTHING)
 
     def lay_open(self, count: int) -> None:
-        """Tells the others that so many pieces of this rank can be read; -1 is the word *invalid*."""
+        """Tells the others that so many pieces of this rank can be read."""
         fence()
         self._words[self._base + _STAGED] = count
         ring_all(self._others)
@@ -134,16 +141,22 @@ class Meeting:
         return all(self._count(words, _REDUCED) >= count for words in self._theirs)
 
     def words(self) -> bool | None:
-        """The others' words on this operation: False if any is invalid, True if all are valid, None if not all are here."""
-        counts = [self._count(words, _STAGED) for words in self._theirs]
-        if _INVALID in counts:
+        """What the others say: False if one will not take part, True if all will, None if some are yet to come."""
+        found = [self._count(words, _WORD) for words in self._theirs]
+        if _INVALID in found:
             return False
-        return True if all(counts) else None
+        return True if all(found) else None
 
-    def missing(self) -> list[int]:
-        """The ranks that have not come yet."""
-        others = (rank for rank in self.members if rank != self.commons.rank)
-        return [rank for rank, words in zip(others, self._theirs, strict=True) if not self._count(words, _STAGED)]
+    def conclude(self, *, valid: bool) -> None:
+        """Tells the others what all hosts have agreed on; for the first member."""
+        self._words[self._base + _VERDICT] = _VALID if valid else _INVALID
+        ring_all(self._others)
+
+    def verdict(self) -> bool | None:
+        """What the first member has told; None if it has not yet."""
+        first = self.commons.boards[self.members[0]].words
+        found = self._count(first, _VERDICT)
+        return found > 0 if found else None
 
     def _count(self, words: memoryview, which: int) -> int:
         stamp = words[self._base]

@@ -17,7 +17,8 @@ The arithmetic and its order are those of `coordd.transport.collectives`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from coordd.transport.board import INLINE_BYTES, LEGS
 from coordd.transport.collectives import Pulse, Reduction, Steps
 from coordd.transport.commons import Meeting
 
-__all__ = ["RING", "allreduce", "spread"]
+__all__ = ["RING", "Terms", "allreduce", "spread"]
 
 RING = 4
 _CACHED_BYTES = 512 << 10
@@ -34,6 +35,25 @@ _PIECES_A_STEP = 4
 _ALIGNMENT = 16
 Between = Callable[[list[np.ndarray]], Steps]
 """What happens to a host's results before they are handed out; for more hosts than one."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How an operation is carried out.
+
+    Attributes:
+        chunk: bytes of a piece.
+        pulse: beats with every piece.
+        lend: gives a block of common memory of so many bytes.
+        between: carries this rank's slices to the other hosts and back; None if there are none.
+        owners: members that own slices; 0 for all.
+    """
+
+    chunk: int
+    pulse: Pulse
+    lend: Callable[[int], np.ndarray]
+    between: Between | None = None
+    owners: int = 0
 
 
 class _Piece(NamedTuple):
@@ -48,59 +68,67 @@ def allreduce(
     meeting: Meeting,
     arrays: Sequence[np.ndarray],
     reduction: Reduction,
+    terms: Terms,
     *,
-    chunk: int,
-    pulse: Pulse,
-    take_ring: Callable[[int], np.ndarray],
-    between: Between | None = None,
-    owners: int = 0,
-) -> Steps:
+    doubtful: bool = False,
+) -> Generator[None, None, bool]:
     """Reduces flat contiguous arrays in place; their dtypes are equal, their sizes are equal on all members.
 
     Args:
-        meeting: the members' meeting point.
+        meeting: the members' meeting point, which this rank has entered.
         arrays: what to reduce.
         reduction: the arithmetic.
-        chunk: bytes of a piece.
-        pulse: beats with every piece.
-        take_ring: lends a block of common memory of so many bytes.
-        between: carries this rank's slices to the other hosts and back.
-        owners: members that own slices; 0 for all.
+        terms: how to go about it.
+        doubtful: whether a member may have entered with an invalid word; then nothing moves.
+
+    Returns:
+        whether it has been done.
     """
-    while not meeting.enter():
-        yield
-    if between is None and sum(array.nbytes + _ALIGNMENT for array in arrays) <= INLINE_BYTES:
-        yield from _at_once(meeting, arrays, reduction, pulse)
-        return
-    work = _Large(meeting, arrays, reduction, chunk=chunk, take_ring=take_ring, owners=owners or len(meeting.members))
-    batch = 1 if between is None else RING
+    if doubtful and reduction.scales and not (yield from _assented(meeting)):
+        return False
+    if terms.between is None and sum(array.nbytes + _ALIGNMENT for array in arrays) <= INLINE_BYTES:
+        return (yield from _at_once(meeting, arrays, reduction, terms.pulse))
+    work = _Large(meeting, arrays, reduction, terms)
     while not work.done:
         for _ in range(_PIECES_A_STEP):
             moved = work.lay_open()
-            ready = work.ready(batch)
-            if ready:
-                slices = [work.reduce(number, hand_out=between is None) for number in ready]
-                if between is not None:
-                    yield from between(slices)
-                work.hand_out(ready, write=between is not None)
-            moved |= bool(ready) | work.land()
-            if not moved or work.done:
+            if doubtful and meeting.words() is False:
+                meeting.finish()
+                return False
+            reduced = yield from work.reduce()
+            doubtful = doubtful and not reduced  # whoever has laid something open takes part
+            if not (moved | reduced | work.land()) or work.done:
                 break
-            pulse.beats += 1
+            terms.pulse.beats += 1
         if not work.done:
             yield
     meeting.finish()
-    pulse.beats += 1
+    terms.pulse.beats += 1
+    return True
 
 
-def _at_once(meeting: Meeting, arrays: Sequence[np.ndarray], reduction: Reduction, pulse: Pulse) -> Steps:
+def _assented(meeting: Meeting) -> Generator[None, None, bool]:
+    """Waits for the words of all; says whether they are valid."""
+    while (valid := meeting.words()) is None:
+        yield
+    if not valid:
+        meeting.finish()
+    return valid
+
+
+def _at_once(
+    meeting: Meeting, arrays: Sequence[np.ndarray], reduction: Reduction, pulse: Pulse
+) -> Generator[None, None, bool]:
     """Everybody lays everything open and adds up all of it: one round, for what is small."""
     mine = meeting.inline(meeting.commons.rank)
     for array, (start, stop) in zip(arrays, _spans(arrays), strict=True):
         reduction.prepare(array)
-        mine[start:stop] = memoryview(array).cast("B") if array.dtype.kind in "biuf" else array.view(np.uint8).data
+        mine[start:stop] = array.view(np.uint8).data
     meeting.lay_open(1)
     while not meeting.all_open(1):
+        if meeting.words() is False:
+            meeting.finish()
+            return False
         yield
     pulse.beats += 1
     sources = [meeting.inline(rank) for rank in meeting.members]
@@ -110,8 +138,8 @@ def _at_once(meeting: Meeting, arrays: Sequence[np.ndarray], reduction: Reductio
         if len(parts) > 2:  # the running total is kept in the first part, which is not ours
             parts[0] = parts[0].copy()
         reduction.combine(parts, array)
-    meeting.hand_out(1)
     meeting.finish()
+    return True
 
 
 def _spans(arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
@@ -125,21 +153,13 @@ def _spans(arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
 class _Large:
     """One rank's part in the reduction of large arrays."""
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        arrays: Sequence[np.ndarray],
-        reduction: Reduction,
-        *,
-        chunk: int,
-        take_ring: Callable[[int], np.ndarray],
-        owners: int,
-    ) -> None:
+    def __init__(self, meeting: Meeting, arrays: Sequence[np.ndarray], reduction: Reduction, terms: Terms) -> None:
         self._meeting = meeting
         self._arrays = arrays
         self._reduction = reduction
-        self._owners = owners
-        self._step = max(owners, chunk // arrays[0].itemsize)
+        self._owners = terms.owners or len(meeting.members)
+        self._between = terms.between
+        self._step = max(self._owners, terms.chunk // arrays[0].itemsize)
         self._pieces = [
             _Piece(leg, start, min(start + self._step, array.size))
             for leg, array in enumerate(arrays)
@@ -148,7 +168,7 @@ class _Large:
         self._cached = max(1024, _CACHED_BYTES // len(meeting.members) // arrays[0].itemsize)
         self._opened = self._reduced = self._landed = 0
         self._ring: np.ndarray | None = None
-        self._resident = self._place(take_ring)
+        self._resident = self._place(terms.lend)
         self._bases: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
 
     @property
@@ -156,13 +176,13 @@ class _Large:
         """Whether everything has arrived here."""
         return self._landed == len(self._pieces)
 
-    def _place(self, take_ring: Callable[[int], np.ndarray]) -> list[bool]:
+    def _place(self, lend: Callable[[int], np.ndarray]) -> list[bool]:
         """Says where this rank's arrays lie; those that do not lie in common memory pass through the ring."""
         heap = self._meeting.commons.heap
         found = [heap.locate(array) if leg < LEGS else None for leg, array in enumerate(self._arrays)]
         if None in found:
             places = min(RING, len(self._pieces))
-            self._ring = take_ring(places * self._step * self._arrays[0].itemsize).view(self._arrays[0].dtype)
+            self._ring = lend(places * self._step * self._arrays[0].itemsize).view(self._arrays[0].dtype)
             self._meeting.place(LEGS, heap.locate(self._ring))
         for leg, place in enumerate(found[:LEGS]):
             self._meeting.place(leg, place)
@@ -187,36 +207,41 @@ class _Large:
         self._meeting.lay_open(self._opened)
         return True
 
-    def ready(self, batch: int) -> list[int]:
-        """The next pieces that all have laid open; all of a batch or none."""
+    def reduce(self) -> Generator[None, None, bool]:
+        """Adds up this rank's slices of what all have laid open, and hands them out; says whether there were any."""
+        batch = 1 if self._between is None else RING
         stop = min(self._reduced + batch, len(self._pieces))
-        if self._reduced < stop <= self._opened and self._meeting.all_open(stop):
-            return list(range(self._reduced, stop))
-        return []
+        if not self._reduced < stop <= self._opened or not self._meeting.all_open(stop):
+            return False
+        numbers = range(self._reduced, stop)
+        slices = [self._add_up(number) for number in numbers]
+        if self._between is not None:
+            yield from self._between(slices)
+            for number in numbers:
+                self._write_out(number)
+        self._reduced = stop
+        self._meeting.hand_out(stop)
+        return True
 
-    def reduce(self, number: int, *, hand_out: bool) -> np.ndarray:
-        """Adds up this rank's slice of a piece, in cache-sized parts, and returns it; hands it out, too, if told to."""
+    def _add_up(self, number: int) -> np.ndarray:
+        """Adds up this rank's slice of a piece, in cache-sized parts, and returns it; on the only host hands it out."""
         leg, start, stop = self._pieces[number]
         low, high = self._slice(stop - start, self._meeting.me)
         mine = self._arrays[leg][start:stop]
         views = [self._view(member, number) for member in range(len(self._meeting.members))]
         for begin in range(low, high, self._cached):
             end = min(begin + self._cached, high)
-            result = mine[begin:end]
-            self._reduction.combine([view[begin:end] for view in views], result)
-            if hand_out:
-                self._copy(result, views, begin, end)
+            self._reduction.combine([view[begin:end] for view in views], mine[begin:end])
+            if self._between is None:
+                self._copy(mine[begin:end], views, begin, end)
         return mine[low:high]
 
-    def hand_out(self, numbers: Sequence[int], *, write: bool) -> None:
-        """Tells the others that their memory holds this rank's slices; writes them there first, if told to."""
-        for number in numbers if write else ():
-            leg, start, stop = self._pieces[number]
-            low, high = self._slice(stop - start, self._meeting.me)
-            views = [self._view(member, number) for member in range(len(self._meeting.members))]
-            self._copy(self._arrays[leg][start + low : start + high], views, low, high)
-        self._reduced += len(numbers)
-        self._meeting.hand_out(self._reduced)
+    def _write_out(self, number: int) -> None:
+        """Writes this rank's slice of a result to all others."""
+        leg, start, stop = self._pieces[number]
+        low, high = self._slice(stop - start, self._meeting.me)
+        views = [self._view(member, number) for member in range(len(self._meeting.members))]
+        self._copy(self._arrays[leg][start + low : start + high], views, low, high)
 
     def _copy(self, result: np.ndarray, views: Sequence[np.ndarray], begin: int, end: int) -> None:
         for member, view in enumerate(views):
@@ -277,26 +302,20 @@ class _Large:
 def spread(
     meeting: Meeting,
     blocks: Sequence[np.ndarray],
-    *,
-    chunk: int,
-    pulse: Pulse,
-    take_ring: Callable[[int], np.ndarray],
+    terms: Terms,
 ) -> Steps:
     """Fills the others' flat contiguous blocks from what they hold in theirs, in rounds of one piece of each.
 
     Args:
-        meeting: the members' meeting point.
+        meeting: the members' meeting point, which this rank has entered.
         blocks: one a member; sizes may differ, and be zero.
-        chunk: bytes of a piece.
-        pulse: beats with every piece.
-        take_ring: lends a block of common memory of so many bytes.
+        terms: how to go about it.
     """
-    while not meeting.enter():
-        yield
+    chunk = terms.chunk
     data = [block.view(np.uint8) for block in blocks]
     mine = data[meeting.me]
     rounds = -(-max(block.size for block in data) // chunk)
-    ring = take_ring(min(RING, rounds) * chunk) if mine.size else None
+    ring = terms.lend(min(RING, rounds) * chunk) if mine.size else None
     meeting.place(LEGS, None if ring is None else meeting.commons.heap.locate(ring))
     opened = taken = 0
     while not (taken == rounds and meeting.all_reduced(rounds)):
@@ -315,7 +334,7 @@ def spread(
         if opened + taken == before:
             yield
         else:
-            pulse.beats += 1
+            terms.pulse.beats += 1
     meeting.finish()
 
 

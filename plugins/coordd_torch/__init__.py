@@ -27,7 +27,7 @@ from coordd.errors import (
 )
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor
-from coordd_torch.gradients import allgather, allreduce, broadcast, grouped_allgather, grouped_allreduce
+from coordd_torch.differentiable import allgather, allreduce, broadcast, grouped_allgather, grouped_allreduce
 from coordd_torch.operations import (
     Average,
     Max,
@@ -60,6 +60,7 @@ from coordd_torch.state import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from coordd_torch.tensors import empty_common
 
 __all__ = [
     "ArgumentError",
@@ -99,6 +100,7 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
+    "empty_common",
     "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",

@@ -1,6 +1,6 @@
 """Operations on tensors. The asynchronous form in place is the primitive; the others are a line each.
 
-The synchronous forms out of place are in `coordd_torch.gradients`, because autograd knows them.
+The synchronous forms out of place are in `coordd_torch.differentiable`, because autograd knows them.
 """
 
 from __future__ import annotations

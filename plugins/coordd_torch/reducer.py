@@ -1,13 +1,15 @@
 """Reducing the gradients of one optimizer while backward still computes the rest.
 
 Its one rule: no rank ever waits for a gradient that another does not have. Who has none takes part with zeros.
+
+In the first step every gradient is reduced on its own. Then all ranks know the same order, that of the plans, and the
+gradients move into buckets.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -16,135 +18,20 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from coordd.errors import CoorddError
 from coordd.handles import call_site
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.operations import Operations, check_reducible
 from coordd.process_sets import ProcessSet
 from coordd.table import Entry, Site
+from coordd_torch.bucket import Bucket, partition
 from coordd_torch.compression import Compression, Compressor
-from coordd_torch.tensors import borrow, view
+from coordd_torch.devices import overlaps
+from coordd_torch.gradient import Gradient
+from coordd_torch.tensors import borrow, empty_common
 
-__all__ = ["Gradient", "Reducer"]
+__all__ = ["Reducer"]
 
-
-_NOTHING = np.empty(0, np.uint8)
-_current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no public way; FSDP uses it, too
-
-
-class Gradient:
-    """One parameter's gradient, from backward to its reduction.
-
-    It is its own handle towards the daemon: made once, not every step, and waited for together with all others.
-    """
-
-    def __init__(self, reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
-        self._reducer = reducer
-        self._parameter = parameter
-        self._zeros: torch.Tensor | None = None
-        self._entry: Entry | None = None
-        self._dtype: np.dtype[Any] | None = None
-        self.name = name
-        self.submitted = 0.0
-        self.passes = 0
-        self.started = False
-
-    def ready(self, _: torch.Tensor) -> None:
-        """Runs when backward has accumulated this gradient."""
-        reducer = self._reducer
-        if self.started or self.passes >= reducer.passes_per_step:
-            text = (
-                "Gradients were computed more than backward_passes_per_step times before call to step() "
-                f"({self.name!r}, {reducer.passes_per_step}). Increase backward_passes_per_step to accumulate "
-                "gradients locally."
-            )
-            raise CoorddError(text)
-        self.passes += 1
-        task = _current_task()
-        if task not in reducer.expected:
-            reducer.expect_end_of_backward(task)
-        if self.passes == reducer.passes_per_step:
-            self.submit()
-
-    def submit(self) -> None:
-        """Starts the reduction of what has been accumulated."""
-        gradient = self._parameter.grad
-        if gradient is None:  # a hook of the user's has taken it away
-            self.fill()
-            return
-        if self._reducer.sparse_as_dense and gradient.layout is not torch.strided:
-            gradient = self._parameter.grad = gradient.to_dense()
-        self._start(gradient, filler=False)
-
-    def fill(self) -> None:
-        """Takes part with zeros, if any rank has something for this parameter."""
-        self._zeros = torch.zeros_like(self._parameter, requires_grad=False)
-        self._start(self._zeros, filler=True)
-
-    def settle(self) -> None:
-        """Keeps the zeros that others' gradients were added to; without any, there still is no gradient."""
-        if self._zeros is not None:
-            if self.started:
-                self._parameter.grad = self._zeros
-            self._zeros = None
-
-    def reset(self) -> None:
-        """Gets ready for the next step."""
-        self.passes = 0
-        self.started = False
-        if self._entry is not None:
-            self._entry.array = _NOTHING  # the gradient's memory is the user's again
-            self._entry.land = None
-
-    def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
-        """Runs on the daemon's thread when the reduced gradient has arrived."""
-        try:
-            if convert is not None:
-                convert(value)
-        except Exception as error:  # noqa: BLE001 - the thread that waits gets it
-            self._reducer.failed = self._reducer.failed or error
-        self._reducer.landed()
-
-    def resolve(self, result: object) -> None:
-        """Runs on the daemon's thread when no rank had anything for this parameter."""
-        self.started = result is not None
-        self._reducer.landed()
-
-    def fail(self, error: BaseException) -> None:
-        """Runs on the daemon's thread when the reduction has failed."""
-        self._reducer.failed = self._reducer.failed or error
-        self._reducer.landed()
-
-    def _start(self, gradient: torch.Tensor, *, filler: bool) -> None:
-        reducer = self._reducer
-        land = None
-        if reducer.plain and gradient.is_cpu and gradient.layout is torch.strided:
-            array = view(gradient)
-        else:
-            array, land = self._compressed(gradient)
-        entry = self._entry
-        if entry is None or entry.request.shape != array.shape or self._dtype != array.dtype:
-            entry = self._entry = Entry(reducer.request(self.name, array), array, self)
-            self._dtype = array.dtype
-        entry.array = array
-        entry.land = land
-        entry.filler = filler
-        entry.site = reducer.site
-        self.submitted = time.monotonic()
-        self.started = True
-        reducer.submit(entry)
-
-    def _compressed(self, gradient: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
-        """Makes what travels instead of a gradient, and what puts it back."""
-        compression = self._reducer.compression
-        small, context = compression.compress(gradient)
-        array, back = borrow(small)
-
-        def land(finished: np.ndarray) -> torch.Tensor:
-            result = compression.decompress(back(finished), context)
-            return gradient if result is gradient else gradient.copy_(result)
-
-        return array, land
+_LAST_BUCKET_BYTES = 1 << 20
 
 
 class Reducer:
@@ -179,8 +66,13 @@ class Reducer:
         self._landed = 0
         self._all_landed = threading.Event()
         self._finished = False
+        self.touched = False
+        """Whether this backward pass has made a gradient."""
         self._prefix = operations.namespace()
-        self.gradients: list[Gradient] = []
+        self._buckets: list[Bucket] = []
+        self._loose: list[Gradient] = []
+        self._adrift: list[Gradient] = []
+        self._moving: list[Gradient] = []
         self._hooks: list[RemovableHandle] = []
         self._known: set[int] = set()
         self.adopt(parameters)
@@ -194,7 +86,7 @@ class Reducer:
         for name, parameter in parameters:
             gradient = Gradient(self, self._prefix + name, parameter)
             gradient.passes = 0 if parameter.grad is None else self.passes_per_step
-            self.gradients.append(gradient)
+            self._loose.append(gradient)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient.ready))
             self._known.add(id(parameter))
             self._finished = False
@@ -221,14 +113,14 @@ class Reducer:
     def expect_end_of_backward(self, task: int) -> None:
         """Has autograd call us when the backward pass with this number ends."""
         self.expected.add(task)
-        self._finished = False
+        self.touched = self._finished = False
         self.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - there is no public way; FSDP uses it, too
         engine.queue_callback(lambda: self._end_of_backward(task))
 
     def _end_of_backward(self, task: int) -> None:
         self.expected.discard(task)
-        if not any(gradient.started for gradient in self.gradients):
+        if not self.touched:
             return
         if not _nested():
             self._round(more=True)
@@ -241,8 +133,39 @@ class Reducer:
         self._operations.daemon.submit(entry)
         self._started += 1
 
+    def memory(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Makes a flat tensor of a parameter's type and device; on a CPU in memory that all ranks of the host see."""
+        if like.device.type != "cpu":
+            return torch.zeros(count, dtype=like.dtype, device=like.device)
+        return empty_common(count, dtype=like.dtype, daemon=self._operations.daemon)
+
+    def compressed(self, gradient: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
+        """Makes what travels instead of a gradient, and what puts it back."""
+        small, context = self.compression.compress(gradient)
+        array, back = borrow(small)
+
+        def land(finished: np.ndarray) -> torch.Tensor:
+            result = self.compression.decompress(back(finished), context)
+            return gradient if result is gradient else gradient.copy_(result)
+
+        return array, land
+
+    def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
+        """Takes over what has arrived; on the daemon's thread."""
+        try:
+            if convert is not None:
+                convert(value)
+        except Exception as error:  # noqa: BLE001 - the thread that waits gets it
+            self.failed = self.failed or error
+        self.landed()
+
+    def fail(self, error: BaseException) -> None:
+        """Notes the first failure; on the daemon's thread."""
+        self.failed = self.failed or error
+        self.landed()
+
     def landed(self) -> None:
-        """Counts one gradient that is done, one way or another; on the daemon's thread."""
+        """Counts what is done, one way or another; on the daemon's thread."""
         self._landed += 1
         if self._landed == self._started:
             self._all_landed.set()
@@ -256,16 +179,24 @@ class Reducer:
         Args:
             more: whether this rank may make another backward pass in this step.
         """
-        for gradient in self.gradients:
+        first = all(bucket.open for bucket in self._buckets) and not self._adrift
+        for bucket in self._buckets:
+            bucket.close()
+        alone = [*self._loose, *self._adrift]
+        for gradient in alone:
             if not gradient.started:
                 if gradient.passes:
                     gradient.submit()
                 else:
                     gradient.fill()
         self._land()
-        for gradient in self.gradients:
+        for gradient in alone:
             gradient.settle()
-        self._finished = all(gradient.started for gradient in self.gradients) or not self._any(more)
+        if first:
+            self._adrift = [gradient for bucket in self._buckets for gradient in bucket.settle()]
+            self._moving = [gradient for gradient in self._loose if gradient.started]
+        missing = [gradient for gradient in (*self._loose, *self._adrift) if not gradient.started]
+        self._finished = not missing or not self._any(more)
 
     def _any(self, more: bool) -> bool:
         answer = self._operations.allreduce(
@@ -285,8 +216,23 @@ class Reducer:
         """Gets ready for the next step."""
         self._finished = False
         self.failed = None
-        for gradient in self.gradients:
+        for gradient in (*self._loose, *self._adrift):
             gradient.reset()
+        for bucket in self._buckets:
+            bucket.reset()
+        self._adrift = []
+        if self._moving:
+            self._move_in()
+
+    def _move_in(self) -> None:
+        """Gives the gradients that were reduced on their own places in buckets, in the order of the plans."""
+        moving, self._moving = sorted(self._moving, key=lambda gradient: gradient.turn), []
+        self._loose = [gradient for gradient in self._loose if gradient not in moving]
+        config = self._operations.daemon.config
+        early = config.overlap and all(overlaps(gradient.parameter.device.type) for gradient in moving)
+        limit = int(config.fusion_mb * (1 << 20)) if early else sys.maxsize
+        for group in partition(moving, limit=limit, last=min(limit, _LAST_BUCKET_BYTES)):
+            self._buckets.append(Bucket(self, f"{self._prefix}bucket.{len(self._buckets)}", group, early=early))
 
     def drop(self) -> None:
         """Lets what is under way end, whatever comes of it, before its memory is used for something else."""

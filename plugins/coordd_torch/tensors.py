@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from coordd import api
+from coordd.daemon import Daemon
 from coordd.errors import ArgumentError
 
-__all__ = ["borrow", "check_dense", "from_array", "view"]
+__all__ = ["borrow", "check_dense", "empty_common", "from_array", "view"]
 
 # What NumPy does not have, as integers of equal size and the type that they stand for.
 _FOREIGN: dict[torch.dtype, tuple[torch.dtype, Any]] = {
@@ -54,6 +57,22 @@ def borrow(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], tor
         return tensor
 
     return view(host), give_back
+
+
+def empty_common(*shape: int, dtype: torch.dtype | None = None, daemon: Daemon | None = None) -> torch.Tensor:
+    """Makes a CPU tensor, zero, in memory that all ranks of this host see, so that its reductions need no copies.
+
+    Args:
+        shape: its dimensions.
+        dtype: by default PyTorch's default type.
+        daemon: by default that of `init`.
+
+    Raises:
+        NotInitializedError: `init` was not called.
+    """
+    dtype = dtype or torch.get_default_dtype()
+    block = (daemon or api.operations().daemon).allocate(max(1, math.prod(shape)) * dtype.itemsize)
+    return torch.from_numpy(block).view(dtype)[: math.prod(shape)].view(shape)
 
 
 def check_dense(tensor: torch.Tensor) -> None:

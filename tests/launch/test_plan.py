@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from coordd.cores import Cores
 from coordd.errors import ConfigError
-from coordd.launch.cores import Cores
 from coordd.launch.flavour import ALONE, HYDRA, OPEN_MPI, SLURM
 from coordd.launch.launcher import Launcher, LauncherError
 from coordd.launch.plan import Plan
@@ -113,12 +113,23 @@ def test_python_is_this_interpreter_although_nobody_activated_its_environment(mo
     ("line", "cores", "environment", "note"),
     [
         ("-n 1 x", TWO, {}, "1 rank of 2 threads on 2 cores"),
-        ("-n 2 x", TWO, {}, "2 ranks of 1 thread on 2 cores"),
-        ("-n 4 x", TWO, {}, "4 ranks of 1 thread on 2 cores, which they take turns on"),
-        ("-n 2 x", EIGHT, {}, "2 ranks of 4 threads on 8 cores, each bound to its own"),
-        ("-n 2 --no-bind x", EIGHT, {}, "2 ranks of 4 threads on 8 cores"),
-        ("-n 2 --threads 3 x", TWO, {"OMP_NUM_THREADS": "5"}, "2 ranks of 3 threads on 2 cores"),
-        ("-n 2 x", TWO, {"OMP_NUM_THREADS": "5"}, "2 ranks on 2 cores; OMP_NUM_THREADS=5 is kept"),
+        ("-n 1 --threads 3 x", EIGHT, {}, "1 rank of 3 threads on 8 cores"),
+        ("-n 2 x", TWO, {}, "2 ranks of 1 thread on 2 cores, which daemons share"),
+        ("-n 2 x", EIGHT, {}, "2 ranks of 4 threads on 8 cores, each with its daemon on its own: 0-3 and 4-7"),
+        ("-n 2 --no-bind x", EIGHT, {}, "2 ranks of 4 threads on 8 cores, which daemons share"),
+        (
+            "-n 2 --threads 3 x",
+            EIGHT,
+            {"OMP_NUM_THREADS": "5"},
+            "2 ranks of 3 threads on 8 cores: they compute on 0-2 and 4-6, daemons on 3 and 7",
+        ),
+        ("-n 2 x", TWO, {"OMP_NUM_THREADS": "5"}, "2 ranks of 5 threads on 2 cores, which they take turns on"),
+        (
+            "-n 2 --daemon-cores 0 x",
+            EIGHT,
+            {},
+            "2 ranks of 3 threads on 8 cores: they compute on 1-3 and 4-7, daemons on 0",
+        ),
         ("-H a:2 x", TWO, {}, "2 ranks on a:2; each host divides its cores among its ranks"),
     ],
 )

@@ -10,6 +10,8 @@ import sys
 import psutil
 import pytest
 
+from coordd.affinity import DAEMON_CORES, write_cpus
+from coordd.cores import cores_here
 from coordd.launch.frames import Ended, Output, Started, decode
 from coordd.launch.outcome import Outcome
 from coordd.launch.rank import Order
@@ -107,6 +109,23 @@ print(signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, sorted(map(int, os.lis
         rank.ended()
         assert rank.text == ["5 1 True", "True [0, 1, 2]"]
         assert rank.frames[0].rank == 2
+
+
+@pytest.mark.skipif(len(cores_here().threads) < 2 or not cores_here().divisible, reason="there is no core to spare")
+@pytest.mark.parametrize(("size", "variables", "told"), [(2, {}, None), (2, {DAEMON_CORES: "0"}, "0"), (1, {}, None)])
+def test_the_daemon_gets_a_core_that_is_spare(size, variables, told):
+    source = f"import os; print(sorted(os.sched_getaffinity(0)), os.environ.get({DAEMON_CORES!r}))"
+    place = {"PMI_RANK": "0", "PMI_SIZE": str(size), "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    with RankProcess(source, order=("hydra", 1), **place, **variables) as rank:
+        rank.ended()
+    everything = sorted(os.sched_getaffinity(0))
+    if told or size == 1:
+        assert rank.text == [f"{everything} {told}"]
+    else:
+        cores = cores_here().threads
+        assert rank.text == [f"{sorted(set(everything) - set(cores[-1]))} {write_cpus(cores[-1])}"]
+        assert rank.frames[0].note.startswith("1 rank of 1 thread on ")
+        assert rank.frames[0].note.endswith(f"daemons on {cores[-1][0]}")
 
 
 def test_an_unfinished_line_is_shown_when_the_command_falls_quiet():

@@ -78,6 +78,13 @@ class TestTwoRanks:
             log = (tmp_path / "logs" / f"rank.{rank}.log").read_text("utf-8")
             assert sorted(log.splitlines()) == [f"{rank} {'x' * 3000}", "oops"]
 
+    def test_say_once_a_host_how_they_share_its_cores(self):
+        with two("pass", "-H", "localhost:2") as job:
+            assert job.wait() == 0
+            plan, host = job.err.splitlines()
+            assert plan == "coordd: 2 ranks on localhost:2; each host divides its cores among its ranks"
+            assert host.startswith(f"coordd: {os.uname().nodename}: 2 ranks of ")
+
     def test_share_the_cores(self):
         ranks = 2 * (os.cpu_count() or 1)
         with Started("-n", ranks, "sh", "-c", "echo $OMP_NUM_THREADS", OMP_NUM_THREADS="") as job:

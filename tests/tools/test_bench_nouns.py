@@ -64,3 +64,5 @@ def test_startup_tells_of_the_slowest_rank():
     report = startup.report([row("init", "coordd", (0.1,), (0.3,)), row("init", "gloo", (0.2,), (0.1,))])
     assert report.summary("init", "coordd", "start_ms").median == pytest.approx(300)
     assert report.ratio("init", "coordd", "start_ms", against="gloo") == pytest.approx(1.5)
+    report = startup.report([(Block("init", "coordd", (0.3,), 0.1), Block("init", "coordd", (0.2,), 0.2))])
+    assert report.summary("init", "coordd", "cpu_ms").median == pytest.approx(200)

@@ -57,7 +57,7 @@ def drive(
     running = {}
     for rank in members:
         lane = world.join(rank).collective
-        running[rank] = operations(Group(lane, members, rank, sequence=seed, chunk=chunk, pulse=Pulse()))
+        running[rank] = operations(Group(lane, members, rank, tag=seed % 1000 * 16, chunk=chunk, pulse=Pulse()))
     for _ in range(TURNS):
         if not running:
             break

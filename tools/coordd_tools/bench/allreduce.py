@@ -15,7 +15,7 @@ from coordd_tools.bench.tables import Column, spread
 
 __all__ = ["COLUMNS", "PEERS", "report"]
 
-PEERS = ("gloo", "mpi")
+PEERS = ("gloo", "mpi", "memory")
 
 COLUMNS = (
     *spread("µs", "call_us"),

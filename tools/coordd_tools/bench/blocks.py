@@ -18,6 +18,8 @@ class Block:
         seconds: wall time of each call.
         cpu_seconds: CPU time of the process, all its threads, over the whole block.
         switches: how often its threads went to sleep in that time.
+        peak_bytes: the most memory that it had, where that was watched.
+        gradient_bytes: what the model's gradients take, where there is a model.
     """
 
     subject: str
@@ -25,6 +27,8 @@ class Block:
     seconds: tuple[float, ...]
     cpu_seconds: float = 0.0
     switches: int = 0
+    peak_bytes: int = 0
+    gradient_bytes: int = 0
 
     @property
     def calls(self) -> int:

@@ -9,15 +9,17 @@ __all__ = ["ENGINES", "defaults", "missing"]
 
 ENGINES = {
     "step": ("none", "coordd", "ddp", "horovod", "ddp-view"),
-    "allreduce": ("coordd", "gloo", "mpi", "horovod"),
+    "allreduce": ("coordd", "coordd-negotiated", "coordd-window", "memory", "gloo", "mpi", "horovod"),
     "idle": ("mpi", "coordd", "gloo", "horovod"),
+    "memory": ("none", "coordd", "ddp", "horovod", "ddp-view"),
     "startup": ("coordd", "gloo", "horovod"),
 }
 """The engines that can take part in each benchmark."""
 
-_BY_REQUEST = frozenset({"ddp-view"})
+_BY_REQUEST = frozenset({"ddp-view", "coordd-negotiated", "coordd-window", "memory"})
 _WHERE_INSTALLED = frozenset({"horovod"})
-_NEEDS = {"coordd": ("coordd.torch", "coordd_torch"), "horovod": ("horovod.torch",)}
+_COORDD = ("coordd.torch", "coordd_torch")
+_NEEDS = {"coordd": _COORDD, "coordd-negotiated": _COORDD, "coordd-window": _COORDD, "horovod": ("horovod.torch",)}
 _ALL_NEED = ("torch", "mpi4py")
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m coordd_tools.bench {allreduce,step,idle,startup}``."""
+"""The command line: ``python -m coordd_tools.bench {allreduce,step,idle,memory,startup}``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from coordd_tools.bench import allreduce, catalogue, idle, startup, step
+from coordd_tools.bench import allreduce, catalogue, idle, memory, startup, step
 from coordd_tools.bench.blocks import Block, join
 from coordd_tools.bench.document import Document
 from coordd_tools.bench.group import GroupError, Launcher, run
-from coordd_tools.bench.jobs import SIZES, AllreduceJob, IdleJob, Job, StartupJob, StepJob
+from coordd_tools.bench.jobs import SIZES, AllreduceJob, IdleJob, Job, MemoryJob, StartupJob, StepJob
 from coordd_tools.bench.machine import machine, versions
 from coordd_tools.bench.progress import Progress
 from coordd_tools.bench.tables import render
@@ -28,7 +28,13 @@ __all__ = ["main"]
 _WIDTH = 90
 _BUSY_PERCENT = 10.0
 _MODELS = ("gpt", "mlp", "small")
-_NOUNS: dict[str, ModuleType] = {"step": step, "allreduce": allreduce, "idle": idle, "startup": startup}
+_NOUNS: dict[str, ModuleType] = {
+    "step": step,
+    "allreduce": allreduce,
+    "idle": idle,
+    "memory": memory,
+    "startup": startup,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +93,7 @@ def _measure(job: Job, ranks: int, errors: Console) -> Document:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m coordd_tools.bench", description=__doc__)
-    nouns = parser.add_subparsers(dest="noun", required=True, metavar="{allreduce,step,idle,startup}")
+    nouns = parser.add_subparsers(dest="noun", required=True, metavar="{allreduce,step,idle,memory,startup}")
     allreduce_ = _noun(nouns, "allreduce", "in-place sums of one tensor, by size", _allreduce_job, rounds=10)
     allreduce_.add_argument("--sizes", type=_sizes, default=SIZES, help="such as 4,64K,16M (bytes; default: 4 to 64M)")
     allreduce_.add_argument("--calls", type=_count, default=0, help="calls a block (default: by size)")
@@ -96,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     step_.add_argument("--steps", type=_count, default=0, help="steps a block (default: by model)")
     idle_ = _noun(nouns, "idle", "CPU time while nothing is submitted", _idle_job, rounds=3)
     idle_.add_argument("--seconds", type=float, default=10.0, help="how long to watch (default: 10)")
+    memory_ = _noun(nouns, "memory", "what exchanging gradients adds to a rank's memory", _memory_job, rounds=3)
+    memory_.add_argument("--models", type=_names(_MODELS), default=_MODELS, help="of " + ",".join(_MODELS))
     _noun(nouns, "startup", "time from import to initialised", _startup_job, rounds=5)
     return parser
 
@@ -134,6 +142,11 @@ def _allreduce_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job
 def _idle_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
     rounds, seconds = (1, 1.0) if options.quick else (options.rounds, options.seconds)
     return IdleJob(engines=engines, rounds=rounds, seed=options.seed, seconds=seconds)
+
+
+def _memory_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
+    rounds = 1 if options.quick else options.rounds
+    return MemoryJob(engines=engines, rounds=rounds, seed=options.seed, models=options.models)
 
 
 def _startup_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:

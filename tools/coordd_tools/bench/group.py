@@ -96,6 +96,7 @@ def run(launcher: Launcher, job: Job, *, size: int, tell: Callable[[Progress], N
 def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """Starts the launcher; whatever happens inside, it is gone afterwards, and its ranks with it."""
     environment = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed engine has its bytecode; a checkout gets it here
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:

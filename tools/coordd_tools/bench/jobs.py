@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-__all__ = ["SIZES", "AllreduceJob", "IdleJob", "Job", "StartupJob", "StepJob", "dumps", "loads"]
+__all__ = ["SIZES", "AllreduceJob", "IdleJob", "Job", "MemoryJob", "StartupJob", "StepJob", "dumps", "loads"]
 
 SIZES = (4, *(1 << shift for shift in range(12, 27, 2)))
 """Bytes of the tensors that ``allreduce`` reduces: 4 B, then 4 KiB to 64 MiB."""
@@ -82,10 +82,28 @@ class StartupJob(_Job):
         return [dataclasses.replace(self, engines=(name,), rounds=1) for name in self.engines * self.rounds]
 
 
-Job = StepJob | AllreduceJob | IdleJob | StartupJob
+@dataclass(frozen=True, kw_only=True)
+class MemoryJob(_Job):
+    """Processes that train one model with one engine while their memory is watched."""
+
+    noun: ClassVar[str] = "memory"
+    models: tuple[str, ...]
+
+    def groups(self) -> Sequence[MemoryJob]:
+        """The jobs of the process groups to start: one engine and model each, since memory is counted per process."""
+        return [
+            dataclasses.replace(self, engines=(engine,), models=(model,), rounds=1)
+            for model in self.models
+            for engine in self.engines * self.rounds
+        ]
 
 
-_KINDS: dict[str, Callable[..., Job]] = {kind.noun: kind for kind in (StepJob, AllreduceJob, IdleJob, StartupJob)}
+Job = StepJob | AllreduceJob | IdleJob | StartupJob | MemoryJob
+
+
+_KINDS: dict[str, Callable[..., Job]] = {
+    kind.noun: kind for kind in (StepJob, AllreduceJob, IdleJob, StartupJob, MemoryJob)
+}
 
 
 def dumps(job: Job) -> str:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from coordd_tools.scale import report
 from coordd_tools.scale.run import Phase, Run
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(setting: Setting, progress: Progress) -> list[Phase]:
-    tasks: dict[str, int] = {}
+    tasks: dict[str, TaskID] = {}
 
     def tell(phase: str, ranks: int) -> None:
         if phase not in tasks:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from coordd.handles import Handle
-from coordd.member import Member
+from coordd.member import Due, Member
 from coordd.messages import Kind, Plan, Report, Request
 from coordd.table import Entry
 from coordd_tools.scale.setting import Setting
@@ -55,19 +55,19 @@ class Crowd:
                 Entry(request, _ARRAY, Handle(request.name), site=_SITE)
                 for request in self._requests[self._bounds[cut] : self._bounds[cut + 1]]
             ]
-            found: list[Report | None] = []
+            found: list[Due] = []
             seconds = measured(lambda: found.append(self._member.announce(entries)))
-            assert found[0] is not None  # noqa: S101 - there are entries
-            self._said[step, cut] = (found[0], seconds)
+            assert found[0].report is not None  # noqa: S101 - there are entries
+            self._said[step, cut] = (found[0].report, seconds)
         report, seconds = self._said[step, cut]
         return (report if report.seen == seen else msgspec.structs.replace(report, seen=seen)), seconds
 
     def follow(self, plan: Plan) -> float:
         """Carries a plan out, the data in no time."""
         if plan.sequence not in self._costs:
-            buckets = []
-            self._costs[plan.sequence] = measured(lambda: buckets.extend(self._member.follow(plan)))
-            entries = [entry for bucket in buckets for entry in bucket.entries]
+            found: list[Due] = []
+            self._costs[plan.sequence] = measured(lambda: found.append(self._member.follow(plan)))
+            entries = [entry for bucket in found[0].buckets for entry in bucket.entries]
             for entry in entries:
                 self._member.table.take(entry.request.name)
             self._answered[plan.sequence] = self._answered[plan.sequence - 1] + len(entries)

@@ -39,10 +39,14 @@ class Readings:
         return self._read.setdefault(data, (message, seconds))[0], seconds
 
 
+def _nothing(_message: Message, _at: float) -> None:
+    """Is told something that nobody waits for."""
+
+
 class Node:
     """A daemon of its own, or one of a crowd."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is around it
         self,
         post: Post,
         hub: Hub | None,
@@ -56,7 +60,7 @@ class Node:
         self.post = post
         self.seen = 0
         self.crowd = crowd
-        self.told: Callable[[Message, float], None] = lambda message, at: None
+        self.told: Callable[[Message, float], None] = _nothing
         self._hub = hub
         self._agenda = agenda
         self._fabric = fabric

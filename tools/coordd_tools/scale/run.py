@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from coordd.coordinator import Coordinator
 from coordd.foreman import Hub, hub
@@ -41,7 +42,7 @@ class Phase:
 class Run:
     """A job in virtual time."""
 
-    def __init__(self, setting: Setting, *, progress: Callable[[str, int], None] = lambda phase, ranks: None) -> None:
+    def __init__(self, setting: Setting, *, progress: Callable[[str, int], None]) -> None:
         """Puts the ranks up.
 
         Args:
@@ -86,7 +87,7 @@ class Run:
         for node in self._nodes:
             host = f"node{node.post.rank * self._setting.hosts // self._setting.ranks:05d}"
             node.greet(Hello("0.1", "0123456789ab", 10_000 + node.post.rank * 7919 % 50_000, host))
-        return self._until("start", lambda node, message: isinstance(message, Welcome), 0.0)
+        return self._until("start", lambda _, message: isinstance(message, Welcome), 0.0)
 
     def _step(self, step: int) -> Phase:
         setting, begin = self._setting, self._agenda.now
@@ -94,7 +95,7 @@ class Run:
         for node in self._nodes:
             for cut in range(node.crowd.cuts):
                 at = begin + cut * setting.gap + (delay if node.post.rank in setting.late else 0.0)
-                self._agenda.at(at, lambda node=node, cut=cut: node.report(step, cut))
+                self._agenda.at(at, partial(node.report, step, cut))
         last = delay + setting.gap * (max(node.crowd.cuts for node in self._nodes) - 1)
         wanted = setting.tensors * (step + 1)
 

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from coordd.cache import ResponseCache
 from coordd.coordinator import Coordinator
 from coordd.member import Member
-from coordd.messages import Request
+from coordd.messages import Report, Request
+from coordd.table import Entry
+from coordd.wire import bits
 from coordd_tools.sim.ledger import demand
 
-__all__ = ["Caches", "leftovers"]
+__all__ = ["Caches", "leftovers", "mentioned", "told"]
 
 Content = tuple[Request, ...]
 
@@ -24,6 +28,10 @@ class Caches:
         """Notes the coordinator's cache after a plan."""
         self._after[sequence] = _content(coordinator._negotiator._cache)
 
+    def names(self, sequence: int, slots: Iterable[Iterable[int]]) -> frozenset[str]:
+        """What slots held after a plan, by name."""
+        return frozenset(self._after[sequence][slot].name for group in slots for slot in group)
+
     def compare(self, member: Member, sequence: int) -> None:
         """Insists that a member that has followed the plan has the same."""
         own, common = _content(member._cache), self._after[sequence]
@@ -32,6 +40,19 @@ class Caches:
 
 def _content(cache: ResponseCache) -> Content:
     return tuple(cache._requests)
+
+
+def mentioned(coordinator: Coordinator, report: Report) -> set[str]:
+    """The names of which a report speaks, as the coordinator understands it at present."""
+    cache = coordinator._negotiator._cache
+    hits = {cache.request(slot).name for slot in bits(int.from_bytes(report.hits, "little"))}
+    return hits | {told.request.name for told in report.fresh}
+
+
+def told(member: Member, report: Report) -> list[Entry]:
+    """The entries of which a member's report speaks."""
+    hits = [member._cache.request(slot).name for slot in bits(int.from_bytes(report.hits, "little"))]
+    return [member.table.find(name) for name in [*hits, *(told.request.name for told in report.fresh)]]
 
 
 def leftovers(coordinator: Coordinator) -> dict[str, int]:
@@ -47,4 +68,5 @@ def leftovers(coordinator: Coordinator) -> dict[str, int]:
         "replaced": len(mind._replaced),
         "sites": len(mind._sites),
         "sets": len(mind._slots_of),
+        "locks": len(mind._latch._overtaking),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from random import Random
 
@@ -11,7 +11,7 @@ from coordd.messages import Kind
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.ledger import Ledger, Submission, demand
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "submissions"]
 
 _MEAN = 3e-4
 
@@ -33,21 +33,33 @@ class Exchange:
         """Starts a bucket on one rank; ``landed`` is called when its data has arrived there."""
         demand(bucket.sequence > self._last.get(rank, 0), f"rank {rank} starts bucket {bucket.sequence} out of order")
         self._last[rank] = bucket.sequence
-        made = _submissions(bucket)
         meeting = self._meeting.setdefault(bucket.sequence, {})
-        if not meeting:
-            self._inspect(bucket, made)
-        for other, _ in meeting.values():
-            here, there = [one.turn for one in made], [one.turn for one in _submissions(other)]
-            demand(here == there, f"bucket {bucket.sequence} holds {made} here and {_submissions(other)} there")
-            demand(bucket.sizes == other.sizes, f"bucket {bucket.sequence}: {bucket.sizes} against {other.sizes}")
+        made = self.inspect(f"bucket {bucket.sequence}", rank, bucket, [other for other, _ in meeting.values()])
         for one in made:
-            demand(one.rank == rank and one not in self._moved, f"{one!r} is carried out twice")
             demand(self._ledger.heard(one.turn), f"{one!r} was released before all members had announced it")
-        self._moved.update(made)
+        self.move(made)
         meeting[rank] = (bucket, landed)
         if len(meeting) == len(made[0].turn.members):
             self._move(bucket.sequence)
+
+    def inspect(self, what: str, rank: int, bucket: Bucket, others: list[Bucket]) -> list[Submission]:
+        """Insists that a bucket is what it should be, and the same on other ranks; returns what is in it."""
+        made = submissions(bucket)
+        if not others:
+            self._inspect(what, bucket, made)
+        for other in others:
+            here, there = [one.turn for one in made], [one.turn for one in submissions(other)]
+            demand(here == there, f"{what} holds {made} here and {submissions(other)} there")
+            demand(bucket.sizes == other.sizes, f"{what}: {bucket.sizes} against {other.sizes}")
+        for one in made:
+            demand(one.rank == rank, f"rank {rank} has {one!r} in {what}")
+        return made
+
+    def move(self, made: Iterable[Submission]) -> None:
+        """Notes what is carried out, which happens once."""
+        for one in made:
+            demand(one not in self._moved, f"{one!r} is carried out twice")
+            self._moved.add(one)
 
     def crash(self, rank: int) -> None:
         """Loses a rank: what it was to send on may be missing elsewhere, even where it had done its own part."""
@@ -64,22 +76,23 @@ class Exchange:
         for rank in meeting:
             self._agenda.after(self._rng.expovariate(1 / _MEAN), partial(arrive, rank))
 
-    def _inspect(self, bucket: Bucket, made: list[Submission]) -> None:
+    def _inspect(self, what: str, bucket: Bucket, made: list[Submission]) -> None:
         """What is fused must be alike, and no more than allowed."""
         first = made[0].part.request
         alike = (first.kind, first.dtype, first.op, first.prescale, first.postscale, first.members)
         for one in made:
             own = one.part.request
             found = (own.kind, own.dtype, own.op, own.prescale, own.postscale, own.members)
-            demand(found == alike, f"bucket {bucket.sequence} mixes {found} with {alike}")
+            demand(found == alike, f"{what} mixes {found} with {alike}")
         parts = made[0].turn.parts.values() if first.kind is Kind.ALLGATHER else ()
         sizes = tuple(part.request.shape[0] for part in parts)
-        demand(bucket.sizes == sizes, f"bucket {bucket.sequence} has the first dimensions {bucket.sizes}, not {sizes}")
+        demand(bucket.sizes == sizes, f"{what} has the first dimensions {bucket.sizes}, not {sizes}")
         filled = sum(_bytes(one) for one in made)
-        demand(len(made) == 1 or filled <= self._fusion_bytes, f"bucket {bucket.sequence} has {filled} bytes")
+        demand(len(made) == 1 or filled <= self._fusion_bytes, f"{what} has {filled} bytes")
 
 
-def _submissions(bucket: Bucket) -> list[Submission]:
+def submissions(bucket: Bucket) -> list[Submission]:
+    """What is in a bucket."""
     return [entry.handle for entry in bucket.entries if isinstance(entry.handle, Submission)]
 
 

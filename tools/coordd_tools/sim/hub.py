@@ -5,7 +5,7 @@ from __future__ import annotations
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator, Outgoing
 from coordd.messages import Goodbye, Message, Plan, Report, StallReport
-from coordd_tools.sim.caches import Caches
+from coordd_tools.sim.caches import Caches, mentioned
 from coordd_tools.sim.ledger import Ledger, demand
 from coordd_tools.sim.setting import Settings
 from coordd_tools.sim.trace import Trace
@@ -21,11 +21,14 @@ class Hub(Coordinator):
             settings.size,
             cache_capacity=settings.cache_capacity,
             fusion_bytes=settings.fusion_bytes,
+            lock_steps=settings.lock_steps,
             abort_seconds=settings.abort_seconds,
             voices=None if settings.is_star else [(1 << settings.size) - 1],
         )
         self.plans = 0
         self.heard = 0
+        self.locks = 0
+        self._lock: tuple[int, frozenset[str]] = (0, frozenset())
         self._trace = trace
         self._ledger = ledger
         self._caches = caches
@@ -33,8 +36,10 @@ class Hub(Coordinator):
 
     def hear(self, voice: int, message: Message | Lost, *, now: float) -> None:
         """Takes a message in."""
-        if isinstance(message, Report) and self._is_star:
-            self._ledger.hear(voice)
+        if isinstance(message, Report):
+            self._watch(voice, message)
+            if self._is_star:
+                self._ledger.hear(voice)
         self.heard += isinstance(message, Report | Goodbye)
         super().hear(voice, message, now=now)
 
@@ -48,7 +53,25 @@ class Hub(Coordinator):
             if isinstance(message, Plan):
                 self.plans += 1
                 self._caches.record(self, message.sequence)
+                self._note_lock(message)
             if isinstance(message, StallReport):
                 self._ledger.stalled(message, exact=self._is_star)
         demand(self.plans <= self.heard, f"{self.plans} plans after {self.heard} reports: plans come from nothing")
         return out
+
+    def _note_lock(self, plan: Plan) -> None:
+        if plan.unlock and plan.unlock == self._lock[0]:
+            self._lock = (0, frozenset())
+        if plan.lock:
+            self._lock = (plan.sequence, self._caches.names(plan.sequence, plan.lock))
+            self._ledger.lock(*self._lock)
+            self.locks += 1
+
+    def _watch(self, voice: int, report: Report) -> None:
+        """Who knows of a lock speaks of what is in it only after he has broken it."""
+        number, names = self._lock
+        if report.unlock == number:
+            self._lock = (0, frozenset())
+        elif report.seen >= number:
+            told = mentioned(self, report) & names
+            demand(not told, f"voice {voice} announces {told}, which are locked, in {report}")

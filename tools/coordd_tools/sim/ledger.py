@@ -18,10 +18,11 @@ from coordd.table import Entry, show_site
 from coordd_tools.sim.script import Part, Round, Script
 from coordd_tools.sim.verdicts import quarrel_text
 
-__all__ = ["Ledger", "Submission", "Violation", "demand"]
+__all__ = ["LOCKED", "Ledger", "Submission", "Violation", "demand"]
 
 _SCRIPT = compile("", "train.py", "exec")
 _ARRAY = np.empty(0)
+LOCKED = "locked allreduce"
 
 
 class Violation(AssertionError):  # noqa: N818 - not an error of the program, but what it has found
@@ -75,7 +76,8 @@ class Ledger:
         self.submissions: list[Submission] = []
         self._leavers = frozenset(script.leavers)
         self._by_round: dict[Round, dict[int, Submission]] = defaultdict(dict)
-        self._reported: dict[int, deque[list[Submission]]] = defaultdict(deque)
+        self._reported: dict[int, deque[tuple[int, list[Submission]]]] = defaultdict(deque)
+        self._locks: list[tuple[int, frozenset[str]]] = []
         self._heard: dict[Round, set[int]] = defaultdict(set)
         self._texts: dict[Round, str] = {}
 
@@ -88,15 +90,28 @@ class Ledger:
             self._by_round[turn][rank] = made
         return made
 
-    def report(self, rank: int, entries: Iterable[Entry]) -> None:
-        """Notes what a report of this rank holds."""
+    def report(self, rank: int, entries: Iterable[Entry], *, seen: int) -> None:
+        """Notes what a report of this rank holds, and when it was written."""
         told = [entry.handle for entry in entries]
-        self._reported[rank].append([made for made in told if isinstance(made, Submission) and not made.poll()])
+        self._reported[rank].append((seen, [made for made in told if isinstance(made, Submission)]))
 
     def hear(self, rank: int) -> None:
-        """Notes that the coordinator has heard the next report of a rank."""
-        for made in self._reported[rank].popleft():
-            self._heard[made.turn].add(rank)
+        """Notes that the coordinator has heard the next report of a rank; what a lock has overtaken does not count."""
+        seen, told = self._reported[rank].popleft()
+        for made in told:
+            if not any(number > seen and made.turn.name in names for number, names in self._locks):
+                self._heard[made.turn].add(rank)
+
+    def lock(self, number: int, names: frozenset[str]) -> None:
+        """Notes that a plan locks these names: what was announced of them in vain does not count any more."""
+        self._locks.append((number, names))
+        for turn, ranks in self._heard.items():
+            if turn.name in names and len(ranks) < len(turn.parts):
+                ranks.clear()
+
+    def agree(self, turn: Round) -> None:
+        """Notes that all members have given their word on a round."""
+        self._heard[turn].update(turn.parts)
 
     def heard(self, turn: Round) -> bool:
         """Says whether the coordinator has heard all members of a round."""
@@ -141,6 +156,8 @@ class Ledger:
             exact: nobody else, either; foremen, however, may still hold what a rank has said.
         """
         for waiting in report.waiting:
+            if waiting.operation == LOCKED:
+                continue
             truths = [
                 tuple(sorted({*turn.members} - self._heard[turn]))
                 for turn, told in self._by_round.items()

@@ -9,7 +9,7 @@ from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
 from coordd.errors import PeerError, ShutdownError
 from coordd.foreman import Foreman, Root
-from coordd.member import Bucket, Member
+from coordd.member import Bucket, Due, Locked, Member
 from coordd.messages import (
     Abort,
     Account,
@@ -21,12 +21,14 @@ from coordd.messages import (
     Overdue,
     Plan,
     StallReport,
+    Waiting,
     Welcome,
 )
 from coordd.stall import StallWatch, tell
 from coordd.table import Entry
 from coordd.tree import NOBODY
-from coordd_tools.sim.ledger import Submission
+from coordd_tools.sim.caches import told
+from coordd_tools.sim.ledger import LOCKED, Submission
 from coordd_tools.sim.program import Pause, program
 from coordd_tools.sim.script import Round
 from coordd_tools.sim.setting import Setting
@@ -65,6 +67,9 @@ class Process:
         self._landed: list[Bucket] = []
         self._queue: deque[Bucket] = deque()
         self._active: dict[int, Bucket] = {}
+        self._open: list[Locked] = []
+        self._outcomes: list[tuple[Locked, bool]] = []
+        self._hurried = False
         self._stall = StallWatch(setting.settings.stall_seconds)
         self._program: Iterator[Pause] | None = None
         self._awaited: list[Submission] | None = None
@@ -90,6 +95,7 @@ class Process:
             self.crashed = self.closed = True
             self._setting.ledger.failed = True
             self._setting.exchange.crash(self.rank)
+            self._setting.words.crash(self.rank)
             self._setting.network.close(self.rank, self._neighbours, crashed=True)
 
     def crash_when_leaving(self) -> None:
@@ -168,19 +174,36 @@ class Process:
         if self.failure is not None:
             for entry in entries:
                 entry.handle.fail(_peer_error(self.failure))
-        elif (report := self.member.announce(entries)) is not None:
-            self._setting.ledger.report(self.rank, entries)
-            if not self._setting.settings.is_star:
-                self._setting.ledger.hear(self.rank)
-            self._tell(report)
+        else:
+            self._carry_out(self.member.announce(entries))
+            if self._hurried:
+                self._carry_out(self.member.awaited())
+        self._hurried = False
         for item in items:
             if not isinstance(item, Entry):
                 item()
+
+    def _carry_out(self, due: Due) -> None:
+        for bucket in due.buckets:
+            self._note(f"starts bucket {bucket.sequence}: {[entry.request.name for entry in bucket.entries]}")
+        self._queue.extend(due.buckets)
+        for word in due.words:
+            names = [entry.request.name for entry in word.bucket.entries] if word.bucket is not None else "invalid"
+            self._note(f"gives its word on {word.lock}.{word.index}.{word.occurrence}: {names}")
+            if word.bucket is not None:
+                self._open.append(word)
+            self._setting.words.give(self.rank, word, self._outcome_arrives)
+        if due.report is not None:
+            self._setting.ledger.report(self.rank, told(self.member, due.report), seen=due.report.seen)
+            if not self._setting.settings.is_star:
+                self._setting.ledger.hear(self.rank)
+            self._tell(due.report)
 
     def _tell(self, message: Message) -> None:
         self._note(f"says {message}")
         if self._hub is not None:
             self._hub.hear(self.rank, message, now=self._setting.agenda.now)
+            self._wake(0.0)
         else:
             self._setting.network.send(self.rank, self._post.parent, message)
 
@@ -219,11 +242,9 @@ class Process:
                 self._break(Failure(sender, "died"))
 
     def _follow(self, plan: Plan) -> None:
-        buckets = self.member.follow(plan)
+        due = self.member.follow(plan)
         self._setting.caches.compare(self.member, plan.sequence)
-        for bucket in buckets:
-            self._note(f"starts bucket {bucket.sequence}: {[entry.request.name for entry in bucket.entries]}")
-        self._queue.extend(buckets)
+        self._carry_out(due)
 
     def _advance(self) -> None:
         while self._queue and len(self._active) < _ACTIVE:
@@ -235,28 +256,52 @@ class Process:
         self._landed.append(bucket)
         self._wake(0.0)
 
+    def _outcome_arrives(self, word: Locked, valid: bool) -> None:  # noqa: FBT001 - an outcome, not a switch
+        self._outcomes.append((word, valid))
+        self._wake(0.0)
+
     def _land(self) -> None:
         landed, self._landed = self._landed, []
         for bucket in landed:
-            if self._active.pop(bucket.sequence, None) is None:
+            if self._active.pop(bucket.sequence, None) is not None:
+                self._finish(bucket)
+        outcomes, self._outcomes = self._outcomes, []
+        for word, valid in outcomes:
+            if word.bucket is None or word not in self._open:
                 continue
-            for entry in bucket.entries:
-                self.member.table.take(entry.request.name)
-                self._stall.observe(self._setting.agenda.now - entry.handle.submitted)
-                entry.finish(entry.array)
+            self._open.remove(word)
+            self._note(f"hears that {word.lock}.{word.index}.{word.occurrence} has {'landed' if valid else 'failed'}")
+            self._carry_out(self.member.landed(word) if valid else self.member.refused(word))
+            if valid:
+                self._finish(word.bucket)
+
+    def _finish(self, bucket: Bucket) -> None:
+        for entry in bucket.entries:
+            self.member.table.take(entry.request.name)
+            self._stall.observe(self._setting.agenda.now - entry.handle.submitted)
+            entry.finish(entry.array)
 
     def _watch(self) -> None:
         """Asks what the others do when something has waited too long."""
         oldest = self.member.table.oldest()
-        if not self._setting.swarm.stall or self.failure is not None or oldest is None:
+        swarm = self._setting.swarm
+        if not (swarm.stall or swarm.polling) or self.failure is not None or oldest is None:
             return
         now = self._setting.agenda.now
         waited = now - oldest.handle.submitted
         if self._stall.overdue(waited):
-            limit = now - self._stall.limit
-            late = (entry.request.name for entry in self.member.table if entry.handle.submitted <= limit)
-            self._tell(Overdue(waited, tuple(late)))
+            if swarm.polling:  # else somebody has waited, and that must do
+                self._carry_out(self.member.unlock())
+            self._tell(self._overdue(now, waited))
         self._wake(self._stall.remaining(waited) + 1e-6)
+
+    def _overdue(self, now: float, waited: float) -> Overdue:
+        """What has waited too long; of what is locked only the data plane knows who is missing."""
+        limit = now - self._stall.limit
+        late = [entry.request.name for entry in self.member.table if entry.handle.submitted <= limit]
+        words = {entry.request.name: word for word in self._open if word.bucket for entry in word.bucket.entries}
+        locked = [Waiting(name, LOCKED, self._setting.words.missing(words[name])) for name in late if name in words]
+        return Overdue(waited, tuple(name for name in late if name not in words), tuple(locked))
 
     # The main thread.
 
@@ -272,6 +317,7 @@ class Process:
                 self._setting.agenda.after(seconds, self._awake)
             case list() as awaited:
                 self._awaited = awaited
+                self._hurried = not self._setting.swarm.polling
                 self._wake(0.0)
 
     def _awake(self) -> None:
@@ -282,6 +328,7 @@ class Process:
 
     def _leave(self) -> None:
         if self.failure is None:
+            self._carry_out(self.member.leave())
             self._tell(Goodbye())
             if self.doomed:
                 self._setting.agenda.after(0.0, self.crash)
@@ -298,6 +345,7 @@ class Process:
         self.failure = failure
         self._setting.ledger.failed = True
         flying = [entry for bucket in [*self._active.values(), *self._queue] for entry in bucket.entries]
+        self._open.clear()
         self._active.clear()
         self._queue.clear()
         for entry in dict.fromkeys([*flying, *self.member.table.clear()]):
@@ -307,7 +355,7 @@ class Process:
         """Ends once all is done; what does not come any more, because a rank died after its goodbye, is given up."""
         now = self._setting.agenda.now
         self._parting = now + _FAREWELL if self._parting is None else self._parting
-        if (self._active or self._queue) and now < self._parting:
+        if (self._active or self._queue or self._open) and now < self._parting:
             self._wake(self._parting - now)
             return
         for entry in self.member.table.clear():

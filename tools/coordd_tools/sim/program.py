@@ -63,6 +63,8 @@ def _step(worker: Worker, setting: Setting, order: tuple[Round, ...], mine: dict
         if turn.name in mine:
             yield [mine[turn.name]]
         mine[turn.name] = worker.submit(turn)
+        if rng.random() < setting.settings.early:
+            yield [rng.choice([*mine.values()])]
         if swarm.duplicates and rng.random() < _DUPLICATED:
             yield from _duplicate(worker, turn, setting)
 

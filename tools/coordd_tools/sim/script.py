@@ -15,6 +15,7 @@ __all__ = ["Part", "Round", "Script", "write"]
 _DTYPES = ("float32", "float64", "bfloat16", "int64")
 _ATTRIBUTES = ("operation", "dtype", "shape", "reduction", "scale factors", "root rank")
 _MISMATCHES, _CONTRADICTIONS, _FILLERS, _SKIPPED, _RESHAPED, _OTHER_LINES = 0.15, 0.15, 0.5, 0.2, 0.2, 0.2
+_STEADY = (0.0, 0.01, 0.05)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ class _Author:
         self._number = 0
         self._dtypes = rng.sample(_DTYPES, rng.randint(1, 3))
         self._leavers: dict[int, tuple[int, int]] = {}
+        self._variety = rng.choice(_STEADY) if swarm.steady else 1.0
         self._tensors = [self._tensor(f"t{index}") for index in range(rng.randint(1, 8))]
+        if swarm.steady:
+            self._tensors += [self._gradient(f"g{index}") for index in range(rng.randint(1, 5))]
         if swarm.shared_names:
             self._tensors += [
                 msgspec.structs.replace(tensor, members=self._members()) for tensor in self._tensors if rng.randrange(2)
@@ -106,9 +110,9 @@ class _Author:
     def _step(self) -> list[Round]:
         found = []
         for index, tensor in enumerate(self._tensors):
-            if self._rng.random() < _SKIPPED:
+            if self._chance(_SKIPPED):
                 continue
-            if self._swarm.reshape and self._rng.random() < _RESHAPED:
+            if self._swarm.reshape and self._chance(_RESHAPED):
                 self._tensors[index] = msgspec.structs.replace(tensor, shape=self._shape(tensor.kind))
             found.append(self._round(self._tensors[index]))
         once = self._rng.randint(0, 2) if self._swarm.transients else 0
@@ -122,22 +126,31 @@ class _Author:
     def _round(self, tensor: Request) -> Round:
         self._number += 1
         quarrel = ""
-        if self._swarm.contradiction and self._rng.random() < _CONTRADICTIONS:
+        if self._swarm.contradiction and self._chance(_CONTRADICTIONS):
             requests = self._opposed(tensor)
             quarrel = "process set" if requests else ""
         if not quarrel:
             requests = {rank: self._own(tensor) for rank in tensor.members or range(self._size)}
-            if self._swarm.mismatch and len(requests) > 1 and self._rng.random() < _MISMATCHES:
+            if self._swarm.mismatch and len(requests) > 1 and self._chance(_MISMATCHES):
                 quarrel = self._rng.choice(_ATTRIBUTES)
                 for rank in self._rng.sample([*requests], self._rng.randint(1, len(requests) - 1)):
                     requests[rank] = self._altered(requests[rank], quarrel)
-        fillers = self._swarm.fillers and self._rng.random() < _FILLERS
+        fillers = self._swarm.fillers and self._chance(_FILLERS)
         everybody = self._rng.random() < _FILLERS
         parts = {
             rank: Part(request, self._line(request), fillers and (everybody or self._rng.random() < _FILLERS))
             for rank, request in sorted(requests.items())
         }
         return Round(self._number, tensor.name, parts, quarrel)
+
+    def _chance(self, usual: float) -> bool:
+        """Throws the dice; what makes a step differ from the one before is seldom in a steady run."""
+        return self._rng.random() < usual * self._variety
+
+    def _gradient(self, name: str) -> Request:
+        """A tensor as most training scripts have."""
+        dtype = self._rng.choice(self._dtypes)
+        return Request(Kind.ALLREDUCE, name, dtype, self._shape(Kind.ALLREDUCE))
 
     def _tensor(self, name: str, *, transient: bool = False) -> Request:
         kind = self._rng.choices([*Kind], [6, 1, 1, 1])[0]

@@ -15,6 +15,7 @@ from coordd_tools.sim.network import Network
 from coordd_tools.sim.script import Script
 from coordd_tools.sim.swarm import Swarm
 from coordd_tools.sim.trace import Trace
+from coordd_tools.sim.words import Words
 
 __all__ = ["Setting", "Settings"]
 
@@ -28,6 +29,8 @@ class Settings:
     fusion_bytes: int
     stall_seconds: float
     abort_seconds: float
+    lock_steps: int
+    early: float
     steps: int
     hosts: tuple[str, ...]
     fan_in: int
@@ -49,11 +52,13 @@ class Settings:
         size = rng.randint(3, 9) if swarm.tree else rng.randint(2, 6)
         return cls(
             size=size,
-            cache_capacity=rng.choice((0, 1, 2, 3, 8, 64)),
+            cache_capacity=rng.choice((4, 16, 64) if swarm.steady else (0, 1, 2, 3, 8, 64)),
             fusion_bytes=rng.choice((0, 16, 64, 1 << 20)),
             stall_seconds=rng.choice((0.05, 0.5, 5.0)),
             abort_seconds=8.0 if swarm.impatience else 0.0,
-            steps=rng.randint(1, 6),
+            lock_steps=rng.randint(1, 3) if swarm.locks else 0,
+            early=rng.choice((0.002, 0.02)) if swarm.early and not swarm.reorder else 0.0,
+            steps=rng.randint(4, 30) if swarm.steady else rng.randint(1, 6),
             hosts=tuple(f"h{rng.randint(0, size) if swarm.tree else 0}" for _ in range(size)),
             fan_in=rng.choice((2, 2, 3)),
             batch=rng.choice((1, 2, 32)),
@@ -72,5 +77,6 @@ class Setting:
     trace: Trace
     network: Network
     exchange: Exchange
+    words: Words
     ledger: Ledger
     caches: Caches

@@ -23,6 +23,7 @@ from coordd_tools.sim.script import Script, write
 from coordd_tools.sim.setting import Setting, Settings
 from coordd_tools.sim.swarm import Swarm
 from coordd_tools.sim.trace import Trace
+from coordd_tools.sim.words import Words
 
 __all__ = ["Outcome", "Simulation", "simulate"]
 
@@ -41,6 +42,9 @@ class Outcome:
     submissions: int
     messages: int
     plans: int
+    locks: int
+    locked: int
+    refused: int
     events: int
     seconds: float
 
@@ -76,8 +80,19 @@ class Simulation:
         self._rng = rng
         exchange = Exchange(self.agenda, rng, self.ledger, fusion_bytes=settings.fusion_bytes)
         caches = Caches()
+        self.words = Words(self.agenda, rng, self.ledger, exchange, size=settings.size)
         setting = Setting(
-            settings, swarm, script, rng, self.agenda, self.trace, self.network, exchange, self.ledger, caches
+            settings,
+            swarm,
+            script,
+            rng,
+            self.agenda,
+            self.trace,
+            self.network,
+            exchange,
+            self.words,
+            self.ledger,
+            caches,
         )
         self.hub = Hub(settings, self.trace, self.ledger, caches)
         self.ranks = [Process(post.rank, setting, self._hub_at(post)) for post in settings.posts]
@@ -131,6 +146,7 @@ class Simulation:
                 blamed = failure.rank in culprits or failure.reason.startswith("kept")
                 demand(blamed, f"rank {process.rank} blames rank {failure.rank} ({failure.reason}), who is innocent")
         if not self.ledger.failed:
+            self.words.close()
             kept = leftovers(self.hub)
             for table in ("announced", "table", "complete", "refused"):
                 demand(not kept[table], f"the coordinator keeps {kept[table]} in its {table} table")
@@ -162,6 +178,9 @@ def simulate(seed: int, *, show: Callable[[str], None] | None = None) -> Outcome
         len(run.ledger.submissions),
         run.network.carried,
         run.hub.plans,
+        run.hub.locks,
+        run.words.locked,
+        run.words.refused,
         run.agenda.events,
         run.agenda.now,
     )

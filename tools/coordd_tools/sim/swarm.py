@@ -11,7 +11,7 @@ from random import Random
 
 __all__ = ["Swarm"]
 
-_FATAL = {"crash": 0.2, "abort": 0.1, "impatience": 0.1}
+_CHANCES = {"crash": 0.2, "abort": 0.1, "impatience": 0.1, "locks": 0.75, "polling": 0.2}
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Swarm:
     lines: bool = False
     overlap: bool = False
     burst: bool = False
+    steady: bool = False
+    locks: bool = False
+    early: bool = False
+    polling: bool = False
     reorder: bool = False
     tree: bool = False
     spikes: bool = False
@@ -41,8 +45,8 @@ class Swarm:
 
     @classmethod
     def draw(cls, rng: Random) -> Swarm:
-        """Throws the dice: half of the switches are on, those that end the job seldom."""
-        return cls(**{field.name: rng.random() < _FATAL.get(field.name, 0.5) for field in fields(cls)})
+        """Throws the dice: half of the switches are on, those that end the job seldom, some things more often."""
+        return cls(**{field.name: rng.random() < _CHANCES.get(field.name, 0.5) for field in fields(cls)})
 
     @property
     def fatal(self) -> bool:

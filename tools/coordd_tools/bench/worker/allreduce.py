@@ -1,4 +1,4 @@
-"""Sums a tensor of each size with each engine, in alternating blocks, in the same memory."""
+"""Sums a tensor of each size with each engine, in alternating blocks, each in memory of its own."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ def measure(job: AllreduceJob, directory: Path) -> None:
 
 def _size(job: AllreduceJob, size: int, engines: Sequence[Reducer], rank: Rank) -> Iterator[Block]:
     """Yields the blocks of one size, all rounds."""
-    tensor = torch.empty(size // torch.float32.itemsize)
+    tensors = {engine.name: engine.tensor(size // torch.float32.itemsize) for engine in engines}
     calls = job.calls or max(_FEWEST, min(_MOST, _BLOCK_BYTES // size))
     for number in range(job.rounds):
         for engine in turns(engines, number):
+            tensor = tensors[engine.name]
             reduce = engine.reducing(tensor, label=f"bench.{size}")
             tensor.fill_(1)
             reduce()  # untimed: it warms the caches, and shows that the engine does the work
-            if not bool(torch.all(tensor == rank.size)):
+            if engine.exchanges and not bool(torch.all(tensor == rank.size)):
                 raise RuntimeError(
                     f"{engine.name} summed ones over {rank.size} ranks to {tensor.min():g}..{tensor.max():g}"
                 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +44,12 @@ class Trainer(Engine, Protocol):
 
 
 class Reducer(Engine, Protocol):
-    """An engine that can sum a tensor over all ranks, in place."""
+    """An engine that can sum a tensor over all ranks, in place; ``exchanges`` is false for a bound."""
+
+    exchanges: bool
+
+    def tensor(self, count: int) -> Tensor:
+        """Makes an fp32 tensor where this engine likes it best."""
 
     def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:
         """Returns the call that does it."""
@@ -64,7 +71,16 @@ class _Nothing:
         return model, SGD(model.parameters(), lr=_LEARNING_RATE)
 
 
-class _PlainMPI:
+class _Anywhere:
+    """Takes tensors wherever they are."""
+
+    exchanges = True
+
+    def tensor(self, count: int) -> Tensor:
+        return torch.empty(count)
+
+
+class _PlainMPI(_Anywhere):
     """A blocking ``MPI_Allreduce`` in the caller's thread."""
 
     name = "mpi"
@@ -82,10 +98,28 @@ class _PlainMPI:
         return lambda: comm.Allreduce(MPI.IN_PLACE, array)
 
 
-class _Gloo:
-    """PyTorch's own: DDP and ``all_reduce`` over gloo."""
+class _Memory(_Anywhere):
+    """What memory allows: each rank reads and writes as many bytes as in a sum in common memory, all at once.
 
-    exchanges = True
+    There each of n ranks reads its slice, 1/n, of n tensors, and writes it n times: one tensor read, one written. A
+    product in place does just that, with nobody to wait for.
+    """
+
+    name = "memory"
+    exchanges = False
+
+    def start(self, rank: Rank) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:  # noqa: ARG002
+        return lambda: tensor.mul_(1.0)
+
+
+class _Gloo(_Anywhere):
+    """PyTorch's own: DDP and ``all_reduce`` over gloo."""
 
     def __init__(self, name: str, *, view: bool = False) -> None:
         self.name = name
@@ -108,10 +142,8 @@ class _Gloo:
         return lambda: dist.all_reduce(tensor)
 
 
-class _Hooked:
+class _Hooked(_Anywhere):
     """coordd and Horovod: the same public names, so the same code drives both."""
-
-    exchanges = True
 
     def __init__(self, name: str, module: str) -> None:
         self.name = name
@@ -139,6 +171,25 @@ class _Hooked:
         return lambda: api.allreduce_(tensor, op=api.Sum, name=label)
 
 
+class _Negotiated(_Hooked):
+    """coordd where no plan can be locked, because names come in an order that never repeats."""
+
+    def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:
+        api, rng = self._api, random.Random(label)  # noqa: S311 - equal on all ranks is the point
+        return lambda: api.allreduce_(tensor, op=api.Sum, name=f"{label}.{rng.randrange(8)}")
+
+
+class _Window(_Hooked):
+    """coordd with a tensor that lies in memory which all ranks see, as gradients in their buckets do."""
+
+    def tensor(self, count: int) -> Tensor:
+        found: Tensor = self._api.empty_common(count)
+        return found
+
+    def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:
+        return super().reducing(tensor, label=f"{label}.window")
+
+
 TRAINERS: dict[str, Callable[[], Trainer]] = {
     "none": _Nothing,
     "coordd": lambda: _Hooked("coordd", "coordd.torch"),
@@ -148,6 +199,9 @@ TRAINERS: dict[str, Callable[[], Trainer]] = {
 }
 REDUCERS: dict[str, Callable[[], Reducer]] = {
     "coordd": lambda: _Hooked("coordd", "coordd.torch"),
+    "coordd-negotiated": lambda: _Negotiated("coordd-negotiated", "coordd.torch"),
+    "coordd-window": lambda: _Window("coordd-window", "coordd.torch"),
+    "memory": _Memory,
     "gloo": lambda: _Gloo("gloo"),
     "mpi": _PlainMPI,
     "horovod": lambda: _Hooked("horovod", "horovod.torch"),

@@ -18,13 +18,13 @@ from coordd_tools.bench.worker.engines import TRAINERS, Trainer, started
 from coordd_tools.bench.worker.models import MODELS
 from coordd_tools.bench.worker.rank import Rank
 
-__all__ = ["measure"]
+__all__ = ["Training", "measure"]
 
 _WARM_UP = 5
 """Steps before the first block: DDP rebuilds its buckets after one, coordd knows all tensors after one."""
 
 
-class _Training:
+class Training:
     """One engine's own copy of a model, with this rank's batch."""
 
     def __init__(self, name: str, engine: Trainer, rank: Rank, *, seed: int) -> None:
@@ -34,6 +34,7 @@ class _Training:
         self._inputs, self._labels = MODELS[name].batch(torch.Generator().manual_seed(seed + 1 + rank.number))
 
     def step(self) -> None:
+        """Trains on the same batch once more."""
         self._optimizer.zero_grad()
         logits = self.model(self._inputs)
         loss = functional.cross_entropy(logits.flatten(0, -2), self._labels.flatten())
@@ -68,7 +69,7 @@ def measure(job: StepJob, directory: Path) -> None:
 
 def _model(job: StepJob, name: str, engines: Sequence[Trainer], rank: Rank) -> Iterator[Block]:
     """Yields the blocks of one model, all rounds."""
-    trainings = [_Training(name, engine, rank, seed=job.seed) for engine in engines]
+    trainings = [Training(name, engine, rank, seed=job.seed) for engine in engines]
     for training in trainings:
         for _ in range(_WARM_UP):
             training.step()

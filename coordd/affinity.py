@@ -1,0 +1,58 @@
+"""Where a thread runs: lists of processors as text, and keeping the calling thread to some.
+
+One rule: processors have the numbers that the kernel gives them, hyper-threads included, as in ``taskset -c``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+
+from coordd.errors import ConfigError, spans
+
+__all__ = ["DAEMON_CORES", "keep_to", "read_cpus", "write_cpus"]
+
+DAEMON_CORES = "COORDD_DAEMON_CORES"  # the knob's variable, for those who must not import `coordd.config`
+
+_LEGAL = "processors as the kernel numbers them, such as 3 or 6-7 or 0,4-5, or empty for any"
+_SPAN = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
+
+
+def keep_to(text: str, *, source: str = "daemon_cores") -> None:
+    """Keeps the calling thread, and the threads that it starts, to some processors; empty text leaves it alone.
+
+    Raises:
+        ConfigError: the text is no such list, or names processors that this process may not use.
+    """
+    if not text:
+        return
+    cpus = read_cpus(text, source=source)
+    try:
+        os.sched_setaffinity(0, cpus)
+        kept = os.sched_getaffinity(0) == cpus  # the kernel leaves out without a word what a container does not have
+    except (AttributeError, OSError):  # another system; no such processor, or not allowed
+        kept = False
+    if not kept:
+        raise ConfigError.illegal(source, text, "processors that this process may use, or leave it empty for any")
+
+
+def read_cpus(text: str, *, source: str) -> frozenset[int]:
+    """Reads ``0,4-5``, as the kernel and ``taskset -c`` write it.
+
+    Raises:
+        ConfigError: it is written otherwise; the message names ``source``.
+    """
+    cpus: set[int] = set()
+    for piece in text.split(","):
+        found = _SPAN.fullmatch(piece.strip())
+        span = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+        if not span:
+            raise ConfigError.illegal(source, text, _LEGAL)
+        cpus.update(span)
+    return frozenset(cpus)
+
+
+def write_cpus(cpus: Iterable[int]) -> str:
+    """Writes what `read_cpus` reads."""
+    return spans(cpus).replace(" ", "")

@@ -1,0 +1,36 @@
+"""What the data plane is given: entries that travel together."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coordd.messages import Request
+from coordd.table import Entry
+
+__all__ = ["Bucket", "Locked"]
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Entries that travel together, in the same order on all ranks.
+
+    ``sequence`` is the common number of a negotiated bucket; a locked one has none, so 0.
+    """
+
+    sequence: int
+    request: Request
+    sizes: tuple[int, ...]
+    entries: tuple[Entry, ...]
+
+
+class Locked(msgspec.Struct, frozen=True):
+    """This rank's word on one occurrence of a locked bucket.
+
+    With a ``bucket`` the word is *valid*: here is what moves if all ranks give the same word. Without one it is
+    *invalid*, and nothing moves anywhere. The words on an occurrence meet under ``(lock, index, occurrence)``; locked
+    buckets have no common order among themselves, nor with negotiated ones.
+    """
+
+    lock: int
+    index: int
+    occurrence: int
+    bucket: Bucket | None = None

@@ -1,0 +1,233 @@
+"""The data plane as operations see it: whatever way the data takes, through common memory, over a lane, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from coordd.bucket import Bucket, Locked
+from coordd.messages import ReduceOp, Request
+from coordd.routes import Route, route
+from coordd.transport import collectives, shared
+from coordd.transport.collectives import Group, Pulse, Reduction, Scratch, Steps
+from coordd.transport.commons import Commons, Meeting
+from coordd.transport.protocol import Lane
+from coordd.transport.shared import Terms
+
+__all__ = ["Outcome", "Plane", "Spot"]
+
+_NEGOTIATED = 64
+_TAGS = Group.tags_per_operation + 1
+Outcome = Generator[None, None, bool]
+"""Steps that end with whether anything has moved."""
+
+
+class Spot(NamedTuple):
+    """Where the members of an operation find each other, equal on all of them: on the boards, and over a lane."""
+
+    slot: int
+    stamp: int
+    tag: int
+
+    @classmethod
+    def of_bucket(cls, bucket: Bucket, lane: Lane) -> Spot:
+        """The spot of a negotiated bucket; in the lower half of the tags."""
+        places = lane.tags // 2 // Group.tags_per_operation
+        tag = bucket.sequence % places * Group.tags_per_operation
+        return cls(bucket.sequence % _NEGOTIATED, bucket.sequence, tag)
+
+    @classmethod
+    def of_word(cls, word: Locked, lane: Lane) -> Spot:
+        """The spot of one occurrence of a locked bucket; in the upper half of the tags."""
+        return cls(_NEGOTIATED + word.index, word.lock << 32 | word.occurrence, lane.tags // 2 + word.index * _TAGS)
+
+
+class Plane:
+    """Moves arrays between the members of operations; flat, contiguous, and of equal size on all of them."""
+
+    def __init__(self, lane: Lane, commons: Commons | None, *, rank: int, hosts: Sequence[str], chunk: int) -> None:
+        """Describes the ways.
+
+        Args:
+            lane: where data travels between hosts.
+            commons: where data travels on this host; None if it takes the lane there, too.
+            rank: this rank.
+            hosts: the host of every rank.
+            chunk: bytes in which large tensors travel.
+        """
+        self.lane = lane
+        self.world = tuple(range(len(hosts)))
+        self.pulse = Pulse()
+        self._commons = commons
+        self.rank = rank
+        self._hosts = hosts
+        self._chunk = chunk
+        self._scratch = Scratch()
+
+    @property
+    def heralded(self) -> bool:
+        """Whether this rank's bell rings whenever an operation can go on, so that nobody has to look."""
+        return self._commons is not None and len(self._commons.ranks) == len(self.world)
+
+    def fall_asleep(self) -> bool:
+        """Asks neighbours to ring from now on; to be followed by a last look. Says whether there is anybody to ask."""
+        if self._commons is None:
+            return False
+        self._commons.mine.fall_asleep()
+        return True
+
+    def wake_up(self) -> None:
+        """Tells neighbours not to ring any more."""
+        if self._commons is not None:
+            self._commons.mine.wake_up()
+
+    def reduce(self, spot: Spot, request: Request, arrays: Sequence[np.ndarray], *, agreed: bool = True) -> Outcome:
+        """Reduces arrays in place: on this host, then between hosts, then spreads on this host.
+
+        Args:
+            spot: where the members meet.
+            request: what they reduce, and who they are.
+            arrays: of one type.
+            agreed: all members will take part; if not, some may `refuse`, and nothing moves.
+
+        Returns:
+            whether anything has moved; if not, the arrays are as they were.
+        """
+        members = request.members or self.world
+        dtype = arrays[0].dtype
+        whole = Reduction(request.op, dtype, prescale=request.prescale, postscale=request.postscale)
+        if self._commons is None or len(members) == 1:
+            group = self._group(spot, members)
+            if not agreed and not (yield from self._agree(group, valid=True)):
+                return False
+            yield from collectives.allreduce(group, arrays, whole)
+            return True
+        way = route(self.rank, members, self._hosts)
+        several = len(way.neighbours) < len(members)
+        levels = _levels(request, dtype, len(members)) if several else (whole, None)
+        return (yield from self._reduce_here(spot, arrays, levels, way, agreed=agreed))
+
+    def refuse(self, spot: Spot) -> Steps:
+        """Gives the word *invalid* on an operation of all ranks, whatever the others say."""
+        if self._commons is None:
+            yield from self._agree(self._group(spot, self.world), valid=False)
+            return
+        way = route(self.rank, self.world, self._hosts)
+        meeting = self._commons.meeting(spot.slot, spot.stamp, way.neighbours)
+        while not meeting.enter(word=False):
+            yield
+        if not self.heralded:
+            yield from self._agree_on_levels(spot, meeting, way, valid=False)
+        meeting.finish()
+
+    def missing(self, spot: Spot) -> tuple[int, ...]:
+        """The ranks of this host that have not come to an operation of all ranks."""
+        if self._commons is None:
+            return ()
+        return tuple(
+            rank for rank, board in self._commons.boards.items() if not board.has_reached(spot.slot, spot.stamp)
+        )
+
+    def _reduce_here(
+        self,
+        spot: Spot,
+        arrays: Sequence[np.ndarray],
+        levels: tuple[Reduction, Reduction | None],
+        way: Route,
+        *,
+        agreed: bool,
+    ) -> Outcome:
+        assert self._commons is not None  # noqa: S101 - for the type checker
+        inner, outer = levels
+        meeting = self._commons.meeting(spot.slot, spot.stamp, way.neighbours)
+
+        def between(slices: list[np.ndarray]) -> Steps:
+            if way.peers and outer is not None:
+                yield from collectives.allreduce(self._group(spot, way.peers), slices, outer)
+
+        while not meeting.enter():
+            yield
+        if outer is not None and not agreed and not (yield from self._agree_on_levels(spot, meeting, way, valid=True)):
+            meeting.finish()
+            return False
+        with self._lending() as lend:
+            terms = Terms(self._chunk, self.pulse, lend, between if outer is not None else None, way.owners)
+            return (yield from shared.allreduce(meeting, arrays, inner, terms, doubtful=outer is None and not agreed))
+
+    def broadcast(self, spot: Spot, members: Sequence[int], array: np.ndarray, root: int) -> Steps:
+        """Copies the array of the member with index ``root`` into everybody's."""
+        if (meeting := self._meeting(spot, members)) is None:
+            yield from collectives.broadcast(self._group(spot, members), array, root)
+            return
+        nothing = array[:0]
+        blocks = [array if index == root else nothing for index in range(len(members))]
+        yield from self._spread(meeting, blocks)
+
+    def allgather(self, spot: Spot, members: Sequence[int], blocks: Sequence[np.ndarray]) -> Steps:
+        """Fills the others' blocks from what they hold in theirs; blocks may differ in size."""
+        if (meeting := self._meeting(spot, members)) is None:
+            yield from collectives.allgather(self._group(spot, members), blocks)
+        else:
+            yield from self._spread(meeting, blocks)
+
+    def _spread(self, meeting: Meeting, blocks: Sequence[np.ndarray]) -> Steps:
+        while not meeting.enter():
+            yield
+        with self._lending() as lend:
+            yield from shared.spread(meeting, blocks, Terms(self._chunk, self.pulse, lend))
+
+    def _agree(self, group: Group, *, valid: bool) -> Outcome:
+        """Exchanges words over the lane; says whether all are valid."""
+        words = [np.array([valid], np.uint8) for _ in group.members]
+        tickets = [group.receive(words[peer], peer, group.word_tag) for peer in group.others()]
+        tickets += [group.send(words[group.me], peer, group.word_tag) for peer in group.others()]
+        yield from group.finish(tickets)
+        return all(found[0] for found in words)
+
+    def _agree_on_levels(self, spot: Spot, meeting: Meeting, way: Route, *, valid: bool) -> Outcome:
+        """Collects the words of this host; the first rank of each host exchanges them with the other hosts'."""
+        while (others := meeting.words()) is None:
+            yield
+        if meeting.me == 0:
+            meeting.conclude(valid=(yield from self._agree(self._group(spot, way.peers), valid=valid and others)))
+        while (verdict := meeting.verdict()) is None:
+            yield
+        return verdict
+
+    def _group(self, spot: Spot, members: Sequence[int]) -> Group:
+        """The members as they are reached over the lane."""
+        return Group(
+            self.lane, members, self.rank, tag=spot.tag, chunk=self._chunk, pulse=self.pulse, scratch=self._scratch
+        )
+
+    def _meeting(self, spot: Spot, members: Sequence[int]) -> Meeting | None:
+        """The members as they are reached in common memory; None if not all are."""
+        if self._commons is None or len(members) == 1 or any(rank not in self._commons.boards for rank in members):
+            return None
+        return self._commons.meeting(spot.slot, spot.stamp, members)
+
+    @contextmanager
+    def _lending(self) -> Iterator[Callable[[int], np.ndarray]]:
+        """Lends common memory until the operation is over; after a failure for ever: others may still write to it."""
+        assert self._commons is not None  # noqa: S101 - for the type checker
+        commons, lent = self._commons, []
+
+        def lend(size: int) -> np.ndarray:
+            lent.append(commons.borrow(size))
+            return lent[-1]
+
+        yield lend
+        for block in lent:
+            commons.give_back(block)
+
+
+def _levels(request: Request, dtype: np.dtype, count: int) -> tuple[Reduction, Reduction]:
+    """The arithmetic on a host and between hosts; an average is divided on the hosts, where nothing overflows yet."""
+    outer = ReduceOp.SUM if request.op is ReduceOp.AVERAGE else request.op
+    return (
+        Reduction(request.op, dtype, prescale=request.prescale, count=count),
+        Reduction(outer, dtype, postscale=request.postscale),
+    )

@@ -1,0 +1,203 @@
+"""Gradients of several parameters that are reduced as one tensor, in which they live.
+
+On a CPU the tensor lies in memory that the ranks of a host have in common, so nothing is packed, sent or unpacked: the
+parameters' ``.grad`` are views of it. Behind the gradients lies a mark for each: 1 from a rank that has the gradient, 0
+from one that has none. They are reduced with the rest, so all ranks learn which gradients exist anywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from coordd.table import Entry
+from coordd_torch.tensors import view
+
+if TYPE_CHECKING:
+    from coordd_torch.gradient import Gradient
+    from coordd_torch.reducer import Reducer
+
+__all__ = ["Bucket", "partition"]
+
+_ALIGNMENT = 64
+_COPIED_AT_ONCE = 64 << 10
+"""Bytes from which a gradient is copied as soon as it is there, while the caches hold it, and its own memory freed."""
+
+
+def partition(gradients: Sequence[Gradient], *, limit: int, last: int) -> list[list[Gradient]]:
+    """Divides gradients, in the order in which they become ready, among buckets of one type and device.
+
+    Args:
+        gradients: in an order that is equal on all ranks.
+        limit: bytes of a bucket, unless a single gradient has more.
+        last: bytes of the last bucket of each type, after which nothing is left to overlap with.
+    """
+    kinds: dict[object, list[Gradient]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.parameter.dtype, gradient.parameter.device), []).append(gradient)
+    found = []
+    for alike in kinds.values():
+        groups: list[list[Gradient]] = []
+        room = -1
+        if sum(gradient.parameter.nbytes for gradient in alike) <= 2 * last:
+            found.append(alike)
+            continue
+        for gradient in reversed(alike):
+            size = gradient.parameter.nbytes
+            if size > room:
+                groups.append([])
+                room = limit if len(groups) > 1 else last
+            groups[-1].append(gradient)
+            room -= size
+        found += [group[::-1] for group in reversed(groups)]
+    return found
+
+
+class Bucket:
+    """One tensor for several gradients; its own handle towards the daemon."""
+
+    def __init__(self, reducer: Reducer, name: str, gradients: Sequence[Gradient], *, early: bool = True) -> None:
+        """Makes room; the gradients move in when they are next computed.
+
+        Args:
+            reducer: whose gradients they are.
+            name: equal on all ranks.
+            gradients: of one type, on one device, in an order that is equal on all ranks.
+            early: whether to begin as soon as the last gradient is there; if not, when backward ends.
+        """
+        self._reducer = reducer
+        self.name = name
+        self.submitted = 0.0
+        self.open = True
+        self._early = early
+        self._gradients = tuple(gradients)
+        first = gradients[0].parameter
+        stride = _ALIGNMENT // first.element_size()
+        sizes = [-(-gradient.parameter.numel() // stride) * stride for gradient in gradients]
+        stops = np.cumsum(sizes).tolist()
+        self._flat = reducer.memory(stops[-1] + len(gradients), first)
+        self._marks = self._flat[stops[-1] :]
+        self._places = {
+            gradient: _shaped(self._flat[stop - size : stop], gradient.parameter)
+            for gradient, size, stop in zip(gradients, sizes, stops, strict=True)
+        }
+        self._waiting: list[tuple[Gradient, torch.Tensor, torch.Tensor]] = []
+        self._absent: list[tuple[int, Gradient, torch.Tensor | None]] = []
+        self._taken = 0
+        self._entry: Entry | None = None
+        for gradient in gradients:
+            gradient.bucket = self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reduced."""
+        return self._flat.nbytes
+
+    def take(self, gradient: Gradient, value: torch.Tensor) -> None:
+        """Takes a gradient in; starts the reduction with the last one."""
+        place = self._places[gradient]
+        if value is not place:
+            if value.nbytes < _COPIED_AT_ONCE or not self._early:
+                self._waiting.append((gradient, place, value))
+            else:
+                with torch.no_grad():
+                    place.copy_(value)
+                gradient.parameter.grad = place
+        self._taken += 1
+        if self._taken == len(self._gradients) and self._early:
+            self._submit()
+
+    def close(self) -> None:
+        """Fills up what this rank has no gradients for, and starts the reduction; does nothing if it has started."""
+        if not self.open:
+            return
+        for index, gradient in enumerate(self._gradients):
+            if not gradient.started and gradient.passes:
+                gradient.submit()
+            if not self.open:
+                return
+            if not gradient.started:
+                self._absent.append((index, gradient, self._stand_in(gradient)))
+        self._submit()
+
+    def _stand_in(self, gradient: Gradient) -> torch.Tensor | None:
+        """Puts in place of a fresh gradient what the user has kept, and returns it, or zeros."""
+        place, kept = self._places[gradient], gradient.parameter.grad
+        if kept is None or kept.layout is not torch.strided:
+            place.zero_()
+            return None
+        saved = kept.detach().clone()
+        place.copy_(saved)
+        return saved
+
+    def _submit(self) -> None:
+        self.open = False
+        if self._waiting:
+            gradients, places, values = zip(*self._waiting, strict=True)
+            self._waiting.clear()
+            with torch.no_grad():
+                torch._foreach_copy_(places, values)
+            for gradient, place in zip(gradients, places, strict=True):
+                gradient.parameter.grad = place
+        self._marks.fill_(1.0)
+        for index, _, _ in self._absent:
+            self._marks[index] = 0.0
+        reducer = self._reducer
+        land = None
+        if reducer.plain and self._flat.is_cpu:
+            array = view(self._flat)
+        else:
+            array, land = reducer.compressed(self._flat)
+        entry = self._entry
+        if entry is None or entry.array.dtype != array.dtype:
+            entry = self._entry = Entry(reducer.request(self.name, array), array, self)
+        entry.array, entry.land, entry.site = array, land, reducer.site
+        self.submitted = time.monotonic()
+        reducer.submit(entry)
+
+    def settle(self) -> Iterator[Gradient]:
+        """Keeps what others had where this rank had nothing; yields the gradients that no rank has."""
+        for index, gradient, saved in self._absent:
+            place = self._places[gradient]
+            if self._marks[index] > 0:
+                gradient.parameter.grad = place
+                gradient.started = True
+            else:
+                if saved is not None and gradient.parameter.grad is place:
+                    place.copy_(saved)
+                yield gradient
+
+    def reset(self) -> None:
+        """Gets ready for the next step."""
+        self.open = True
+        self._taken = 0
+        self._absent.clear()
+        self._waiting.clear()
+        for gradient in self._gradients:
+            gradient.passes = 0
+            gradient.started = False
+
+    def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
+        """Runs on the daemon's thread when the reduced gradients have arrived."""
+        self._reducer.land(value, convert)
+
+    def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
+        """Never runs: a bucket is no filler."""
+        self._reducer.landed()
+
+    def fail(self, error: BaseException) -> None:
+        """Runs on the daemon's thread when the reduction has failed."""
+        self._reducer.fail(error)
+
+
+def _shaped(room: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Views room as a gradient, laid out as its parameter where that is dense, which autograd and optimizers like."""
+    size, stride = parameter.shape, parameter.stride()
+    span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if parameter.numel() else 0
+    if span == parameter.numel():
+        return room.as_strided(size, stride)
+    return room[: parameter.numel()].view(size)
