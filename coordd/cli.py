@@ -1,4 +1,4 @@
-"""The command line: `coordd run`, `coordd doctor`, `coordd version`."""
+"""The command line: `coordd run`, `coordd tune`, `coordd doctor`, `coordd version`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from coordd.errors import ConfigError, CoorddError
 from coordd.launch.options import EPILOG, add_options, joined
 from coordd.launch.run import run
+from coordd.launch.tune import TUNE_EPILOG, add_tune_options, tune
 from coordd.version import VERSION
 
 __all__ = ["main"]
@@ -51,6 +52,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_options(start)
     start.set_defaults(action=run)
+    search = commands.add_parser(
+        "tune",
+        help="search for faster settings, and show what was tried",
+        usage="coordd tune -n N [options] command [arguments]\n       coordd tune --show [FILE]",
+        description="Runs a command as 'coordd run' does, with autotune on and every step free for trials.",
+        epilog=TUNE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_tune_options(search)
+    search.set_defaults(action=tune)
     check = commands.add_parser(
         "doctor",
         help="tell what is installed, and try it",

@@ -159,6 +159,21 @@ class Config:
         "processors on which the daemon's thread runs, as the kernel numbers them, such as 3 or 6-7; empty: those that "
         "`coordd run` finds spare, else any",
     )
+    autotune: bool = _knob(
+        False, "search for faster settings while training, and keep them for the next run", alias="HOROVOD_AUTOTUNE"
+    )
+    autotune_log: str = _knob(
+        "",
+        "file that records what autotune tried and found; empty: one for each model in the user's cache",
+        alias="HOROVOD_AUTOTUNE_LOG",
+    )
+    autotune_share: float = _knob(0.01, "largest share of the training steps that trials take", low=0, high=1)
+    autotune_steps: int = _knob(
+        0,
+        "training steps after which autotune begins no more trials; 0: when there is nothing to gain",
+        low=0,
+        high=1 << 40,
+    )
     log_level: str = _knob(
         "warning",
         "least severe message that is printed",

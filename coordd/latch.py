@@ -42,6 +42,7 @@ class Latch:
             steps: equal steps that make a lock; 0 for none ever.
         """
         self._repetition = Repetition(steps)
+        self._beside = Repetition(steps)
         self._active = steps > 0
         self._current = _OPEN
         self._overtaking: deque[_Lock] = deque()
@@ -62,19 +63,21 @@ class Latch:
         """Takes in what a plan releases, and gives to other tensors; returns the buckets to lock, if any.
 
         What repeats beside a lock ends it: the program has come to another phase, or does more in a step than it did
-        before, and the next lock will hold that.
+        before, and the next lock will hold that. Each time it has to repeat twice as often, for it may be something
+        that no lock will hold, because it does not come in every step.
         """
-        found = self._repetition.observe(groups, changed=changed)
-        if found and self._current is not _OPEN:
-            self._repetition.start_over()
+        if self._current is _OPEN:
+            return self._repetition.observe(groups, changed=changed)
+        if self._beside.observe(groups, changed=changed):
+            self._beside.judge(0)
             self.ended, self._current = self._current.number, _OPEN
-            return ()
-        return found
+        return ()
 
     def close(self, number: int, slots: int, names: frozenset[str]) -> None:
         """Makes a lock; what older reports say of these tensors does not count any more."""
         self._current = _Lock(number, slots, names)
         self._repetition.start_over()
+        self._beside.start_over()
         self._overtaking.append(self._current)
 
     def hear(self, report: Report) -> None:

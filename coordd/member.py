@@ -96,6 +96,8 @@ class Member:
         What he waits for may be held back in a bucket whose other tensors come only later, here or on a rank that needs
         our data first; so a bucket that is partly there breaks the lock.
         """
+        for entry in self.table:
+            entry.awaited = True
         if self._lock is not None and self._lock.partial:
             self._break()
         return self._due()
@@ -171,13 +173,13 @@ class Member:
     def _enter(self, lock: Lock) -> None:
         """Begins a lock: what this rank has announced of it, and no plan has released, counts as submitted just now."""
         self._lock = self._locks[lock.number] = lock
-        if self._left:
-            self._break()
         names = {self._cache.request(slot).name for slot in lock.slots}
         for entry in self.table:
             if entry.request.name in names and not entry.released:
                 self._sort(entry)
-        if lock.partial:  # somebody may have waited for a part since long ago
+        # Who began to wait before the lock came does not say so again.
+        waited = lock.partial and any(entry.awaited and not entry.released for entry in self.table)
+        if waited or self._left:
             self._break()
 
     def _break(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 __all__ = ["Repetition", "Slots"]
 
@@ -11,30 +12,31 @@ _MOST = 1024
 Slots = tuple[int, ...]
 
 
-class Repetition:
-    """Divides what is released into periods, and counts how many in a row were equal.
+class _Mark(NamedTuple):
+    """A place between two buckets: what the step that ends here holds, and how many steps in a row have held that."""
 
-    A period ends when a slot is released for the second time. The one that is going on is equal to those before as soon
-    as it has released the same slots.
+    step: frozenset[int]
+    row: int
+
+
+class Repetition:
+    """Looks back from the end of each plan: do the last buckets divide into so many steps that hold the same slots?
+
+    A step reaches back as far as no slot comes twice. Where the program's own steps begin need not be known.
     """
 
     def __init__(self, steps: int) -> None:
         """Starts with nothing seen.
 
         Args:
-            steps: equal periods that make a lock; one alone repeats nothing, so at least two.
+            steps: equal steps that make a lock; one alone repeats nothing, so at least two.
         """
         self._least = max(2, steps)
-        self._needed = self._least
-        self._last: dict[int, None] = {}
-        self._equal = 0
-        self._now: dict[int, None] = {}
+        self.needed = self._least
+        """How many equal steps make a lock at present."""
         self._groups: list[Slots] = []
-
-    @property
-    def needed(self) -> int:
-        """How many equal periods make a lock at present."""
-        return self._needed
+        self._marks = [_Mark(frozenset(), 0)]
+        self._step: set[int] = set()
 
     def observe(self, groups: Iterable[Slots], *, changed: Iterable[int] = ()) -> Sequence[Slots]:
         """Takes in what one plan releases.
@@ -44,17 +46,13 @@ class Repetition:
             changed: slots that the plan gives to another tensor.
 
         Returns:
-            the buckets of the current period if it is the last that was needed, else nothing.
+            the buckets of the last step if it is the last that was needed, else nothing.
         """
         for group in groups:
-            if any(slot in self._now for slot in group):
-                self._end_period()
-            self._now.update(dict.fromkeys(group))
-            self._groups.append(group)
-        if any(slot in self._now or slot in self._last for slot in changed):
+            self._append(group)
+        if not self._step.isdisjoint(changed):
             self.start_over()
-        repeated = self._equal >= self._needed - 1 and self._now.keys() == self._last.keys()
-        return self._groups if repeated else ()
+        return self._groups if self._marks[-1].row >= self.needed else ()
 
     def judge(self, lasted: int) -> None:
         """Learns from a lock that was broken after so many steps.
@@ -62,13 +60,20 @@ class Repetition:
         If it did not even last as long as it took to make, the next one takes twice as long, so that a program that
         does not fit is left alone; otherwise it was worth it.
         """
-        self._needed = self._least if lasted >= self._needed else min(_MOST, 2 * self._needed)
+        self.needed = self._least if lasted >= self.needed else min(_MOST, 2 * self.needed)
         self.start_over()
 
-    def _end_period(self) -> None:
-        self._equal = self._equal + 1 if self._now.keys() == self._last.keys() else 1
-        self._last, self._now, self._groups = self._now, {}, []
+    def _append(self, group: Slots) -> None:
+        """Moves the end of the step on, and its beginning past whatever comes again; marks[n] is before groups[n]."""
+        while not self._step.isdisjoint(group):
+            self._step.difference_update(self._groups.pop(0))
+            del self._marks[0]
+        self._groups.append(group)
+        self._step.update(group)
+        before = self._marks[0]
+        row = before.row + 1 if before.step == self._step else 1
+        self._marks.append(_Mark(frozenset(self._step), row))
 
     def start_over(self) -> None:
         """Forgets what it has seen."""
-        self._last, self._now, self._groups, self._equal = {}, {}, [], 0
+        self._groups, self._marks, self._step = [], [_Mark(frozenset(), 0)], set()

@@ -52,10 +52,11 @@ class Entry:
 
     ``array`` is reduced or filled in place; ``land`` runs on the daemon's thread after the data has arrived, and its
     value becomes the handle's result. A filler takes part with zeros if another rank has something; if nobody has, its
-    result is None. ``released`` says that all ranks have it, so that its data may be on the way.
+    result is None. ``released`` says that all ranks have it, so that its data may be on the way; ``awaited`` that
+    somebody may be waiting for it.
     """
 
-    __slots__ = ("array", "filler", "handle", "land", "released", "request", "site", "turn")
+    __slots__ = ("array", "awaited", "filler", "handle", "land", "released", "request", "site", "turn")
 
     def __init__(  # noqa: PLR0913, PLR0917 - made for every gradient, and keywords cost time
         self,
@@ -75,6 +76,7 @@ class Entry:
         self.turn = (0, 0)
         """The plan's bucket in which it was started last, and its place there; equal on all ranks."""
         self.released = False
+        self.awaited = False
 
     def finish(self, array: np.ndarray) -> None:
         """Hands the result over."""
@@ -103,6 +105,7 @@ class TensorTable:
         for entry in entries:
             request = entry.request
             if (first := self._entries.setdefault(request.name, entry)) is entry:
+                entry.released = entry.awaited = False  # it may have been here before
                 admitted.append(entry)
             else:
                 sites = {"site": show_site(entry.site), "first_site": show_site(first.site)}

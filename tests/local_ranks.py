@@ -1,10 +1,11 @@
-"""Ranks as threads of this process, over the local transport: real daemons, without a launcher.
+"""Ranks as threads of this process: real daemons, without a launcher, in common memory and over the local transport.
 
 Its one rule: a hang is a failure. Every wait has a limit, and what does not end is told with the stacks of all threads.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 import time
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 
 from coordd import api
+from coordd.bell import Bell
 from coordd.config import Config
 from coordd.daemon import Daemon
 from coordd.errors import PeerError
-from coordd.rendezvous import local_world
+from coordd.rendezvous import Link, Rendezvous, local_world
+from coordd.transport.commons import join
 
 __all__ = ["LocalRanks", "each_rank", "local_ranks"]
 
@@ -107,7 +110,7 @@ def stacks() -> str:
 def local_ranks(count: int, **settings: Any) -> Iterator[LocalRanks]:
     """Starts a world of ``count`` ranks with these settings, and stops it."""
     config = Config(**settings)
-    ranks = LocalRanks([Daemon(config, way) for way in local_world(count)])
+    ranks = LocalRanks([Daemon(config, _settled(way, config)) for way in local_world(count)])
     ranks.start()
     try:
         yield ranks
@@ -119,3 +122,18 @@ def each_rank(count: int, function: Function, **settings: Any) -> list[Any]:
     """Calls ``function(rank)`` on every rank of a new world."""
     with local_ranks(count, **settings) as ranks:
         return ranks.each(function)
+
+
+def _settled(way: Rendezvous, config: Config) -> Rendezvous:
+    """Divides the ranks among hosts, and lets those of one host share memory, as the settings say."""
+
+    def meet(bell: Bell) -> Link:
+        link = way(bell)
+        rank, size = link.transport.rank, link.transport.size
+        parts = max(1, config.simulate_hosts)
+        hosts = tuple(f"{host}#{other * parts // size}" for other, host in enumerate(link.hosts))
+        shared = config.shared_memory and size > 1
+        commons = join(link.transport.gather, hosts, rank, bell.descriptor) if shared else None
+        return dataclasses.replace(link, hosts=hosts if parts > 1 else link.hosts, commons=commons)
+
+    return meet

@@ -9,18 +9,20 @@ from coordd.wire import bits
 __all__ = ["knowing", "mind", "say", "told"]
 
 
-def say(*requests: Request, seen: int = 0, hits: int = 0, fillers: int = 0, **details: object) -> Report:
+def say(
+    *requests: Request, seen: int = 0, hits: int = 0, fillers: int = 0, unlock: int = 0, **details: object
+) -> Report:
     fresh = tuple(Announcement(request, "train.py:1", **details) for request in requests)
-    return Report(seen, hits.to_bytes(4, "little"), fillers.to_bytes(4, "little"), fresh)
+    return Report(seen, hits.to_bytes(4, "little"), fillers.to_bytes(4, "little"), fresh, unlock)
 
 
-def mind(size: int = 2, *, capacity: int = 64) -> Negotiator:
-    return Negotiator(size, cache_capacity=capacity, fusion_bytes=64)
+def mind(size: int = 2, *, capacity: int = 64, lock_steps: int = 0) -> Negotiator:
+    return Negotiator(size, cache_capacity=capacity, fusion_bytes=64, lock_steps=lock_steps)
 
 
-def knowing(*requests: Request, size: int = 2, capacity: int = 64) -> Negotiator:
+def knowing(*requests: Request, size: int = 2, **details: int) -> Negotiator:
     """A negotiator with these in its slots 0, 1, …; its first plan has put them there."""
-    made = mind(size, capacity=capacity)
+    made = mind(size, **details)
     for rank in range(size):
         made.hear(rank, say(*(request for request in requests if rank in (request.members or range(size)))))
     plan = made.decide()

@@ -34,7 +34,10 @@ def outcome(handle: Handle[Any]) -> str:
 
 
 class Star:
-    """Ranks around a coordinator; ``up`` and ``down`` are what is on its way to and from it, by rank."""
+    """Ranks around a coordinator; ``up`` and ``down`` are what is on its way to and from it, by rank.
+
+    ``words`` are those on locked buckets, by occurrence and rank; ``news`` are all reports and words, as they come.
+    """
 
     def __init__(self, size: int, *, cache: int = 64, fusion: int = 1 << 20, **details: Any) -> None:
         self.ranks = range(size)
@@ -44,6 +47,7 @@ class Star:
         self.down: list[deque[Message]] = [deque() for _ in self.ranks]
         self.flying: list[list[Bucket]] = [[] for _ in self.ranks]
         self.words: dict[tuple[int, int, int], dict[int, Locked]] = {}
+        self.news: list[tuple[int, Report | Locked]] = []
         self._met: list[Locked] = []
         self._inboxes: list[list[Entry]] = [[] for _ in self.ranks]
         self.now = 0.0
@@ -66,6 +70,10 @@ class Star:
     def wait(self, rank: int) -> Report | None:
         """Has a rank notice that somebody waits there."""
         return self._do(rank, self.members[rank].awaited()).report
+
+    def unlock(self, rank: int) -> None:
+        """Has a rank break the lock."""
+        self._do(rank, self.members[rank].unlock())
 
     def leave(self, rank: int) -> Report | None:
         """Has a rank say goodbye; returns what it says before."""
@@ -106,7 +114,7 @@ class Star:
     def meet(self, rank: int) -> list[Locked]:
         """Tells one rank what has become of its words on which all ranks have given theirs; returns those."""
         ended = []
-        for told in self.words.values():
+        for told in [*self.words.values()]:
             mine = told.get(rank)
             if mine is None or mine.bucket is None or len(told) < len(self.ranks) or mine in self._met:
                 continue
@@ -122,8 +130,10 @@ class Star:
     def _do(self, rank: int, due: Due) -> Due:
         if due.report is not None:
             self.up[rank].append(due.report)
+            self.news.append((rank, due.report))
         self.flying[rank] += due.buckets
         for locked in due.words:
+            self.news.append((rank, locked))
             self.words.setdefault((locked.lock, locked.index, locked.occurrence), {})[rank] = locked
         return due
 

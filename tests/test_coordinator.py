@@ -257,6 +257,42 @@ def test_sends_and_receives_are_told_as_the_asker_knows_them():
     assert said(star, StallReport)[0].waiting == (Waiting("m", "recv", (1,)),)
 
 
+def broken_lock(star: Star) -> None:
+    """Rank 0 breaks a lock under which w waits, because that has taken too long."""
+    for _ in range(3):
+        for rank in star.ranks:
+            star.submit(rank, W)
+        star.settle()
+    star.submit(0, W)
+    star.report(0)
+    star.unlock(0)
+    star.hear(0)
+
+
+def test_after_a_lock_was_broken_ranks_have_time_to_say_what_they_wait_for():
+    star = Star(3, lock_steps=2)
+    broken_lock(star)
+    complain(star, 0, "w")
+    star.turn()
+    for rank in star.ranks:
+        account(star, rank)
+    assert said(star, StallReport) == []
+    announce(star, 1, allreduce("v"))
+    complain(star, 1, "v")
+    star.now = 1.0
+    assert [waiting.name for waiting in said(star, StallReport)[0].waiting] == ["w", "v"]
+
+
+def test_after_a_lock_was_broken_nobody_is_blamed_before_that_either():
+    star = Star(3, lock_steps=2, abort_seconds=10.0)
+    broken_lock(star)
+    complain(star, 0, matched=(Waiting("w", "locked allreduce", (2,)),), seconds=10.0)
+    assert said(star, Abort) == []
+    star.now = 1.0
+    [abort] = said(star, Abort)
+    assert abort.failure == Failure(2, "kept 'w' waiting for 10 s (stall_abort_seconds)")
+
+
 def test_an_answer_that_nobody_asked_for_is_dropped():
     star = Star(2)
     account(star, 1)

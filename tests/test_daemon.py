@@ -297,7 +297,8 @@ class Net:
 
 
 def test_an_error_inside_the_daemon_reaches_every_rank(ranks, caplog):
-    ranks.daemons[1]._loop._flights._lane = Net()
+    plane = ranks.daemons[1]._loop._flights._plane
+    plane._commons, plane.lane = None, Net()
 
     def body(rank):
         with pytest.raises(PeerError, match="rank 1 failed in its daemon: OSError: the cable is out"):

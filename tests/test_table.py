@@ -135,3 +135,12 @@ def test_names_that_are_used_once_leave_nothing_behind():
         table.take(f"noname.{number}")
         sizes.add(sum(len(part) for part in vars(table).values() if hasattr(part, "__len__")))
     assert sizes == {0}
+
+
+def test_an_entry_may_be_used_again_and_starts_anew():
+    table, again = TensorTable(), entry(W)
+    for _ in range(2):
+        assert table.admit([again]) == [again]
+        assert (again.released, again.awaited) == (False, False)
+        again.released = again.awaited = True
+        table.take("w")

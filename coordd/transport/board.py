@@ -20,18 +20,20 @@ from typing import NamedTuple
 
 from coordd.transport.segments import attach
 
-__all__ = ["INLINE_BYTES", "LEGS", "SLOTS", "Board", "Card", "fence", "ring_all"]
+__all__ = ["BLOCKS", "INLINE_BYTES", "LEGS", "SLOTS", "Board", "Card", "fence", "ring_all"]
 
 SLOTS = 320
 """Operations that can have a place of their own at once."""
+BLOCKS = 2048
+"""Blocks of memory that a rank can tell its neighbours of at a time."""
 INLINE_BYTES = 32 << 10
 """Bytes of small operations that travel in the slot itself."""
 LEGS = 16
 """Arrays of one operation that may lie in common memory each in its own place; one place more is for a ring."""
-_BLOCKS = 2048
 _SLOT_WORDS = 64
+_NUMBER_SHIFT = 31
 _TOKEN, _ASLEEP, _DIRECTORY = 0, 8, 16
-_FIRST_SLOT = _DIRECTORY + 2 * _BLOCKS
+_FIRST_SLOT = _DIRECTORY + 2 * BLOCKS
 _FIRST_INLINE = (_FIRST_SLOT + SLOTS * _SLOT_WORDS) * 8
 BOARD_WORDS = _FIRST_INLINE // 8 + SLOTS * INLINE_BYTES // 8
 
@@ -62,16 +64,25 @@ class Board:
         self.memory = attach(pid, descriptor, BOARD_WORDS * 8, populate=False)
         self.words = self.memory[:_FIRST_INLINE].data.cast("q")
         self.pid = pid
-        self._bell = os.open(f"/proc/{pid}/fd/{bell}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # For reading, too: then there always is a reader, and no write to a rank that has gone ends this process.
+        self._bell = os.open(f"/proc/{pid}/fd/{bell}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     @classmethod
     def create(cls, bell: int) -> tuple[Board, Card]:
-        """Makes this rank's board, and the card by which neighbours find it."""
+        """Makes this rank's board, and the card by which neighbours find it.
+
+        Raises:
+            OSError: there is no such memory here, or no ``/proc``.
+        """
         descriptor = os.memfd_create("coordd-board", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, BOARD_WORDS * 8)
-        board = cls(descriptor, os.getpid(), bell)
+        try:
+            os.ftruncate(descriptor, BOARD_WORDS * 8)
+            board = cls(descriptor, os.getpid(), bell)
+        except OSError:
+            os.close(descriptor)
+            raise
         board.words[_TOKEN] = secrets.randbits(62)
-        for number in range(_BLOCKS):
+        for number in range(BLOCKS):
             board.words[_DIRECTORY + 2 * number] = -1
         board._keep = descriptor  # neighbours open it by this number
         return board, Card(os.getpid(), descriptor, bell, board.words[_TOKEN])
@@ -100,14 +111,15 @@ class Board:
 
     def list_block(self, number: int, descriptor: int, size: int) -> None:
         """Writes where a block of memory is; for its owner."""
-        at = _DIRECTORY + 2 * (number % _BLOCKS)
+        at = _DIRECTORY + 2 * (number % BLOCKS)
         self.words[at + 1] = size
-        self.words[at] = descriptor
+        self.words[at] = number << _NUMBER_SHIFT | descriptor if descriptor >= 0 else -1
 
     def block(self, number: int) -> tuple[int, int]:
-        """Returns the descriptor and size of a block; the descriptor is -1 if there is none."""
-        at = _DIRECTORY + 2 * (number % _BLOCKS)
-        return self.words[at], self.words[at + 1]
+        """Returns the descriptor and size of a block; the descriptor is -1 if there is none of that number."""
+        at = _DIRECTORY + 2 * (number % BLOCKS)
+        found, size = self.words[at], self.words[at + 1]
+        return (found & ~(-1 << _NUMBER_SHIFT), size) if found >> _NUMBER_SHIFT == number else (-1, 0)
 
     def slot(self, number: int) -> int:
         """The index of a slot's first word."""

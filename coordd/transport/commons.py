@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from coordd.transport.board import Board, Card, fence, ring_all
+from coordd.transport.board import BLOCKS, Board, Card, fence, ring_all
 from coordd.transport.segments import Heap, attach
 
 __all__ = ["Commons", "Meeting", "join"]
@@ -28,7 +28,7 @@ class Commons:
         self.rank = rank
         self.boards = dict(zip(ranks, boards, strict=True))
         self.mine = self.boards[rank]
-        self.heap = Heap(announce=self.mine.list_block)
+        self.heap = Heap(announce=self.mine.list_block, room=BLOCKS)
         self._blocks: dict[int, dict[int, np.ndarray]] = {rank: {} for rank in ranks}
         self._last: dict[int, Meeting] = {}
         self._spare: dict[int, list[np.ndarray]] = {}
@@ -194,15 +194,28 @@ def join(gather: Callable[[Any], list[Any]], hosts: Sequence[str], rank: int, be
         None if there are ranks anywhere that cannot see their neighbours' memory, for all must go the same way.
     """
     neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    board, card = Board.create(bell) if hasattr(os, "memfd_create") else (None, None)
+    mine, card = _own_board(bell)
     cards: list[Card | None] = gather(card)
     boards: list[Board] = []
-    if board is not None:
+    if mine is not None:
         with contextlib.suppress(OSError):
-            boards += [board if other == rank else _board_of(cards[other]) for other in neighbours]
-    if all(gather(bool(boards))):
+            boards.extend(mine if other == rank else _board_of(cards[other]) for other in neighbours)
+    if all(gather(len(boards) == len(neighbours))) and mine is not None:
         return Commons(neighbours, rank, boards)
+    for board in dict.fromkeys([mine, *boards]):
+        if board is not None:
+            board.close()
     return None
+
+
+def _own_board(bell: int) -> tuple[Board, Card] | tuple[None, None]:
+    """Makes this rank's board; without one where the system has no such memory, or no ``/proc`` to find it."""
+    if not hasattr(os, "memfd_create"):
+        return None, None
+    try:
+        return Board.create(bell)
+    except OSError:
+        return None, None
 
 
 def _board_of(card: Card | None) -> Board:

@@ -296,7 +296,7 @@ class _Large:
     def _foreign(self, size: int) -> list[tuple[int, int]]:
         """The parts of a piece that others add up."""
         low, high = self._slice(size, self._meeting.me)
-        return [(0, low), (high, size)] if low < high else [(0, size)]
+        return [(0, low), (high, size)]
 
 
 def spread(

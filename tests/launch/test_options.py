@@ -54,7 +54,7 @@ def test_every_knob_is_an_option_and_becomes_a_variable(knob):
         assert knob_variables(parsed(f"{knob.flag} x")) == {knob.variable: "1"}
         assert knob_variables(parsed(f"--no-{knob.flag[2:]} x")) == {knob.variable: "0"}
         return
-    value = knob.choices[0] if knob.choices else {int: "16", float: "16.5", str: "mpi"}[knob.kind]
+    value = knob.choices[0] if knob.choices else {int: "16", float: "0.5", str: "mpi"}[knob.kind]
     assert knob_variables(parsed(f"{knob.flag} {value} x")) == {knob.variable: value}
 
 

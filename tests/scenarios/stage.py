@@ -13,8 +13,8 @@ from typing import Any
 from coordd.control.protocol import LOST
 from coordd.errors import PeerError
 from coordd.handles import Handle
-from coordd.messages import Abort, Account, Failure, Kind, Message, Overdue, ReduceOp, Request
-from tests.scenarios.words import bucket_words, message_words, report_words
+from coordd.messages import Abort, Account, Failure, Kind, Message, Overdue, ReduceOp, Report, Request
+from tests.scenarios.words import bucket_words, locked_words, message_words, report_words
 from tests.star import Star, outcome
 
 __all__ = ["play"]
@@ -53,6 +53,7 @@ class Stage:
         plain = [argument for argument in arguments if "=" not in argument]
         named = dict(argument.split("=") for argument in arguments if "=" in argument)
         yield from getattr(self, word)(*plain, **named)
+        yield from self._news()
         yield from self._ended()
 
     def world(self, size: str, **details: str) -> Iterator[str]:
@@ -71,7 +72,10 @@ class Stage:
     def report(self, ranks: str) -> Iterator[str]:
         """Has ranks say what is new; it stays on its way until it is heard."""
         for rank in self._ranks(ranks):
-            yield f"{rank} says, {report_words(self._star.report(rank))}"
+            report = self._star.report(rank)
+            if report is None:
+                yield f"{rank} says, {report_words(None)}"
+            yield from self._news()
 
     def hear(self, ranks: str) -> Iterator[str]:
         """Lets what ranks have said arrive."""
@@ -107,6 +111,27 @@ class Stage:
         for rank in self._ranks(ranks):
             self._star.land(rank)
         yield from ()
+
+    def hurry(self, ranks: str) -> Iterator[str]:
+        """Has somebody wait on ranks."""
+        for rank in self._ranks(ranks):
+            self._star.wait(rank)
+        yield from ()
+
+    def unlock(self, ranks: str) -> Iterator[str]:
+        """Has ranks break the lock, as after a stall."""
+        for rank in self._ranks(ranks):
+            self._star.unlock(rank)
+        yield from ()
+
+    def meet(self, ranks: str) -> Iterator[str]:
+        """Tells ranks what has become of their words on which all have given theirs."""
+        for rank in self._ranks(ranks):
+            for locked in self._star.meet(rank):
+                said = self._star.words[locked.lock, locked.index, locked.occurrence]
+                how = "lands" if all(word.bucket for word in said.values()) else "is refused"
+                yield f"{rank}: {locked_words(locked)} {how}"
+            yield from self._news()
 
     def settle(self) -> Iterator[str]:
         """All ranks report, are heard, follow and land."""
@@ -150,6 +175,16 @@ class Stage:
 
     def _ranks(self, text: str) -> list[int]:
         return [*self._star.ranks] if text == "all" else [int(rank) for rank in text.split(",")]
+
+    def _news(self) -> Iterator[str]:
+        """What ranks have said and given their word on by the last command."""
+        news, self._star.news = self._star.news, []
+        for rank, told in news:
+            if isinstance(told, Report):
+                yield f"{rank} says, {report_words(told)}"
+            else:
+                word = " ".join(entry.request.name for entry in told.bucket.entries) if told.bucket else "invalid"
+                yield f"{rank} gives its word on {locked_words(told)}: {word}"
 
     def _ended(self) -> Iterator[str]:
         """What has ended by the last command, alike outcomes in one line."""

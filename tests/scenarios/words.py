@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordd.errors import spans
-from coordd.member import Bucket
+from coordd.member import Bucket, Locked
 from coordd.messages import (
     Abort,
     Inquiry,
@@ -19,7 +19,7 @@ from coordd.messages import (
 from coordd.stall import tell
 from coordd.wire import bits
 
-__all__ = ["bucket_words", "message_words", "report_words"]
+__all__ = ["bucket_words", "locked_words", "message_words", "report_words"]
 
 
 def report_words(report: Report | None) -> str:
@@ -32,7 +32,8 @@ def report_words(report: Report | None) -> str:
         f"{_request(told.request)} at {told.site.removeprefix('train.py:')}" + " (filler)" * told.filler
         for told in report.fresh
     ]
-    return f"seen {report.seen}: " + (", ".join([*known, *fresh]) or "nothing new")
+    unlock = f", breaks lock {report.unlock} after {report.lasted}" * bool(report.unlock)
+    return f"seen {report.seen}{unlock}: " + (", ".join([*known, *fresh]) or "nothing new")
 
 
 def message_words(message: Message) -> list[str]:
@@ -58,11 +59,18 @@ def bucket_words(bucket: Bucket) -> str:
     return f"bucket {bucket.sequence}: " + " ".join(entry.request.name for entry in bucket.entries) + sizes
 
 
+def locked_words(locked: Locked) -> str:
+    """One occurrence of a locked bucket."""
+    return f"lock {locked.lock}, bucket {locked.index}, time {locked.occurrence}"
+
+
 def _plan(plan: Plan) -> list[str]:
     lines = [f"plan {plan.sequence}" + ", the last" * plan.stop]
     lines += [f"  slot {slot}" for slot in _slots(plan.hits)]
     lines += [f"  slot {slot} is void" for slot in _slots(plan.voids)]
-    return lines + [f"  {_response(response)}" for response in plan.responses]
+    lines += [f"  {_response(response)}" for response in plan.responses]
+    lines += [f"  lock bucket {index}: slots {' '.join(map(str, slots))}" for index, slots in enumerate(plan.lock)]
+    return lines + [f"  lock {plan.unlock} ends"] * bool(plan.unlock)
 
 
 def _response(response: Response) -> str:

@@ -10,6 +10,7 @@ from coordd.latch import Latch
 from coordd.lock import Lock
 from coordd.member import Member
 from coordd.negotiation import Negotiator
+from coordd.table import TensorTable
 
 Mutant = Callable[..., None]
 LOCK_MUTANTS: dict[str, Mutant] = {}
@@ -32,18 +33,6 @@ def counts_names_that_a_lock_has_overtaken(monkeypatch):
 
 
 @mutant
-def forgets_overtaking_locks_as_soon_as_they_end(monkeypatch):
-    tell = Latch.tell
-
-    def _tell(self):
-        if self.ended:
-            self._overtaking.clear()
-        return tell(self)
-
-    monkeypatch.setattr(Latch, "tell", _tell)
-
-
-@mutant
 def keeps_what_it_has_counted_of_what_it_locks(monkeypatch):
     lock = Negotiator._lock
 
@@ -57,26 +46,8 @@ def keeps_what_it_has_counted_of_what_it_locks(monkeypatch):
 
 
 @mutant
-def locks_while_a_refusal_is_owed(monkeypatch):
-    lock = Negotiator._lock
-
-    def _lock(self, hits, responses):
-        poisoned, self._poisoned = self._poisoned, {}
-        found = lock(self, hits, responses)
-        self._poisoned = poisoned
-        return found
-
-    monkeypatch.setattr(Negotiator, "_lock", _lock)
-
-
-@mutant
 def gives_away_locked_slots(monkeypatch):
     monkeypatch.setattr(Latch, "slots", property(lambda self: 0))
-
-
-@mutant
-def does_not_tell_that_a_lock_has_ended(monkeypatch):
-    monkeypatch.setattr(Latch, "tell", lambda self: self.__dict__.update(ended=0) or 0)
 
 
 @mutant
@@ -85,6 +56,21 @@ def takes_nothing_back(monkeypatch):
         self._lock = self._locks[lock.number] = lock
 
     monkeypatch.setattr(Member, "_enter", _enter)
+
+
+@mutant
+def takes_an_entry_that_comes_again_for_what_it_was(monkeypatch):
+    admit = TensorTable.admit
+
+    def _admit(self, entries):
+        entries = list(entries)
+        marks = [(entry, entry.released) for entry in entries]
+        admitted = admit(self, entries)
+        for entry, released in marks:
+            entry.released = released
+        return admitted
+
+    monkeypatch.setattr(TensorTable, "admit", _admit)
 
 
 @mutant
@@ -100,30 +86,8 @@ def takes_back_what_is_on_its_way(monkeypatch):
 
 
 @mutant
-def holds_back_what_was_waited_for_before_the_lock(monkeypatch):
-    def _enter(self, lock):
-        monkeypatch.setattr(Lock, "partial", property(lambda self: False))
-        enter(self, lock)
-        monkeypatch.setattr(Lock, "partial", partial)
-
-    enter, partial = Member._enter, Lock.partial
-    monkeypatch.setattr(Member, "_enter", _enter)
-
-
-@mutant
 def holds_back_what_is_waited_for(monkeypatch):
     monkeypatch.setattr(Member, "awaited", lambda self: self._due())
-
-
-@mutant
-def locks_out_whoever_has_left(monkeypatch):
-    enter = Member._enter
-
-    def _enter(self, lock):
-        if not self._left:
-            enter(self, lock)
-
-    monkeypatch.setattr(Member, "_enter", _enter)
 
 
 @mutant
@@ -133,19 +97,6 @@ def leaves_without_breaking_the_lock(monkeypatch):
         return due
 
     monkeypatch.setattr(Member, "leave", leave)
-
-
-@mutant
-def announces_after_the_goodbye(monkeypatch):
-    report = Member._report
-
-    def _report(self):
-        left, self._left = self._left, False
-        told = report(self)
-        self._left = left
-        return told
-
-    monkeypatch.setattr(Member, "_report", _report)
 
 
 @mutant

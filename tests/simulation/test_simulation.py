@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 import pytest
 
-from coordd import cache, member, negotiation
+from coordd import cache, latch, lock, member, negotiation, repetition, verdict
 from coordd_tools.sim.cli import main
 from coordd_tools.sim.ledger import Violation
 from coordd_tools.sim.simulation import simulate
@@ -65,7 +65,7 @@ def test_the_run_does_not_depend_on_the_process():
         assert here.digest in run.stdout
 
 
-PURE = (cache, member, negotiation)
+PURE = (cache, latch, lock, member, negotiation, repetition, verdict)
 SIGN_OF_LIFE = "report = Report(self._seen)"  # comes after 256 plans; the long run has it
 
 
@@ -83,7 +83,7 @@ def test_a_few_seeds_reach_every_line_of_the_protocol():
     before = sys.gettrace()
     sys.settrace(enter)
     try:
-        for seed in range(200):
+        for seed in range(250):
             simulate(seed)
     finally:
         sys.settrace(before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any
 
 import ml_dtypes
@@ -17,26 +16,11 @@ from coordd.messages import ReduceOp
 from coordd.transport import collectives
 from coordd.transport.collectives import Group, Pulse, Reduction
 from coordd.transport.local import LocalWorld
+from tests.transport.arithmetic import KINDS, ORDERED, expected, same_bits, values
 
 Arrays = list[np.ndarray]
 
 TURNS = 100_000
-COMBINE = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.AVERAGE: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
-}
-ANY, ORDERED, BITS = list(COMBINE), [ReduceOp.MIN, ReduceOp.MAX], [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
-WHOLE = [ReduceOp.SUM, *BITS]
-KINDS = [
-    *((np.dtype(name), ANY) for name in ("float16", "float32", "float64", ml_dtypes.bfloat16)),
-    *((np.dtype(name), WHOLE) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")),
-    *((np.dtype(name), [ReduceOp.SUM, ReduceOp.AVERAGE]) for name in ("complex64", "complex128")),
-    (np.dtype(bool), BITS),
-]
-
 counts = st.integers(1, 5)
 seeds = st.integers(0, 1 << 32)
 chunks = st.sampled_from([1, 7, 64, 256, 4096])
@@ -79,37 +63,6 @@ def allreduce(arrays: list[Arrays], reduction: Reduction, *, chunk: int, seed: i
     )
 
 
-def values(dtype: np.dtype, size: int, seed: int) -> np.ndarray:
-    """Numbers whose sum depends on the order of addition, where the type allows it."""
-    source = np.random.default_rng(seed)
-    if dtype.kind == "b":
-        return source.integers(0, 2, size).astype(bool)
-    if dtype.kind in "iu":
-        return source.integers(-3 if dtype.kind == "i" else 0, 4, size).astype(dtype)
-    numbers = source.normal(size=size) * 10.0 ** source.integers(-2, 3, size)
-    if dtype.kind == "c":
-        numbers = numbers + 1j * source.normal(size=size)
-    return numbers.astype(dtype)
-
-
-def expected(inputs: Arrays, op: ReduceOp, prescale: float, postscale: float) -> np.ndarray:
-    """What one process computes: ((x0 + x1) + x2) …, sixteen-bit floats in fp32."""
-    dtype = inputs[0].dtype
-    scaled = [(x * dtype.type(prescale)).astype(dtype) if prescale != 1 else x for x in inputs]
-    if dtype.itemsize == 2 and dtype.kind not in "iu":
-        scaled = [x.astype(np.float32) for x in scaled]
-    total = reduce(COMBINE[op], scaled)
-    if op is ReduceOp.AVERAGE:
-        total = total / scaled[0].dtype.type(len(inputs))
-    if postscale != 1:
-        total = total * scaled[0].dtype.type(postscale)
-    return total.astype(dtype)
-
-
-def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-    return left.dtype == right.dtype and left.tobytes() == right.tobytes()
-
-
 @settings(deadline=None, max_examples=150)
 @given(
     count=counts,
@@ -144,7 +97,7 @@ def test_a_reduction_is_bitwise_the_sequential_one(*, count, kind, data, lengths
 def test_the_result_does_not_depend_on_how_tensors_are_fused(count, chunk):
     """Beyond 64 KiB slices travel, below everything goes to everybody: the bits are the same."""
     inputs = [values(np.dtype(np.float32), 70_000, rank) for rank in range(count)]
-    wanted = expected(inputs, ReduceOp.AVERAGE, 1.0, 1.0)
+    wanted = expected(inputs, ReduceOp.AVERAGE)
     reduction = Reduction(ReduceOp.AVERAGE, np.dtype(np.float32))
     for cuts in ([], [1], [3, 50_000], [69_999]):
         arrays = [[piece.copy() for piece in np.split(array, cuts)] for array in inputs]
@@ -157,7 +110,7 @@ def test_a_product_of_complex_numbers_has_the_same_bits_everywhere():
     arrays = [[piece.copy() for piece in np.split(array, range(1, 20))] for array in inputs]
     reduction = Reduction(ReduceOp.PRODUCT, np.dtype(np.complex128))
     allreduce(arrays, reduction, chunk=1 << 20)
-    wanted = expected(inputs, ReduceOp.PRODUCT, 1.0, 1.0)
+    wanted = expected(inputs, ReduceOp.PRODUCT)
     assert all(same_bits(np.concatenate(mine), wanted) for mine in arrays)
 
 
@@ -215,7 +168,7 @@ def test_operations_in_flight_do_not_mix_their_messages(seed, starts):
     arrays = {(rank, number): np.full(40, 1 << rank) for number, members in enumerate(sets) for rank in members}
     running = []
     for (rank, number), array in arrays.items():
-        group = Group(world.join(rank).collective, sets[number], rank, sequence=number, chunk=64, pulse=Pulse())
+        group = Group(world.join(rank).collective, sets[number], rank, tag=16 * number, chunk=64, pulse=Pulse())
         running.append((starts[rank] * number, collectives.allreduce(group, [array], reduction)))
     order = random.Random(seed)
     left = [steps for _, steps in sorted(running, key=lambda item: item[0])]

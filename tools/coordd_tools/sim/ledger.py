@@ -54,6 +54,12 @@ class Submission(Handle[object]):
         self.outcome: object = self
         self.entry = Entry(self.part.request, _ARRAY, self, site=(_SCRIPT, self.part.line), filler=self.part.filler)
 
+    def reuse(self, entry: Entry) -> None:
+        """Brings the entry of an earlier submission in place of a new one, as plugins do with gradients."""
+        entry.request, entry.site, entry.filler = self.entry.request, self.entry.site, self.entry.filler
+        entry.handle = self
+        self.entry = entry
+
     def resolve(self, result: object) -> None:
         """Ends well; the ledger has a look at it."""
         self.ledger.settle(self, result)
@@ -75,6 +81,7 @@ class Ledger:
         self.failed = False
         self.submissions: list[Submission] = []
         self._leavers = frozenset(script.leavers)
+        self._entries: dict[tuple[int, str], Entry] = {}
         self._by_round: dict[Round, dict[int, Submission]] = defaultdict(dict)
         self._reported: dict[int, deque[tuple[int, list[Submission]]]] = defaultdict(deque)
         self._locks: list[tuple[int, frozenset[str]]] = []
@@ -86,6 +93,8 @@ class Ledger:
         made = Submission(self, rank, turn, duplicate=duplicate)
         self.submissions.append(made)
         if not duplicate:
+            if not self.failed:  # after that, data may still be on its way to an entry whose handle has failed
+                made.reuse(self._entries.setdefault((rank, turn.name), made.entry))
             demand(rank not in self._by_round[turn], f"{made!r} was submitted twice: the simulator is wrong")
             self._by_round[turn][rank] = made
         return made
@@ -119,23 +128,24 @@ class Ledger:
 
     def settle(self, made: Submission, outcome: object) -> None:
         """Judges how a submission ended."""
-        demand(made.outcome is made, f"{made!r} ended twice: {made.outcome!r}, then {outcome!r}")
+        shown = repr(outcome) if outcome is None or isinstance(outcome, BaseException) else "data"
+        demand(made.outcome is made, f"{made!r} ended twice, then with {shown}")
         made.outcome = outcome
         if isinstance(outcome, PeerError):
-            demand(self.failed, f"{made!r} failed with {outcome!r} though no rank has failed")
+            demand(self.failed, f"{made!r} failed with {shown} though no rank has failed")
         elif made.duplicate or isinstance(outcome, DuplicateNameError):
             named = isinstance(outcome, DuplicateNameError) and show_site(made.entry.site) in str(outcome)
-            demand(made.duplicate and named, f"{made!r}, duplicate: {made.duplicate}, ended with {outcome!r}")
+            demand(made.duplicate and named, f"{made!r}, duplicate: {made.duplicate}, ended with {shown}")
         elif isinstance(outcome, ShutdownError):
             gone = set(outcome.ranks)
             true = gone & self._leavers and gone <= {*made.turn.members}
-            demand(true or (self.failed and not gone), f"{made!r} was refused with {outcome!r}")
+            demand(true or (self.failed and not gone), f"{made!r} was refused with {shown}")
         elif isinstance(outcome, MismatchError):
             self._quarrel(made, outcome)
         else:
             demand(not made.turn.quarrel, f"{made!r} was carried out, but the {made.turn.quarrel} differ")
             demand(self.heard(made.turn), f"{made!r} was carried out before all members had announced it")
-            demand(made.turn.void == (outcome is None), f"{made!r} ended with {outcome!r}, void is {made.turn.void}")
+            demand(made.turn.void == (outcome is None), f"{made!r} ended with {shown}, void is {made.turn.void}")
 
     def _quarrel(self, made: Submission, error: MismatchError) -> None:
         """A mismatch must be real, and told in the same words everywhere."""

@@ -317,7 +317,7 @@ class Process:
                 self._setting.agenda.after(seconds, self._awake)
             case list() as awaited:
                 self._awaited = awaited
-                self._hurried = not self._setting.swarm.polling
+                self._hurried = not (self._setting.swarm.polling or all(made.poll() for made in awaited))
                 self._wake(0.0)
 
     def _awake(self) -> None:

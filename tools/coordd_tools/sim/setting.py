@@ -58,7 +58,7 @@ class Settings:
             abort_seconds=8.0 if swarm.impatience else 0.0,
             lock_steps=rng.randint(1, 3) if swarm.locks else 0,
             early=rng.choice((0.002, 0.02)) if swarm.early and not swarm.reorder else 0.0,
-            steps=rng.randint(4, 30) if swarm.steady else rng.randint(1, 6),
+            steps=rng.randint(4, 16) if swarm.steady else rng.randint(1, 6),
             hosts=tuple(f"h{rng.randint(0, size) if swarm.tree else 0}" for _ in range(size)),
             fan_in=rng.choice((2, 2, 3)),
             batch=rng.choice((1, 2, 32)),

@@ -1,0 +1,67 @@
+"""How fast steps are, and how much that means: windows of steps, compared by their medians.
+
+A median does not see the pause of a checkpoint; the differences between one window and the next show how much the
+machine's mood is worth, and only what exceeds it is a difference between settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+__all__ = ["Pace"]
+
+_REMEMBERED = 32  # differences: long enough for a median, short enough to follow the machine
+_NEEDED = 6
+_QUIETEST = 0.003  # no machine is quieter than this for long
+_SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
+_ABOUT_TWO = math.sqrt(3 / 4)  # one window against the mean of two has 3/4 of the variance of one against one
+
+
+class Pace:
+    """The pace of the settings in use, step by step. One change among many differences does not disturb it."""
+
+    def __init__(self, window: int) -> None:
+        """Starts without knowledge.
+
+        Args:
+            window: steps in a window.
+        """
+        self._window = window
+        self._open: list[float] = []
+        self._medians: deque[float] = deque(maxlen=2)
+        self._differences: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def add(self, seconds: float) -> bool:
+        """Takes one more step; says whether it completes a window."""
+        self._open.append(seconds)
+        if len(self._open) < self._window:
+            return False
+        if self._medians:
+            self._differences.append(abs(median(self._open) / self._medians[-1] - 1))
+        self._medians.append(median(self._open))
+        self._open.clear()
+        return True
+
+    @property
+    def latest(self) -> float:
+        """Median seconds a step of the last window; there must have been one."""
+        return self._medians[-1]
+
+    @property
+    def around(self) -> float:
+        """Seconds a step halfway between the last two windows, so that a steady drift drops out."""
+        return math.sqrt(self._medians[0] * self._medians[-1])
+
+    @property
+    def known(self) -> bool:
+        """Whether there are enough differences to know the noise."""
+        return len(self._differences) >= _NEEDED
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation, relative, of a window over what it is without noise compared with its neighbours."""
+        if not self._differences:
+            return math.inf
+        return max(_QUIETEST, _SIGMA * _ABOUT_TWO * median(self._differences))

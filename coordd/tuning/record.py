@@ -1,0 +1,116 @@
+"""A search on disk: what was tried, what was best, and for which model, world and host.
+
+One rule: a record that cannot be used is reported and left alone until a new one takes its place; it never stops a job.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from coordd.autotune import Progress
+from coordd.errors import CoorddError
+from coordd.settings import Space
+from coordd.tuning.key import Key
+
+__all__ = ["FORMAT", "Record", "RecordError", "folder", "host_kind", "latest", "path_for", "written"]
+
+FORMAT = 1
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+class RecordError(CoorddError):
+    """A record that cannot be used."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"the autotune record {path} {reason}")
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in the file."""
+
+    key: Key
+    space: Space
+    progress: Progress
+    format: int = FORMAT
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """Reads a record.
+
+        Raises:
+            FileNotFoundError: there is none.
+            RecordError: it cannot be read, is no record, or is one of another version.
+        """
+        try:
+            text = path.read_bytes()
+            found = msgspec.json.decode(text, type=_Format).format
+            if found != FORMAT:
+                raise RecordError(path, f"has format {found}, and this version reads format {FORMAT}")
+            return msgspec.json.decode(text, type=cls)
+        except FileNotFoundError:
+            raise
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, CoorddError) as error:
+            raise error if isinstance(error, RecordError) else RecordError(path, f"cannot be read: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Writes the record in one piece: whoever reads meanwhile gets the old one or this one.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = msgspec.json.format(msgspec.json.encode(self), indent=1)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                file.write(text + b"\n")
+                file.close()
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+
+
+def folder(environment: Mapping[str, str]) -> Path:
+    """Finds where records are kept: ``$XDG_CACHE_HOME/coordd/tune``, by default below ``~/.cache``."""
+    cache = environment.get("XDG_CACHE_HOME", "")
+    # The specification has relative paths ignored.
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "coordd" / "tune"  # noqa: PTH117
+
+
+def path_for(key: Key, chosen: str, environment: Mapping[str, str]) -> Path:
+    """Finds the record of a search: the file that the user chose, or else one that is named after the key."""
+    return Path(chosen) if chosen else folder(environment) / f"{key.digest}.json"
+
+
+def written(where: Path) -> dict[Path, int]:
+    """Tells when each record in a folder was written, or the one that a file is, in nanoseconds since 1970."""
+    found = where.glob("*.json") if where.is_dir() else [where]
+    return {path: path.stat().st_mtime_ns for path in found if path.is_file()}
+
+
+def latest(now: Mapping[Path, int], before: Mapping[Path, int]) -> Path | None:
+    """Finds the record that was written last, among those that have been written since."""
+    return max((path for path in now if now[path] != before.get(path)), key=now.__getitem__, default=None)
+
+
+def host_kind() -> str:
+    """Describes this host as far as speed goes: its processor, and the number of its hardware threads."""
+    return f"{os.cpu_count()} x {_processor()}"
+
+
+def _processor() -> str:
+    if _CPUINFO.exists():
+        for line in _CPUINFO.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

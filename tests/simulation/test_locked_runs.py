@@ -1,0 +1,88 @@
+"""Simulated jobs with a locked plan: a steady program falls silent, and bugs of the lock are found."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from coordd.messages import Kind, Request
+from coordd_tools.sim.caches import leftovers
+from coordd_tools.sim.ledger import Violation
+from coordd_tools.sim.script import Part, Round, Script
+from coordd_tools.sim.setting import Settings
+from coordd_tools.sim.simulation import Simulation, simulate
+from coordd_tools.sim.swarm import Swarm
+from tests.simulation.lock_mutants import LOCK_MUTANTS
+
+RANKS, NAMES = 3, "abcdefg"
+ENOUGH = 2000
+
+
+def script(steps: int, *, other: range = range(0)) -> Script:
+    """Steps that are equal, but for some in which one tensor has another shape; all ranks submit in the same order."""
+    written = tuple(
+        tuple(turn(step, name, 3 if name == "c" and step in other else 2) for name in NAMES) for step in range(steps)
+    )
+    return Script(written, tuple((step,) * RANKS for step in written), {})
+
+
+def turn(step: int, name: str, length: int) -> Round:
+    part = Part(Request(Kind.ALLREDUCE, name, "float32", (length,)), 1, filler=False)
+    return Round(step, name, dict.fromkeys(range(RANKS), part), "")
+
+
+def run(job: Script, *, lock_steps: int = 3, seed: int = 0) -> Simulation:
+    settings = Settings(
+        size=RANKS,
+        cache_capacity=64,
+        fusion_bytes=16,
+        stall_seconds=5.0,
+        abort_seconds=0.0,
+        lock_steps=lock_steps,
+        early=0.0,
+        steps=len(job.steps),
+    )
+    made = Simulation(settings, Swarm(locks=True), job, Random(seed))
+    made.run()
+    return made
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_steady_program_locks_once_and_sends_nothing_from_then_on(seed):
+    short, long = (run(script(steps), seed=seed) for steps in (20, 200))
+    assert short.hub.locks == long.hub.locks == 1
+    assert long.words.locked > 8 * short.words.locked > 0
+    assert long.network.carried <= short.network.carried + 2 * RANKS  # chance cuts the first steps into plans
+    assert run(script(200), lock_steps=0).network.carried > 10 * long.network.carried
+
+
+def test_a_step_that_differs_ends_the_lock_and_a_few_equal_ones_make_the_next():
+    made = run(script(60, other=range(30, 31)))
+    assert made.hub.locks == 2
+    assert made.words.locked > 40 * len(NAMES) / 2
+
+
+def test_memory_is_flat_while_locks_come_and_go():
+    made = run(script(300, other=range(0, 300, 10)))
+    assert made.hub.locks == 30
+    assert leftovers(made.hub.coordinator)["locks"] <= 1
+    assert not any(process.member._locks for process in made.ranks)
+
+
+@pytest.mark.parametrize("plant", LOCK_MUTANTS.values(), ids=LOCK_MUTANTS.keys())
+def test_a_bug_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(map(fails, range(ENOUGH)))
+
+
+def fails(seed: int) -> bool:
+    """Whether a run that may lock anything violates an invariant."""
+    swarm = Swarm.draw(Random(seed))
+    if not (swarm.locks and swarm.steady):
+        return False
+    try:
+        simulate(seed)
+    except Violation:
+        return True
+    return False

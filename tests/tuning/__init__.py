@@ -1,0 +1,1 @@
+"""Tests of what autotune keeps and shows."""
