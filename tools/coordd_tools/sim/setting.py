@@ -32,14 +32,14 @@ class Settings:
     lock_steps: int
     early: float
     steps: int
-    hosts: tuple[str, ...]
-    fan_in: int
-    batch: int
+    hosts: tuple[str, ...] = ()
+    fan_in: int = 2
+    batch: int = 32
 
     @cached_property
     def posts(self) -> list[Post]:
         """Who reports to whom."""
-        return tree(self.hosts, self.fan_in)
+        return tree(self.hosts or ("h",) * self.size, self.fan_in)
 
     @property
     def is_star(self) -> bool:
