@@ -35,23 +35,24 @@ _COMPANY = 0.1
 """Seconds that what some have said waits for the others to say the same."""
 
 
-def hub(post: Post, coordinate: Callable[[Sequence[int] | None], Coordinator]) -> Hub | None:
+def hub(post: Post, coordinate: Callable[[Sequence[int] | None], Coordinator], *, batch: int = 32) -> Hub | None:
     """Makes what a rank needs to hear others; None if nobody reports to it.
 
     Args:
         post: its place.
         coordinate: makes the coordinator of rank 0, from its voices.
+        batch: how many new tensors at a time foremen compare as a whole.
     """
     if post.parent != NOBODY:
-        return Foreman(post) if post.children else None
-    return coordinate(None) if post.is_star else Root(Foreman(post), coordinate([post.span]))
+        return Foreman(post, batch=batch) if post.children else None
+    return coordinate(None) if post.is_star else Root(Foreman(post, batch=batch), coordinate([post.span]))
 
 
 class Foreman:
     """Stands between a parent and several children, one of which is its own rank."""
 
     def __init__(self, post: Post, *, batch: int = 32) -> None:
-        """Starts with nobody there; ``batch`` new tensors at a time are compared as a whole."""
+        """Starts with nobody there; see `hub`."""
         self._post = post
         self._tally = Tally(post.spans, batch=batch)
         self._arrived: dict[int, Hello] = {}

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from coordd.control.protocol import Lost
-from coordd.coordinator import Coordinator
 from coordd.errors import PeerError, ShutdownError
-from coordd.foreman import Foreman, Root
+from coordd.foreman import Hub
 from coordd.member import Bucket, Due, Locked, Member
 from coordd.messages import (
     Abort,
@@ -43,7 +42,7 @@ _ACTIVE = 4
 class Process:
     """A daemon and its main thread; its steps are those of `coordd.daemon`, without threads and sockets."""
 
-    def __init__(self, rank: int, setting: Setting, hub: Coordinator | Foreman | Root | None) -> None:
+    def __init__(self, rank: int, setting: Setting, hub: Hub | None) -> None:
         """Makes a rank; it lives from `start` on.
 
         Args:

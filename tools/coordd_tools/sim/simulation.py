@@ -8,10 +8,8 @@ from functools import partial
 from random import Random
 
 from coordd.control.protocol import Lost
-from coordd.coordinator import Coordinator
-from coordd.foreman import Foreman, Root
+from coordd.foreman import hub
 from coordd.messages import Message
-from coordd.tree import NOBODY, Post
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.caches import Caches, leftovers
 from coordd_tools.sim.exchange import Exchange
@@ -76,7 +74,6 @@ class Simulation:
         self.network = Network(self.agenda, rng, spikes=swarm.spikes, deliver=self._deliver)
         self._swarm = swarm
         self._script = script
-        self._batch = settings.batch
         self._rng = rng
         exchange = Exchange(self.agenda, rng, self.ledger, fusion_bytes=settings.fusion_bytes)
         caches = Caches()
@@ -95,16 +92,7 @@ class Simulation:
             caches,
         )
         self.hub = Hub(settings, self.trace, self.ledger, caches)
-        self.ranks = [Process(post.rank, setting, self._hub_at(post)) for post in settings.posts]
-
-    def _hub_at(self, post: Post) -> Coordinator | Foreman | Root | None:
-        """Whom others report to on a rank."""
-        if not post.children:
-            return None
-        if post.is_star and post.parent == NOBODY:
-            return self.hub
-        foreman = Foreman(post, batch=self._batch)
-        return Root(foreman, self.hub) if post.parent == NOBODY else foreman
+        self.ranks = [Process(post.rank, setting, hub(post, lambda _: self.hub, batch=settings.batch)) for post in settings.posts]
 
     def run(self) -> None:
         """Lives through the job.
