@@ -9,7 +9,7 @@ import traceback
 from types import FrameType
 
 from coordd.messages import Account
-from coordd.table import Entry, show_site
+from coordd.table import Site, show_site
 
 __all__ = ["account", "await_end", "process_state"]
 
@@ -17,10 +17,10 @@ _DEPTH = 8
 _OURS = ("coordd", "threading")
 
 
-def account(rank: int, last: Entry | None) -> Account:
+def account(rank: int, last: tuple[str, Site] | None) -> Account:
     """Describes the main thread's stack, without coordd's own frames at its end, and the last submission."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way
-    told = "nothing yet" if last is None else f"{last.request.name!r} at {show_site(last.site)}"
+    told = "nothing yet" if last is None else f"{last[0]!r} at {show_site(last[1])}"
     return Account(rank, _stack(frame), told)
 
 

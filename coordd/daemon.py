@@ -78,6 +78,10 @@ class Daemon:
         """Returns new memory of ``size`` bytes, zero, which the ranks of this host have in common where they can."""
         return self._loop.allocate(size)
 
+    def set_window(self, seconds: float) -> None:
+        """Changes the batching window."""
+        self._inbox.window = seconds
+
     def submit(self, entry: Entry) -> None:
         """Announces a tensor; its handle is resolved or failed later, on every path.
 

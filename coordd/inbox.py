@@ -33,7 +33,7 @@ class Inbox(Generic[Item]):
             limit: weight of the items that ends the window early.
         """
         self._bell = bell
-        self._window = window
+        self.window = window
         self._limit = limit
         self._weight = 0
         self._items: deque[Item] = deque()
@@ -72,7 +72,7 @@ class Inbox(Generic[Item]):
         if not hurried and self._weight < self._limit:
             now = time.monotonic()
             if self._end is None:
-                self._end = now + self._window
+                self._end = now + self.window
             if now < self._end:
                 return []
         self._end = None

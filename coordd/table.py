@@ -16,7 +16,7 @@ from coordd.errors import DuplicateNameError
 from coordd.messages import Announcement, Report, Request
 from coordd.wire import mask
 
-__all__ = ["Entry", "Promise", "TensorTable", "announced", "show_site"]
+__all__ = ["Entry", "Promise", "Site", "TensorTable", "announced", "show_site"]
 
 Site = tuple[CodeType, int] | None
 
@@ -88,7 +88,8 @@ class TensorTable:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self.last: Entry | None = None
+        self.last: tuple[str, Site] | None = None
+        """What was submitted last, and where; not the entry, whose memory is nobody's business once it is done."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -111,7 +112,7 @@ class TensorTable:
                 sites = {"site": show_site(entry.site), "first_site": show_site(first.site)}
                 entry.handle.fail(DuplicateNameError(request.name, **sites))
         if admitted:
-            self.last = admitted[-1]
+            self.last = admitted[-1].request.name, admitted[-1].site
         return admitted
 
     def take(self, name: str) -> Entry:

@@ -4,13 +4,8 @@ import os
 import sys
 import threading
 
-import numpy as np
-
 from coordd import account as module
 from coordd.account import account, process_state
-from coordd.handles import Handle
-from coordd.messages import Kind, Request
-from coordd.table import Entry
 
 HERE = os.uname().nodename
 
@@ -47,8 +42,7 @@ def test_a_main_thread_that_has_ended_is_told(monkeypatch):
 
 def test_the_last_submission_is_named_with_its_line():
     site = (sys._getframe().f_code, 31)
-    entry = Entry(Request(Kind.ALLREDUCE, "w"), np.empty(0), Handle("w"), site)
-    assert account(0, entry).last == f"'w' at {__file__}:31"
+    assert account(0, ("w", site)).last == f"'w' at {__file__}:31"
 
 
 def test_the_operating_system_is_asked_about_processes_of_this_host_only():

@@ -53,12 +53,14 @@ def sequential(count: int, shapes: list[tuple[int, ...]], op: ReduceOp) -> list[
     st.sampled_from([0.0, 0.0001, 0.01, 32.0]),
     st.sampled_from([4, 64, 1024]),
     st.sampled_from([0.0, 1.0]),
+    st.booleans(),
 )
-def test_results_are_bitwise_the_sequential_ones_however_tensors_are_fused(
-    count, shapes, fusion_mb, chunk_kb, cycle_ms
+def test_results_are_bitwise_the_sequential_ones_however_tensors_are_fused(  # noqa: PLR0917
+    count, shapes, fusion_mb, chunk_kb, cycle_ms, shared_memory
 ):
+    """And whatever way they take."""
     wanted = sequential(count, shapes, ReduceOp.AVERAGE)
-    options = {"fusion_mb": fusion_mb, "chunk_kb": chunk_kb, "cycle_ms": cycle_ms}
+    options = {"fusion_mb": fusion_mb, "chunk_kb": chunk_kb, "cycle_ms": cycle_ms, "shared_memory": shared_memory}
     for found in reduced(count, shapes, ReduceOp.AVERAGE, **options):
         for array, other in zip(found, wanted, strict=True):
             assert array.shape == other.shape
@@ -80,7 +82,8 @@ def test_the_cache_changes_nothing_but_speed(cache_capacity):
     assert each_rank(3, body, cache_capacity=cache_capacity) == [wanted] * 3
 
 
-def test_types_operations_and_process_sets_in_flight_together_do_not_mix():
+@pytest.mark.parametrize("settings", [{}, {"shared_memory": False}, {"simulate_hosts": 2}, {"simulate_hosts": 3}])
+def test_types_operations_and_process_sets_in_flight_together_do_not_mix(settings):
     pair = ProcessSet([0, 2])
 
     def body(rank):
@@ -99,7 +102,7 @@ def test_types_operations_and_process_sets_in_flight_together_do_not_mix():
         return [handle.result(10.0).tolist() for handle in handles]
 
     common = [[3] * 3, [3] * 3, [2] * 3, [1.0] * 3, [1, 1], [1, 2, 2]]
-    assert each_rank(3, body) == [[*common, [2] * 3], common, [*common, [2] * 3]]
+    assert each_rank(3, body, **settings) == [[*common, [2] * 3], common, [*common, [2] * 3]]
 
 
 def strided(flat: np.ndarray) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -194,9 +195,11 @@ def broken(ranks: LocalRanks) -> None:
 
 
 def test_a_failure_ends_what_is_under_way_and_what_comes_at_the_same_moment(ranks):
+    together = threading.Barrier(3)
+
     def body(rank):
         early = [recv(None, (rank + 1) % 3, "never"), send(np.ones(1), (rank + 1) % 3, "nobody asks")]
-        api.operations().barrier().result(WAIT)
+        together.wait(WAIT)
         if rank == 0:
             broken(ranks)
         with pytest.raises(PeerError, match="rank 0 failed: on purpose"):

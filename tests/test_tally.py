@@ -1,4 +1,4 @@
-"""What a foreman adds up: nothing is lost, nothing is said twice, and nothing is said of a rank that it has not said."""
+"""What a foreman adds up: nothing is lost, nothing is said twice, and nothing of a rank that it has not said itself."""
 
 from __future__ import annotations
 
@@ -173,13 +173,18 @@ def test_late_ranks_are_named_when_they_come():
         made.hear(child, say("w", hits=1))
     assert made.turn() == []
     early = mask(0b110011)
-    assert [(one.hits, len(one.fresh), one.ranks) for one in made.turn(late=True)] == [(b"\1", 0, early), (b"", 1, early)]
+    assert [(one.hits, len(one.fresh), one.ranks) for one in made.turn(late=True)] == [
+        (b"\1", 0, early),
+        (b"", 1, early),
+    ]
     made.hear(2, say("w", hits=1))
     rest = mask(0b001100)
     assert [(one.hits, len(one.fresh), one.ranks) for one in made.turn()] == [(b"\1", 0, rest), (b"", 1, rest)]
 
 
-@pytest.mark.parametrize("answer", [Plan(2, hits=b"\1"), Plan(2, voids=b"\1"), Plan(2, responses=(Response(KNOWN[0]),))])
+@pytest.mark.parametrize(
+    "answer", [Plan(2, hits=b"\1"), Plan(2, voids=b"\1"), Plan(2, responses=(Response(KNOWN[0]),))]
+)
 def test_an_answer_begins_the_next_round(answer):
     """Who was reported early in the last round is new in this one."""
     made = tally()

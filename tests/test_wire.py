@@ -177,7 +177,9 @@ def test_a_mask_may_end_in_zeros(data):
 
 
 def batch(count: int) -> Batch:
-    return Batch(Announcement(Request(Kind.ALLREDUCE, f"layer.{number}.weight"), "train.py:1") for number in range(count))
+    return Batch(
+        Announcement(Request(Kind.ALLREDUCE, f"layer.{number}.weight"), "train.py:1") for number in range(count)
+    )
 
 
 def test_many_announcements_travel_as_a_batch_and_come_out_as_they_went_in():

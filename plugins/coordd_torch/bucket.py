@@ -16,6 +16,7 @@ import torch
 
 from coordd.table import Entry
 from coordd_torch.tensors import view
+from coordd_torch.tuning import SIGNALS
 
 if TYPE_CHECKING:
     from coordd_torch.gradient import Gradient
@@ -43,7 +44,7 @@ def partition(gradients: Sequence[Gradient], *, limit: int, last: int) -> list[l
     for alike in kinds.values():
         groups: list[list[Gradient]] = []
         room = -1
-        if sum(gradient.parameter.nbytes for gradient in alike) <= 2 * last:
+        if sum(gradient.parameter.nbytes for gradient in alike) <= min(limit, 2 * last):
             found.append(alike)
             continue
         for gradient in reversed(alike):
@@ -79,8 +80,10 @@ class Bucket:
         stride = _ALIGNMENT // first.element_size()
         sizes = [-(-gradient.parameter.numel() // stride) * stride for gradient in gradients]
         stops = np.cumsum(sizes).tolist()
-        self._flat = reducer.memory(stops[-1] + len(gradients), first)
-        self._marks = self._flat[stops[-1] :]
+        self._flat = reducer.memory(stops[-1] + len(gradients) + SIGNALS, first)
+        self._marks = self._flat[stops[-1] : -SIGNALS]
+        self.signals = self._flat[-SIGNALS:]
+        """What autotune says; see `coordd_torch.tuning`."""
         self._places = {
             gradient: _shaped(self._flat[stop - size : stop], gradient.parameter)
             for gradient, size, stop in zip(gradients, sizes, stops, strict=True)
@@ -92,10 +95,22 @@ class Bucket:
         for gradient in gradients:
             gradient.bucket = self
 
+    def __iter__(self) -> Iterator[Gradient]:
+        return iter(self._gradients)
+
+    @property
+    def gradients(self) -> tuple[Gradient, ...]:
+        """Whose home it is, in their order."""
+        return self._gradients
+
     @property
     def nbytes(self) -> int:
         """Bytes that are reduced."""
         return self._flat.nbytes
+
+    def holds(self, gradient: Gradient, value: torch.Tensor) -> bool:
+        """Says whether this is the gradient's place."""
+        return value is self._places[gradient]
 
     def take(self, gradient: Gradient, value: torch.Tensor) -> None:
         """Takes a gradient in; starts the reduction with the last one."""
@@ -116,7 +131,7 @@ class Bucket:
         if not self.open:
             return
         for index, gradient in enumerate(self._gradients):
-            if not gradient.started and gradient.passes:
+            if not gradient.started and gradient.given:
                 gradient.submit()
             if not self.open:
                 return
@@ -144,6 +159,7 @@ class Bucket:
             for gradient, place in zip(gradients, places, strict=True):
                 gradient.parameter.grad = place
         self._marks.fill_(1.0)
+        self._reducer.signal(self)
         for index, _, _ in self._absent:
             self._marks[index] = 0.0
         reducer = self._reducer
@@ -163,7 +179,7 @@ class Bucket:
         """Keeps what others had where this rank had nothing; yields the gradients that no rank has."""
         for index, gradient, saved in self._absent:
             place = self._places[gradient]
-            if self._marks[index] > 0:
+            if self._marks[index] != 0:  # complex numbers know no order
                 gradient.parameter.grad = place
                 gradient.started = True
             else:
@@ -177,9 +193,11 @@ class Bucket:
         self._taken = 0
         self._absent.clear()
         self._waiting.clear()
-        for gradient in self._gradients:
+        for gradient, place in self._places.items():
             gradient.passes = 0
             gradient.started = False
+            if gradient.parameter.grad is not place:
+                gradient.remember()
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Runs on the daemon's thread when the reduced gradients have arrived."""

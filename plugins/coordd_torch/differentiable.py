@@ -116,7 +116,7 @@ class _Allgather(torch.autograd.Function):
         names, process_set = _backward(ctx.names), ctx.process_set
         averaged = _reduced(gradients, names, Compression.none, op=Average, process_set=process_set)
         first = names[0] and f"{names[0]}.rows"
-        rows = allgather_async(torch.tensor([ctx.rows]), first, process_set).result()
+        rows = allgather_async(torch.tensor([ctx.rows], device="cpu"), first, process_set).result()
         members = process_set.ranks or range(api.size())
         starts = rows[: members.index(api.rank())].sum(0).tolist()
         return None, None, *(all_[at : at + mine] for all_, at, mine in zip(averaged, starts, ctx.rows, strict=True))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from coordd.errors import CoorddError
+from coordd.messages import Request
 from coordd.table import Entry
-from coordd_torch.tensors import view
+from coordd_torch.tensors import check_dense, view
 
 if TYPE_CHECKING:
     from coordd_torch.bucket import Bucket
@@ -31,8 +32,10 @@ class Gradient:
     """
 
     def __init__(self, reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
-        self._reducer = reducer
-        self._zeros: torch.Tensor | None = None
+        self.reducer = reducer
+        self._known: weakref.ref[torch.Tensor] | None = None
+        self._own: torch.Tensor | None = None
+        self._travelling: torch.Tensor | None = None
         self._entry: Entry | None = None
         self._dtype: np.dtype[Any] | None = None
         self.parameter = parameter
@@ -47,26 +50,49 @@ class Gradient:
         """The place in the plans at which it was last reduced on its own; equal on all ranks."""
         return self._entry.turn if self._entry is not None else (0, 0)
 
+    @property
+    def request(self) -> Request:
+        """What it was announced as when it was last reduced on its own."""
+        assert self._entry is not None  # noqa: S101 - who has a place in a bucket was
+        return self._entry.request
+
     def ready(self, _: torch.Tensor) -> None:
         """Runs when backward has accumulated this gradient."""
-        reducer = self._reducer
-        if self.started or self.passes >= reducer.passes_per_step:
-            text = (
-                "Gradients were computed more than backward_passes_per_step times before call to step() "
-                f"({self.name!r}, {reducer.passes_per_step}). Increase backward_passes_per_step to accumulate "
-                "gradients locally."
-            )
-            raise CoorddError(text)
-        self.passes += 1
+        reducer = self.reducer
         task = _current_task()
         if task not in reducer.expected:
-            reducer.expect_end_of_backward(task)
+            reducer.expect_end_of_backward(task, self)
+        if self.started or self.passes >= reducer.passes_per_step:
+            raise reducer.too_many(self)
+        self.passes += 1
         if self.passes == reducer.passes_per_step:
             self.submit()
+        else:
+            self.remember()
+
+    @property
+    def given(self) -> bool:
+        """Whether there is something to reduce: of a backward pass, or set by hand since the last step."""
+        return self.passes > 0 or (self.parameter.grad is not None and self.changed)
+
+    @property
+    def changed(self) -> bool:
+        """Whether ``.grad`` is another tensor than what was seen last, or has been cleared."""
+        value = self.parameter.grad
+        if value is None:
+            return self.started or self._known is not None
+        if self.bucket is not None and self.bucket.holds(self, value):
+            return False
+        return self._known is None or self._known() is not value
+
+    def remember(self) -> None:
+        """Sees which tensor ``.grad`` is."""
+        value = self.parameter.grad
+        self._known = None if value is None else weakref.ref(value)
 
     def submit(self) -> None:
         """Starts the reduction of what has been accumulated, or brings it to its bucket."""
-        reducer = self._reducer
+        reducer = self.reducer
         reducer.touched = True
         gradient = self.parameter.grad
         if gradient is not None and gradient.layout is not torch.strided and reducer.sparse_as_dense:
@@ -74,53 +100,72 @@ class Gradient:
         bucket = self.bucket
         if bucket is not None and bucket.open:
             if gradient is not None:
+                check_dense(gradient)
                 self.started = True
                 bucket.take(self, gradient)
         elif gradient is None:  # a hook of the user's has taken it away
             self.fill()
         else:
-            self._start(gradient, filler=False)
+            self._own = gradient
+            self.remember()
+            # A copy travels, for autograd may still read this memory on behalf of another branch.
+            self._start(gradient.detach().resolve_conj().resolve_neg().clone(), filler=False)
 
     def fill(self) -> None:
-        """Takes part with zeros, if any rank has something for this parameter."""
-        self._zeros = torch.zeros_like(self.parameter, requires_grad=False)
-        self._start(self._zeros, filler=True)
+        """Takes part with zeros or what the user has kept, if any rank has something fresh for this parameter."""
+        kept = self.parameter.grad
+        if kept is None or kept.layout is not torch.strided:
+            value = torch.zeros_like(self.parameter, requires_grad=False)
+        else:
+            value = kept.detach().resolve_conj().resolve_neg().clone()
+        self._start(value, filler=True)
 
     def settle(self) -> None:
-        """Keeps the zeros that others' gradients were added to; without any, there still is no gradient."""
-        if self._zeros is not None:
-            if self.started:
-                self.parameter.grad = self._zeros
-            self._zeros = None
+        """Keeps what has arrived; if no rank had anything, there still is no gradient."""
+        own, self._own = self._own, None
+        value, self._travelling = self._travelling, None
+        if value is None or not self.started:
+            return
+        if own is not None and self.bucket is not None and self.bucket.holds(self, own):
+            with torch.no_grad():
+                own.copy_(value)  # the bucket's place must stay where it is
+        elif own is not None:
+            own.data = value
+        else:
+            self.parameter.grad = value
+            self.remember()
 
     def reset(self) -> None:
         """Gets ready for the next step."""
         self.passes = 0
         self.started = False
+        self._own = self._travelling = None
+        self.remember()
         if self._entry is not None:
             self._entry.array = _NOTHING  # the gradient's memory is the user's again
             self._entry.land = None
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Runs on the daemon's thread when the reduced gradient has arrived."""
-        self._reducer.land(value, convert)
+        self.reducer.land(value, convert)
 
     def resolve(self, result: object) -> None:
         """Runs on the daemon's thread when no rank had anything for this parameter."""
         self.started = result is not None
-        self._reducer.landed()
+        self.reducer.landed()
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when the reduction has failed."""
-        self._reducer.fail(error)
+        self.reducer.fail(error)
 
-    def _start(self, gradient: torch.Tensor, *, filler: bool) -> None:
-        reducer = self._reducer
+    def _start(self, value: torch.Tensor, *, filler: bool) -> None:
+        reducer = self.reducer
+        self._travelling = value
         land = None
-        if reducer.plain and gradient.is_cpu and gradient.layout is torch.strided:
-            array = view(gradient)
+        if reducer.plain and value.is_cpu and value.layout is torch.strided:
+            array = view(value)
         else:
-            array, land = reducer.compressed(gradient)
+            array, land = reducer.compressed(value)
         entry = self._entry
         if entry is None or entry.request.shape != array.shape or self._dtype != array.dtype:
             entry = self._entry = Entry(reducer.request(self.name, array), array, self)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,11 +28,16 @@ __all__ = ["DistributedOptimizer"]
 class _Distributed(torch.optim.Optimizer):
     """What is added to the user's optimizer; its class becomes a subclass of both."""
 
-    _coordd: Reducer | None
+    _coordd: Reducer | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Is copied and pickled as the plain optimizer that it was: nobody reduces a copy's parameters."""
+        return object.__new__, (type(self).__bases__[1],), self.__getstate__()
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. After ``backward()`` they are already; kept for Horovod's idiom."""
         if self._coordd is not None:
+            self._coordd.check_current()
             self._coordd.finish_step()
 
     @contextlib.contextmanager
@@ -134,6 +140,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     ``args`` begins with the optimizer itself.
     """
     reducer: Reducer = optimizer._coordd  # noqa: SLF001 - set above
+    reducer.check_current()
     reducer.adopt(_late(optimizer, reducer))
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -146,14 +153,21 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         reducer.reset()
         loss = closure()
         reducer.finish_step()
-        return loss
+        return _agreed(loss, reducer)
 
     rest = {key: value for key, value in kwargs.items() if key != "closure"}
     return (optimizer, reduced, *args[2:]), rest
 
 
+def _agreed(loss: Any, reducer: Reducer) -> Any:
+    """Reduces what a closure returns as its gradients are, so that line searches do the same on all ranks."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return torch.full_like(loss.detach(), reducer.reduced(loss.item()))
+    return reducer.reduced(float(loss)) if isinstance(loss, Real) else loss
+
+
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
-    optimizer._coordd.reset()  # noqa: SLF001 - set above
+    optimizer._coordd.end_step()  # noqa: SLF001 - set above
 
 
 def _named(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,16 +18,19 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from coordd.errors import ArgumentError, CoorddError
 from coordd.handles import call_site
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.operations import Operations, check_reducible
 from coordd.process_sets import ProcessSet
+from coordd.settings import Settings
 from coordd.table import Entry, Site
 from coordd_torch.bucket import Bucket, partition
 from coordd_torch.compression import Compression, Compressor
 from coordd_torch.devices import overlaps
 from coordd_torch.gradient import Gradient
 from coordd_torch.tensors import borrow, empty_common
+from coordd_torch.tuning import AT_END, OVERLAP, Tuning
 
 __all__ = ["Reducer"]
 
@@ -57,6 +60,17 @@ class Reducer:
         self._op = op
         self._predivide = predivide
         self._process_set = process_set
+        self._chosen = compression
+        config = operations.daemon.config
+        self._settings = Settings(
+            fusion_mb=config.fusion_mb,
+            cycle_ms=config.cycle_ms,
+            buckets=1,
+            algorithm=OVERLAP if config.overlap else AT_END,
+            compression="none" if self.plain else "chosen",
+        )
+        self._tuning: Tuning | None = None
+        self._change: Settings | None = None
         self.expected: set[int] = set()
         self.skipped = False
         self.site: Site = None
@@ -65,17 +79,23 @@ class Reducer:
         self._started = 0
         self._landed = 0
         self._all_landed = threading.Event()
+        self._begun = False
+        self._reduced = False
         self._finished = False
+        self._replaced = False
         self.touched = False
         """Whether this backward pass has made a gradient."""
         self._prefix = operations.namespace()
         self._buckets: list[Bucket] = []
         self._loose: list[Gradient] = []
+        self._gone_round = False
         self._adrift: list[Gradient] = []
         self._moving: list[Gradient] = []
         self._hooks: list[RemovableHandle] = []
         self._known: set[int] = set()
         self.adopt(parameters)
+        for gradient in self._loose:
+            gradient.remember()
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Says whether this parameter's gradient is reduced."""
@@ -84,8 +104,8 @@ class Reducer:
     def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes parameters in: at the start, and those that are added or thawed later."""
         for name, parameter in parameters:
+            _release(parameter)
             gradient = Gradient(self, self._prefix + name, parameter)
-            gradient.passes = 0 if parameter.grad is None else self.passes_per_step
             self._loose.append(gradient)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient.ready))
             self._known.add(id(parameter))
@@ -95,6 +115,25 @@ class Reducer:
         """Takes the hooks off; for when the optimizer is gone."""
         for hook in self._hooks:
             hook.remove()
+
+    def replace(self) -> None:
+        """Gives way to another optimizer that has been made for the same parameters."""
+        self._wait()
+        self.detach()
+        self._replaced = True
+
+    def check_current(self) -> None:
+        """Refuses to go on without the parameters.
+
+        Raises:
+            ArgumentError: another optimizer has taken them.
+        """
+        if self._replaced:
+            text = (
+                "another DistributedOptimizer was made for parameters of this one, and reduces their gradients now; "
+                "use one for all parameters, or let each have its own"
+            )
+            raise ArgumentError(text)
 
     def request(self, name: str, array: Any) -> Request:
         """Makes the request of one gradient, once."""
@@ -110,13 +149,43 @@ class Reducer:
             postscale=self._predivide,
         )
 
-    def expect_end_of_backward(self, task: int) -> None:
-        """Has autograd call us when the backward pass with this number ends."""
+    def expect_end_of_backward(self, task: int, first: Gradient) -> None:
+        """Has autograd call us when the backward pass with this number ends; it has made this gradient first."""
+        if self._begun and self._given_up(first):
+            self.drop()
+        self._begun = True
         self.expected.add(task)
         self.touched = self._finished = False
         self.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - there is no public way; FSDP uses it, too
         engine.queue_callback(lambda: self._end_of_backward(task))
+
+    def _given_up(self, first: Gradient) -> bool:
+        """Says whether the gradients of this step were cleared without a step; one stands for all."""
+        for gradient in (first, *self._gradients()):
+            if gradient.passes and (self._reduced or not gradient.started):
+                return gradient.changed
+        return False
+
+    def _gradients(self) -> Iterator[Gradient]:
+        yield from self._loose
+        for bucket in self._buckets:
+            yield from bucket
+
+    def too_many(self, gradient: Gradient) -> CoorddError:
+        """Says that a gradient was computed when its step should have been made."""
+        if _nested():
+            text = (
+                f"{gradient.name!r} is computed in several reentrant checkpoints of one backward pass, so nobody can "
+                "tell when it is complete: use checkpoint(..., use_reentrant=False)"
+            )
+        else:
+            text = (
+                "Gradients were computed more than backward_passes_per_step times before call to step() "
+                f"({gradient.name!r}, {self.passes_per_step}). Increase backward_passes_per_step to accumulate "
+                "gradients locally; to skip a step, clear them by optimizer.zero_grad()."
+            )
+        return CoorddError(text)
 
     def _end_of_backward(self, task: int) -> None:
         self.expected.discard(task)
@@ -127,6 +196,8 @@ class Reducer:
         elif not self.expected:
             # Nobody may call us when the outer pass ends, for all parameters may lie in inner ones.
             self._land()
+            for gradient in (*self._loose, *self._adrift):
+                gradient.settle()
 
     def submit(self, entry: Entry) -> None:
         """Announces one gradient."""
@@ -170,7 +241,7 @@ class Reducer:
         if self._landed == self._started:
             self._all_landed.set()
 
-    def _round(self, *, more: bool) -> None:
+    def _round(self, *, more: bool, wanted: bool = True) -> None:
         """Reduces what has been accumulated and waits; no rank is left waiting for what another does not have.
 
         Parameters without a gradient here take part with zeros, if another rank has one. Where none has, the ranks ask
@@ -178,34 +249,40 @@ class Reducer:
 
         Args:
             more: whether this rank may make another backward pass in this step.
+            wanted: whether this rank still has a use for the gradients; else it takes part for the others' sake.
         """
-        first = all(bucket.open for bucket in self._buckets) and not self._adrift
+        first, self._gone_round = not self._gone_round, True
         for bucket in self._buckets:
             bucket.close()
         alone = [*self._loose, *self._adrift]
         for gradient in alone:
             if not gradient.started:
-                if gradient.passes:
+                if wanted and gradient.given:
                     gradient.submit()
                 else:
                     gradient.fill()
         self._land()
-        for gradient in alone:
-            gradient.settle()
+        if wanted:
+            for gradient in alone:
+                gradient.settle()
         if first:
+            self._listen()
             self._adrift = [gradient for bucket in self._buckets for gradient in bucket.settle()]
             self._moving = [gradient for gradient in self._loose if gradient.started]
         missing = [gradient for gradient in (*self._loose, *self._adrift) if not gradient.started]
         self._finished = not missing or not self._any(more)
+        self._reduced = True
 
     def _any(self, more: bool) -> bool:
-        answer = self._operations.allreduce(
-            np.array([more]),
-            name=f"{self._prefix}another backward pass",
-            op=ReduceOp.MAX,
-            process_set=self._process_set,
-        )
-        return bool(answer.result()[0])
+        return bool(self._agree(np.array(more), "another backward pass", ReduceOp.MAX))
+
+    def reduced(self, loss: float) -> float:
+        """Reduces a loss as its gradients are."""
+        return float(self._agree(np.array(loss), "loss", self._op))
+
+    def _agree(self, array: np.ndarray, about: str, op: ReduceOp) -> Any:
+        handle = self._operations.allreduce(array, name=self._prefix + about, op=op, process_set=self._process_set)
+        return handle.result()
 
     def finish_step(self) -> None:
         """Makes sure that everything is reduced, on ranks with fewer backward passes than others, too."""
@@ -214,7 +291,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Gets ready for the next step."""
-        self._finished = False
+        self._begun = self._reduced = self._finished = self._gone_round = False
         self.failed = None
         for gradient in (*self._loose, *self._adrift):
             gradient.reset()
@@ -223,19 +300,66 @@ class Reducer:
         self._adrift = []
         if self._moving:
             self._move_in()
+        if self._change is not None:
+            self._rearrange(self._change)
+
+    def end_step(self) -> None:
+        """Gets ready for the next step after this one has been made."""
+        self.drop()
+        if self._tuning is not None:
+            self._tuning.step_done()
+
+    def signal(self, bucket: Bucket) -> None:
+        """Lets autotune speak behind the gradients of the first bucket."""
+        if self._tuning is None or bucket is not self._buckets[0]:
+            bucket.signals.zero_()
+        else:
+            bucket.signals.copy_(torch.tensor(self._tuning.signals()))
+
+    def _listen(self) -> None:
+        """Hears what autotune says, the same on all ranks in the same step."""
+        if self._tuning is not None and self._buckets:
+            scale = self._operations.daemon.world.size if self._op is ReduceOp.AVERAGE else 1
+            self._change = self._tuning.hear((self._buckets[0].signals.double() * scale).tolist())
 
     def _move_in(self) -> None:
         """Gives the gradients that were reduced on their own places in buckets, in the order of the plans."""
         moving, self._moving = sorted(self._moving, key=lambda gradient: gradient.turn), []
         self._loose = [gradient for gradient in self._loose if gradient not in moving]
-        config = self._operations.daemon.config
-        early = config.overlap and all(overlaps(gradient.parameter.device.type) for gradient in moving)
-        limit = int(config.fusion_mb * (1 << 20)) if early else sys.maxsize
-        for group in partition(moving, limit=limit, last=min(limit, _LAST_BUCKET_BYTES)):
+        self._settle_in(moving)
+        daemon = self._operations.daemon
+        if daemon.config.autotune and self._tuning is None and not self._process_set.ranks:
+            requests = [gradient.request for gradient in moving]
+            self._tuning = Tuning(daemon.config, daemon.world, requests, self._settings)
+
+    def _settle_in(self, gradients: Sequence[Gradient]) -> None:
+        """Makes buckets for gradients, as the settings want them."""
+        settings = self._settings
+        early = settings.algorithm == OVERLAP
+        early &= all(overlaps(gradient.parameter.device.type) for gradient in gradients)
+        total = sum(gradient.parameter.nbytes for gradient in gradients)
+        limit = settings.bucket_bytes(total) if early else sys.maxsize
+        last = min(limit, _LAST_BUCKET_BYTES) if early else limit
+        for group in partition(gradients, limit=limit, last=last):
             self._buckets.append(Bucket(self, f"{self._prefix}bucket.{len(self._buckets)}", group, early=early))
 
+    def _rearrange(self, settings: Settings) -> None:
+        """Carries a choice of autotune out, between two steps."""
+        self._settings, self._change = settings, None
+        self._operations.daemon.set_window(settings.cycle_ms / 1e3)
+        self.compression = Compression.none if settings.compression == "none" else self._chosen
+        self.plain = self.compression is Compression.none
+        gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
+        self._buckets = []
+        self._settle_in(gradients)
+
     def drop(self) -> None:
-        """Lets what is under way end, whatever comes of it, before its memory is used for something else."""
+        """Lets what is under way end, whatever comes of it, before its memory is used for something else.
+
+        Other ranks may still be in this step, so it is made to its end.
+        """
+        while self._reduced and not self._finished:
+            self._round(more=False, wanted=False)
         self._wait()
         self.reset()
 
@@ -253,6 +377,14 @@ class Reducer:
             if self._landed < self._started:
                 self._operations.daemon.hurry()
                 self._all_landed.wait()
+
+
+def _release(parameter: torch.Tensor) -> None:
+    """Takes a parameter from the optimizer that had it; that may be one which is about to be replaced by this one."""
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):  # noqa: SLF001 - no public way
+        gradient = getattr(hook, "__self__", None)
+        if isinstance(gradient, Gradient):
+            gradient.reducer.replace()
 
 
 def _nested() -> bool:

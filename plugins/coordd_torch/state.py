@@ -113,11 +113,11 @@ def broadcast_object(
         name: equal on all ranks.
         process_set: the ranks that take part.
     """
-    data = _pickled(obj) if api.rank() == root_rank else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
+    data = _pickled(obj) if api.rank() == root_rank else torch.empty(0, dtype=torch.uint8, device="cpu")
+    size = torch.tensor([data.numel()], device="cpu")
     broadcast_(size, root_rank, name=name and f"{name}.sz", process_set=process_set)
     if api.rank() != root_rank:
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, name=name and f"{name}.t", process_set=process_set)
     return obj if api.rank() == root_rank else _unpickled(data)
 
@@ -125,7 +125,8 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Returns all ranks' objects, in the order of ranks; each must be picklable."""
     data = _pickled(obj)
-    sizes = synchronize(allgather_async(torch.tensor([data.numel()]), name and f"{name}.sz", process_set))
+    size = torch.tensor([data.numel()], device="cpu")
+    sizes = synchronize(allgather_async(size, name and f"{name}.sz", process_set))
     joined = synchronize(allgather_async(data, name and f"{name}.t", process_set))
     return [_unpickled(part) for part in joined.split(sizes.tolist())]
 

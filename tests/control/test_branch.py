@@ -32,9 +32,7 @@ class Tree:
 
         def body(rank: int) -> None:
             gather = world.join(rank).gather
-            self.ends[rank] = join(
-                self.posts[rank], gather, hosts=HOSTS, interface="127.0.0.1", heartbeat_seconds=0.0
-            )
+            self.ends[rank] = join(self.posts[rank], gather, hosts=HOSTS, interface="127.0.0.1", heartbeat_seconds=0.0)
 
         threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(HOSTS))]
         for thread in threads:

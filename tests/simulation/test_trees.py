@@ -1,4 +1,4 @@
-"""Simulated jobs with foremen between the ranks and the coordinator: bugs of theirs are found, and they keep nothing."""
+"""Simulated jobs with foremen between the ranks and the coordinator: bugs of theirs are found."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import pickle
+import threading
 
 import pytest
 import torch
@@ -160,33 +162,93 @@ def test_it_is_still_an_optimizer_of_its_class():
     each_rank(2, body)
 
 
-def closure_step(net, optimizer, inputs, targets):
-    def closure():
-        optimizer.zero_grad()
-        loss = mse(net(inputs), targets)
-        loss.backward()
-        return loss
+def test_parameters_have_one_optimizer_the_last():
+    def body(rank):
+        net = model()
+        first, second = (
+            cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), op=cd.Sum)
+            for _ in range(2)
+        )
+        net(batch(rank, 0)[0]).sum().backward()
+        for use in (first.step, first.synchronize):
+            with pytest.raises(cd.ArgumentError, match="another DistributedOptimizer was made for parameters of this"):
+                use()
+        second.step()
+        return net.state_dict()
 
-    assert optimizer.step(closure) is not None
-
-
-OPTIMIZERS = {
-    "SGD": lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
-    "LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), lr=0.2, max_iter=4),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_closure_is_reduced_each_time_it_is_called(name):
-    same(together(2, make=OPTIMIZERS[name], step=closure_step), alone(2, make=OPTIMIZERS[name], step=closure_step))
-
-
-def test_a_closure_may_come_by_keyword():
     def step(net, optimizer, inputs, targets):
         optimizer.zero_grad()
-        optimizer.step(closure=lambda: mse(net(inputs), targets).backward())
+        net(inputs).sum().backward()
+        optimizer.step()
 
-    same(together(2, step=step), alone(2))
+    expected = model()
+    step(expected, torch.optim.SGD(expected.parameters(), lr=0.1), torch.cat([batch(0, 0)[0], batch(1, 0)[0]]), None)
+    same(each_rank(2, body), expected.state_dict())
+
+
+def test_an_optimizer_may_be_made_anew_in_the_midst_of_training():
+    def body(rank):
+        net = model()
+        for number in range(STEPS):
+            optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+            trained(net, optimizer, [batch(rank, number)])
+        return net.state_dict()
+
+    same(each_rank(2, body), alone(2, make=lambda net: torch.optim.SGD(net.parameters(), lr=0.1)))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))])  # noqa: S301
+def test_a_copy_is_the_plain_optimizer(count, duplicate):
+    def body(rank):
+        net = model()
+        optimizer = cd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.1), net.named_parameters())
+        trained(net, optimizer, [batch(rank, 0)])
+        copied = duplicate(optimizer)
+        assert type(copied) is torch.optim.Adam
+        states = [one.state_dict()["state"][0]["exp_avg"] for one in (optimizer, copied)]
+        assert torch.equal(*states)
+        parameter = copied.param_groups[0]["params"][0]
+        parameter.grad = torch.ones_like(parameter)
+        before = parameter.detach().clone()
+        copied.step()
+        copied.zero_grad()
+        assert not torch.equal(parameter, before)
+        return trained(net, optimizer, [batch(rank, 1)])
+
+    same(each_rank(count, body))
+
+
+def test_a_step_as_it_is_waits_for_what_is_under_way():
+    """Else the next step would write to memory that is still being reduced."""
+    waits = threading.Event()
+
+    def body(rank):
+        one, two = (nn.Parameter(torch.zeros(1 << 15)) for _ in range(2))
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD([one, two], lr=1.0), [("one", one), ("two", two)])
+        reducer = optimizer._coordd
+
+        def wait(original=reducer._wait):
+            waits.set()
+            original()
+
+        def fail(_):
+            raise ValueError("not today")
+
+        if rank == 0:
+            reducer._wait = wait
+        else:
+            assert waits.wait(10)
+        two.register_hook(fail)
+        with pytest.raises(ValueError, match="not today"):
+            (one * (two * 2)).sum().backward()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        landed = reducer._landed, reducer._started
+        waits.set()
+        return landed
+
+    assert each_rank(2, body) == [(1, 1)] * 2
 
 
 def test_a_step_that_is_skipped_as_a_scaler_does_is_forgotten():

@@ -135,3 +135,11 @@ def test_objects_in_a_process_set():
         return cd.broadcast_object({"rank": rank}, 2, process_set=pair), cd.allgather_object(rank, process_set=pair)
 
     assert each_rank(3, body) == [({"rank": 2}, [0, 2]), None, ({"rank": 2}, [0, 2])]
+
+
+def test_objects_travel_whatever_the_default_device_is():
+    def body(rank):
+        with torch.device("meta"):
+            return cd.broadcast_object({"from": rank}, 1), cd.allgather_object(rank)
+
+    assert each_rank(2, body) == [({"from": 1}, [0, 1])] * 2

@@ -11,13 +11,31 @@ from torch import nn
 import coordd.torch as cd
 from tests.local_ranks import each_rank
 
-__all__ = ["ROWS", "STEPS", "alone", "batch", "model", "same", "together", "trained"]
+__all__ = [
+    "LARGE",
+    "ROWS",
+    "STEPS",
+    "WAYS",
+    "alone",
+    "batch",
+    "home",
+    "model",
+    "same",
+    "settled",
+    "together",
+    "trained",
+    "weights",
+    "wrapped",
+]
 
 STEPS = 4
 ROWS = 6
 
 Weights = dict[str, torch.Tensor]
 Train = Callable[[nn.Module, Any, torch.Tensor, torch.Tensor], Any]
+
+WAYS = [{}, {"shared_memory": False}, {"simulate_hosts": 2}, {"overlap": False}]
+LARGE = 20_000  # elements that are copied at once; fewer wait for each other
 
 
 def model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -89,3 +107,23 @@ def same(found: list[Weights], wanted: Weights | None = None, **tolerance: float
             assert torch.equal(value, found[0][name]), f"{name} differs between the ranks"
     if wanted is not None:
         torch.testing.assert_close(found[0], wanted, **tolerance)
+
+
+def weights(sizes: dict[str, int], **options: Any) -> nn.ParameterDict:
+    options = {"dtype": torch.float64, **options}
+    return nn.ParameterDict({name: nn.Parameter(torch.ones(size, **options)) for name, size in sizes.items()})
+
+
+def wrapped(net: nn.Module, **options: Any) -> Any:
+    return cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), **options)
+
+
+def settled(net: nn.Module, optimizer: Any) -> None:
+    """Lets the gradients move in: after the first step they have their places."""
+    optimizer.zero_grad()
+    sum(value.real.sum() for value in net.parameters()).backward()
+    optimizer.step()
+
+
+def home(gradient: torch.Tensor) -> int:
+    return gradient.untyped_storage().data_ptr()

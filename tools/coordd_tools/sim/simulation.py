@@ -92,7 +92,9 @@ class Simulation:
             caches,
         )
         self.hub = Hub(settings, self.trace, self.ledger, caches)
-        self.ranks = [Process(post.rank, setting, hub(post, lambda _: self.hub, batch=settings.batch)) for post in settings.posts]
+        self.ranks = [
+            Process(post.rank, setting, hub(post, lambda _: self.hub, batch=settings.batch)) for post in settings.posts
+        ]
 
     def run(self) -> None:
         """Lives through the job.

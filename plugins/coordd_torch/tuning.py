@@ -1,0 +1,86 @@
+"""Autotune while training: rank 0 times the steps and chooses, and its choice travels behind the gradients themselves.
+
+So all ranks learn of it in the same step, with no message of its own, and change between that step and the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+
+from coordd.config import Config
+from coordd.messages import Request
+from coordd.settings import Settings, Space
+from coordd.tuning.key import Key, fingerprint, shape
+from coordd.tuning.record import host_kind, path_for
+from coordd.tuning.session import Session
+from coordd.world import World
+
+__all__ = ["AT_END", "OVERLAP", "SIGNALS", "Tuning"]
+
+log = logging.getLogger("coordd")
+
+OVERLAP, AT_END = "overlap", "at-end"
+"""Algorithms: reduce each bucket as soon as it is full, or all when backward ends."""
+SIGNALS = 1 + len(Settings.__struct_fields__)
+_SETTLE = 6
+"""Steps that are not measured after a change: one until all know of it, some until the plan is locked again."""
+
+
+class Tuning:
+    """One optimizer's search; on ranks other than 0 it only listens."""
+
+    def __init__(self, config: Config, world: World, requests: Iterable[Request], start: Settings) -> None:
+        """Begins, or goes on where an earlier run has stopped.
+
+        Args:
+            config: what the search may cost, and where it is recorded.
+            world: who trains.
+            requests: the gradients of a step.
+            start: the settings without it; no compression is tried beside what the user has chosen.
+
+        Raises:
+            ConfigError: Optuna is not installed.
+        """
+        self._space = Space.around(start, algorithms=(OVERLAP, AT_END), compressions=("none",))
+        self._world = world
+        self._now = start
+        self._session: Session | None = None
+        self._last = 0.0
+        if world.rank == 0:
+            key = Key(model=fingerprint(requests), world=shape(world), host=host_kind())
+            path = path_for(key, config.autotune_log, os.environ)
+            share, limit = config.autotune_share, config.autotune_steps
+            self._session = Session(self._space, start, key, path=path, share=share, limit=limit, settle=_SETTLE)
+            atexit.register(self._session.close)
+
+    def step_done(self) -> None:
+        """Times a training step; called after each."""
+        if self._session is None:
+            return
+        now = time.monotonic()
+        if self._last:
+            self._session.tell(now - self._last)
+        self._last = now
+
+    def signals(self) -> list[float]:
+        """What this rank adds behind its gradients: from rank 0 one and the places of its choices, else zeros."""
+        if self._session is None or self._session.settings == self._now:
+            return [0.0] * SIGNALS
+        wanted = self._session.settings
+        places = [self._space.choices(knob).index(getattr(wanted, knob)) for knob in Settings.__struct_fields__]
+        return [1.0, *map(float, places)]
+
+    def hear(self, sums: Sequence[float]) -> Settings | None:
+        """Reads the sum of all ranks' signals; returns the settings to change to, if any."""
+        if round(sums[0]) != 1:
+            return None
+        knobs = zip(Settings.__struct_fields__, sums[1:], strict=True)
+        chosen = {knob: self._space.choices(knob)[round(place)] for knob, place in knobs}
+        self._now = Settings(**chosen)  # type: ignore[arg-type]
+        if self._session is not None:
+            log.info("autotune: %s", ", ".join(f"{knob} {value}" for knob, value in chosen.items()))
+        return self._now

@@ -1,0 +1,77 @@
+"""Autotune in training: the choice travels behind the gradients, and changes nothing but the pace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import coordd.torch as cd
+from coordd.config import Config
+from coordd.settings import Settings
+from coordd.world import World
+from coordd_torch.tuning import SIGNALS, Tuning
+from tests.local_ranks import local_ranks
+from tests.torch_plugin.training import batch, model, same, trained
+
+STEPS = 200
+START = Settings(fusion_mb=32.0, cycle_ms=20.0, buckets=1, algorithm="overlap", compression="none")
+
+
+def world(rank: int) -> World:
+    return World(rank, ("here", "here"))
+
+
+@pytest.fixture
+def config(tmp_path):
+    pytest.importorskip("optuna")
+    return Config(autotune=True, autotune_share=1.0, autotune_log=str(tmp_path / "record.json"))
+
+
+def train(config: Config) -> list[tuple[dict[str, torch.Tensor], set[Settings]]]:
+    def body(rank: int) -> tuple[dict[str, torch.Tensor], set[Settings]]:
+        net = model()
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net.named_parameters())
+        seen: set[Settings] = set()
+
+        def step(net: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(inputs), targets).backward()
+            optimizer.step()
+            seen.add(optimizer._coordd._settings)
+
+        return trained(net, optimizer, [batch(rank, number) for number in range(STEPS)], step), seen
+
+    with local_ranks(2, **dataclasses.asdict(config)) as ranks:
+        return ranks.each(body)
+
+
+def test_what_is_tried_is_the_same_on_all_ranks_and_changes_no_result(config):
+    tuned = train(config)
+    assert len(tuned[0][1]) > 1
+    assert tuned[0][1] == tuned[1][1]
+    same([weights for weights, _ in tuned])
+    same([tuned[0][0], train(Config())[0][0]])
+
+
+def test_the_record_is_found_where_the_knob_says(config):
+    train(config)
+    assert json.loads(Path(config.autotune_log).read_text())
+
+
+def test_a_choice_survives_an_average_in_sixteen_bits(config):
+    """Small numbers are exact in bfloat16, and so is what rounding makes of their mean."""
+    root = Tuning(config, world(0), [], START)
+    other = Tuning(Config(), world(1), [], START)
+    assert other.signals() == [0.0] * SIGNALS
+    assert root.hear(other.signals()) is None
+    wanted = root.signals()
+    while not wanted[0]:
+        root.step_done()
+        wanted = root.signals()
+    mean = ((torch.tensor(wanted) + torch.tensor(other.signals())) / 2).bfloat16()
+    assert other.hear((mean.double() * 2).tolist()) == root.hear(wanted)
