@@ -128,7 +128,7 @@ raise PeerError("rank 1 exited")"""
             assert wait_until(lambda: not job.left)
 
     def test_clean_up_after_ctrl_c(self):
-        source = f"{READY}\ntry: signal.pause()\nfinally: print('clean', flush=True)"
+        source = f"\ntry: {READY}signal.pause()\nfinally: print('clean', flush=True)"
         with two(source) as job:
             job.wait_for_ranks(2).send(signal.SIGINT)
             assert job.wait() == 130
