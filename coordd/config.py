@@ -148,6 +148,12 @@ class Config:
         low=0,
         high=4096,
     )
+    fan_in: int = _knob(
+        16,
+        "ranks of its host, and other hosts, that report to a rank; one host, or no more ranks than this, need no tree",
+        low=2,
+        high=65536,
+    )
     interface: str = _knob(
         "",
         "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one",

@@ -5,9 +5,10 @@ Pure: messages and the time go in, messages come out. The same object runs in th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from coordd.ballot import lowest
 from coordd.control.protocol import Lost
 from coordd.errors import spans
 from coordd.messages import (
@@ -17,7 +18,9 @@ from coordd.messages import (
     Goodbye,
     Hello,
     Inquiry,
+    Loss,
     Message,
+    Muster,
     Overdue,
     Plan,
     Report,
@@ -27,17 +30,19 @@ from coordd.messages import (
 )
 from coordd.negotiation import Negotiator
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "Outgoing"]
 
 _PATIENCE = 1.0
 """Seconds that ranks have to say what they are doing."""
+_ASKED = 64
+"""How many ranks are asked at most: their stacks have to be read by somebody."""
 
 Outgoing = list[tuple[int, Message]]
 
 
 @dataclass
 class _Investigation:
-    """A stall that is being looked into: what each rank complains of, and who was asked when.
+    """A stall that is being looked into: what ranks, by bit mask, complain of, and who was asked when.
 
     While it is ``settling`` a lock has just been broken, and ranks have yet to announce what it held.
     """
@@ -50,14 +55,36 @@ class _Investigation:
 
 
 class Coordinator:
-    """The hub of the star."""
+    """The hub of the star, or what is behind the foreman at the root of a tree."""
 
-    def __init__(
-        self, size: int, *, cache_capacity: int, fusion_bytes: int, lock_steps: int = 0, abort_seconds: float = 0.0
+    def __init__(  # noqa: PLR0913 - a setting each
+        self,
+        size: int,
+        *,
+        cache_capacity: int,
+        fusion_bytes: int,
+        lock_steps: int = 0,
+        abort_seconds: float = 0.0,
+        voices: Sequence[int] | None = None,
     ) -> None:
+        """Starts with nobody there.
+
+        Args:
+            size: number of ranks.
+            cache_capacity: slots of the response cache.
+            fusion_bytes: size of a fusion bucket.
+            lock_steps: equal steps that lock the plan; 0 for never.
+            abort_seconds: how long an operation may wait before the job fails; 0 for ever.
+            voices: whom it hears, as the bit masks of the ranks for whom each of them speaks; by default all ranks.
+        """
         self._ranks = range(size)
+        self._voices = [1 << rank for rank in self._ranks] if voices is None else voices
         self._negotiator = Negotiator(
-            size, cache_capacity=cache_capacity, fusion_bytes=fusion_bytes, lock_steps=lock_steps
+            size,
+            cache_capacity=cache_capacity,
+            fusion_bytes=fusion_bytes,
+            lock_steps=lock_steps,
+            voices=self._voices,
         )
         self._abort_seconds = abort_seconds
         self._arrived: dict[int, Hello] = {}
@@ -76,80 +103,96 @@ class Coordinator:
         """The ranks that have not arrived."""
         return [rank for rank in self._ranks if rank not in self._arrived]
 
-    def hear(self, rank: int, message: Message | Lost, *, now: float) -> None:
+    def hear(self, voice: int, message: Message | Lost, *, now: float) -> None:
         """Takes one message in."""
         match message:
             case Report():
-                self._negotiator.hear(rank, message)
-            case Hello():
-                self._greet(rank, message)
+                self._negotiator.hear(voice, message)
+            case Hello() | Muster():
+                self._greet(message.by_rank() if isinstance(message, Muster) else {voice: message})
             case Goodbye():
-                self._negotiator.leave(rank)
+                self._negotiator.leave(self._speakers(voice, message.ranks))
             case Abort():
                 self._fail(message.failure)
             case Overdue():
-                self._investigate(rank, message, now)
+                self._investigate(self._speakers(voice, message.ranks), message, now)
             case Account() if self._investigation is not None:
-                self._investigation.accounts[rank] = message
-            case Lost() if not self._stopped:
-                self._fail(Failure(rank, f"({self._place(rank)}) died: its connection closed without a goodbye"))
+                self._investigation.accounts[message.rank] = message
+            case Lost() | Loss():
+                self._lose(message.rank if isinstance(message, Loss) else voice)
 
     def turn(self, now: float) -> Outgoing:
-        """Returns what is to be sent, in order; messages to rank 0 itself included."""
+        """Returns what is to be sent to which voice, in order; messages to rank 0 itself included."""
         if self._failure is None:
             if (plan := self._negotiator.decide()) is not None:
                 self._plans = plan.sequence
-                self._tell(self._ranks, plan)
+                self._tell(range(len(self._voices)), plan)
             if self._negotiator.finished and not self._stopped:
                 self._stopped = True
-                self._tell(self._ranks, Plan(self._plans + 1, stop=True))
+                self._tell(range(len(self._voices)), Plan(self._plans + 1, stop=True))
         self._conclude(now)
         out, self._out = self._out, []
         return out
 
-    def _tell(self, ranks: Iterable[int], message: Message) -> None:
-        self._out += [(rank, message) for rank in ranks]
+    def _tell(self, voices: Iterable[int], message: Message) -> None:
+        self._out += [(voice, message) for voice in voices]
+
+    def _speakers(self, voice: int, ranks: bytes) -> int:
+        """Those who say something: the ranks of a bit mask, or all for whom the voice speaks."""
+        return int.from_bytes(ranks, "little") or self._voices[voice]
 
     def _place(self, rank: int) -> str:
         hello = self._arrived.get(rank)
         return f"pid {hello.pid} on {hello.host}" if hello else "not yet arrived"
 
-    def _greet(self, rank: int, hello: Hello) -> None:
-        """Counts a rank in; when all are there, welcomes them, or refuses them if they do not fit together."""
-        self._arrived[rank] = hello
+    def _greet(self, hellos: dict[int, Hello]) -> None:
+        """Counts ranks in; when all are there, welcomes them, or refuses them if they do not fit together."""
+        self._arrived |= hellos
         if len(self._arrived) < len(self._ranks):
             return
-        hellos = [self._arrived[rank] for rank in self._ranks]
+        everybody = [self._arrived[rank] for rank in self._ranks]
         refusal = ""
         for what, values in (
-            ("versions of coordd", [hello.version for hello in hellos]),
-            ("settings", [hello.digest for hello in hellos]),
+            ("versions of coordd", [hello.version for hello in everybody]),
+            ("settings", [hello.digest for hello in everybody]),
         ):
             if len(set(values)) > 1:
                 groups = {value: [r for r in self._ranks if values[r] == value] for value in dict.fromkeys(values)}
                 told = "; ".join(f"ranks {spans(ranks)}: {value}" for value, ranks in groups.items())
                 refusal = f"the ranks have different {what} ({told}): make them equal"
-        pids, hosts = tuple(hello.pid for hello in hellos), tuple(hello.host for hello in hellos)
-        self._tell(self._ranks, Welcome(pids, hosts, refusal))
+        pids, hosts = tuple(hello.pid for hello in everybody), tuple(hello.host for hello in everybody)
+        self._tell(range(len(self._voices)), Welcome(pids, hosts, refusal))
+
+    def _lose(self, rank: int) -> None:
+        if not self._stopped:
+            self._fail(Failure.death(rank, self._place(rank)))
 
     def _fail(self, failure: Failure) -> None:
         """Tells everybody of the first failure; later ones are its consequences."""
         if self._failure is None:
             self._failure = failure
-            self._tell(self._ranks, Abort(failure))
+            self._tell(range(len(self._voices)), Abort(failure))
 
-    def _investigate(self, rank: int, overdue: Overdue, now: float) -> None:
+    def _investigate(self, ranks: int, overdue: Overdue, now: float) -> None:
         """Asks the ranks that are missing; complaints that come in the meantime join the same report."""
-        waiting = self._waiting(rank, overdue)
+        waiting = self._waiting(ranks, overdue)
         asked = {rank for item in waiting for rank in item.missing} or set(self._ranks)
         if not self._negotiator.unlocking and self._intolerable(overdue.seconds):
             self._blame(waiting, overdue.seconds)
             return
         case = self._investigation = self._investigation or _Investigation(now + _PATIENCE)
         case.settling |= self._negotiator.unlocking
-        case.overdue[rank] = overdue
-        self._tell(sorted(asked - case.asked.keys()), Inquiry())
-        case.asked = dict.fromkeys(asked, now) | case.asked
+        case.overdue[ranks] = overdue
+        new = sorted(asked - case.asked.keys())[: max(0, _ASKED - len(case.asked))]
+        self._ask(new)
+        case.asked = dict.fromkeys(new, now) | case.asked
+
+    def _ask(self, ranks: list[int]) -> None:
+        for voice, span in enumerate(self._voices):
+            if span == 1 << voice and voice in ranks:
+                self._tell([voice], Inquiry())
+            elif mine := tuple(rank for rank in ranks if span >> rank & 1):
+                self._tell([voice], Inquiry(mine))
 
     def _intolerable(self, seconds: float) -> bool:
         return 0 < self._abort_seconds <= seconds
@@ -160,9 +203,11 @@ class Coordinator:
         names = ", ".join(repr(item.name) for item in waiting[:3])
         self._fail(Failure(culprit, f"kept {names} waiting for {seconds:.0f} s (stall_abort_seconds)"))
 
-    def _waiting(self, rank: int, overdue: Overdue) -> list[Waiting]:
-        announced = {item.name: item for item in self._negotiator.waiting(rank)}
-        mine = [announced.get(name, Waiting(name, "transfer")) for name in overdue.names]
+    def _waiting(self, ranks: int, overdue: Overdue) -> list[Waiting]:
+        announced: dict[str, list[Waiting]] = {}
+        for item in self._negotiator.waiting(ranks):
+            announced.setdefault(item.name, []).append(item)
+        mine = [item for name in overdue.names for item in announced.get(name, [Waiting(name, "transfer")])]
         return [*mine, *overdue.matched]
 
     def _conclude(self, now: float) -> None:
@@ -173,7 +218,8 @@ class Coordinator:
         if now < case.deadline and (case.settling or case.asked.keys() - case.accounts.keys()):
             return
         self._investigation = None
-        waiting = [item for rank, overdue in sorted(case.overdue.items()) for item in self._waiting(rank, overdue)]
+        complaints = [(ranks, case.overdue[ranks]) for ranks in sorted(case.overdue, key=lowest)]
+        waiting = [item for ranks, overdue in complaints for item in self._waiting(ranks, overdue)]
         seconds = max(overdue.seconds for overdue in case.overdue.values())
         if case.settling and self._intolerable(seconds):
             self._blame(waiting, seconds)
@@ -186,4 +232,4 @@ class Coordinator:
             tuple(case.accounts[rank] for rank in sorted(case.accounts)),
             tuple(sorted(set(late) - case.accounts.keys())),
         )
-        self._tell(self._ranks, report)
+        self._tell(range(len(self._voices)), report)

@@ -149,14 +149,13 @@ class Daemon:
     def wait_for_loss(self, rank: int, seconds: float) -> None:
         """Waits, at most so long, until a rank's process is gone.
 
-        On another host that shows only by its connection, and ranks other than 0 have one to rank 0 alone.
+        On another host that shows only by the end of a connection, and there is one to the neighbours in the tree only.
         """
         if self.world.hosts[rank] == self.world.host:
             await_end(self._status.pids[rank], seconds)
             return
-        watched = rank if self.world.rank == 0 else 0
         gone = threading.Event()
-        self._do(lambda: self._loop.watch_for(watched, gone))
+        self._do(lambda: self._loop.watch_for(rank, gone))
         gone.wait(seconds)
 
     def _check_usable(self) -> None:

@@ -6,10 +6,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from coordd.messages import Report
+from coordd.fusion import size
+from coordd.messages import Report, Response
 from coordd.repetition import Repetition, Slots
 
-__all__ = ["Latch"]
+__all__ = ["MOST_LINES", "Latch", "lines"]
+
+MOST_LINES = 256
+"""Buckets of a lock, at most."""
+_ALONE_BYTES = 128 << 10
 
 
 class _Lock(NamedTuple):
@@ -104,3 +109,10 @@ class Latch:
         """Drops what no report can be overtaken by any more, all ranks having seen this plan."""
         while self._overtaking and self._overtaking[0].number <= seen:
             self._overtaking.popleft()
+
+
+def lines(group: Sequence[Response]) -> list[Slots]:
+    """Divides a bucket as it is locked: what is large gains nothing from company, and need not wait for it."""
+    large: list[Slots] = [(response.slot,) for response in group if size(response.request) >= _ALONE_BYTES]
+    small = tuple(response.slot for response in group if size(response.request) < _ALONE_BYTES)
+    return [small, *large] if small else large

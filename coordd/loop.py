@@ -24,6 +24,7 @@ from coordd.coordinator import Coordinator
 from coordd.crowd import Crowd, oversubscribed
 from coordd.errors import ShutdownError, StartError
 from coordd.execution import Flights
+from coordd.foreman import hub
 from coordd.inbox import Inbox
 from coordd.lookout import Lookout
 from coordd.mailbox import Letter, Mailbox
@@ -34,6 +35,7 @@ from coordd.plane import Plane
 from coordd.rendezvous import Link, Rendezvous
 from coordd.status import Status, peer_error
 from coordd.table import Entry
+from coordd.tree import post
 from coordd.version import VERSION
 from coordd.world import World
 
@@ -116,7 +118,8 @@ class Loop:
         return np.zeros(size, np.uint8) if commons is None else commons.heap.allocate(size)
 
     def watch_for(self, rank: int, gone: threading.Event) -> None:
-        """Sets ``gone`` once the process of a rank is gone, as far as this rank can see."""
+        """Sets ``gone`` once the neighbour on the way to a rank is gone, who goes after that rank's process."""
+        rank = self._own_post.toward(rank)
         self._watched.append((rank, gone))
         if rank in self._lost:
             gone.set()
@@ -149,16 +152,18 @@ class Loop:
         self._flights = Flights(plane, self)
         self._mailbox = Mailbox(transport.matched, transport.rank)
         self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
-        self._coordinator = self._coordinate() if transport.rank == 0 else None
+        self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
+        self._hub = hub(self._own_post, self._coordinate)
         self._tell(Hello(VERSION, _digest(self._config), os.getpid(), self._link.hosts[transport.rank]))
 
-    def _coordinate(self) -> Coordinator:
+    def _coordinate(self, voices: Sequence[int] | None) -> Coordinator:
         return Coordinator(
             self._status.world.size,
             cache_capacity=self._config.cache_capacity,
             fusion_bytes=int(self._config.fusion_mb * (1 << 20)),
             abort_seconds=self._config.stall_abort_seconds,
             lock_steps=self._config.lock_steps,
+            voices=voices,
         )
 
     def _elsewhere(self) -> list[tuple[float, Waiting]]:
@@ -214,16 +219,16 @@ class Loop:
                 gone.set()
 
     def _tell(self, message: Message) -> None:
-        """Sends to the coordinator."""
-        if self._coordinator is not None:
-            self._coordinator.hear(0, message, now=time.monotonic())
+        """Sends to the coordinator, or to who stands between."""
+        if self._hub is not None:
+            self._hub.hear(self._own_post.rank, message, now=time.monotonic())
         else:
-            self._control.send(0, message)
+            self._control.send(self._own_post.parent, message)
 
     def _listen(self) -> None:
-        """Takes control messages in; on rank 0 the coordinator hears them, and says what is to be done."""
+        """Takes control messages in; where others report to this rank, its hub hears them and says what to do."""
         arrived = self._control.receive()
-        if self._coordinator is None:
+        if self._hub is None:
             for sender, message in arrived:
                 self._obey(sender, message)
             return
@@ -231,12 +236,13 @@ class Loop:
         for sender, message in arrived:
             if isinstance(message, Lost):
                 self._lose(sender)
-            self._coordinator.hear(sender, message, now=now)
-        for rank, message in self._coordinator.turn(now):
-            if rank == 0:
-                self._obey(0, message)
-            else:
-                self._control.send(rank, message)
+            self._hub.hear(sender, message, now=now)
+        while said := self._hub.turn(now):  # what this rank is told, it may answer at once
+            for rank, message in said:
+                if rank == self._own_post.rank:
+                    self._obey(rank, message)
+                else:
+                    self._control.send(rank, message)
 
     def _obey(self, sender: int, message: Message | Lost) -> None:
         self._patience.restart()
@@ -253,7 +259,7 @@ class Loop:
                 self._enter(message)
             case Lost() if not self._member.stopped:
                 self._lose(sender)
-                self._break(Failure(0, f"({self._place(0)}) died: its connection closed without a goodbye"))
+                self._break(Failure.death(sender, self._place(sender)))
 
     def _follow(self, plan: Plan) -> None:
         if self._status.failure is not None:
@@ -376,8 +382,8 @@ class Loop:
         """Seconds until time itself gives the daemon something to do; None for never."""
         now = time.monotonic()
         times = []
-        if self._coordinator is not None and self._coordinator.deadline is not None:
-            times.append(self._coordinator.deadline - now)
+        if self._hub is not None and self._hub.deadline is not None:
+            times.append(self._hub.deadline - now)
         if (remaining := self._lookout.remaining(now)) is not None:
             times.append(remaining)
         return max(_SHORTEST_SLEEP, min(times)) if times else None

@@ -6,6 +6,7 @@ The protocol is functions on these values; the daemon and the simulator use the 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Self
 
 import msgspec
 
@@ -18,7 +19,9 @@ __all__ = [
     "Hello",
     "Inquiry",
     "Kind",
+    "Loss",
     "Message",
+    "Muster",
     "Overdue",
     "Plan",
     "ReduceOp",
@@ -85,6 +88,9 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
 
     ``seen`` is the last plan that the rank had carried out; it dates the bits. ``fillers`` are those of the hits that
     the rank only fills up with zeros. ``unlock`` is the lock that the rank has broken, after ``lasted`` steps.
+
+    A foreman's report says what several ranks have new, as far as they are members: ``ranks`` is their bit mask, empty
+    for all for whom the sender speaks. No report of theirs will be older than ``floor``; -1 for ``seen``.
     """
 
     seen: int
@@ -93,6 +99,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     fresh: tuple[Announcement, ...] = ()
     unlock: int = 0
     lasted: int = 0
+    ranks: bytes = b""
+    floor: int = -1
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
@@ -140,6 +148,19 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     host: str
 
 
+class Muster(msgspec.Struct, frozen=True, array_like=True, tag="muster"):
+    """All the ranks of a bit mask have arrived; their hellos, ascending by rank."""
+
+    ranks: bytes
+    hellos: tuple[Hello, ...]
+
+    def by_rank(self) -> dict[int, Hello]:
+        """Says who has said which hello."""
+        ranks = int.from_bytes(self.ranks, "little")
+        numbers = (rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
+        return dict(zip(numbers, self.hellos, strict=True))
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """All ranks have arrived; or ``refusal`` says why the job cannot start. Process ids and hosts are by rank."""
 
@@ -149,7 +170,15 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
-    """A rank will submit nothing more."""
+    """A rank will submit nothing more; or some ranks will not, whose bit mask a foreman gives."""
+
+    ranks: bytes = b""
+
+
+class Loss(msgspec.Struct, frozen=True, array_like=True, tag="loss"):
+    """The connection to a rank below a foreman has closed."""
+
+    rank: int
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -159,6 +188,11 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     reason: str
     traceback: str = ""
 
+    @classmethod
+    def death(cls, rank: int, place: str) -> Self:
+        """A process is gone; ``place`` is where it was."""
+        return cls(rank, f"({place}) died: its connection closed without a goodbye")
+
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """The job has failed."""
@@ -167,7 +201,9 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class Inquiry(msgspec.Struct, frozen=True, array_like=True, tag="inquiry"):
-    """Others wait for you: what are you doing?"""
+    """Others wait for you: what are you doing? It is for ``ranks``, or, without any, for who gets it."""
+
+    ranks: tuple[int, ...] = ()
 
 
 class Account(msgspec.Struct, frozen=True, array_like=True, tag="account"):
@@ -189,12 +225,14 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
 class Overdue(msgspec.Struct, frozen=True, array_like=True, tag="overdue"):
     """These tensors of mine have waited too long: which ranks are missing, and what do they do?
 
-    ``matched`` are the sends and receives among them, whose peer only this rank knows.
+    ``matched`` are the sends and receives among them, whose peer only this rank knows. ``ranks`` is the bit mask of
+    those that ask the same, which a foreman gives.
     """
 
     seconds: float
     names: tuple[str, ...] = ()
     matched: tuple[Waiting, ...] = ()
+    ranks: bytes = b""
 
 
 class StallReport(msgspec.Struct, frozen=True, array_like=True, tag="stall"):
@@ -206,4 +244,4 @@ class StallReport(msgspec.Struct, frozen=True, array_like=True, tag="stall"):
     silent: tuple[int, ...] = ()
 
 
-Message = Report | Plan | Hello | Welcome | Goodbye | Abort | Overdue | Inquiry | Account | StallReport
+Message = Report | Plan | Hello | Muster | Welcome | Goodbye | Loss | Abort | Overdue | Inquiry | Account | StallReport

@@ -14,120 +14,125 @@ from typing import NamedTuple
 
 import msgspec
 
+from coordd.ballot import Ballot, lowest, members_mask
 from coordd.cache import ResponseCache
 from coordd.errors import MismatchError, spans
-from coordd.fusion import buckets, size
-from coordd.latch import Latch
+from coordd.fusion import buckets
+from coordd.latch import MOST_LINES, Latch, lines
 from coordd.messages import Announcement, Kind, Plan, Report, Request, Response, Waiting
 from coordd.repetition import Slots
+from coordd.roll import Roll
 from coordd.verdict import sites, verdict
 from coordd.wire import bits, mask
 
 __all__ = ["Negotiator"]
 
 
+Sites = dict[str, int]
+"""Where ranks submit a tensor: bit masks of ranks by line of code."""
+
+
 class _Former(NamedTuple):
-    """What a slot held before the plan ``sequence``, and where each rank submitted it."""
+    """What a slot held before the plan ``sequence``, and where the ranks submitted it."""
 
     sequence: int
     slot: int
     request: Request
-    sites: dict[int, str]
+    sites: Sites
 
 
 class _Owed(NamedTuple):
     """A refusal that a rank will get when it announces its part, and who had left when it was due."""
 
     refusal: Response
-    left: frozenset[int]
-
-
-class _Entry:
-    """One name in one process set: who has announced it, and when the lowest member did among all that it announced."""
-
-    __slots__ = ("by_rank", "members", "name", "turn")
-
-    def __init__(self, name: str, members: tuple[int, ...]) -> None:
-        self.name = name
-        self.members = members
-        self.by_rank: dict[int, Announcement] = {}
-        self.turn = 0
-
-
-_MOST_LINES = 256
-_ALONE_BYTES = 128 << 10
-
-
-def _lines(group: Sequence[Response]) -> list[Slots]:
-    """Divides a bucket as it is locked: what is large gains nothing from company, and need not wait for it."""
-    large: list[Slots] = [(response.slot,) for response in group if size(response.request) >= _ALONE_BYTES]
-    small = tuple(response.slot for response in group if size(response.request) < _ALONE_BYTES)
-    return [small, *large] if small else large
+    left: int
 
 
 class Negotiator:
     """Holds the message table: who has announced what.
 
-    A tensor is released when every member of its process set has announced it. Known tensors are counted as bits in
-    one integer a rank; the others as entries by name and process set. Released together, the known ones come first, and
-    the others in the order in which the lowest member announced them, whatever order the reports arrived in.
+    A tensor is released when every member of its process set has announced it. Known tensors are counted as bits; the
+    others as ballots by name and process set. Released together, the known ones come first, and the others in the order
+    in which the lowest member announced them, whatever order the reports arrived in.
+
+    A voice is whoever reports: a rank, or a foreman for the ranks below it, who are counted at once when they say the
+    same.
     """
 
-    def __init__(self, size: int, *, cache_capacity: int, fusion_bytes: int, lock_steps: int = 0) -> None:
-        """Starts with an empty table for ``size`` ranks; ``lock_steps`` equal steps lock the plan, 0: never."""
-        self._world = tuple(range(size))
+    def __init__(
+        self,
+        size: int,
+        *,
+        cache_capacity: int,
+        fusion_bytes: int,
+        lock_steps: int = 0,
+        voices: Sequence[int] | None = None,
+    ) -> None:
+        """Starts with an empty table.
+
+        Args:
+            size: number of ranks.
+            cache_capacity: slots of the cache.
+            fusion_bytes: what the plans say about the size of buckets.
+            lock_steps: equal steps that lock the plan; 0 for never.
+            voices: for each voice the bit mask of the ranks that it speaks for; by default each rank has its own.
+        """
+        self._everybody = (1 << size) - 1
+        self._voices = [1 << rank for rank in range(size)] if voices is None else voices
         self._latch = Latch(lock_steps)
         self._fusion_bytes = fusion_bytes
         self._sequence = 0
         self._cache = ResponseCache(cache_capacity)
-        self._announced = [0] * size
-        self._filled = [0] * size
+        self._roll = Roll()
         self._slots_of: dict[tuple[int, ...], int] = {}
-        self._sites: dict[int, dict[int, str]] = {}
-        self._table: dict[str, dict[tuple[int, ...], _Entry]] = {}
-        self._complete: list[_Entry] = []
+        self._sites: dict[int, Sites] = {}
+        self._table: dict[str, dict[tuple[int, ...], Ballot]] = {}
+        self._complete: list[Ballot] = []
         self._refused: list[Response] = []
         self._poisoned: dict[tuple[str, int], deque[_Owed]] = {}
         self._replaced: deque[_Former] = deque()
-        self._seen = [0] * size
-        self._heard = [0] * size
-        self._left: set[int] = set()
+        self._seen = [0] * len(self._voices)
+        self._heard = [0] * len(self._voices)
+        self._left = 0
 
     @property
     def finished(self) -> bool:
         """Whether every rank has left."""
-        return len(self._left) == len(self._world)
+        return self._left == self._everybody
 
     @property
     def unlocking(self) -> bool:
         """Whether a lock has ended of whose end the ranks have yet to be told."""
         return self._latch.ended != 0
 
-    def hear(self, rank: int, report: Report) -> None:
-        """Enters what a rank has new."""
-        self._seen[rank] = max(self._seen[rank], report.seen)
+    def hear(self, voice: int, report: Report) -> None:
+        """Enters what the ranks of a voice have new."""
+        self._seen[voice] = max(self._seen[voice], report.seen if report.floor < 0 else report.floor)
         self._latch.hear(report)
+        ranks = int.from_bytes(report.ranks, "little") if report.ranks else self._voices[voice]
         hits = int.from_bytes(report.hits, "little")
         if hits:
             fillers = int.from_bytes(report.fillers, "little")
             for former in self._outdated(report.seen, hits):
                 hits &= ~(1 << former.slot)
-                site = former.sites.get(rank, "")
-                self._enter(rank, Announcement(former.request, site, bool(fillers >> former.slot & 1)), report.seen)
+                self._enter_known(voice, ranks, former, report.seen, filler=bool(fillers >> former.slot & 1))
             hits &= ~self._latch.overtaken(report.seen)
             for slot in bits(hits & self._spelled_out()):
                 hits &= ~(1 << slot)
-                self._enter(rank, self._known(rank, slot, filler=bool(fillers >> slot & 1)), report.seen)
-            self._announced[rank] |= hits
-            self._filled[rank] |= hits & fillers
+                self._enter_known(voice, ranks, self._current(slot), report.seen, filler=bool(fillers >> slot & 1))
+            self._roll.enter(ranks, hits, fillers)
         for announcement in report.fresh:
-            self._enter(rank, announcement, report.seen)
+            self._enter(voice, ranks, announcement, report.seen)
 
-    def leave(self, rank: int) -> None:
-        """Notes that a rank will announce nothing more; what it waits for, and what waits for it, fails."""
+    def leave(self, ranks: int) -> None:
+        """Notes that ranks will announce nothing more; what they wait for, and what waits for them, fails.
+
+        Args:
+            ranks: their bit mask.
+        """
         for slot in bits(self._announced_by_any()):
             self._spell_out(slot)
-        self._left.add(rank)
+        self._left |= ranks
         for entry in [entry for sets in self._table.values() for entry in sets.values()]:
             if entry not in self._complete:
                 self._settled(entry)
@@ -139,11 +144,9 @@ class Negotiator:
             return None
         self._sequence += 1
         hits = ready & ~voids
-        earnest = hits & ~functools.reduce(operator.or_, self._filled)
+        earnest = hits & self._roll.earnest
         self._cache.touch(bits(hits))
-        for rank in self._world:
-            self._announced[rank] &= ~ready
-            self._filled[rank] &= ~ready
+        self._roll.drop(ready)
         responses, self._refused = self._refused, []
         for entry in sorted(self._complete, key=self._turn):
             self._drop(entry)
@@ -161,21 +164,40 @@ class Negotiator:
             unlock=self._latch.tell(),
         )
 
-    def waiting(self, rank: int) -> list[Waiting]:
-        """Lists what a rank has announced and others have not."""
+    def waiting(self, ranks: int) -> list[Waiting]:
+        """Lists what some of these ranks, a bit mask, have announced and others have not."""
         found = []
-        for entry in [entry for sets in self._table.values() for entry in sets.values() if rank in entry.by_rank]:
-            missing = tuple(peer for peer in entry.members or self._world if peer not in entry.by_rank)
-            found.append(Waiting(entry.name, entry.by_rank[rank].request.kind.name.lower(), missing))
-        for slot in bits(self._announced[rank]):
-            request = self._cache.request(slot)
-            missing = tuple(r for r in request.members or self._world if not self._announced[r] >> slot & 1)
-            found.append(Waiting(request.name, request.kind.name.lower(), missing))
+        for entry in [entry for sets in self._table.values() for entry in sets.values() if ranks & entry.told]:
+            kind = next(told.request.kind for group, told in entry.parts.items() if group & ranks)
+            found.append(Waiting(entry.name, kind.name.lower(), tuple(bits(entry.wanted & ~entry.told))))
+        for told, _, slots in self._roll:
+            for slot in bits(slots if told & ranks else 0):
+                request = self._cache.request(slot)
+                if (wanted := self._mask(request.members)) & told & ranks:
+                    found.append(Waiting(request.name, request.kind.name.lower(), tuple(bits(wanted & ~told))))
         return found
 
-    def _known(self, rank: int, slot: int, *, filler: bool) -> Announcement:
-        """Spells out what a rank's bit means."""
-        return Announcement(self._cache.request(slot), self._sites[slot].get(rank, ""), filler)
+    def _mask(self, members: tuple[int, ...]) -> int:
+        return members_mask(members) if members else self._everybody
+
+    def _current(self, slot: int) -> _Former:
+        """What a slot holds now."""
+        return _Former(self._sequence, slot, self._cache.request(slot), self._sites[slot])
+
+    def _enter_known(self, voice: int, ranks: int, known: _Former, seen: int, *, filler: bool) -> None:
+        """Spells out what a bit means that ranks have set."""
+        for group, announcement in self._known(ranks, known, filler=filler):
+            self._enter(voice, group, announcement, seen)
+
+    def _known(self, ranks: int, known: _Former, *, filler: bool) -> list[tuple[int, Announcement]]:
+        """What ranks mean by a bit, in groups that submit the tensor on the same line."""
+        ranks &= self._mask(known.request.members)
+        found = []
+        for site, there in known.sites.items():
+            if group := ranks & there:
+                found.append((group, Announcement(known.request, site, filler)))
+                ranks &= ~group
+        return [*found, (ranks, Announcement(known.request, "", filler))] if ranks else found
 
     def _lock(self, hits: int, responses: list[Response]) -> tuple[Slots, ...]:
         """Locks the buckets of a step that has come often enough; every rank takes back what it has announced of it.
@@ -187,124 +209,127 @@ class Negotiator:
             part
             for group in buckets(known, fusion_bytes=self._fusion_bytes)
             if group[0].request.kind is Kind.ALLREDUCE
-            for part in _lines(group)
+            for part in lines(group)
         ]
         found = tuple(self._latch.observe(groups, [response.slot for response in responses if response.slot >= 0]))
-        if not found or len(found) > _MOST_LINES or self._poisoned or self._left:
+        if not found or len(found) > MOST_LINES or self._poisoned or self._left:
             return ()
         slots = functools.reduce(operator.or_, (1 << slot for group in found for slot in group))
         names = frozenset(self._cache.request(slot).name for slot in bits(slots))
         self._latch.close(self._sequence, slots, names)
-        for rank in self._world:
-            self._announced[rank] &= ~slots
-            self._filled[rank] &= ~slots
+        self._roll.drop(slots)
         for name in names:
             self._table.pop(name, None)
         return found
 
-    def _enter(self, rank: int, announcement: Announcement, seen: int) -> None:
+    def _enter(self, voice: int, ranks: int, announcement: Announcement, seen: int) -> None:
         """Puts one announcement where it is counted: among the bits, or into the table."""
         request = announcement.request
+        ranks &= self._mask(request.members)
         slot = self._cache.slot_of(request.name)
         known = slot >= 0 and self._cache.slot(request) == slot
         if known:
-            # The rank has not yet seen the plan that cached its tensor, or announces it from another line.
-            self._sites[slot][rank] = announcement.site
-        if self._latch.overtakes(request.name, seen) or self._owed(rank, request):
+            # A rank has not yet seen the plan that cached its tensor, or announces it from another line.
+            self._note_site(slot, ranks, announcement.site)
+        if self._latch.overtakes(request.name, seen):
+            return
+        if self._poisoned and not (ranks := self._not_owed(ranks, request)):
             return
         if slot >= 0 and not self._left and request.name not in self._table:
             if known:
-                self._announced[rank] |= 1 << slot
-                self._filled[rank] |= announcement.filler << slot
+                self._roll.enter(ranks, 1 << slot, announcement.filler << slot)
                 return
             self._spell_out(slot)
         entry = self._entry(request)
-        self._count(entry, rank, announcement)
+        self._heard[voice] += 1
+        entry.enter(ranks, announcement, turn=self._heard[voice])
         if not self._settled(entry):
-            self._compare_sets(rank, entry)
+            self._compare_sets(ranks, entry)
 
-    def _entry(self, request: Request) -> _Entry:
+    def _note_site(self, slot: int, ranks: int, site: str) -> None:
+        known = self._sites[slot]
+        if known.get(site, 0) & ranks != ranks:
+            moved = {other: there & ~ranks for other, there in known.items()}
+            moved[site] = moved.get(site, 0) | ranks
+            self._sites[slot] = {other: there for other, there in moved.items() if there}
+
+    def _entry(self, request: Request) -> Ballot:
         sets = self._table.setdefault(request.name, {})
-        return sets.setdefault(request.members, _Entry(request.name, request.members))
+        if (entry := sets.get(request.members)) is None:
+            entry = sets[request.members] = Ballot(request.name, request.members, self._mask(request.members))
+        return entry
 
-    def _count(self, entry: _Entry, rank: int, announcement: Announcement) -> None:
-        self._heard[rank] += 1
-        entry.by_rank[rank] = announcement
-        if rank == (entry.members or self._world)[0]:
-            entry.turn = self._heard[rank]
-
-    def _turn(self, entry: _Entry) -> tuple[int, int]:
+    def _turn(self, entry: Ballot) -> tuple[int, int]:
         """The place in a plan: what is known comes as if its bits had been counted, whenever they were spelled out."""
-        lowest = (entry.members or self._world)[0]
-        slot = self._cache.slot(entry.by_rank[lowest].request)
-        return (-1, slot) if slot >= 0 else (lowest, entry.turn)
+        slot = self._cache.slot(entry.first.request)
+        return (-1, slot) if slot >= 0 else (lowest(entry.wanted), entry.turn)
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: Ballot) -> None:
         sets = self._table[entry.name]
         del sets[entry.members]
         if not sets:
             del self._table[entry.name]
 
-    def _settled(self, entry: _Entry) -> bool:
+    def _settled(self, entry: Ballot) -> bool:
         """Marks an entry ready when all have announced it, and fails it when one never will; says whether it did."""
-        members = entry.members or self._world
-        if len(entry.by_rank) == len(members):
+        if entry.told == entry.wanted:
             self._complete.append(entry)
-        elif gone := tuple(rank for rank in members if rank in self._left):
+        elif gone := entry.wanted & self._left:
             self._drop(entry)
-            ranks = tuple(sorted(entry.by_rank))
-            request = entry.by_rank[ranks[0]].request
-            self._refused.append(Response(request, left=gone, recipients=ranks))
+            ranks = tuple(bits(entry.told))
+            self._refused.append(Response(entry.first.request, left=tuple(bits(gone)), recipients=ranks))
         else:
             return False
         return True
 
-    def _compare_sets(self, rank: int, entry: _Entry) -> None:
+    def _compare_sets(self, ranks: int, entry: Ballot) -> None:
         """Fails a name that two ranks have announced for different process sets to which both belong."""
         for other in self._table[entry.name].values():
-            opposed = other is not entry and rank in (other.members or self._world)
-            if opposed and any(peer in (entry.members or self._world) for peer in other.by_rank):
+            if other is not entry and ranks & other.wanted and other.told & entry.wanted:
                 self._poison(entry, other)
                 return
 
-    def _poison(self, *entries: _Entry) -> None:
+    def _poison(self, *entries: Ballot) -> None:
         """Fails contradicting entries, now for those who have announced and later for those who will."""
-        told: dict[int, Announcement] = {}
-        members: set[int] = set()
+        told = members = 0
         values: list[tuple[str, list[int], list[str]]] = []
         for entry in entries:
             self._drop(entry)
-            told |= entry.by_rank
-            members |= {*(entry.members or self._world)}
-            values.append((f"({spans(entry.members or self._world)})", sorted(entry.by_rank), sites(entry.by_rank)))
+            told |= entry.told
+            members |= entry.wanted
+            values.append((f"({spans(list(bits(entry.wanted)))})", list(bits(entry.told)), sites(entry.parts)))
         error = str(MismatchError(entries[0].name, "process set", sorted(values, key=operator.itemgetter(1))))
-        request = told[min(told)].request
-        refusal = Response(request, error=error, attribute="process set", recipients=tuple(sorted(told)))
+        request = min(entries, key=lambda entry: lowest(entry.told)).first.request
+        refusal = Response(request, error=error, attribute="process set", recipients=tuple(bits(told)))
         self._refused.append(refusal)
-        for rank in members - set(told):
+        for rank in bits(members & ~told):
             owed = self._poisoned.setdefault((entries[0].name, rank), deque())
-            owed.append(_Owed(refusal, frozenset(self._left)))
+            owed.append(_Owed(refusal, self._left))
+
+    def _not_owed(self, ranks: int, request: Request) -> int:
+        """Fails announcements that would have contradicted one of those that were failed before they came.
+
+        Returns:
+            the other ranks.
+        """
+        return sum(1 << rank for rank in bits(ranks) if not self._owed(rank, request))
 
     def _owed(self, rank: int, request: Request) -> bool:
-        """Fails an announcement that would have contradicted one of those that were failed before it came."""
         owed = self._poisoned.get((request.name, rank))
-        members = {*(request.members or self._world)}
-        if owed is None or members.isdisjoint(owed[0].refusal.recipients) or members & owed[0].left:
+        members = self._mask(request.members)
+        if owed is None or not members & members_mask(owed[0].refusal.recipients) or members & owed[0].left:
             return False
         self._refused.append(msgspec.structs.replace(owed.popleft().refusal, recipients=(rank,)))
         if not owed:
             del self._poisoned[request.name, rank]
         return True
 
-    def _release(self, entry: _Entry) -> Response:
-        response = verdict(entry.by_rank)
-        if not response.error and all(told.filler for told in entry.by_rank.values()):
+    def _release(self, entry: Ballot) -> Response:
+        response = verdict(entry.parts)
+        if not response.error and all(told.filler for told in entry.parts.values()):
             return msgspec.structs.replace(response, void=True)
-        slot = (
-            -1
-            if response.error
-            else self._cache.place(response.request, pinned=self._announced_by_any() | self._latch.slots)
-        )
+        pinned = self._announced_by_any() | self._latch.slots
+        slot = -1 if response.error else self._cache.place(response.request, pinned=pinned)
         if slot < 0:
             return response
         response = msgspec.structs.replace(response, slot=slot)
@@ -315,23 +340,20 @@ class Negotiator:
             if not self._slots_of[gone.members]:
                 del self._slots_of[gone.members]
         self._slots_of[entry.members] = self._slots_of.get(entry.members, 0) | 1 << slot
-        self._sites[slot] = {rank: told.site for rank, told in entry.by_rank.items()}
+        there = self._sites[slot] = {}
+        for ranks, told in entry.parts.items():
+            there[told.site] = there.get(told.site, 0) | ranks
         return response
 
     def _ready_slots(self) -> tuple[int, int]:
         """The slots that all members have announced, and those of them that all would only fill up."""
-        ready = voids = 0
+        ready = 0
         for members, cached in self._slots_of.items():
-            common = filled = cached
-            for rank in members or self._world:
-                common &= self._announced[rank]
-                filled &= self._filled[rank]
-            ready |= common
-            voids |= filled
-        return ready, voids & ready
+            ready |= self._roll.complete(cached, self._mask(members))
+        return ready, ready & self._roll.void
 
     def _announced_by_any(self) -> int:
-        return functools.reduce(operator.or_, self._announced)
+        return self._roll.slots
 
     def _spelled_out(self) -> int:
         """The slots whose tensors are negotiated by name at present, because a rank differs or has left."""
@@ -342,14 +364,14 @@ class Negotiator:
 
     def _spell_out(self, slot: int) -> None:
         """Moves a cached tensor's announcements into the table, where they can be compared."""
-        ranks = [rank for rank in self._world if self._announced[rank] >> slot & 1]
-        if not ranks:
+        told, filled = self._roll.ranks(slot)
+        if not told:
             return
         entry = self._entry(self._cache.request(slot))
-        for rank in ranks:
-            self._count(entry, rank, self._known(rank, slot, filler=bool(self._filled[rank] >> slot & 1)))
-            self._announced[rank] &= ~(1 << slot)
-            self._filled[rank] &= ~(1 << slot)
+        for ranks in (told & ~filled, filled):
+            for group, announcement in self._known(ranks, self._current(slot), filler=ranks == filled):
+                entry.enter(group, announcement)
+        self._roll.drop(1 << slot)
         self._settled(entry)
 
     def _outdated(self, seen: int, hits: int) -> list[_Former]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
@@ -16,6 +16,7 @@ from coordd.transport.commons import Commons, join
 from coordd.transport.local import LocalWorld
 from coordd.transport.mpi import MpiTransport, launched_ranks
 from coordd.transport.protocol import Transport
+from coordd.tree import post, tree
 
 __all__ = ["Link", "Rendezvous", "local_world", "meet"]
 
@@ -60,12 +61,19 @@ def _third_party(name: str) -> Callable[[], Transport]:
     return transport
 
 
-def local_world(size: int) -> list[Rendezvous]:
-    """Makes the ways of ranks that are threads of this process, for tests and simulations."""
-    world, star = LocalWorld(size), MemoryStar(size)
+def local_world(size: int, hosts: Sequence[str] = (), *, fan_in: int = 2) -> list[Rendezvous]:
+    """Makes the ways of ranks that are threads of this process, for tests and simulations.
+
+    Args:
+        size: number of ranks.
+        hosts: where they pretend to be; by default together.
+        fan_in: the setting of this name.
+    """
+    here = tuple(hosts) or (os.uname().nodename,) * size
+    parents = [place.parent for place in tree(here, fan_in)]
+    world, star = LocalWorld(size), MemoryStar(size, parents)
 
     def way(rank: int) -> Rendezvous:
-        here = (os.uname().nodename,) * size
         return lambda bell: Link(world.join(rank, bell.ring), star.join(rank, bell.ring), here)
 
     return [way(rank) for rank in range(size)]
@@ -76,15 +84,17 @@ def _over(transport: Transport, config: Config, bell: Bell) -> Link:
     host = os.uname().nodename
     if transport.size == 1:
         return Link(transport, MemoryStar(1).join(0), (host,))
-    from coordd.control.zeromq import ZmqControl, interface_for
+    from coordd.control import branch
 
     hosts = tuple(transport.gather(_split(host, transport, config.simulate_hosts)))
     commons = join(transport.gather, hosts, transport.rank, bell.descriptor) if config.shared_memory else None
-    control = ZmqControl(transport.rank, heartbeat_seconds=config.heartbeat_seconds)
-    mine = control.listen(interface_for(hosts, config.interface)) if transport.rank == 0 else None
-    address = transport.gather(mine)[0]
-    if transport.rank:
-        control.connect(address)
+    control = branch.join(
+        post(transport.rank, hosts, config.fan_in),
+        transport.gather,
+        hosts=hosts,
+        interface=config.interface,
+        heartbeat_seconds=config.heartbeat_seconds,
+    )
     return Link(transport, control, hosts, commons)
 
 

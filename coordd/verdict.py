@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from coordd.ballot import lowest
 from coordd.errors import MismatchError
 from coordd.messages import Announcement, Kind, Request, Response
+from coordd.wire import bits
 
 __all__ = ["sites", "verdict"]
 
@@ -28,36 +30,42 @@ _ATTRIBUTES: dict[str, Callable[[Request], str]] = {
 """What all ranks must share, in the order in which it is compared."""
 
 
-def verdict(by_rank: Mapping[int, Announcement]) -> Response:
+def verdict(parts: Mapping[int, Announcement]) -> Response:
     """Compares what all members have announced under one name.
 
     Args:
-        by_rank: the announcements, one a member.
+        parts: the announcements by bit mask of the ranks that made them, each rank in one of them.
 
     Returns:
         the response: either to carry it out, or the error that every member gets.
     """
-    ranks = sorted(by_rank)
-    first = by_rank[ranks[0]].request
-    requests = [by_rank[rank].request for rank in ranks]
-    for attribute, show in _ATTRIBUTES.items():
+    groups = sorted(parts, key=lowest) if len(parts) > 1 else list(parts)
+    first = parts[groups[0]].request
+    requests = [parts[group].request for group in groups]
+    for attribute, show in _ATTRIBUTES.items() if len(parts) > 1 else ():
         values = [show(request) for request in requests]
         if any(value != values[0] for value in values):
-            error = MismatchError(first.name, attribute, _by_value(by_rank, ranks, values))
-            return Response(first, error=str(error), attribute=attribute, recipients=tuple(ranks))
-    sizes = tuple(request.shape[0] for request in requests) if first.kind is Kind.ALLGATHER else ()
-    return Response(first, sizes=sizes)
+            error = MismatchError(first.name, attribute, _by_value(parts, groups, values))
+            ranks = tuple(bits(sum(groups)))
+            return Response(first, error=str(error), attribute=attribute, recipients=ranks)
+    return Response(first, sizes=_sizes(parts) if first.kind is Kind.ALLGATHER else ())
+
+
+def _sizes(parts: Mapping[int, Announcement]) -> tuple[int, ...]:
+    """The first dimensions by rank."""
+    by_rank = sorted((rank, told.request.shape[0]) for ranks, told in parts.items() for rank in bits(ranks))
+    return tuple(size for _, size in by_rank)
 
 
 def _by_value(
-    by_rank: Mapping[int, Announcement], ranks: list[int], values: list[str]
+    parts: Mapping[int, Announcement], groups: list[int], values: list[str]
 ) -> list[tuple[str, list[int], list[str]]]:
-    groups: dict[str, dict[int, Announcement]] = {}
-    for rank, value in zip(ranks, values, strict=True):
-        groups.setdefault(value, {})[rank] = by_rank[rank]
-    return [(value, sorted(group), sites(group)) for value, group in groups.items()]
+    found: dict[str, dict[int, Announcement]] = {}
+    for group, value in zip(groups, values, strict=True):
+        found.setdefault(value, {})[group] = parts[group]
+    return [(value, list(bits(sum(told))), sites(told)) for value, told in found.items()]
 
 
-def sites(by_rank: Mapping[int, Announcement]) -> list[str]:
-    """Lists the lines that have announced something, by rank, each once."""
-    return list(dict.fromkeys(told.site for _, told in sorted(by_rank.items()) if told.site))
+def sites(parts: Mapping[int, Announcement]) -> list[str]:
+    """Lists the lines of code on which announcements were made, by rank."""
+    return list(dict.fromkeys(parts[ranks].site for ranks in sorted(parts, key=lowest) if parts[ranks].site))

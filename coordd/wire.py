@@ -1,25 +1,50 @@
-"""Messages as bytes: typed msgpack, validated while decoding.
+"""Messages as bytes: typed msgpack, validated while decoding; large ones are compressed.
 
 Nothing that arrives is ever executed or unpickled; what does not fit the types is refused.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
 
 from coordd.errors import CoorddError
-from coordd.messages import Message
+from coordd.messages import Announcement, Message, Report
 
-__all__ = ["MAX_MESSAGE", "WireError", "bits", "decode", "encode", "mask"]
+__all__ = ["MAX_MESSAGE", "Batch", "WireError", "bits", "decode", "encode", "forget", "mask"]
 
 MAX_MESSAGE = 16 << 20
-"""Largest control message in bytes."""
+"""Largest control message in bytes, before it is compressed."""
+
+_LARGE = 4 << 10
+_MANY = 32
+_COMPRESSED = b"\x78"
+"""The first byte of a zlib stream; a message is an array, whose first byte is never this one."""
+
+
+class Batch(tuple[Announcement, ...]):  # noqa: SLOT001 - it has to remember its bytes
+    """Many announcements, whose bytes are made only once: they tell equal batches, and are passed on as they are."""
+
+    @cached_property
+    def data(self) -> bytes:
+        """Compressed msgpack."""
+        return _compress(_pack(tuple(self)))
+
+
+class _Sealed(msgspec.Struct, frozen=True, array_like=True, tag="sealed"):
+    """A report whose announcements are a batch."""
+
+    report: Report
+    batch: bytes
+
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message | _Sealed] = msgspec.msgpack.Decoder(Message | _Sealed)
+_batch_decoder: msgspec.msgpack.Decoder[tuple[Announcement, ...]] = msgspec.msgpack.Decoder(tuple[Announcement, ...])
 
 
 class WireError(CoorddError):
@@ -32,12 +57,20 @@ def encode(message: Message) -> bytes:
     Raises:
         WireError: the message is larger than `MAX_MESSAGE`.
     """
+    if type(message) is Report and len(message.fresh) >= _MANY:
+        batch = message.fresh if isinstance(message.fresh, Batch) else Batch(message.fresh)
+        return _pack(_Sealed(msgspec.structs.replace(message, fresh=()), batch.data))
+    data = _pack(message)
+    return data if len(data) < _LARGE else _compress(data)
+
+
+def _pack(value: Any) -> bytes:
     try:
-        data = _encoder.encode(message)
+        data = _encoder.encode(value)
     except UnicodeEncodeError:
-        data = _encoder.encode(_escaped(message))
+        data = _encoder.encode(_escaped(value))
     if len(data) > MAX_MESSAGE:
-        text = f"a {type(message).__name__} of {len(data)} bytes exceeds the limit of {MAX_MESSAGE}"
+        text = f"a {type(value).__name__} of {len(data)} bytes exceeds the limit of {MAX_MESSAGE}"
         raise WireError(text)
     return data
 
@@ -65,9 +98,38 @@ def decode(data: bytes) -> Message:
         text = f"{len(data)} bytes exceed the limit of {MAX_MESSAGE}"
         raise WireError(text)
     try:
-        return _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = _decoder.decode(_expand(data) if data[:1] == _COMPRESSED else data)
+        if isinstance(found, _Sealed):
+            return msgspec.structs.replace(found.report, fresh=_unseal(found.batch))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, zlib.error) as error:
         raise WireError(str(error)) from error
+    return found
+
+
+@lru_cache(maxsize=4)
+def _unseal(data: bytes) -> Batch:
+    """Reads a batch; what many ranks say alike is read once."""
+    batch = Batch(_batch_decoder.decode(_expand(data)))
+    batch.data = data
+    return batch
+
+
+def forget() -> None:
+    """Forgets the batches that were read last; for those who measure how long reading takes."""
+    _unseal.cache_clear()
+
+
+def _compress(data: bytes) -> bytes:
+    return zlib.compress(data, level=1)
+
+
+def _expand(data: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    found = stream.decompress(data, MAX_MESSAGE)
+    if stream.unconsumed_tail or not stream.eof:
+        text = f"{len(data)} compressed bytes are cut off, or exceed the limit of {MAX_MESSAGE}"
+        raise WireError(text)
+    return found
 
 
 def mask(number: int) -> bytes:

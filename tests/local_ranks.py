@@ -6,6 +6,7 @@ Its one rule: a hang is a failure. Every wait has a limit, and what does not end
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import threading
 import time
@@ -110,7 +111,10 @@ def stacks() -> str:
 def local_ranks(count: int, **settings: Any) -> Iterator[LocalRanks]:
     """Starts a world of ``count`` ranks with these settings, and stops it."""
     config = Config(**settings)
-    ranks = LocalRanks([Daemon(config, _settled(way, config)) for way in local_world(count)])
+    parts, host = config.simulate_hosts, os.uname().nodename
+    hosts = [f"{host}#{rank * parts // count}" if parts > 1 else host for rank in range(count)]
+    ways = local_world(count, hosts, fan_in=config.fan_in)
+    ranks = LocalRanks([Daemon(config, _settled(way, config)) for way in ways])
     ranks.start()
     try:
         yield ranks
@@ -125,15 +129,13 @@ def each_rank(count: int, function: Function, **settings: Any) -> list[Any]:
 
 
 def _settled(way: Rendezvous, config: Config) -> Rendezvous:
-    """Divides the ranks among hosts, and lets those of one host share memory, as the settings say."""
+    """Lets the ranks of one host share memory, if the settings say so."""
 
     def meet(bell: Bell) -> Link:
         link = way(bell)
         rank, size = link.transport.rank, link.transport.size
-        parts = max(1, config.simulate_hosts)
-        hosts = tuple(f"{host}#{other * parts // size}" for other, host in enumerate(link.hosts))
         shared = config.shared_memory and size > 1
-        commons = join(link.transport.gather, hosts, rank, bell.descriptor) if shared else None
-        return dataclasses.replace(link, hosts=hosts if parts > 1 else link.hosts, commons=commons)
+        commons = join(link.transport.gather, link.hosts, rank, bell.descriptor) if shared else None
+        return dataclasses.replace(link, commons=commons)
 
     return meet

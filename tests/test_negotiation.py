@@ -201,7 +201,7 @@ def test_fillers_by_bit_and_by_name_count_alike(first, second, expected):
 def test_fillers_stay_fillers_when_they_are_spelled_out():
     made = knowing(allreduce("w", 2, members=(0, 1)), size=3)
     made.hear(0, say(seen=1, hits=0b1, fillers=0b1))
-    made.leave(2)
+    made.leave(1 << 2)
     made.hear(1, say(seen=1, hits=0b1, fillers=0b1))
     assert told(made.decide()) == ["w: void"]
 
@@ -220,14 +220,14 @@ def test_a_rank_is_told_whom_its_own_tensors_wait_for():
     made = knowing(W, V, size=3)
     made.hear(0, say(X, seen=1, hits=0b01))
     made.hear(1, say(seen=1, hits=0b11))
-    assert made.waiting(0) == [Waiting("x", "allreduce", (1, 2)), Waiting("w", "allreduce", (2,))]
-    assert made.waiting(1) == [Waiting("w", "allreduce", (2,)), Waiting("v", "allreduce", (0, 2))]
-    assert made.waiting(2) == []
+    assert made.waiting(1 << 0) == [Waiting("x", "allreduce", (1, 2)), Waiting("w", "allreduce", (2,))]
+    assert made.waiting(1 << 1) == [Waiting("w", "allreduce", (2,)), Waiting("v", "allreduce", (0, 2))]
+    assert made.waiting(1 << 2) == []
 
 
 def test_the_same_name_in_another_set_is_somebody_elses():
     made = mind(4)
     made.hear(0, say(allreduce("w", 2, members=(0, 1))))
     made.hear(3, say(allreduce("w", 2, members=(2, 3))))
-    assert made.waiting(0) == [Waiting("w", "allreduce", (1,))]
-    assert made.waiting(3) == [Waiting("w", "allreduce", (2,))]
+    assert made.waiting(1 << 0) == [Waiting("w", "allreduce", (1,))]
+    assert made.waiting(1 << 3) == [Waiting("w", "allreduce", (2,))]

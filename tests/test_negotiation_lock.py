@@ -135,5 +135,5 @@ def test_nothing_is_locked_while_a_rank_is_owed_a_refusal():
 def test_after_a_rank_has_left_nothing_is_locked():
     made = steady(W)
     step(made, 0b1, 1)
-    made.leave(0)
+    made.leave(1 << 0)
     assert not step(made, 0b1, 2).lock

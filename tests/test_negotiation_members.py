@@ -84,7 +84,7 @@ def test_overlapping_sets_without_a_contradiction_take_their_turn():
 def test_what_waits_for_a_rank_that_leaves_is_refused():
     made = mind(3)
     made.hear(0, say(W))
-    made.leave(2)
+    made.leave(1 << 2)
     assert told(made.decide()) == ["w: [2] left, refused to [0]"]
     made.hear(1, say(W))
     assert told(made.decide()) == ["w: [2] left, refused to [1]"]
@@ -94,7 +94,7 @@ def test_what_a_rank_that_leaves_has_announced_is_refused_to_it_too():
     made = mind(3)
     made.hear(2, say(W))
     made.hear(0, say(W))
-    made.leave(2)
+    made.leave(1 << 2)
     assert told(made.decide()) == ["w: [2] left, refused to [0, 2]"]
 
 
@@ -102,7 +102,7 @@ def test_bits_are_refused_as_well():
     made = knowing(W, V)
     made.hear(0, say(seen=1, hits=0b11))
     made.hear(1, say(seen=1, hits=0b01))
-    made.leave(1)
+    made.leave(1 << 1)
     assert told(made.decide()) == ["v: [1] left, refused to [0]", "w"]
 
 
@@ -110,13 +110,13 @@ def test_what_all_have_announced_is_carried_out_though_one_has_left():
     made = mind()
     made.hear(0, say(W))
     made.hear(1, say(W))
-    made.leave(1)
+    made.leave(1 << 1)
     assert told(made.decide()) == ["w"]
 
 
 def test_sets_without_the_rank_that_left_go_on():
     made = knowing(A, size=3)
-    made.leave(2)
+    made.leave(1 << 2)
     for sequence in (1, 2):
         for rank in (0, 1):
             made.hear(rank, say(seen=sequence, hits=0b1))
@@ -126,7 +126,7 @@ def test_sets_without_the_rank_that_left_go_on():
 def test_a_rank_that_left_is_the_reason_before_a_contradiction_is():
     """Rank 0 was refused and has gone on to another set, while rank 1 is still where rank 0 was."""
     made = mind(3)
-    made.leave(2)
+    made.leave(1 << 2)
     made.hear(0, say(B))
     made.decide()
     made.hear(0, say(A))
@@ -138,7 +138,7 @@ def test_a_rank_that_left_is_the_reason_before_a_contradiction_is():
 
 def test_a_rank_that_had_left_is_the_reason_before_a_later_contradiction_is():
     made = mind(4)
-    made.leave(3)
+    made.leave(1 << 3)
     made.hear(0, say(A))
     made.hear(1, say(B))
     made.decide()
@@ -150,7 +150,7 @@ def test_a_rank_that_had_left_is_the_reason_before_a_later_contradiction_is():
 
 def test_all_have_left():
     made = mind()
-    made.leave(0)
+    made.leave(1 << 0)
     assert not made.finished
-    made.leave(1)
+    made.leave(1 << 1)
     assert made.finished

@@ -24,8 +24,8 @@ W = allreduce("w", 2)
     ],
 )
 def test_a_difference_is_named_with_both_values_and_their_sites(attribute, other, texts):
-    by_rank = {0: Announcement(W, "a.py:1"), 1: Announcement(other, "b.py:2"), 2: Announcement(W, "a.py:1")}
-    response = verdict(by_rank)
+    parts = {1: Announcement(W, "a.py:1"), 2: Announcement(other, "b.py:2"), 4: Announcement(W, "a.py:1")}
+    response = verdict(parts)
     assert (response.attribute, response.recipients) == (attribute, (0, 1, 2))
     assert response.error.startswith(f"ranks disagree on the {attribute} of 'w' (ranks 0, 2: {texts[0]}")
     assert " at a.py:1; rank 1: " in response.error
@@ -34,7 +34,7 @@ def test_a_difference_is_named_with_both_values_and_their_sites(attribute, other
 
 
 def test_what_agrees_is_carried_out_as_the_lowest_rank_has_it():
-    assert verdict({1: Announcement(W), 0: Announcement(W)}) == Response(W)
+    assert verdict({2: Announcement(W), 1: Announcement(W)}) == Response(W)
 
 
 def gather(*shape: int) -> Announcement:
@@ -42,21 +42,21 @@ def gather(*shape: int) -> Announcement:
 
 
 def test_first_dimensions_of_an_allgather_may_differ():
-    response = verdict({0: gather(2, 3), 2: gather(0, 3), 1: gather(5, 3)})
+    response = verdict({1: gather(2, 3), 4: gather(0, 3), 2: gather(5, 3)})
     assert not response.error
     assert response.sizes == (2, 5, 0)
 
 
 @pytest.mark.parametrize("other", [gather(2, 4), gather(2), gather(2, 3, 1)])
 def test_the_other_dimensions_of_an_allgather_may_not(other):
-    assert verdict({0: gather(2, 3), 1: other}).attribute == "shape"
+    assert verdict({1: gather(2, 3), 2: other}).attribute == "shape"
 
 
 def test_sites_are_listed_by_rank_and_once():
-    by_rank = {
-        2: Announcement(W, "c.py:3"),
-        0: Announcement(W, "b.py:2"),
-        1: Announcement(W),
-        3: Announcement(W, "b.py:2"),
+    parts = {
+        1 << 2: Announcement(W, "c.py:3"),
+        1 << 0 | 1 << 4: Announcement(W, "b.py:2"),
+        1 << 1: Announcement(W),
+        1 << 3: Announcement(W, "b.py:2"),
     }
-    assert sites(by_rank) == ["b.py:2", "c.py:3"]
+    assert sites(parts) == ["b.py:2", "c.py:3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 
 import msgspec
 import pytest
@@ -20,7 +21,9 @@ from coordd.messages import (
     Hello,
     Inquiry,
     Kind,
+    Loss,
     Message,
+    Muster,
     Overdue,
     Plan,
     ReduceOp,
@@ -31,12 +34,13 @@ from coordd.messages import (
     Waiting,
     Welcome,
 )
-from coordd.wire import MAX_MESSAGE, WireError, bits, decode, encode, mask
+from coordd.wire import MAX_MESSAGE, Batch, WireError, bits, decode, encode, forget, mask
 
 whole = st.integers(0, 1 << 40)
 finite = st.floats(allow_nan=False)
 ranks = st.lists(st.integers(0, 63), max_size=4).map(tuple)
 texts = st.text(max_size=8)
+bytes_ = st.binary(max_size=9)
 requests = st.builds(
     Request,
     st.sampled_from(Kind),
@@ -61,14 +65,16 @@ def some(values: st.SearchStrategy) -> st.SearchStrategy:
 
 
 by_type = {
-    Report: st.builds(Report, whole, st.binary(max_size=9), st.binary(max_size=9), some(announcements)),
-    Plan: st.builds(Plan, whole, st.binary(max_size=9), st.binary(max_size=9), some(responses), whole, st.booleans()),
+    Report: st.builds(Report, whole, bytes_, bytes_, some(announcements), whole, whole, bytes_, st.integers(-1, 9)),
+    Plan: st.builds(Plan, whole, bytes_, bytes_, some(responses), whole, st.booleans()),
     Hello: st.builds(Hello, texts, texts, whole, texts),
     Welcome: st.builds(Welcome, ranks, some(texts), texts),
-    Goodbye: st.just(Goodbye()),
+    Goodbye: st.builds(Goodbye, bytes_),
+    Loss: st.builds(Loss, whole),
+    Muster: st.builds(Muster, bytes_, some(st.builds(Hello, texts, texts, whole, texts))),
     Abort: st.builds(Abort, st.builds(Failure, whole, texts, texts)),
-    Overdue: st.builds(Overdue, finite, some(texts), some(waitings)),
-    Inquiry: st.just(Inquiry()),
+    Overdue: st.builds(Overdue, finite, some(texts), some(waitings), bytes_),
+    Inquiry: st.builds(Inquiry, ranks),
     Account: accounts,
     StallReport: st.builds(StallReport, finite, some(waitings), some(accounts), ranks),
 }
@@ -153,7 +159,7 @@ def test_too_much_is_refused_on_both_sides():
 
 def test_refusals_are_coordds_own_errors():
     assert issubclass(WireError, CoorddError)
-    assert set(wire.__all__) == {"MAX_MESSAGE", "WireError", "bits", "decode", "encode", "mask"}
+    assert set(wire.__all__) == {"MAX_MESSAGE", "Batch", "WireError", "bits", "decode", "encode", "forget", "mask"}
 
 
 @given(st.sets(st.integers(0, 5000)))
@@ -168,3 +174,40 @@ def test_bits_and_masks_are_each_others_inverse(positions):
 def test_a_mask_may_end_in_zeros(data):
     number = int.from_bytes(data, "little")
     assert mask(number) == data.rstrip(b"\0")
+
+
+def batch(count: int) -> Batch:
+    return Batch(
+        Announcement(Request(Kind.ALLREDUCE, f"layer.{number}.weight"), "train.py:1") for number in range(count)
+    )
+
+
+def test_many_announcements_travel_as_a_batch_and_come_out_as_they_went_in():
+    for fresh in (batch(200), tuple(batch(200)), batch(31)):
+        report = Report(7, b"\1", b"", fresh, unlock=3, ranks=b"\7", floor=5)
+        assert decode(encode(report)) == report
+
+
+def test_equal_batches_are_read_once_and_passed_on_as_they_are():
+    first, again = (decode(encode(Report(seen, fresh=batch(200)))).fresh for seen in (1, 2))
+    assert first is again
+    assert isinstance(first, Batch)
+    assert first.data == batch(200).data
+    forget()
+    assert decode(encode(Report(3, fresh=batch(200)))).fresh is not first
+
+
+def test_large_messages_are_compressed():
+    plan = Plan(1, responses=tuple(Response(told.request, slot=slot) for slot, told in enumerate(batch(1000))))
+    assert len(encode(plan)) < 20_000
+    assert decode(encode(plan)) == plan
+    assert len(encode(Report(0, fresh=batch(1000)))) < 10_000
+
+
+def test_what_expands_beyond_the_limit_or_is_cut_off_is_refused():
+    bomb = zlib.compress(b"\0" * (MAX_MESSAGE + 1))
+    data = encode(Report(0, fresh=batch(1000)))
+    whole = encode(Welcome(tuple(range(5000))))
+    for bad in (bomb, zlib.compress(b"\0" * 99), whole[:-5], whole[:2], data[:-5], data.replace(b"\x78", b"\x79")):
+        with pytest.raises(WireError):
+            decode(bad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from coordd.control.protocol import LOST, Lost
 from coordd.messages import Message
@@ -14,7 +14,9 @@ __all__ = ["MemoryControl", "MemoryStar"]
 class MemoryStar:
     """What the ends share."""
 
-    def __init__(self, size: int = 1) -> None:
+    def __init__(self, size: int = 1, parents: Sequence[int] = ()) -> None:
+        """Makes a star around rank 0, or a tree: ``parents`` says who reports to whom."""
+        self.parents = tuple(parents) or (-1,) + (0,) * (size - 1)
         self.inboxes: list[deque[tuple[int, Message | Lost]]] = [deque() for _ in range(size)]
         self.wakes: list[Callable[[], None]] = [lambda: None] * size
 
@@ -48,9 +50,11 @@ class MemoryControl:
 
     def close(self) -> None:
         """Tells the other ends that this one is gone."""
-        for rank in range(1, len(self._star.inboxes)) if self._rank == 0 else (0,):
-            if rank != self._rank:
+        for rank, parent in enumerate(self._star.parents):
+            if parent == self._rank:
                 self._post(rank, LOST)
+            elif rank == self._rank and parent >= 0:
+                self._post(parent, LOST)
 
     def _post(self, rank: int, message: Message | Lost) -> None:
         self._star.inboxes[rank].append((self._rank, message))

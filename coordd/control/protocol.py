@@ -1,4 +1,4 @@
-"""What a control channel must offer: a star around rank 0 that works while data operations hang or a rank is dead."""
+"""What a control channel must offer: a star or a tree around rank 0 that works while data hangs or a rank is dead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOST = Lost()
 
 
 class Control(Protocol):
-    """One rank's end. Rank 0 reaches everybody; the others reach rank 0."""
+    """One rank's end. It reaches those who report to this rank, and the one that this rank reports to."""
 
     @property
     def descriptors(self) -> Sequence[int]:

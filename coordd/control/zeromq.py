@@ -1,7 +1,7 @@
-"""The control channel over ZeroMQ: a star around rank 0, encrypted and authenticated by CURVE.
+"""The control channel over ZeroMQ: a star around rank 0, or around a foreman, encrypted and authenticated by CURVE.
 
 The server's public key never crosses the network in clear and is handed out over the data plane only, so it is the
-job's secret: whoever does not have it cannot finish the handshake. One thread owns the sockets; ZeroMQ's own thread
+star's secret: whoever does not have it cannot finish the handshake. One thread owns the sockets; ZeroMQ's own thread
 moves the bytes outside the interpreter's lock, and notices a dead peer while the daemon is busy.
 """
 
@@ -32,7 +32,7 @@ _EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): number and value; PyZMQ'
 
 @dataclass(frozen=True)
 class Address:
-    """Where the coordinator listens, and the keys; it travels over the data plane only."""
+    """Where the hub of a star listens, and the keys; it travels over the data plane only."""
 
     endpoint: str
     server_key: bytes
@@ -41,13 +41,16 @@ class Address:
 class ZmqControl:
     """One rank's end.
 
-    On rank 0 call `listen`, hand the address out, and `connect` elsewhere.
+    On the hub call `listen`, hand the address out, and `connect` elsewhere.
     """
 
-    def __init__(self, rank: int, *, heartbeat_seconds: float) -> None:
+    def __init__(self, rank: int, *, heartbeat_seconds: float, hub: int = 0) -> None:
         self._rank = rank
+        self._hub = hub
+        self._last: Message | None = None
+        self._data = b""
         self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.ROUTER if rank == 0 else zmq.DEALER)
+        self._socket = self._context.socket(zmq.ROUTER if rank == hub else zmq.DEALER)
         self._socket.set(zmq.LINGER, _LINGER_MS)
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
         self._socket.set(zmq.SNDHWM, 0)
@@ -65,7 +68,7 @@ class ZmqControl:
         self._stale = True
 
     def listen(self, interface: str) -> Address:
-        """Opens the coordinator's side on one interface, on a free port."""
+        """Opens the hub's side on one interface, on a free port."""
         public, secret = zmq.curve_keypair()
         self._socket.set(zmq.CURVE_SERVER, 1)
         self._socket.set(zmq.CURVE_PUBLICKEY, public)
@@ -80,18 +83,19 @@ class ZmqControl:
         self._socket.set(zmq.CURVE_PUBLICKEY, public)
         self._socket.set(zmq.CURVE_SECRETKEY, secret)
         self._socket.set(zmq.ROUTING_ID, _identity(self._rank))
-        # A connection that broke stays broken: the coordinator has already told everybody that this rank is lost.
+        # A connection that broke stays broken: the hub has already told everybody that this rank is lost.
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.connect(address.endpoint)
 
     def send(self, rank: int, message: Message) -> None:
-        """Hands a message to ZeroMQ's thread."""
-        data = encode(message)
+        """Hands a message to ZeroMQ's thread; one that goes to many is encoded once."""
+        if message is not self._last:
+            self._data, self._last = encode(message), message
         self._stale = True
-        if self._rank == 0:
-            self._socket.send_multipart((_identity(rank), data), zmq.NOBLOCK)
+        if self._rank == self._hub:
+            self._socket.send_multipart((_identity(rank), self._data), zmq.NOBLOCK)
         else:
-            self._socket.send(data, zmq.NOBLOCK)
+            self._socket.send(self._data, zmq.NOBLOCK)
 
     def receive(self) -> list[tuple[int, Message | Lost]]:
         """Takes what has arrived; bytes that are no message are logged and dropped."""
@@ -124,8 +128,8 @@ class ZmqControl:
         self._context.term()
 
     def _sender(self, frames: Sequence[zmq.Frame]) -> int:
-        if self._rank:
-            return 0
+        if self._rank != self._hub:
+            return self._hub
         rank = int.from_bytes(frames[0].bytes[1:], "big")
         if rank not in self._rank_of_connection.values():
             self._rank_of_connection[frames[-1].get(zmq.SRCFD)] = rank
@@ -135,7 +139,8 @@ class ZmqControl:
         found: list[tuple[int, Message | Lost]] = []
         while _readable(self._monitor):
             _, connection = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-            rank = 0 if self._rank else self._rank_of_connection.pop(connection, -1)
+            gone = self._rank_of_connection.pop(connection, -1)
+            rank = gone if self._rank == self._hub else self._hub
             if rank >= 0:
                 found.append((rank, LOST))
         return found
@@ -151,10 +156,10 @@ def _identity(rank: int) -> bytes:
 
 
 def interface_for(hosts: Sequence[str], wanted: str) -> str:
-    """Chooses the address that the coordinator listens on.
+    """Chooses the address that the hub of a star listens on.
 
     Args:
-        hosts: the ranks' host names; if they are all one, loopback is enough.
+        hosts: the host names of its ranks; if they are all one, loopback is enough.
         wanted: an address or the name of an interface, from the user; empty to choose.
 
     Raises:

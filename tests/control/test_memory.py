@@ -44,3 +44,12 @@ def test_a_world_of_one_talks_to_itself():
     assert end.receive() == [(0, Goodbye())]
     end.close()
     assert end.receive() == []
+
+
+def test_in_a_tree_neighbours_hear_of_an_end():
+    star = MemoryStar(4, parents=(-1, 0, 0, 2))
+    ends = [star.join(rank) for rank in range(4)]
+    ends[2].send(3, Inquiry())
+    assert ends[3].receive() == [(2, Inquiry())]
+    ends[2].close()
+    assert [end.receive() for end in ends] == [[(2, LOST)], [], [], [(2, LOST)]]

@@ -37,9 +37,9 @@ def keeps_what_it_has_counted_of_what_it_locks(monkeypatch):
     lock = Negotiator._lock
 
     def _lock(self, hits, responses):
-        announced, table = list(self._announced), dict(self._table)
+        groups, table = dict(self._roll._groups), dict(self._table)
         found = lock(self, hits, responses)
-        self._announced[:], self._table = announced, table
+        self._roll._groups, self._table = groups, table
         return found
 
     monkeypatch.setattr(Negotiator, "_lock", _lock)

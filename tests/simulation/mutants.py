@@ -7,12 +7,14 @@ from collections.abc import Callable
 import msgspec
 
 from coordd import fusion, member, negotiation
+from coordd.ballot import lowest
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
 from coordd.member import Member
 from coordd.messages import Goodbye
 from coordd.negotiation import Negotiator
 from coordd.table import TensorTable
+from coordd.verdict import _sizes
 
 Mutant = Callable[..., None]
 MUTANTS: dict[str, Mutant] = {}
@@ -77,7 +79,7 @@ def releases_before_the_last_member(monkeypatch):
     settled = Negotiator._settled
 
     def hasty(self, entry):
-        if len(entry.by_rank) == len(entry.members or self._world) - 1 > 0:
+        if entry.told.bit_count() == entry.wanted.bit_count() - 1 > 0:
             self._complete.append(entry)
             return True
         return settled(self, entry)
@@ -87,7 +89,10 @@ def releases_before_the_last_member(monkeypatch):
 
 @mutant
 def lets_those_wait_who_wait_for_a_rank_that_leaves(monkeypatch):
-    monkeypatch.setattr(Negotiator, "leave", lambda self, rank: self._left.add(rank))
+    def _leave(self, ranks):
+        self._left |= ranks
+
+    monkeypatch.setattr(Negotiator, "leave", _leave)
 
 
 @mutant
@@ -117,8 +122,8 @@ def overlooks_contradicting_sets(monkeypatch):
 def takes_fillers_for_the_real_thing(monkeypatch):
     known = Negotiator._known
 
-    def _known(self, rank, slot, *, filler):
-        return known(self, rank, slot, filler=False)
+    def _known(self, ranks, meant, *, filler):
+        return known(self, ranks, meant, filler=False)
 
     monkeypatch.setattr(Negotiator, "_known", _known)
 
@@ -190,11 +195,9 @@ def fills_buckets_beyond_the_limit(monkeypatch):
 
 @mutant
 def compares_only_names(monkeypatch):
-    def credulous(by_rank):
-        ranks = sorted(by_rank)
-        first = by_rank[ranks[0]].request
-        gathered = first.kind is negotiation.Kind.ALLGATHER
-        return negotiation.Response(first, sizes=tuple(by_rank[r].request.shape[0] for r in ranks) if gathered else ())
+    def credulous(parts):
+        first = parts[min(parts, key=lowest)].request
+        return negotiation.Response(first, sizes=_sizes(parts) if first.kind is negotiation.Kind.ALLGATHER else ())
 
     monkeypatch.setattr(negotiation, "verdict", credulous)
 
@@ -204,9 +207,9 @@ def tells_only_the_first_rank_of_a_failure(monkeypatch):
     fail = Coordinator._fail
 
     def _fail(self, failure):
-        ranks, self._ranks = self._ranks, range(1)
+        voices, self._voices = self._voices, self._voices[:1]
         fail(self, failure)
-        self._ranks = ranks
+        self._voices = voices
 
     monkeypatch.setattr(Coordinator, "_fail", _fail)
 
@@ -216,6 +219,7 @@ def asks_nobody_about_a_stall_but_says_so(monkeypatch):
     waiting = Negotiator.waiting
 
     def mistaken(self, rank):
-        return [msgspec.structs.replace(item, missing=tuple(self._world)) for item in waiting(self, rank)]
+        everybody = tuple(range(self._everybody.bit_length()))
+        return [msgspec.structs.replace(item, missing=everybody) for item in waiting(self, rank)]
 
     monkeypatch.setattr(Negotiator, "waiting", mistaken)

@@ -66,7 +66,7 @@ def test_a_step_that_differs_ends_the_lock_and_a_few_equal_ones_make_the_next():
 def test_memory_is_flat_while_locks_come_and_go():
     made = run(script(300, other=range(0, 300, 10)))
     assert made.hub.locks == 30
-    assert leftovers(made.hub.coordinator)["locks"] <= 1
+    assert leftovers(made.hub)["locks"] <= 1
     assert not any(process.member._locks for process in made.ranks)
 
 

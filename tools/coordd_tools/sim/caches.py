@@ -59,8 +59,8 @@ def leftovers(coordinator: Coordinator) -> dict[str, int]:
     """Counts what the coordinator still holds, by the name of the table."""
     mind = coordinator._negotiator
     return {
-        "announced": sum(mask.bit_count() for mask in mind._announced),
-        "filled": sum(mask.bit_count() for mask in mind._filled),
+        "announced": mind._roll.slots.bit_count(),
+        "groups": sum(1 for _ in mind._roll),
         "table": len(mind._table),
         "complete": len(mind._complete),
         "refused": len(mind._refused),

@@ -3,56 +3,59 @@
 from __future__ import annotations
 
 from coordd.control.protocol import Lost
-from coordd.coordinator import Coordinator
+from coordd.coordinator import Coordinator, Outgoing
 from coordd.messages import Goodbye, Message, Plan, Report, StallReport
-from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.caches import Caches, mentioned
 from coordd_tools.sim.ledger import Ledger, demand
+from coordd_tools.sim.setting import Settings
 from coordd_tools.sim.trace import Trace
 
 __all__ = ["Hub"]
 
 
-class Hub:
-    """Passes messages to the real `Coordinator`, and counts them."""
+class Hub(Coordinator):
+    """The real `Coordinator`, which is watched."""
 
-    def __init__(self, coordinator: Coordinator, agenda: Agenda, trace: Trace, ledger: Ledger, caches: Caches) -> None:
-        self.coordinator = coordinator
+    def __init__(self, settings: Settings, trace: Trace, ledger: Ledger, caches: Caches) -> None:
+        super().__init__(
+            settings.size,
+            cache_capacity=settings.cache_capacity,
+            fusion_bytes=settings.fusion_bytes,
+            lock_steps=settings.lock_steps,
+            abort_seconds=settings.abort_seconds,
+            voices=None if settings.is_star else [(1 << settings.size) - 1],
+        )
         self.plans = 0
         self.heard = 0
         self.locks = 0
         self._lock: tuple[int, frozenset[str]] = (0, frozenset())
-        self._agenda = agenda
         self._trace = trace
         self._ledger = ledger
         self._caches = caches
+        self._is_star = settings.is_star
 
-    @property
-    def deadline(self) -> float | None:
-        """When `turn` must be called even if no message arrives."""
-        return self.coordinator.deadline
-
-    def hear(self, rank: int, message: Message | Lost) -> None:
+    def hear(self, voice: int, message: Message | Lost, *, now: float) -> None:
         """Takes a message in."""
         if isinstance(message, Report):
-            self._watch(rank, message)
-            self._ledger.hear(rank)
+            self._watch(voice, message)
+            if self._is_star:
+                self._ledger.hear(voice)
         self.heard += isinstance(message, Report | Goodbye)
-        self.coordinator.hear(rank, message, now=self._agenda.now)
+        super().hear(voice, message, now=now)
 
-    def turn(self) -> list[tuple[int, Message]]:
+    def turn(self, now: float) -> Outgoing:
         """Returns what is to be sent."""
-        out = self.coordinator.turn(self._agenda.now)
-        for rank, message in out:
-            if rank:
+        out = super().turn(now)
+        for voice, message in out:
+            if voice:
                 continue
             self._trace.note("coordinator", message)
             if isinstance(message, Plan):
                 self.plans += 1
-                self._caches.record(self.coordinator, message.sequence)
+                self._caches.record(self, message.sequence)
                 self._note_lock(message)
             if isinstance(message, StallReport):
-                self._ledger.stalled(message)
+                self._ledger.stalled(message, exact=self._is_star)
         demand(self.plans <= self.heard, f"{self.plans} plans after {self.heard} reports: plans come from nothing")
         return out
 
@@ -64,11 +67,11 @@ class Hub:
             self._ledger.lock(*self._lock)
             self.locks += 1
 
-    def _watch(self, rank: int, report: Report) -> None:
+    def _watch(self, voice: int, report: Report) -> None:
         """Who knows of a lock speaks of what is in it only after he has broken it."""
         number, names = self._lock
         if report.unlock == number:
             self._lock = (0, frozenset())
         elif report.seen >= number:
-            told = mentioned(self.coordinator, report) & names
-            demand(not told, f"rank {rank} announces {told}, which are locked, in {report}")
+            told = mentioned(self, report) & names
+            demand(not told, f"voice {voice} announces {told}, which are locked, in {report}")

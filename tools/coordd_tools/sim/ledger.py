@@ -158,8 +158,13 @@ class Ledger:
             expected = quarrel_text(turn)
             demand(text == expected, f"{made!r} was told {text!r} in place of {expected!r}")
 
-    def stalled(self, report: StallReport) -> None:
-        """A stall report must name exactly those that the coordinator has not heard."""
+    def stalled(self, report: StallReport, *, exact: bool) -> None:
+        """A stall report must name those that the coordinator has not heard.
+
+        Args:
+            report: what it says.
+            exact: nobody else, either; foremen, however, may still hold what a rank has said.
+        """
         for waiting in report.waiting:
             if waiting.operation == LOCKED:
                 continue
@@ -168,7 +173,9 @@ class Ledger:
                 for turn, told in self._by_round.items()
                 if turn.name == waiting.name and any(made.outcome is made for made in told.values())
             ]
-            fits = waiting.missing in truths if waiting.missing and not self._quarrels(waiting.name) else True
+            named = waiting.missing
+            told = named in truths if exact else any({*named} >= {*missing} for missing in truths)
+            fits = told if named and not self._quarrels(waiting.name) else True
             demand(fits, f"a stall report says that {waiting.name} waits for {waiting.missing}; in truth: {truths}")
 
     def _quarrels(self, name: str) -> bool:

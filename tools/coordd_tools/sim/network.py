@@ -1,8 +1,8 @@
-"""The control channel's network: a star around rank 0 that delays, but keeps the order of each link."""
+"""The control channel's network: a star or a tree around rank 0 that delays, but keeps the order of each link."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from random import Random
 
@@ -52,10 +52,9 @@ class Network:
         time = self._arrival(link)
         self._agenda.at(time, partial(self._arrive, link, time, decode(data)))
 
-    def close(self, rank: int, *, size: int, crashed: bool) -> None:
+    def close(self, rank: int, neighbours: Iterable[int], *, crashed: bool) -> None:
         """Closes all links of a rank: after a crash, part of what was under way is lost."""
-        peers = range(1, size) if rank == 0 else (0,)
-        for peer in peers:
+        for peer in neighbours:
             link = (rank, peer)
             if link in self._cut:
                 continue

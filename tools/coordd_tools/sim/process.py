@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from coordd.control.protocol import Lost
 from coordd.errors import PeerError, ShutdownError
+from coordd.foreman import Hub
 from coordd.member import Bucket, Due, Locked, Member
 from coordd.messages import (
     Abort,
@@ -24,8 +25,8 @@ from coordd.messages import (
 )
 from coordd.stall import StallWatch, tell
 from coordd.table import Entry
+from coordd.tree import NOBODY
 from coordd_tools.sim.caches import told
-from coordd_tools.sim.hub import Hub
 from coordd_tools.sim.ledger import LOCKED, Submission
 from coordd_tools.sim.program import Pause, program
 from coordd_tools.sim.script import Round
@@ -47,7 +48,7 @@ class Process:
         Args:
             rank: its number.
             setting: what is around it.
-            hub: the coordinator, on rank 0.
+            hub: the coordinator, on rank 0; a foreman, where others report to this rank.
         """
         self.rank = rank
         self.member = Member(rank, cache_capacity=setting.settings.cache_capacity)
@@ -58,6 +59,8 @@ class Process:
         self.closed = False
         self._setting = setting
         self._hub = hub
+        self._post = setting.settings.posts[rank]
+        self._neighbours = [peer for peer in (*self._post.children, self._post.parent) if peer != NOBODY]
         self._inbox: list[Entry | Callable[[], None]] = []
         self._mail: deque[tuple[int, Message | Lost]] = deque()
         self._landed: list[Bucket] = []
@@ -92,7 +95,7 @@ class Process:
             self._setting.ledger.failed = True
             self._setting.exchange.crash(self.rank)
             self._setting.words.crash(self.rank)
-            self._setting.network.close(self.rank, size=self._setting.settings.size, crashed=True)
+            self._setting.network.close(self.rank, self._neighbours, crashed=True)
 
     def crash_when_leaving(self) -> None:
         """Dies after it has said goodbye, while others may still need it."""
@@ -191,30 +194,34 @@ class Process:
             self._setting.words.give(self.rank, word, self._outcome_arrives)
         if due.report is not None:
             self._setting.ledger.report(self.rank, told(self.member, due.report), seen=due.report.seen)
+            if not self._setting.settings.is_star:
+                self._setting.ledger.hear(self.rank)
             self._tell(due.report)
 
     def _tell(self, message: Message) -> None:
         self._note(f"says {message}")
         if self._hub is not None:
-            self._hub.hear(0, message)
+            self._hub.hear(self.rank, message, now=self._setting.agenda.now)
             self._wake(0.0)
         else:
-            self._setting.network.send(self.rank, 0, message)
+            self._setting.network.send(self.rank, self._post.parent, message)
 
     def _listen(self) -> None:
         if self._hub is None:
             while self._mail:
                 self._obey(*self._mail.popleft())
             return
+        now = self._setting.agenda.now
         while self._mail:
-            self._hub.hear(*self._mail.popleft())
-        for rank, message in self._hub.turn():
-            if rank == 0:
-                self._obey(0, message)
+            self._hub.hear(*self._mail.popleft(), now=now)
+        for rank, message in self._hub.turn(now):
+            if rank == self.rank:
+                self._obey(rank, message)
             else:
-                self._setting.network.send(0, rank, message)
+                self._note(f"tells rank {rank} {message}")
+                self._setting.network.send(self.rank, rank, message)
         if (deadline := self._hub.deadline) is not None:
-            self._wake(deadline - self._setting.agenda.now)
+            self._wake(deadline - now)
 
     def _obey(self, sender: int, message: Message | Lost) -> None:
         match message:
@@ -361,7 +368,7 @@ class Process:
         for item in self._inbox:
             if isinstance(item, Entry) and self.failure is not None:
                 item.handle.fail(_peer_error(self.failure))
-        self._setting.network.close(self.rank, size=self._setting.settings.size, crashed=False)
+        self._setting.network.close(self.rank, self._neighbours, crashed=False)
 
     def _note(self, what: str) -> None:
         self._setting.trace.note(f"rank {self.rank}", what)

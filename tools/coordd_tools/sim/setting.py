@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 
+from coordd.tree import Post, tree
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.caches import Caches
 from coordd_tools.sim.exchange import Exchange
@@ -30,12 +32,26 @@ class Settings:
     lock_steps: int
     early: float
     steps: int
+    hosts: tuple[str, ...] = ()
+    fan_in: int = 2
+    batch: int = 32
+
+    @cached_property
+    def posts(self) -> list[Post]:
+        """Who reports to whom."""
+        return tree(self.hosts or ("h",) * self.size, self.fan_in)
+
+    @property
+    def is_star(self) -> bool:
+        """Whether all report to rank 0."""
+        return self.posts[0].is_star
 
     @classmethod
     def draw(cls, rng: Random, swarm: Swarm) -> Settings:
-        """Draws small caches and buckets, so that their limits are met all the time."""
+        """Draws small caches, buckets and trees, so that their limits are met all the time."""
+        size = rng.randint(3, 9) if swarm.tree else rng.randint(2, 6)
         return cls(
-            size=rng.randint(2, 6),
+            size=size,
             cache_capacity=rng.choice((4, 16, 64) if swarm.steady else (0, 1, 2, 3, 8, 64)),
             fusion_bytes=rng.choice((0, 16, 64, 1 << 20)),
             stall_seconds=rng.choice((0.05, 0.5, 5.0)),
@@ -43,6 +59,9 @@ class Settings:
             lock_steps=rng.randint(1, 3) if swarm.locks else 0,
             early=rng.choice((0.002, 0.02)) if swarm.early and not swarm.reorder else 0.0,
             steps=rng.randint(4, 16) if swarm.steady else rng.randint(1, 6),
+            hosts=tuple(f"h{rng.randint(0, size) if swarm.tree else 0}" for _ in range(size)),
+            fan_in=rng.choice((2, 2, 3)),
+            batch=rng.choice((1, 2, 32)),
         )
 
 

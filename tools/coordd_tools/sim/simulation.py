@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 
 from coordd.control.protocol import Lost
-from coordd.coordinator import Coordinator
+from coordd.foreman import hub
 from coordd.messages import Message
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.caches import Caches, leftovers
@@ -91,15 +91,10 @@ class Simulation:
             self.ledger,
             caches,
         )
-        coordinator = Coordinator(
-            settings.size,
-            cache_capacity=settings.cache_capacity,
-            fusion_bytes=settings.fusion_bytes,
-            lock_steps=settings.lock_steps,
-            abort_seconds=settings.abort_seconds,
-        )
-        self.hub = Hub(coordinator, self.agenda, self.trace, self.ledger, caches)
-        self.ranks = [Process(rank, setting, None if rank else self.hub) for rank in range(settings.size)]
+        self.hub = Hub(settings, self.trace, self.ledger, caches)
+        self.ranks = [
+            Process(post.rank, setting, hub(post, lambda _: self.hub, batch=settings.batch)) for post in settings.posts
+        ]
 
     def run(self) -> None:
         """Lives through the job.
@@ -142,8 +137,8 @@ class Simulation:
                 demand(blamed, f"rank {process.rank} blames rank {failure.rank} ({failure.reason}), who is innocent")
         if not self.ledger.failed:
             self.words.close()
-            kept = leftovers(self.hub.coordinator)
-            for table in ("announced", "filled", "table", "complete", "refused"):
+            kept = leftovers(self.hub)
+            for table in ("announced", "table", "complete", "refused"):
                 demand(not kept[table], f"the coordinator keeps {kept[table]} in its {table} table")
             demand(not kept["poisoned"] or self._swarm.leave, f"{kept['poisoned']} refusals were never collected")
 

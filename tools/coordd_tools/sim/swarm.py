@@ -31,6 +31,7 @@ class Swarm:
     early: bool = False
     polling: bool = False
     reorder: bool = False
+    tree: bool = False
     spikes: bool = False
     mismatch: bool = False
     contradiction: bool = False

@@ -1,0 +1,205 @@
+"""What a rank does for those below it in a tree of coordinators: passes on what they say, added up, and are told.
+
+Pure: messages and the time go in, messages come out. The same object runs in the daemons and in the simulators. Its one
+rule: what all below it have said goes up at once, and the rest does not wait for company longer than a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from coordd.control.protocol import Lost
+from coordd.coordinator import Coordinator, Outgoing
+from coordd.messages import (
+    Abort,
+    Failure,
+    Goodbye,
+    Hello,
+    Inquiry,
+    Loss,
+    Message,
+    Muster,
+    Overdue,
+    Plan,
+    Report,
+    Waiting,
+    Welcome,
+)
+from coordd.tally import Tally
+from coordd.tree import NOBODY, Post
+from coordd.wire import mask
+
+__all__ = ["Foreman", "Hub", "Root", "hub"]
+
+_COMPANY = 0.1
+"""Seconds that what some have said waits for the others to say the same."""
+
+
+def hub(post: Post, coordinate: Callable[[Sequence[int] | None], Coordinator], *, batch: int = 32) -> Hub | None:
+    """Makes what a rank needs to hear others; None if nobody reports to it.
+
+    Args:
+        post: its place.
+        coordinate: makes the coordinator of rank 0, from its voices.
+        batch: how many new tensors at a time foremen compare as a whole.
+    """
+    if post.parent != NOBODY:
+        return Foreman(post, batch=batch) if post.children else None
+    return coordinate(None) if post.is_star else Root(Foreman(post, batch=batch), coordinate([post.span]))
+
+
+class Foreman:
+    """Stands between a parent and several children, one of which is its own rank."""
+
+    def __init__(self, post: Post, *, batch: int = 32) -> None:
+        """Starts with nobody there; see `hub`."""
+        self._post = post
+        self._tally = Tally(post.spans, batch=batch)
+        self._arrived: dict[int, Hello] = {}
+        self._welcome: Welcome | None = None
+        self._leaving = 0
+        self._complaints: dict[tuple[tuple[str, ...], tuple[Waiting, ...]], tuple[int, float]] = {}
+        self._stopped = False
+        self._up: list[Message] = []
+        self._down: Outgoing = []
+        self._deadline: float | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """When `turn` must be called even if no message arrives."""
+        return self._deadline
+
+    def hear(self, sender: int, message: Message | Lost, *, now: float) -> None:  # noqa: ARG002 - like the coordinator
+        """Takes one message in, from a child or from the parent."""
+        if sender == self._post.parent:
+            self._instruct(message)
+        else:
+            self._collect(sender, message)
+
+    def turn(self, now: float) -> Outgoing:
+        """Returns what is to be sent, in order: to the parent, to children, and last to this rank itself."""
+        late = self._deadline is not None and now >= self._deadline
+        self._up += self._tally.turn(late=late or bool(self._leaving == self._post.span))
+        if late or self._leaving == self._post.span:
+            self._say_goodbye()
+        if late:
+            self._complain()
+        if not self._holds():
+            self._deadline = None
+        elif self._deadline is None:
+            self._deadline = now + _COMPANY
+        out = [*((self._post.parent, message) for message in self._up), *self._down]
+        self._up, self._down = [], []
+        return out
+
+    # From below.
+
+    def _collect(self, child: int, message: Message | Lost) -> None:
+        match message:
+            case Report():
+                self._tally.hear(child, message)
+            case Hello() | Muster():
+                self._arrive(message.by_rank() if isinstance(message, Muster) else {child: message})
+            case Goodbye():
+                self._leaving |= self._speakers(child, message.ranks)
+            case Overdue():
+                self._note_complaint(child, message)
+            case Lost():
+                self._up += [] if self._stopped else [Loss(child)]
+            case Abort():
+                self._up.append(message)
+                self._instruct(message)  # for this process may end before the word comes back from above
+            case _:
+                self._up.append(message)
+
+    def _speakers(self, child: int, ranks: bytes) -> int:
+        return int.from_bytes(ranks, "little") or self._post.spans[child]
+
+    def _arrive(self, hellos: Mapping[int, Hello]) -> None:
+        self._arrived.update(hellos)
+        if len(self._arrived) == self._post.span.bit_count():
+            self._up.append(Muster(mask(self._post.span), tuple(self._arrived[rank] for rank in sorted(self._arrived))))
+
+    def _note_complaint(self, child: int, overdue: Overdue) -> None:
+        """Adds up those who wait for the same."""
+        what = (overdue.names, overdue.matched)
+        ranks, seconds = self._complaints.get(what, (0, 0.0))
+        self._complaints[what] = (ranks | self._speakers(child, overdue.ranks), max(seconds, overdue.seconds))
+
+    # Upwards.
+
+    def _holds(self) -> bool:
+        return bool(self._leaving or self._complaints) or self._tally.holds
+
+    def _say_goodbye(self) -> None:
+        """Comes after everything that those who leave have announced."""
+        if self._leaving:
+            self._up.append(Goodbye(mask(self._leaving)))
+            self._leaving = 0
+
+    def _complain(self) -> None:
+        for (names, matched), (ranks, seconds) in self._complaints.items():
+            self._up.append(Overdue(seconds, names, matched, mask(ranks)))
+        self._complaints.clear()
+
+    # Downwards.
+
+    def _instruct(self, message: Message | Lost) -> None:
+        ranks = self._post.span
+        match message:
+            case Plan():
+                self._tally.follow(message)
+                self._stopped = self._stopped or message.stop
+            case Welcome():
+                self._welcome = message
+            case Inquiry():
+                ranks = sum(1 << rank for rank in message.ranks)
+            case Lost() if self._stopped:
+                return
+            case Lost():
+                message = Abort(Failure.death(self._post.parent, self._place(self._post.parent)))
+        for child in (*self._post.children, self._post.rank):
+            if self._post.spans[child] & ranks:
+                self._down.append((child, message))
+
+    def _place(self, rank: int) -> str:
+        welcome = self._welcome
+        return f"pid {welcome.pids[rank]} on {welcome.hosts[rank]}" if welcome and welcome.pids else "not yet arrived"
+
+
+class Root:
+    """Rank 0 of a tree: a foreman of all ranks, and the coordinator, who hears nobody else."""
+
+    def __init__(self, foreman: Foreman, coordinator: Coordinator) -> None:
+        """Puts the two together; the coordinator has one voice, that of everybody."""
+        self._foreman = foreman
+        self._coordinator = coordinator
+
+    @property
+    def deadline(self) -> float | None:
+        """When `turn` must be called even if no message arrives."""
+        times = [time for time in (self._foreman.deadline, self._coordinator.deadline) if time is not None]
+        return min(times, default=None)
+
+    def hear(self, sender: int, message: Message | Lost, *, now: float) -> None:
+        """Takes one message in."""
+        self._foreman.hear(sender, message, now=now)
+
+    def turn(self, now: float) -> Outgoing:
+        """Returns what is to be sent, in order."""
+        found: Outgoing = []
+        while True:
+            for rank, message in self._foreman.turn(now):
+                if rank == NOBODY:
+                    self._coordinator.hear(0, message, now=now)
+                else:
+                    found.append((rank, message))
+            answers = self._coordinator.turn(now)
+            if not answers:
+                return found
+            for _, message in answers:
+                self._foreman.hear(NOBODY, message, now=now)
+
+
+Hub = Coordinator | Foreman | Root
+"""Whom others report to."""

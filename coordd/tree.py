@@ -1,0 +1,109 @@
+"""Who reports to whom: a pure function of who sits where, so that every rank finds the same.
+
+The first rank of each host speaks for its host; the hosts form a tree with rank 0 at its root, and so do the ranks of a
+host that has many. Where one rank can hear all others, it does: the tree is a star then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["NOBODY", "Post", "post", "tree"]
+
+NOBODY = -1
+"""The parent of rank 0."""
+
+
+@dataclass(frozen=True)
+class Post:
+    """One rank's place in the tree.
+
+    Attributes:
+        rank: this rank.
+        parent: whom it reports to; `NOBODY` for rank 0.
+        spans: for each child the ranks that it speaks for, as a bit mask; this rank is a child of its own.
+    """
+
+    rank: int
+    parent: int
+    spans: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def span(self) -> int:
+        """All ranks that this one speaks for, as a bit mask."""
+        return sum(self.spans.values())
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        """Those who report to this rank, others than itself."""
+        return tuple(child for child in self.spans if child != self.rank)
+
+    @property
+    def is_star(self) -> bool:
+        """Whether each child speaks for itself only."""
+        return all(span == 1 << child for child, span in self.spans.items())
+
+    def toward(self, rank: int) -> int:
+        """Finds the neighbour on the way to another rank."""
+        return next((child for child in self.children if self.spans[child] >> rank & 1), self.parent)
+
+
+def post(rank: int, hosts: Sequence[str], fan_in: int) -> Post:
+    """Finds the place of one rank; see `tree`."""
+    return tree(hosts, fan_in)[rank]
+
+
+def tree(hosts: Sequence[str], fan_in: int) -> list[Post]:
+    """Finds the places of all ranks.
+
+    Args:
+        hosts: the host of every rank.
+        fan_in: how many hosts report to one host, and how many ranks of a host to one of them; on one host, or with no
+            more ranks than that, all report to rank 0.
+    """
+    parents = [NOBODY] * len(hosts)
+    groups: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        groups.setdefault(host, []).append(rank)
+    if len(groups) == 1 or len(hosts) <= fan_in:
+        parents[1:] = [0] * (len(hosts) - 1)
+    else:
+        for group in (*groups.values(), [ranks[0] for ranks in groups.values()]):
+            for child, parent in _edges(group, fan_in):
+                parents[child] = parent
+    return _posts(parents)
+
+
+def _edges(ranks: Sequence[int], fan_in: int) -> Iterator[tuple[int, int]]:
+    """Hangs ranks under the first of them, in as many equal parts as it may hear, each of which is divided likewise."""
+    head, rest = ranks[0], ranks[1:]
+    parts = min(fan_in, len(rest))
+    for number in range(parts):
+        part = rest[len(rest) * number // parts : len(rest) * (number + 1) // parts]
+        yield part[0], head
+        yield from _edges(part, fan_in)
+
+
+def _posts(parents: Sequence[int]) -> list[Post]:
+    spans: list[dict[int, int]] = [{rank: 1 << rank} for rank in range(len(parents))]
+    total = [1 << rank for rank in range(len(parents))]
+    for rank in _leaves_first(parents):
+        if parents[rank] != NOBODY:
+            spans[parents[rank]][rank] = total[rank]
+            total[parents[rank]] |= total[rank]
+    return [Post(rank, parent, dict(sorted(spans[rank].items()))) for rank, parent in enumerate(parents)]
+
+
+def _leaves_first(parents: Sequence[int]) -> Iterator[int]:
+    """Lists every rank after all of its children."""
+    children = [0] * len(parents)
+    for parent in parents[1:]:
+        children[parent] += 1
+    free = [rank for rank, count in enumerate(children) if not count]
+    for rank in free:
+        yield rank
+        if (parent := parents[rank]) != NOBODY:
+            children[parent] -= 1
+            if not children[parent]:
+                free.append(parent)

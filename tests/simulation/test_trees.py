@@ -1,0 +1,43 @@
+"""Simulated jobs with foremen between the ranks and the coordinator: bugs of theirs are found."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from coordd_tools.sim.ledger import Violation
+from coordd_tools.sim.setting import Settings
+from coordd_tools.sim.simulation import simulate
+from coordd_tools.sim.swarm import Swarm
+from tests.simulation.tree_mutants import TREE_MUTANTS
+
+ENOUGH = 3000
+
+
+def settings(seed: int) -> Settings:
+    rng = Random(seed)
+    return Settings.draw(rng, Swarm.draw(rng))
+
+
+@pytest.mark.parametrize("plant", TREE_MUTANTS.values(), ids=TREE_MUTANTS.keys())
+def test_a_bug_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(map(fails, range(ENOUGH)))
+
+
+def fails(seed: int) -> bool:
+    """Whether a run with foremen violates an invariant."""
+    if settings(seed).is_star:
+        return False
+    try:
+        simulate(seed)
+    except Violation:
+        return True
+    return False
+
+
+def test_seeds_draw_trees_of_several_levels():
+    drawn = [settings(seed) for seed in range(200)]
+    assert 40 < sum(not one.is_star for one in drawn) < 160
+    assert any(place.parent > 0 and place.children for one in drawn for place in one.posts)
