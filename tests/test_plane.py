@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordd import negotiation
 from coordd.bucket import Bucket, Locked
+from coordd.latch import MOST_LINES
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.plane import Plane, Spot
 from coordd.transport.board import SLOTS
@@ -258,7 +258,7 @@ def test_spots_of_what_can_be_in_flight_together_never_meet(tags):
     lane = LocalWorld(1).join(0).collective
     lane.tags = tags
     negotiated = [Spot.of_bucket(Bucket(number, Request(Kind.BARRIER, "x"), (), ()), lane) for number in range(3000)]
-    locked = [Spot.of_word(Locked(9, index, 5), lane) for index in range(negotiation._MOST_LINES)]
+    locked = [Spot.of_word(Locked(9, index, 5), lane) for index in range(MOST_LINES)]
     assert max(found.slot for found in (*negotiated, *locked)) < SLOTS
     assert not {found.slot for found in negotiated} & {found.slot for found in locked}
     assert len({found.slot for found in locked}) == len(locked)

@@ -3,8 +3,8 @@ import torch
 
 from coordd_tools.bench.worker.models import MODELS
 
-COUNTS = {"gpt": 4_902_912, "mlp": 8_407_050, "small": 333_450}
-LOGITS = {"gpt": (4, 128, 256), "mlp": (16, 10), "small": (64, 10)}
+COUNTS = {"gpt": 4_902_912, "mlp": 8_407_050, "wide": 33_591_306, "small": 333_450}
+LOGITS = {"gpt": (4, 128, 256), "mlp": (16, 10), "wide": (16, 10), "small": (64, 10)}
 
 
 @pytest.mark.parametrize("name", MODELS)

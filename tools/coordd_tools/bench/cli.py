@@ -28,6 +28,7 @@ __all__ = ["main"]
 _WIDTH = 90
 _BUSY_PERCENT = 10.0
 _MODELS = ("gpt", "mlp", "small")
+_ALL_MODELS = (*_MODELS, "wide")
 _NOUNS: dict[str, ModuleType] = {
     "step": step,
     "allreduce": allreduce,
@@ -98,12 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     allreduce_.add_argument("--sizes", type=_sizes, default=SIZES, help="such as 4,64K,16M (bytes; default: 4 to 64M)")
     allreduce_.add_argument("--calls", type=_count, default=0, help="calls a block (default: by size)")
     step_ = _noun(nouns, "step", "training steps of three models", _step_job, rounds=12)
-    step_.add_argument("--models", type=_names(_MODELS), default=_MODELS, help="of " + ",".join(_MODELS))
+    step_.add_argument("--models", type=_names(_ALL_MODELS), default=_MODELS, help="of " + ",".join(_ALL_MODELS))
     step_.add_argument("--steps", type=_count, default=0, help="steps a block (default: by model)")
     idle_ = _noun(nouns, "idle", "CPU time while nothing is submitted", _idle_job, rounds=3)
     idle_.add_argument("--seconds", type=float, default=10.0, help="how long to watch (default: 10)")
-    memory_ = _noun(nouns, "memory", "what exchanging gradients adds to a rank's memory", _memory_job, rounds=3)
-    memory_.add_argument("--models", type=_names(_MODELS), default=_MODELS, help="of " + ",".join(_MODELS))
+    memory_ = _noun(nouns, "memory", "what exchanging gradients adds to a rank's memory", _memory_job, rounds=2)
+    memory_.add_argument("--models", type=_names(_ALL_MODELS), default=("mlp", "wide"), help="of " + ",".join(_ALL_MODELS))
     _noun(nouns, "startup", "time from import to initialised", _startup_job, rounds=5)
     return parser
 

@@ -16,8 +16,8 @@ from coordd_tools.bench.worker.step import Training
 
 __all__ = ["measure"]
 
-_EVERY_SECONDS = 2e-3
-_STEPS = 40
+_EVERY_SECONDS = 10e-3
+_STEPS = 12
 
 
 class _Watch(threading.Thread):

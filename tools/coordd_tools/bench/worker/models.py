@@ -1,4 +1,4 @@
-"""The three models: one bound by computing, one by communication, one by its number of gradients."""
+"""The models: bound by computing, by communication (two sizes), and by the number of gradients."""
 
 from __future__ import annotations
 
@@ -98,5 +98,6 @@ def _vectors(batch: int, width: int) -> Callable[[torch.Generator], tuple[Tensor
 MODELS = {
     "gpt": Model(build=_GPT, batch=_text, steps=3),
     "mlp": Model(build=lambda: _stack(8, 1024, nn.ReLU), batch=_vectors(16, 1024), steps=12),
+    "wide": Model(build=lambda: _stack(8, 2048, nn.ReLU), batch=_vectors(16, 2048), steps=3),
     "small": Model(build=lambda: _stack(80, 64, nn.Tanh), batch=_vectors(64, 64), steps=50),
 }
