@@ -26,8 +26,8 @@ check: $(READY)  ## lints, checks types, layers, sizes and generated pages
 	$(IN) python -m coordd_tools.line_budget coordd plugins tools examples tests
 	$(IN) python -m coordd_tools.knob_table --check docs/knobs.md
 
-bench: $(READY)  ## measures coordd beside its peers, all four benchmarks
-	for name in allreduce step idle startup; do $(IN) python -m coordd_tools.bench $$name || exit; done
+bench: $(READY)  ## measures coordd beside its peers, all five benchmarks
+	for name in allreduce step idle memory startup; do $(IN) python -m coordd_tools.bench $$name || exit; done
 
 clean:  ## removes the virtual environment, the caches and the builds
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

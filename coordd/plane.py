@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -154,7 +155,9 @@ class Plane:
             meeting.finish()
             return False
         with self._lending() as lend:
-            terms = Terms(self._chunk, self.pulse, lend, between if outer is not None else None, way.owners)
+            terms = Terms(self._chunk, self.pulse, lend)
+            if outer is not None:
+                terms = dataclasses.replace(terms, between=between, owners=way.owners, partial=inner.sums)
             return (yield from shared.allreduce(meeting, arrays, inner, terms, doubtful=outer is None and not agreed))
 
     def broadcast(self, spot: Spot, members: Sequence[int], array: np.ndarray, root: int) -> Steps:
@@ -225,9 +228,10 @@ class Plane:
 
 
 def _levels(request: Request, dtype: np.dtype, count: int) -> tuple[Reduction, Reduction]:
-    """The arithmetic on a host and between hosts; an average is divided on the hosts, where nothing overflows yet."""
+    """The arithmetic on a host and between hosts; an average is divided on the hosts, where nothing overflows yet.
+
+    What hosts send each other are parts of sums, so sixteen-bit floats stay as wide as they are added.
+    """
+    inner = Reduction(request.op, dtype, prescale=request.prescale, count=count)
     outer = ReduceOp.SUM if request.op is ReduceOp.AVERAGE else request.op
-    return (
-        Reduction(request.op, dtype, prescale=request.prescale, count=count),
-        Reduction(outer, dtype, postscale=request.postscale),
-    )
+    return inner, Reduction(outer, inner.sums or dtype, postscale=request.postscale)

@@ -39,23 +39,22 @@ def spot(stamp: int) -> Spot:
 
 
 def on_levels(names: Sequence[str], inputs: dict[int, np.ndarray], request: Request) -> np.ndarray:
-    """Sums on each host in the order of its ranks, averaged there, then over the hosts in the order of their firsts."""
+    """Sums on each host in the order of its ranks, averaged there, then over hosts; rounded to 16 bits at the end."""
     groups: dict[str, list[np.ndarray]] = {}
     for rank in sorted(inputs):
         groups.setdefault(names[rank], []).append(inputs[rank])
     if len(groups) == 1:
         return expected([*inputs.values()], request.op, request.prescale, request.postscale)
     op = ReduceOp.SUM if request.op is ReduceOp.AVERAGE else request.op
+    dtype = next(iter(inputs.values())).dtype
+    wide = np.dtype(np.float32) if dtype == np.float16 else dtype
     parts = []
     for group in groups.values():
-        part = expected(group, op, request.prescale)
-        if request.op is ReduceOp.AVERAGE:  # sixteen-bit floats are rounded on each level
-            wide = [
-                array.astype(np.float64) if array.dtype == np.float64 else array.astype(np.float32) for array in group
-            ]
-            part = (expected(wide, op, request.prescale) / wide[0].dtype.type(len(inputs))).astype(part.dtype)
+        part = expected([expected([array], op, request.prescale).astype(wide) for array in group], op)
+        if request.op is ReduceOp.AVERAGE:
+            part = part / wide.type(len(inputs))
         parts.append(part)
-    return expected(parts, op, 1.0, request.postscale)
+    return expected(parts, op, 1.0, request.postscale).astype(dtype)
 
 
 @settings(deadline=None, max_examples=120)

@@ -153,6 +153,11 @@ class Reduction:
         self._narrow = dtype.name in {"float16", "bfloat16"}
 
     @property
+    def sums(self) -> np.dtype | None:
+        """The type in which sums are made where it is not the tensor's own."""
+        return np.dtype(np.float32) if self._narrow else None
+
+    @property
     def scales(self) -> bool:
         """Whether `prepare` changes anything."""
         return self._prescale != 1.0

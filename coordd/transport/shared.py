@@ -47,6 +47,7 @@ class Terms:
         lend: gives a block of common memory of so many bytes.
         between: carries this rank's slices to the other hosts and back; None if there are none.
         owners: members that own slices; 0 for all.
+        partial: the type in which a host's results go to the others, if it is not the tensor's.
     """
 
     chunk: int
@@ -54,6 +55,7 @@ class Terms:
     lend: Callable[[int], np.ndarray]
     between: Between | None = None
     owners: int = 0
+    partial: np.dtype | None = None
 
 
 class _Piece(NamedTuple):
@@ -159,6 +161,7 @@ class _Large:
         self._reduction = reduction
         self._owners = terms.owners or len(meeting.members)
         self._between = terms.between
+        self._partial = terms.partial
         self._step = max(self._owners, terms.chunk // arrays[0].itemsize)
         self._pieces = [
             _Piece(leg, start, min(start + self._step, array.size))
@@ -217,8 +220,8 @@ class _Large:
         slices = [self._add_up(number) for number in numbers]
         if self._between is not None:
             yield from self._between(slices)
-            for number in numbers:
-                self._write_out(number)
+            for number, result in zip(numbers, slices, strict=True):
+                self._write_out(number, result)
         self._reduced = stop
         self._meeting.hand_out(stop)
         return True
@@ -229,19 +232,24 @@ class _Large:
         low, high = self._slice(stop - start, self._meeting.me)
         mine = self._arrays[leg][start:stop]
         views = [self._view(member, number) for member in range(len(self._meeting.members))]
+        total = mine[low:high] if self._partial is None else np.empty(high - low, self._partial)
         for begin in range(low, high, self._cached):
             end = min(begin + self._cached, high)
-            self._reduction.combine([view[begin:end] for view in views], mine[begin:end])
+            self._reduction.combine([view[begin:end] for view in views], total[begin - low : end - low])
             if self._between is None:
                 self._copy(mine[begin:end], views, begin, end)
-        return mine[low:high]
+        return total
 
-    def _write_out(self, number: int) -> None:
-        """Writes this rank's slice of a result to all others."""
+    def _write_out(self, number: int, total: np.ndarray) -> None:
+        """Writes this rank's slice of a result to all."""
         leg, start, stop = self._pieces[number]
         low, high = self._slice(stop - start, self._meeting.me)
         views = [self._view(member, number) for member in range(len(self._meeting.members))]
-        self._copy(self._arrays[leg][start + low : start + high], views, low, high)
+        mine = self._arrays[leg][start + low : start + high]
+        if total.dtype != mine.dtype:
+            with np.errstate(over="ignore"):  # what does not fit into sixteen bits is infinite, as in any sum
+                mine[...] = total
+        self._copy(mine, views, low, high)
 
     def _copy(self, result: np.ndarray, views: Sequence[np.ndarray], begin: int, end: int) -> None:
         for member, view in enumerate(views):

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,12 @@ class Session:
     Args:
         size: number of ranks.
         framework: the module whose ``init`` and ``shutdown`` surround the cases; empty for none.
+        settings: environment variables of the ranks.
     """
 
-    def __init__(self, size: int, *, framework: str = "") -> None:
+    def __init__(self, size: int, *, framework: str = "", settings: Mapping[str, str] | None = None) -> None:
         self.size = size
+        self._settings = settings or {}
         self._framework = framework
         self._crew: _Crew | None = None
 
@@ -72,7 +75,7 @@ class Session:
             output and, if it did not come back, the stacks of its threads.
         """
         if self._crew is None:
-            self._crew = _Crew(self.size)
+            self._crew = _Crew(self.size, self._settings)
             if self._framework and (problem := self._run(Case(self._framework, "init", deadline=_START_SECONDS))):
                 return problem
         return self._run(case)
@@ -103,14 +106,14 @@ class Session:
 class _Crew:
     """The ranks of one ``mpirun``."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, settings: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="coordd-", ignore_cleanup_errors=True)
         address = str(Path(self._folder.name, "session"))
         worker = [sys.executable, "-m", "tests.mpi.worker", address, self._folder.name]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(size)
-            self._job = Job(command("mpirun", size) + worker, environment(), timeout=_LAST_SECONDS)
+            self._job = Job(command("mpirun", size) + worker, {**environment(), **settings}, timeout=_LAST_SECONDS)
             listener.settimeout(_CONNECT_SECONDS)
             try:
                 links = [_Link(listener.accept()[0]) for _ in range(size)]

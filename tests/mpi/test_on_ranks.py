@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.mpi.cases import Case, find
 from tests.mpi.session import Session
@@ -13,20 +14,35 @@ from tests.mpi.session import Session
 pytestmark = pytest.mark.mpi
 
 _CASES = find("tests.mpi", Path(__file__).parent)
-_SIZES = sorted({size for case in _CASES for size in case.sizes})
-_ITEMS = [pytest.param(size, case, id=f"{case}-{size}") for size in _SIZES for case in _CASES if size in case.sizes]
+_WAYS = {
+    "memory": {},
+    "network": {"COORDD_SHARED_MEMORY": "0"},
+    "hosts": {"COORDD_SIMULATE_HOSTS": "2"},
+}
+"""How data travels: by default through memory; what is said of one way must hold on the others."""
+_ON_OTHER_WAYS = {"network": 2, "hosts": 4}
 
 
-class _Sessions(dict[int, Session]):
-    """Sessions by number of ranks."""
+def _items() -> Iterator[ParameterSet]:
+    for way in _WAYS:
+        for size in sorted({size for case in _CASES for size in case.sizes}):
+            for case in _CASES:
+                wanted = way == "memory" or (size == _ON_OTHER_WAYS[way] and not case.module.endswith("large"))
+                if size in case.sizes and wanted:
+                    yield pytest.param(way, size, case, id=f"{case}-{size}-{way}")
 
-    def __missing__(self, size: int) -> Session:
-        self[size] = Session(size, framework="coordd.torch")
-        return self[size]
+
+class _Sessions(dict[tuple[str, int], Session]):
+    """Sessions by way and number of ranks."""
+
+    def __missing__(self, key: tuple[str, int]) -> Session:
+        way, size = key
+        self[key] = Session(size, framework="coordd.torch", settings=_WAYS[way])
+        return self[key]
 
 
 @pytest.fixture(scope="module")
-def sessions() -> Iterator[Mapping[int, Session]]:
+def sessions() -> Iterator[Mapping[tuple[str, int], Session]]:
     """Starts a session when its first case comes, and sees that all ranks leave in order at the end."""
     sessions = _Sessions()
     yield sessions
@@ -34,8 +50,8 @@ def sessions() -> Iterator[Mapping[int, Session]]:
         pytest.fail(problem, pytrace=False)
 
 
-@pytest.mark.parametrize(("size", "case"), _ITEMS)
-def test_case(sessions: Mapping[int, Session], size: int, case: Case) -> None:
+@pytest.mark.parametrize(("way", "size", "case"), list(_items()))
+def test_case(sessions: Mapping[tuple[str, int], Session], way: str, size: int, case: Case) -> None:
     """Passes on every rank."""
-    if problem := sessions[size].run(case):
+    if problem := sessions[way, size].run(case):
         pytest.fail(problem, pytrace=False)

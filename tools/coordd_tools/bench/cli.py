@@ -104,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     idle_ = _noun(nouns, "idle", "CPU time while nothing is submitted", _idle_job, rounds=3)
     idle_.add_argument("--seconds", type=float, default=10.0, help="how long to watch (default: 10)")
     memory_ = _noun(nouns, "memory", "what exchanging gradients adds to a rank's memory", _memory_job, rounds=2)
-    memory_.add_argument("--models", type=_names(_ALL_MODELS), default=("mlp", "wide"), help="of " + ",".join(_ALL_MODELS))
+    memory_.add_argument(
+        "--models", type=_names(_ALL_MODELS), default=("mlp", "wide"), help="of " + ",".join(_ALL_MODELS)
+    )
     _noun(nouns, "startup", "time from import to initialised", _startup_job, rounds=5)
     return parser
 
