@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from random import Random
+from typing import NamedTuple
 
 from coordd.member import Bucket
 from coordd.messages import Kind
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.ledger import Ledger, Submission, demand
 
-__all__ = ["Exchange", "submissions"]
+__all__ = ["Cargo", "Exchange", "submissions"]
 
 _MEAN = 3e-4
+
+
+class Cargo(NamedTuple):
+    """What is in a bucket when it starts; its entries hold other things later, for ranks use them again."""
+
+    made: list[Submission]
+    sizes: tuple[int, ...]
 
 
 class Exchange:
@@ -25,6 +33,7 @@ class Exchange:
         self._ledger = ledger
         self._fusion_bytes = fusion_bytes
         self._meeting: dict[int, dict[int, tuple[Bucket, Callable[[Bucket], None]]]] = {}
+        self._cargoes: dict[int, list[Cargo]] = {}
         self._last: dict[int, int] = {}
         self._moved: set[Submission] = set()
         self._dead: set[int] = set()
@@ -34,7 +43,10 @@ class Exchange:
         demand(bucket.sequence > self._last.get(rank, 0), f"rank {rank} starts bucket {bucket.sequence} out of order")
         self._last[rank] = bucket.sequence
         meeting = self._meeting.setdefault(bucket.sequence, {})
-        made = self.inspect(f"bucket {bucket.sequence}", rank, bucket, [other for other, _ in meeting.values()])
+        cargoes = self._cargoes.setdefault(bucket.sequence, [])
+        cargo = self.inspect(f"bucket {bucket.sequence}", rank, bucket, cargoes)
+        cargoes.append(cargo)
+        made = cargo.made
         for one in made:
             demand(self._ledger.heard(one.turn), f"{one!r} was released before all members had announced it")
         self.move(made)
@@ -42,18 +54,18 @@ class Exchange:
         if len(meeting) == len(made[0].turn.members):
             self._move(bucket.sequence)
 
-    def inspect(self, what: str, rank: int, bucket: Bucket, others: list[Bucket]) -> list[Submission]:
+    def inspect(self, what: str, rank: int, bucket: Bucket, others: Sequence[Cargo]) -> Cargo:
         """Insists that a bucket is what it should be, and the same on other ranks; returns what is in it."""
         made = submissions(bucket)
         if not others:
             self._inspect(what, bucket, made)
         for other in others:
-            here, there = [one.turn for one in made], [one.turn for one in submissions(other)]
-            demand(here == there, f"{what} holds {made} here and {submissions(other)} there")
+            here, there = [one.turn for one in made], [one.turn for one in other.made]
+            demand(here == there, f"{what} holds {made} here and {other.made} there")
             demand(bucket.sizes == other.sizes, f"{what}: {bucket.sizes} against {other.sizes}")
         for one in made:
             demand(one.rank == rank, f"rank {rank} has {one!r} in {what}")
-        return made
+        return Cargo(made, bucket.sizes)
 
     def move(self, made: Iterable[Submission]) -> None:
         """Notes what is carried out, which happens once."""

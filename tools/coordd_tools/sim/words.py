@@ -9,7 +9,7 @@ from random import Random
 
 from coordd.member import Locked
 from coordd_tools.sim.agenda import Agenda
-from coordd_tools.sim.exchange import Exchange, submissions
+from coordd_tools.sim.exchange import Cargo, Exchange, submissions
 from coordd_tools.sim.ledger import Ledger, demand
 
 __all__ = ["Words"]
@@ -28,6 +28,7 @@ class _Meeting:
     heard: dict[int, set[int]] = field(default_factory=dict)
     ended: dict[int, bool] = field(default_factory=dict)
     landed: set[int] = field(default_factory=set)
+    cargoes: list[Cargo] = field(default_factory=list)
 
 
 class Words:
@@ -52,8 +53,7 @@ class Words:
         self._inspect(rank, word)
         meeting = self._meetings.setdefault(key, _Meeting())
         if word.bucket is not None:
-            others = [other.bucket for other, _ in meeting.given.values() if other.bucket is not None]
-            self._exchange.inspect(f"locked bucket {key}", rank, word.bucket, others)
+            meeting.cargoes.append(self._exchange.inspect(f"locked bucket {key}", rank, word.bucket, meeting.cargoes))
         meeting.given[rank] = (word, told)
         meeting.heard.setdefault(rank, set())
         for peer in self._ranks:
