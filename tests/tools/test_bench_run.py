@@ -16,14 +16,14 @@ def bench(*arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_step_measures_ddp_over_the_floor(tmp_path):
+def test_step_measures_exchanges_over_the_floor(tmp_path):
     found = tmp_path / "step.json"
-    ran = bench("step", "--models", "small", "--engines", "none,ddp", "--json", str(found))
+    ran = bench("step", "--models", "small", "--engines", "none,ddp,sketch", "--json", str(found))
     assert ran.returncode == 0, ran.stderr
     figures = {(f["engine"], f["name"]): f for f in json.loads(found.read_text())["figures"]}
     assert set(figures) == {
         *(("none", "step_ms"), ("none", "cpu_ms")),
-        *(("ddp", "step_ms"), ("ddp", "cpu_ms"), ("ddp", "overhead_ms")),
+        *((engine, name) for engine in ("ddp", "sketch") for name in ("step_ms", "cpu_ms", "overhead_ms")),
     }
     assert all(figure["n"] == 2 for figure in figures.values())
     assert figures["none", "step_ms"]["median"] > 0

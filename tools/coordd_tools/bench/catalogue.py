@@ -8,7 +8,7 @@ from collections.abc import Sequence
 __all__ = ["ENGINES", "defaults", "missing"]
 
 ENGINES = {
-    "step": ("none", "coordd", "ddp", "horovod", "ddp-view"),
+    "step": ("none", "coordd", "ddp", "horovod", "ddp-view", "sketch"),
     "allreduce": ("coordd", "coordd-negotiated", "coordd-window", "memory", "gloo", "mpi", "horovod"),
     "idle": ("mpi", "coordd", "gloo", "horovod"),
     "memory": ("none", "coordd", "ddp", "horovod", "ddp-view"),
@@ -16,10 +16,16 @@ ENGINES = {
 }
 """The engines that can take part in each benchmark."""
 
-_BY_REQUEST = frozenset({"ddp-view", "coordd-negotiated", "coordd-window", "memory"})
+_BY_REQUEST = frozenset({"ddp-view", "sketch", "coordd-negotiated", "coordd-window", "memory"})
 _WHERE_INSTALLED = frozenset({"horovod"})
 _COORDD = ("coordd.torch", "coordd_torch")
-_NEEDS = {"coordd": _COORDD, "coordd-negotiated": _COORDD, "coordd-window": _COORDD, "horovod": ("horovod.torch",)}
+_NEEDS = {
+    "coordd": _COORDD,
+    "sketch": _COORDD[:1],
+    "coordd-negotiated": _COORDD,
+    "coordd-window": _COORDD,
+    "horovod": ("horovod.torch",),
+}
 _ALL_NEED = ("torch", "mpi4py")
 
 

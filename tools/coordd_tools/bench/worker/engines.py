@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from coordd_tools.bench.worker.models import LEARNING_RATE
+from coordd_tools.bench.worker.sketch import Sketch
+
 if TYPE_CHECKING:  # importing MPI starts it, and who only wants to look an engine up need not be a rank
     from coordd_tools.bench.worker.rank import Rank
 
 __all__ = ["REDUCERS", "TRAINERS", "Engine", "Reducer", "Trainer", "started"]
-
-_LEARNING_RATE = 1e-3
 
 
 class Engine(Protocol):
@@ -68,7 +69,7 @@ class _Nothing:
         pass
 
     def prepare(self, model: nn.Module, *, label: str) -> tuple[nn.Module, Optimizer]:  # noqa: ARG002
-        return model, SGD(model.parameters(), lr=_LEARNING_RATE)
+        return model, SGD(model.parameters(), lr=LEARNING_RATE)
 
 
 class _Anywhere:
@@ -136,7 +137,7 @@ class _Gloo(_Anywhere):
 
     def prepare(self, model: nn.Module, *, label: str) -> tuple[nn.Module, Optimizer]:  # noqa: ARG002
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=self._view)
-        return wrapped, SGD(wrapped.parameters(), lr=_LEARNING_RATE)
+        return wrapped, SGD(wrapped.parameters(), lr=LEARNING_RATE)
 
     def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:  # noqa: ARG002
         return lambda: dist.all_reduce(tensor)
@@ -161,7 +162,7 @@ class _Hooked(_Anywhere):
     def prepare(self, model: nn.Module, *, label: str) -> tuple[nn.Module, Optimizer]:
         names = [(f"{label}.{name}", parameter) for name, parameter in model.named_parameters()]
         optimizer: Optimizer = self._api.DistributedOptimizer(
-            SGD(model.parameters(), lr=_LEARNING_RATE), named_parameters=names
+            SGD(model.parameters(), lr=LEARNING_RATE), named_parameters=names
         )
         self._api.broadcast_parameters(model.state_dict(), root_rank=0)
         return model, optimizer
@@ -196,6 +197,7 @@ TRAINERS: dict[str, Callable[[], Trainer]] = {
     "ddp": lambda: _Gloo("ddp"),
     "ddp-view": lambda: _Gloo("ddp-view", view=True),
     "horovod": lambda: _Hooked("horovod", "horovod.torch"),
+    "sketch": Sketch,
 }
 REDUCERS: dict[str, Callable[[], Reducer]] = {
     "coordd": lambda: _Hooked("coordd", "coordd.torch"),

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "Model"]
+__all__ = ["LEARNING_RATE", "MODELS", "Model"]
+
+LEARNING_RATE = 1e-3
 
 _VOCABULARY, _WIDTH, _HEADS, _BLOCKS, _CONTEXT = 256, 256, 4, 6, 128
 
