@@ -232,13 +232,14 @@ class Loop:
                 self._obey(sender, message)
             return
         now = time.monotonic()
+        own = self._own_post.rank
         for sender, message in arrived:
             if isinstance(message, Lost):
                 self._lose(sender)
             self._hub.hear(sender, message, now=now)
         while said := self._hub.turn(now):  # what this rank is told, it may answer at once
-            for rank, message in said:
-                if rank == self._own_post.rank:
+            for rank, message in sorted(said, key=lambda told: told[0] == own):  # others need not wait for its work
+                if rank == own:
                     self._obey(rank, message)
                 else:
                     self._control.send(rank, message)

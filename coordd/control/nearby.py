@@ -44,13 +44,8 @@ class Edge:
 
     @property
     def news(self) -> bool:
-        """Whether something was put into this rank's ring since `take` has last looked."""
-        return self._inward.news
-
-    @property
-    def holds(self) -> bool:
-        """Whether `take` may find something: there are news, or a message that came too early."""
-        return self._held is not None or self._inward.news
+        """Whether something was put into this rank's ring that need not wait for the network."""
+        return self._held is None and self._inward.news
 
     def put(self, data: bytes) -> bool:
         """Puts a message into the neighbour's ring; False if it is to take the network, which is counted."""
@@ -111,7 +106,8 @@ class Nearby:
                 self._edges.pop(sender, None)
             elif sender in self._edges:
                 self._edges[sender].pass_on()
-        for rank in [rank for rank, edge in self._edges.items() if edge.holds]:
+                found += self._take(sender)
+        for rank in [rank for rank, edge in self._edges.items() if edge.news]:
             found += self._take(rank)
         return found
 
