@@ -67,7 +67,6 @@ class Plane:
         self._hosts = hosts
         self._chunk = chunk
         self._scratch = Scratch()
-        self._ways: dict[tuple[int, ...], Route] = {}
 
     @property
     def heralded(self) -> bool:
@@ -105,7 +104,7 @@ class Plane:
                 return False
             yield from collectives.allreduce(group, arrays, whole)
             return True
-        way = self._way(members)
+        way = route(self.rank, members, self._hosts)
         several = len(way.neighbours) < len(members)
         levels = _levels(request, dtype, len(members)) if several else (whole, None)
         return (yield from self._reduce_here(spot, arrays, levels, way, agreed=agreed))
@@ -115,7 +114,7 @@ class Plane:
         if self._commons is None:
             yield from self._agree(self._group(spot, self.world), valid=False)
             return
-        way = self._way(self.world)
+        way = route(self.rank, self.world, self._hosts)
         meeting = self._commons.meeting(spot.slot, spot.stamp, way.neighbours)
         while not meeting.enter(word=False):
             yield
@@ -198,12 +197,6 @@ class Plane:
         while (verdict := meeting.verdict()) is None:
             yield
         return verdict
-
-    def _way(self, members: tuple[int, ...]) -> Route:
-        """The way to the members, found once for each set of them."""
-        if members not in self._ways:
-            self._ways[members] = route(self.rank, members, self._hosts)
-        return self._ways[members]
 
     def _group(self, spot: Spot, members: Sequence[int]) -> Group:
         """The members as they are reached over the lane."""

@@ -150,7 +150,7 @@ class Reduction:
         self._prescale = prescale
         self._postscale = postscale
         self._in_place = dtype.kind != "c"  # NumPy multiplies complex numbers in place with another rounding
-        self._narrow = dtype.itemsize == 2 and dtype.name in {"float16", "bfloat16"}  # NumPy takes long for a name
+        self._narrow = dtype.name in {"float16", "bfloat16"}
 
     @property
     def sums(self) -> np.dtype | None:
