@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -64,9 +65,9 @@ class Plane:
         self.pulse = Pulse()
         self._commons = commons
         self.rank = rank
-        self._hosts = hosts
         self._chunk = chunk
         self._scratch = Scratch()
+        self._way = functools.cache(lambda members: route(rank, members or self.world, hosts))
 
     @property
     def heralded(self) -> bool:
@@ -104,7 +105,7 @@ class Plane:
                 return False
             yield from collectives.allreduce(group, arrays, whole)
             return True
-        way = route(self.rank, members, self._hosts)
+        way = self._way(request.members)
         several = len(way.neighbours) < len(members)
         levels = _levels(request, dtype, len(members)) if several else (whole, None)
         return (yield from self._reduce_here(spot, arrays, levels, way, agreed=agreed))
@@ -114,7 +115,7 @@ class Plane:
         if self._commons is None:
             yield from self._agree(self._group(spot, self.world), valid=False)
             return
-        way = route(self.rank, self.world, self._hosts)
+        way = self._way(())
         meeting = self._commons.meeting(spot.slot, spot.stamp, way.neighbours)
         while not meeting.enter(word=False):
             yield

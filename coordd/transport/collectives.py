@@ -14,6 +14,7 @@ Each member moves 2 (n-1)/n of the tensor, the least possible. Sixteen-bit float
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -150,7 +151,7 @@ class Reduction:
         self._prescale = prescale
         self._postscale = postscale
         self._in_place = dtype.kind != "c"  # NumPy multiplies complex numbers in place with another rounding
-        self._narrow = dtype.name in {"float16", "bfloat16"}
+        self._narrow = _is_narrow(dtype)
 
     @property
     def sums(self) -> np.dtype | None:
@@ -194,6 +195,11 @@ class Reduction:
             target = out if index == len(parts) and not self._narrow else total
             total = self._combine(total, part, out=target if self._in_place else None)
         return total
+
+
+@functools.cache
+def _is_narrow(dtype: np.dtype) -> bool:
+    return dtype.name in {"float16", "bfloat16"}
 
 
 def allreduce(group: Group, arrays: Sequence[np.ndarray], reduction: Reduction) -> Steps:

@@ -192,27 +192,35 @@ class _Large:
         return [place is not None for place in found]
 
     def lay_open(self) -> bool:
-        """Lays one more piece open, if there is room for it."""
-        number = self._opened
-        if number == len(self._pieces):
-            return False
+        """Lays one more piece open, if there is room for it; those that need no hand laid on them at once."""
+        before = self._opened
+        while self._opened < len(self._pieces):
+            leg, start, stop = self._pieces[self._opened]
+            if not self._resident[leg]:
+                if self._opened - self._landed < RING:
+                    self._lay_in_ring(self._opened)
+                    self._opened += 1
+                break
+            self._opened += 1
+            if self._reduction.scales:
+                self._reduction.prepare(self._arrays[leg][start:stop])
+                break
+        if self._opened > before:
+            self._meeting.lay_open(self._opened)
+        return self._opened > before
+
+    def _lay_in_ring(self, number: int) -> None:
+        """Copies what others add up of a piece to where they see it."""
         leg, start, stop = self._pieces[number]
-        resident = self._resident[leg]
-        if not resident and number - self._landed >= RING:
-            return False
         piece = self._arrays[leg][start:stop]
         self._reduction.prepare(piece)
-        if not resident:
-            place = self._place_in_ring(number)
-            for low, high in self._foreign(stop - start):
-                place[low:high] = piece[low:high]
-        self._opened += 1
-        self._meeting.lay_open(self._opened)
-        return True
+        place = self._place_in_ring(number)
+        for low, high in self._foreign(stop - start):
+            place[low:high] = piece[low:high]
 
     def reduce(self) -> Generator[None, None, bool]:
         """Adds up this rank's slices of what all have laid open, and hands them out; says whether there were any."""
-        batch = 1 if self._between is None else RING
+        batch = 1 if self._between is None and self._ring is not None else RING
         stop = min(self._reduced + batch, len(self._pieces))
         if not self._reduced < stop <= self._opened or not self._meeting.all_open(stop):
             return False
