@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -189,6 +190,13 @@ class Config:
     def __post_init__(self) -> None:
         for knob in knobs():
             knob.check(getattr(self, knob.name), source=knob.name)
+
+    @property
+    def digest(self) -> str:
+        """A short print of what must be equal on all ranks."""
+        own = {"log_level", "interface", "daemon_cores"}
+        text = ";".join(f"{knob.name}={getattr(self, knob.name)}" for knob in knobs() if knob.name not in own)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @classmethod
     def load(cls, environment: Mapping[str, str], **arguments: Any) -> Config:

@@ -95,12 +95,8 @@ class Flights:
 
     def nod_off(self) -> bool:
         """Asks neighbours to ring from now on, and looks a last time; True if something has moved meanwhile."""
-        if not (self._active or self._words) or not self._plane.fall_asleep():
-            return False
-        moved = self.advance()
-        if moved:
-            self._plane.wake_up()
-        return moved
+        self._plane.fall_asleep(data=len(self) > 0)
+        return self.advance()
 
     def wake_up(self) -> None:
         """Tells neighbours not to ring any more."""

@@ -5,7 +5,6 @@ It never blocks on one operation while another could progress, and sleeps withou
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
@@ -18,7 +17,7 @@ from coordd.account import account
 from coordd.affinity import keep_to
 from coordd.bell import Bell
 from coordd.bucket import Locked
-from coordd.config import Config, knobs
+from coordd.config import Config
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
 from coordd.crowd import Crowd, oversubscribed
@@ -154,7 +153,7 @@ class Loop:
         self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
         self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
         self._hub = hub(self._own_post, self._coordinate)
-        self._tell(Hello(VERSION, _digest(self._config), os.getpid(), self._link.hosts[transport.rank]))
+        self._tell(Hello(VERSION, self._config.digest, os.getpid(), self._link.hosts[transport.rank]))
 
     def _coordinate(self, voices: Sequence[int] | None) -> Coordinator:
         return Coordinator(
@@ -233,13 +232,14 @@ class Loop:
                 self._obey(sender, message)
             return
         now = time.monotonic()
+        own = self._own_post.rank
         for sender, message in arrived:
             if isinstance(message, Lost):
                 self._lose(sender)
             self._hub.hear(sender, message, now=now)
         while said := self._hub.turn(now):  # what this rank is told, it may answer at once
-            for rank, message in said:
-                if rank == self._own_post.rank:
+            for rank, message in sorted(said, key=lambda told: told[0] == own):  # others need not wait for its work
+                if rank == own:
                     self._obey(rank, message)
                 else:
                     self._control.send(rank, message)
@@ -363,11 +363,17 @@ class Loop:
             self._patience.restart()
         elif self._inbox.awaited and self._patience.short(data=bool(self._flights) and not self._flights.heralded):
             self._stay_awake()
-        elif self._mailbox or (self._flights and not self._flights.heralded):
-            self._patience.doze(self._bell, awaited=self._inbox.awaited)
-        elif not self._control.ready() and not self._flights.nod_off():
-            self._inbox.sleep(self._deadline())
-            self._flights.wake_up()
+        else:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Sleeps, if a last look finds nothing; naps where nobody says that data has come."""
+        if not self._flights.nod_off() and not self._control.ready():
+            if self._mailbox or (self._flights and not self._flights.heralded):
+                self._patience.doze(self._bell, awaited=self._inbox.awaited)
+            else:
+                self._inbox.sleep(self._deadline())
+        self._flights.wake_up()
 
     def _stay_awake(self) -> None:
         """Looks at the data several times for one look at everything else."""
@@ -387,10 +393,3 @@ class Loop:
         if (remaining := self._lookout.remaining(now)) is not None:
             times.append(remaining)
         return max(_SHORTEST_SLEEP, min(times)) if times else None
-
-
-def _digest(config: Config) -> str:
-    """A short print of the settings, equal where they are."""
-    own = {"log_level", "interface", "daemon_cores"}
-    text = ";".join(f"{knob.name}={getattr(config, knob.name)}" for knob in knobs() if knob.name not in own)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -74,12 +74,10 @@ class Plane:
         """Whether this rank's bell rings whenever an operation can go on, so that nobody has to look."""
         return self._commons is not None and len(self._commons.ranks) == len(self.world)
 
-    def fall_asleep(self) -> bool:
-        """Asks neighbours to ring from now on; to be followed by a last look. Says whether there is anybody to ask."""
-        if self._commons is None:
-            return False
-        self._commons.mine.fall_asleep()
-        return True
+    def fall_asleep(self, *, data: bool) -> None:
+        """Asks neighbours to ring for messages, and for data if wanted; to be followed by a last look."""
+        if self._commons is not None:
+            self._commons.mine.fall_asleep(data=data)
 
     def wake_up(self) -> None:
         """Tells neighbours not to ring any more."""

@@ -84,17 +84,20 @@ def _over(transport: Transport, config: Config, bell: Bell) -> Link:
     host = os.uname().nodename
     if transport.size == 1:
         return Link(transport, MemoryStar(1).join(0), (host,))
-    from coordd.control import branch
+    from coordd.control import branch, nearby
 
     hosts = tuple(transport.gather(_split(host, transport, config.simulate_hosts)))
     commons = join(transport.gather, hosts, transport.rank, bell.descriptor) if config.shared_memory else None
-    control = branch.join(
-        post(transport.rank, hosts, config.fan_in),
+    place = post(transport.rank, hosts, config.fan_in)
+    control: Control = branch.join(
+        place,
         transport.gather,
         hosts=hosts,
         interface=config.interface,
         heartbeat_seconds=config.heartbeat_seconds,
     )
+    if commons is not None:
+        control = nearby.join(control, place, transport.gather, commons)
     return Link(transport, control, hosts, commons)
 
 

@@ -15,7 +15,7 @@ import msgspec
 from coordd.errors import CoorddError
 from coordd.messages import Announcement, Message, Report
 
-__all__ = ["MAX_MESSAGE", "Batch", "WireError", "bits", "decode", "encode", "forget", "mask"]
+__all__ = ["MAX_MESSAGE", "Batch", "Scribe", "WireError", "bits", "decode", "encode", "forget", "mask"]
 
 MAX_MESSAGE = 16 << 20
 """Largest control message in bytes, before it is compressed."""
@@ -62,6 +62,20 @@ def encode(message: Message) -> bytes:
         return _pack(_Sealed(msgspec.structs.replace(message, fresh=()), batch.data))
     data = _pack(message)
     return data if len(data) < _LARGE else _compress(data)
+
+
+class Scribe:
+    """Writes messages for somebody who sends; one that goes to many is encoded once."""
+
+    def __init__(self) -> None:
+        self._last: Message | None = None
+        self._data = b""
+
+    def encode(self, message: Message) -> bytes:
+        """Writes a message; see `encode`."""
+        if message is not self._last:
+            self._data, self._last = encode(message), message
+        return self._data
 
 
 def _pack(value: Any) -> bytes:

@@ -350,7 +350,6 @@ def test_who_nods_off_is_rung_by_the_next_piece_of_news(monkeypatch):
         first, second = (Flights(plane, Diary()) for plane in world.planes)
         rung: list[int] = []
         monkeypatch.setattr("os.write", lambda descriptor, _: rung.append(descriptor))
-        assert not first.nod_off()  # nothing is in flight: nobody needs to ring
         for flights in (first, second):
             flights.start(Diary().small(1))
         first.advance()
@@ -366,6 +365,22 @@ def test_who_nods_off_is_rung_by_the_next_piece_of_news(monkeypatch):
         assert not rung
 
 
+def test_who_nods_off_with_nothing_in_flight_is_rung_for_messages_only(monkeypatch):
+    with planes("aa") as world:
+        first, second = (Flights(plane, Diary()) for plane in world.planes)
+        rung: list[int] = []
+        monkeypatch.setattr("os.write", lambda descriptor, _: rung.append(descriptor))
+        assert not first.nod_off()
+        second.start(Diary().small(1))
+        second.advance()
+        assert not rung
+        world.planes[1]._commons.boards[0].call()
+        assert len(rung) == 1
+        first.wake_up()
+        world.planes[1]._commons.boards[0].call()
+        assert len(rung) == 1
+
+
 def test_who_nods_off_looks_a_last_time():
     """What has come since the look before would ring nobody."""
     with planes("aa") as world:
@@ -375,4 +390,3 @@ def test_who_nods_off_looks_a_last_time():
             flights.advance()
         assert first.nod_off()
         assert not first
-        assert not world.planes[0]._commons.mine.words[8]  # it is awake: nobody needs to ring

@@ -159,7 +159,27 @@ def test_too_much_is_refused_on_both_sides():
 
 def test_refusals_are_coordds_own_errors():
     assert issubclass(WireError, CoorddError)
-    assert set(wire.__all__) == {"MAX_MESSAGE", "Batch", "WireError", "bits", "decode", "encode", "forget", "mask"}
+    assert set(wire.__all__) == {
+        "MAX_MESSAGE",
+        "Batch",
+        "Scribe",
+        "WireError",
+        "bits",
+        "decode",
+        "encode",
+        "forget",
+        "mask",
+    }
+
+
+def test_a_scribe_encodes_what_goes_to_many_once():
+    scribe = wire.Scribe()
+    first, second = Report(1), Report(2)
+    data = scribe.encode(first)
+    assert data == encode(first)
+    assert scribe.encode(first) is data
+    assert scribe.encode(second) == encode(second)
+    assert scribe.encode(first) == data
 
 
 @given(st.sets(st.integers(0, 5000)))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 from coordd.messages import Message
+from coordd.wire import WireError, decode
 
-__all__ = ["Control", "Lost"]
+__all__ = ["LOST", "Control", "Lost", "read"]
+
+log = logging.getLogger("coordd")
 
 
 class Lost:
@@ -42,3 +46,12 @@ class Control(Protocol):
     def close(self) -> None:
         """Leaves, after what was sent has been handed to the network."""
         ...
+
+
+def read(sender: int, data: bytes) -> list[tuple[int, Message]]:
+    """Reads a message; bytes that are none are logged and dropped."""
+    try:
+        return [(sender, decode(data))]
+    except WireError as error:
+        log.warning("dropped a control message from rank %d: %s", sender, error)
+        return []

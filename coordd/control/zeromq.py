@@ -7,7 +7,6 @@ moves the bytes outside the interpreter's lock, and notices a dead peer while th
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -17,14 +16,12 @@ from dataclasses import dataclass
 
 import zmq
 
-from coordd.control.protocol import LOST, Lost
+from coordd.control.protocol import LOST, Lost, read
 from coordd.errors import StartError
 from coordd.messages import Message
-from coordd.wire import MAX_MESSAGE, WireError, decode, encode
+from coordd.wire import MAX_MESSAGE, Scribe
 
 __all__ = ["Address", "ZmqControl"]
-
-log = logging.getLogger("coordd")
 
 _LINGER_MS = 500
 _EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): number and value; PyZMQ's own reader of it imports asyncio
@@ -47,8 +44,7 @@ class ZmqControl:
     def __init__(self, rank: int, *, heartbeat_seconds: float, hub: int = 0) -> None:
         self._rank = rank
         self._hub = hub
-        self._last: Message | None = None
-        self._data = b""
+        self._scribe = Scribe()
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER if rank == hub else zmq.DEALER)
         self._socket.set(zmq.LINGER, _LINGER_MS)
@@ -88,14 +84,13 @@ class ZmqControl:
         self._socket.connect(address.endpoint)
 
     def send(self, rank: int, message: Message) -> None:
-        """Hands a message to ZeroMQ's thread; one that goes to many is encoded once."""
-        if message is not self._last:
-            self._data, self._last = encode(message), message
+        """Hands a message to ZeroMQ's thread."""
+        data = self._scribe.encode(message)
         self._stale = True
         if self._rank == self._hub:
-            self._socket.send_multipart((_identity(rank), self._data), zmq.NOBLOCK)
+            self._socket.send_multipart((_identity(rank), data), zmq.NOBLOCK)
         else:
-            self._socket.send(self._data, zmq.NOBLOCK)
+            self._socket.send(data, zmq.NOBLOCK)
 
     def receive(self) -> list[tuple[int, Message | Lost]]:
         """Takes what has arrived; bytes that are no message are logged and dropped."""
@@ -104,11 +99,7 @@ class ZmqControl:
         found: list[tuple[int, Message | Lost]] = []
         while _readable(self._socket):
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            sender = self._sender(frames)
-            try:
-                found.append((sender, decode(frames[-1].bytes)))
-            except WireError as error:
-                log.warning("dropped a control message from rank %d: %s", sender, error)
+            found += read(self._sender(frames), frames[-1].bytes)
         return found + self._losses()
 
     def ready(self) -> bool:

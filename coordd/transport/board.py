@@ -30,6 +30,7 @@ INLINE_BYTES = 32 << 10
 """Bytes of small operations that travel in the slot itself."""
 LEGS = 16
 """Arrays of one operation that may lie in common memory each in its own place; one place more is for a ring."""
+_FOR_MESSAGES, _FOR_ALL = 1, 2
 _SLOT_WORDS = 64
 _NUMBER_SHIFT = 31
 _TOKEN, _ASLEEP, _DIRECTORY = 0, 8, 16
@@ -134,18 +135,23 @@ class Board:
         start = _FIRST_INLINE + number * INLINE_BYTES
         return self.memory.data[start : start + INLINE_BYTES]
 
-    def fall_asleep(self) -> None:
-        """Says that a ring is needed; to be followed by a last look."""
-        self.words[_ASLEEP] = 1
+    def fall_asleep(self, *, data: bool = True) -> None:
+        """Says that a ring is needed, for messages only or for data, too; to be followed by a last look."""
+        self.words[_ASLEEP] = _FOR_ALL if data else _FOR_MESSAGES
         fence()
 
     def wake_up(self) -> None:
         """Says that no ring is needed."""
         self.words[_ASLEEP] = 0
 
-    def ring(self) -> None:
-        """Wakes the owner if it sleeps."""
-        if self.words[_ASLEEP]:
+    def call(self) -> None:
+        """Wakes the owner if it sleeps: there is a message for it."""
+        fence()
+        self.ring(_FOR_MESSAGES)
+
+    def ring(self, what: int = _FOR_ALL) -> None:
+        """Wakes the owner if it sleeps and is to be woken for that."""
+        if self.words[_ASLEEP] >= what:
             with contextlib.suppress(OSError):  # full: it has been rung; broken: it is gone
                 os.write(self._bell, b"!")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["Heap", "attach"]
+__all__ = ["Heap", "attach", "lasting"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -122,6 +122,21 @@ def attach(pid: int, descriptor: int, size: int, *, populate: bool = True) -> np
         return np.frombuffer(memoryview(_mapped(opened, size, populate=populate)), np.uint8)
     finally:
         os.close(opened)
+
+
+def lasting(size: int) -> tuple[np.ndarray, int]:
+    """Makes memory, all zero, that stays as long as any process maps it, and its descriptor, for others to `attach`.
+
+    Raises:
+        OSError: there is no memory, or no file descriptor.
+    """
+    descriptor = os.memfd_create("coordd", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size)
+        return np.frombuffer(memoryview(_mapped(descriptor, size, populate=False)), np.uint8), descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _mapped(descriptor: int, size: int, *, populate: bool = True) -> ctypes.Array[ctypes.c_uint8]:

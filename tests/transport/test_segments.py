@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordd.transport import segments
-from coordd.transport.segments import Heap, attach
+from coordd.transport.segments import Heap, attach, lasting
 
 ROOM = 64
 
@@ -280,3 +280,22 @@ def test_a_forked_child_does_not_free_its_parents_memory(listing):
     ((descriptor, _),) = listing.values()
     assert os.fstat(descriptor).st_size == 4096
     assert (block == 5).all()
+
+
+def test_lasting_memory_outlives_its_maker():
+    memory, descriptor = lasting(5000)
+    other = attach(os.getpid(), descriptor, 5000)
+    assert not other.any()
+    os.close(descriptor)
+    memory[4999] = 7
+    del memory
+    gc.collect()
+    assert other[4999] == 7
+    other[0] = 1  # it can be written, too
+
+
+def test_where_there_is_no_memory_no_descriptor_is_kept():
+    before = psutil.Process().num_fds()
+    with pytest.raises(OSError, match=r"."):
+        lasting(-1)
+    assert psutil.Process().num_fds() == before
