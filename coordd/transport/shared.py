@@ -32,6 +32,8 @@ __all__ = ["RING", "Terms", "allreduce", "spread"]
 RING = 4
 _CACHED_BYTES = 512 << 10
 _PIECES_A_STEP = 4
+_CHUNKS_AT_ONCE = 8
+"""Pieces are so many times larger where none passes through a ring."""
 _ALIGNMENT = 16
 Between = Callable[[list[np.ndarray]], Steps]
 """What happens to a host's results before they are handed out; for more hosts than one."""
@@ -163,21 +165,26 @@ class _Large:
         self._between = terms.between
         self._partial = terms.partial
         self._step = max(self._owners, terms.chunk // arrays[0].itemsize)
-        self._pieces = [
-            _Piece(leg, start, min(start + self._step, array.size))
-            for leg, array in enumerate(arrays)
-            for start in range(0, array.size, self._step)
-        ]
+        self._pieces = self._divide(self._step)
+        self._settled = False
         self._cached = max(1024, _CACHED_BYTES // len(meeting.members) // arrays[0].itemsize)
         self._opened = self._reduced = self._landed = 0
         self._ring: np.ndarray | None = None
         self._resident = self._place(terms.lend)
-        self._bases: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
+        self._bases: dict[tuple[int, int], tuple[np.ndarray, bool]] = {}
 
     @property
     def done(self) -> bool:
         """Whether everything has arrived here."""
         return self._landed == len(self._pieces)
+
+    def _divide(self, step: int) -> list[_Piece]:
+        """Cuts the arrays into pieces of so many elements."""
+        return [
+            _Piece(leg, start, min(start + step, array.size))
+            for leg, array in enumerate(self._arrays)
+            for start in range(0, array.size, step)
+        ]
 
     def _place(self, lend: Callable[[int], np.ndarray]) -> list[bool]:
         """Says where this rank's arrays lie; those that do not lie in common memory pass through the ring."""
@@ -220,10 +227,13 @@ class _Large:
 
     def reduce(self) -> Generator[None, None, bool]:
         """Adds up this rank's slices of what all have laid open, and hands them out; says whether there were any."""
-        batch = 1 if self._between is None and self._ring is not None else RING
+        batch = 1 if self._between is None else RING
         stop = min(self._reduced + batch, len(self._pieces))
         if not self._reduced < stop <= self._opened or not self._meeting.all_open(stop):
             return False
+        if not self._settled:
+            self._settle()
+            stop = min(stop, len(self._pieces))
         numbers = range(self._reduced, stop)
         slices = [self._add_up(number) for number in numbers]
         if self._between is not None:
@@ -233,6 +243,17 @@ class _Large:
         self._reduced = stop
         self._meeting.hand_out(stop)
         return True
+
+    def _settle(self) -> None:
+        """Makes pieces larger if everybody has laid all of them open at once; all members find the same."""
+        self._settled = True
+        at_once = self._between is None and not self._reduction.scales and len(self._arrays) <= LEGS
+        others = [member for member in range(len(self._meeting.members)) if member != self._meeting.me]
+        if at_once and all(
+            resident and self._base(member, leg)[1] for leg, resident in enumerate(self._resident) for member in others
+        ):
+            self._pieces = self._divide(_CHUNKS_AT_ONCE * self._step)
+            self._opened = len(self._pieces)
 
     def _add_up(self, number: int) -> np.ndarray:
         """Adds up this rank's slice of a piece, in cache-sized parts, and returns it; on the only host hands it out."""
@@ -286,22 +307,23 @@ class _Large:
         leg, start, stop = self._pieces[number]
         if member == self._meeting.me:
             return self._arrays[leg][start:stop]
-        if (member, leg) not in self._bases:
-            self._bases[member, leg] = self._base(member, leg)
-        memory, resident = self._bases[member, leg]
+        memory, resident = self._base(member, leg)
         if not resident:
             start, stop = number % RING * self._step, number % RING * self._step + stop - start
         return memory[start:stop]
 
     def _base(self, member: int, leg: int) -> tuple[np.ndarray, bool]:
-        """Where a member's array lies, or its ring; and which of the two it is."""
-        array = self._arrays[leg]
-        memory = self._meeting.place_of(member, leg) if leg < LEGS else None
-        if memory is not None:
-            return memory[: array.nbytes].view(array.dtype), True
-        memory = self._meeting.place_of(member, LEGS)
-        assert memory is not None  # noqa: S101 - who has an array elsewhere has a ring
-        return memory[: RING * self._step * array.itemsize].view(array.dtype), False
+        """Where another member's array lies, or its ring; and whether it is the array."""
+        if (member, leg) not in self._bases:
+            array = self._arrays[leg]
+            memory = self._meeting.place_of(member, leg) if leg < LEGS else None
+            resident = memory is not None
+            size = array.nbytes
+            if memory is None:
+                memory, size = self._meeting.place_of(member, LEGS), RING * self._step * array.itemsize
+            assert memory is not None  # noqa: S101 - who has an array elsewhere has a ring
+            self._bases[member, leg] = memory[:size].view(array.dtype), resident
+        return self._bases[member, leg]
 
     def _slice(self, size: int, member: int) -> tuple[int, int]:
         """The part of a piece that a member adds up."""

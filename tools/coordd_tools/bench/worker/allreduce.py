@@ -18,7 +18,7 @@ from coordd_tools.bench.worker.rank import Rank
 __all__ = ["measure"]
 
 _BLOCK_BYTES = 16 << 20
-_FEWEST, _MOST = 3, 50
+_FEWEST, _MOST = 10, 50
 
 
 def measure(job: AllreduceJob, directory: Path) -> None:
