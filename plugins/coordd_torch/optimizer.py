@@ -209,7 +209,7 @@ def _late(optimizer: torch.optim.Optimizer, reducer: Reducer) -> list[tuple[str,
         (f"param.{index}.{place}", parameter)
         for index, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
-        if parameter.requires_grad and not reducer.knows(parameter)
+        if id(parameter) not in reducer.known and parameter.requires_grad
     ]
 
 

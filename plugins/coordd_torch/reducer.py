@@ -92,14 +92,11 @@ class Reducer:
         self._adrift: list[Gradient] = []
         self._moving: list[Gradient] = []
         self._hooks: list[RemovableHandle] = []
-        self._known: set[int] = set()
+        self.known: set[int] = set()
+        """The ids of the parameters whose gradients are reduced."""
         self.adopt(parameters)
         for gradient in self._loose:
             gradient.remember()
-
-    def knows(self, parameter: torch.Tensor) -> bool:
-        """Says whether this parameter's gradient is reduced."""
-        return id(parameter) in self._known
 
     def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes parameters in: at the start, and those that are added or thawed later."""
@@ -108,7 +105,7 @@ class Reducer:
             gradient = Gradient(self, self._prefix + name, parameter)
             self._loose.append(gradient)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient.ready))
-            self._known.add(id(parameter))
+            self.known.add(id(parameter))
             self._finished = False
 
     def detach(self) -> None:
