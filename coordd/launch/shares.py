@@ -6,8 +6,8 @@
 ```
 
 Rules: ranks of one host never get more threads than the host has cores for us, hyper-threads not counted, unless the
-user asks for them. Cores that are left over are the daemons'. Where none are, a rank is bound to its share only if that
-has at least two cores: with one, the kernel places compute thread and daemon better than we could.
+user asks for them. Cores that are left over are the daemons'. Where none are, a rank and its daemon are bound to their
+share, for who wakes the other there need not wake an idle core; but more threads than one need two cores at least.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def divide(cores: Cores, local_rank: int, local_size: int, wish: Wish) -> Share:
     if cores.divisible and spare * _DAEMONS_A_CORE >= local_size:
         return _beside_daemon(cores, local_rank, local_size, threads)
     share = Share(threads, daemon_on=tuple(sorted(wish.daemon_on)))
-    if not cores.divisible or local_size == 1 or count < 2 * local_size:
+    if not cores.divisible or local_size == 1 or count < local_size * min(threads, 2):
         return share
     first, last = (count * rank // local_size for rank in (local_rank, local_rank + 1))
     return share._replace(bound_to=_flat(cores.threads[first:last]))

@@ -114,7 +114,7 @@ def test_python_is_this_interpreter_although_nobody_activated_its_environment(mo
     [
         ("-n 1 x", TWO, {}, "1 rank of 2 threads on 2 cores"),
         ("-n 1 --threads 3 x", EIGHT, {}, "1 rank of 3 threads on 8 cores"),
-        ("-n 2 x", TWO, {}, "2 ranks of 1 thread on 2 cores, which daemons share"),
+        ("-n 2 x", TWO, {}, "2 ranks of 1 thread on 2 cores, each with its daemon on its own: 0 and 1"),
         ("-n 2 x", EIGHT, {}, "2 ranks of 4 threads on 8 cores, each with its daemon on its own: 0-3 and 4-7"),
         ("-n 2 --no-bind x", EIGHT, {}, "2 ranks of 4 threads on 8 cores, which daemons share"),
         (

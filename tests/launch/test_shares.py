@@ -35,7 +35,9 @@ def shares_of(cores, size, wish):
         (flat(4), (0, 1), 0, Share(4)),
         (flat(4), (0, 2), 0, Share(2, (0, 1))),
         (flat(4), (1, 2), 0, Share(2, (2, 3))),
-        (flat(4), (3, 4), 0, Share(1)),
+        (flat(4), (3, 4), 0, Share(1, (3,))),
+        (flat(4), (1, 2), 3, Share(3, (2, 3))),
+        (flat(2), (1, 2), 2, Share(2)),
         (flat(4), (5, 8), 0, Share(1)),
         (HYPER, (1, 4), 0, Share(2, (2, 3, 10, 11))),
         (Cores(HYPER.threads, quota=4), (0, 2), 0, Share(2)),
@@ -48,7 +50,7 @@ def shares_of(cores, size, wish):
         (EIGHT, (0, 1), 6, Share(6, tuple(range(7)), (7,))),
         (flat(7), (0, 2), 0, Share(3, (0, 1, 2), (6,))),
         (flat(7), (1, 2), 0, Share(3, (3, 4, 5), (6,))),
-        (flat(9), (0, 8), 0, Share(1)),
+        (flat(9), (0, 8), 0, Share(1, (0,))),
         (HYPER, (1, 2), 3, Share(3, (4, 5, 6, 12, 13, 14), (7, 15))),
     ],
 )
@@ -122,11 +124,11 @@ def test_a_wish_is_read_from_the_options_and_the_environment():
     ("cores", "size", "wish", "text"),
     [
         (flat(2), 1, Wish(), "1 rank of 2 threads on 2 cores"),
-        (flat(2), 2, Wish(), "2 ranks of 1 thread on 2 cores, which daemons share"),
+        (flat(2), 2, Wish(), "2 ranks of 1 thread on 2 cores, each with its daemon on its own: 0 and 1"),
         (flat(2), 4, Wish(), "4 ranks of 1 thread on 2 cores, which they take turns on"),
         (EIGHT, 2, Wish(), "2 ranks of 4 threads on 8 cores, each with its daemon on its own: 0-3 and 4-7"),
         (EIGHT, 2, Wish(3), "2 ranks of 3 threads on 8 cores: they compute on 0-2 and 4-6, daemons on 3 and 7"),
-        (EIGHT, 8, Wish(), "8 ranks of 1 thread on 8 cores, which daemons share"),
+        (EIGHT, 8, Wish(), "8 ranks of 1 thread on 8 cores, each with its daemon on its own: 0, 1, … and 7"),
         (
             flat(10),
             5,

@@ -6,10 +6,15 @@ No framework is imported here: the ``startup`` job still has to time that.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from pathlib import Path
 
+from coordd.affinity import DAEMON_CORES, write_cpus
+from coordd.cores import cores_here
+from coordd.launch.place import place
+from coordd.launch.shares import Wish, divide
 from coordd_tools.bench import jobs
 
 
@@ -18,12 +23,22 @@ def main() -> int:
     directory = Path(sys.argv[1])
     job = jobs.loads((directory / "job.json").read_text())
     try:
+        _bind()
         importlib.import_module(f"coordd_tools.bench.worker.{job.noun}").measure(job, directory)
     except BaseException:  # noqa: BLE001 - whatever it is, the other ranks would wait for this one for ever
         traceback.print_exc()
         _abort()
         return 1
     return 0
+
+
+def _bind() -> None:
+    """Keeps this rank to its share of the cores, as `coordd run` does; all engines meet the same."""
+    here = place("open-mpi" if "OMPI_COMM_WORLD_RANK" in os.environ else "hydra", os.environ)
+    share = divide(cores_here(), here.local_rank, here.local_size, Wish(threads=1))
+    if here.size > 1 and share.bound_to:
+        os.sched_setaffinity(0, share.bound_to)
+        os.environ[DAEMON_CORES] = write_cpus(share.daemon_on)
 
 
 def _abort() -> None:
