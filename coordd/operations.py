@@ -5,6 +5,7 @@ Each is asynchronous and in place; it checks its arguments here, on the caller's
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -173,7 +174,7 @@ class Operations:
         return Request(
             kind,
             self._number(kind, members) if name is None else _checked(name),
-            array.dtype.name,
+            _name_of(array.dtype),
             array.shape,
             members=members,
             transient=name is None,
@@ -205,10 +206,11 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool) -> None
         ArgumentError: naming the dtype, the operation and what to use instead.
     """
     why = ""
-    inexact = dtype.kind in "fc" or dtype.name == "bfloat16"
-    if dtype.name.startswith("float8"):
+    name = _name_of(dtype)
+    inexact = dtype.kind in "fc" or name == "bfloat16"
+    if name.startswith("float8"):
         why = "eight-bit floats cannot be added up: reduce in bfloat16 and convert"
-    elif dtype.kind not in "?biufc" and dtype.name != "bfloat16":
+    elif dtype.kind not in "?biufc" and name != "bfloat16":
         why = "use a numeric type"
     elif dtype.kind == "b" and op in {ReduceOp.SUM, ReduceOp.AVERAGE}:
         why = "use Max for 'any', Min for 'all', or convert to integers to count"
@@ -219,8 +221,14 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool) -> None
     elif dtype.kind == "c" and op in {ReduceOp.MIN, ReduceOp.MAX}:
         why = "complex numbers have no order"
     if why:
-        text = f"Tensor type {dtype.name} is not supported for {op.name.lower()}: {why}"
+        text = f"Tensor type {name} is not supported for {op.name.lower()}: {why}"
         raise ArgumentError(text)
+
+
+@functools.cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """The name of a type, which NumPy composes anew each time."""
+    return dtype.name
 
 
 def _checked(name: str) -> str:
