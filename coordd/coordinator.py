@@ -93,6 +93,7 @@ class Coordinator:
         self._stopped = False
         self._plans = 0
         self._out: Outgoing = []
+        self._heard = False
 
     @property
     def deadline(self) -> float | None:
@@ -105,6 +106,7 @@ class Coordinator:
 
     def hear(self, voice: int, message: Message | Lost, *, now: float) -> None:
         """Takes one message in."""
+        self._heard = True
         match message:
             case Report():
                 self._negotiator.hear(voice, message)
@@ -123,7 +125,8 @@ class Coordinator:
 
     def turn(self, now: float) -> Outgoing:
         """Returns what is to be sent to which voice, in order; messages to rank 0 itself included."""
-        if self._failure is None:
+        heard, self._heard = self._heard, False
+        if heard and self._failure is None:
             if (plan := self._negotiator.decide()) is not None:
                 self._plans = plan.sequence
                 self._tell(range(len(self._voices)), plan)

@@ -7,6 +7,7 @@ from one that has none. They are reduced with the rest, so all ranks learn which
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,8 @@ class Bucket:
         self._homes = [(gradient, gradient.parameter, place) for gradient, place in self._places.items()]
         self._large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
         self._small = [(index, *home) for index, home in enumerate(self._homes) if home[0] not in self._large]
+        self._small_parameters = [parameter for _, _, parameter, _ in self._small]
+        self._small_places = [place for _, _, _, place in self._small]
         self._absent: list[tuple[int, Gradient, torch.Tensor | None]] = []
         self._missing = len(gradients)
         self._entry: Entry | None = None
@@ -138,27 +141,30 @@ class Bucket:
 
     def _move_small(self) -> None:
         """Copies the small gradients to their places, all at once."""
-        moving = []
+        parameters, places = self._small_parameters, self._small_places
+        values = [parameter.grad for parameter in parameters]
+        if self._missing or any(value is None or value.layout is not torch.strided for value in values):
+            parameters, places, values = self._sort_out()
+        if all(map(operator.is_, values, places)):
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(places, values)  # type: ignore[arg-type]  # none is None here
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.grad = place
+
+    def _sort_out(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor | None]]:
+        """Finds the small gradients that are there, where some are not, or not as they should be."""
+        found = []
         for index, gradient, parameter, place in self._small:
             if not gradient.started:
                 continue
-            value = parameter.grad
-            if value is place:
-                continue
+            value = gradient.dense()
             if value is None:
                 gradient.started = False
                 self._absent.append((index, gradient, self._stand_in(gradient)))
-                continue
-            if value.layout is not torch.strided:
-                value = gradient.dense()
-            moving.append((parameter, place, value))
-        if not moving:
-            return
-        parameters, places, values = zip(*moving, strict=True)
-        with torch.no_grad():
-            torch._foreach_copy_(places, values)
-        for parameter, place in zip(parameters, places, strict=True):
-            parameter.grad = place
+            else:
+                found.append((parameter, place, value))
+        return [one for one, _, _ in found], [place for _, place, _ in found], [value for _, _, value in found]
 
     def close(self) -> None:
         """Fills up what this rank has no gradients for, and starts the reduction; does nothing if it has started."""
@@ -220,10 +226,9 @@ class Bucket:
         self.open = True
         self._missing = len(self._gradients)
         self._absent.clear()
-        for gradient in self._gradients:
+        for gradient, parameter, place in self._homes:
             gradient.passes = 0
             gradient.started = False
-        for gradient, parameter, place in self._homes:
             if parameter.grad is not place:
                 gradient.remember()
 
