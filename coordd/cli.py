@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from coordd.errors import ConfigError, CoorddError
 from coordd.launch.options import EPILOG, add_options, joined
@@ -24,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; by default those of this process.
     """
-    options = _parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
+    options, unknown = _parser().parse_known_args(joined(sys.argv[1:] if arguments is None else arguments))
+    if unknown:
+        _refuse(options.parser, unknown)
     try:
         return int(options.action(options))
     except ConfigError as error:
@@ -38,8 +42,16 @@ def _complain(error: Exception, status: int) -> int:
     return status
 
 
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Ends with the usage of the command, and with what may have been meant."""
+    known = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001 - no public way
+    near = [flag for word in unknown for flag in difflib.get_close_matches(word.partition("=")[0], known, n=1)]
+    parser.error(f"there is no {' '.join(unknown)}" + (f"; did you mean {' '.join(near)}?" if near else ""))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="coordd", description=_ABOUT, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"coordd {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     start = commands.add_parser(
         "run",
@@ -51,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_options(start)
-    start.set_defaults(action=run)
+    start.set_defaults(action=run, parser=start)
     search = commands.add_parser(
         "tune",
         help="search for faster settings, and show what was tried",
@@ -62,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_tune_options(search)
-    search.set_defaults(action=tune)
+    search.set_defaults(action=tune, parser=search)
     check = commands.add_parser(
         "doctor",
         help="tell what is installed, and try it",
@@ -70,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
-    check.set_defaults(action=_doctor)
+    check.set_defaults(action=_doctor, parser=check)
     version = commands.add_parser("version", help="tell the version")
-    version.set_defaults(action=_version)
+    version.set_defaults(action=_version, parser=version)
     return parser
 
 

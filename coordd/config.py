@@ -329,6 +329,6 @@ def unread(environment: Mapping[str, str]) -> tuple[str, ...]:
     sentences = []
     for name in sorted(name for name in environment if name.startswith(_PREFIX) and name not in known):
         near = difflib.get_close_matches(name.removeprefix(_PREFIX), [knob.name.upper() for knob in knobs()], n=1)
-        hint = f"did you mean {_PREFIX}{near[0]}?" if near else "docs/knobs.md lists those that there are"
+        hint = f"did you mean {_PREFIX}{near[0]}?" if near else "`coordd run --help` lists those that there are"
         sentences.append(f"{name} is no setting of coordd and has no effect; {hint}")
     return tuple(sentences)

@@ -21,7 +21,7 @@ class Handle(Generic[Result]):
     The daemon keeps the tensors of the operation alive until it is done. Any thread may wait, any number of times.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_gate", "_hurry", "_result", "name", "submitted")
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_gates", "_hurry", "_result", "name", "submitted")
 
     def __init__(self, name: str, hurry: Callable[[], None] | None = None) -> None:
         """Makes a pending handle.
@@ -36,7 +36,7 @@ class Handle(Generic[Result]):
         self._done = False
         self._error: BaseException | None = None
         self._result: Result | None = None
-        self._gate: threading.Lock | None = None  # closed until it is done; an Event takes ten times as long
+        self._gates: list[threading.Lock] = []  # one for each that waits
         self._callbacks: list[Callable[[Handle[Result]], Any]] | None = None
 
     def poll(self) -> bool:
@@ -51,17 +51,15 @@ class Handle(Generic[Result]):
         """
         if self._done:
             return True
-        gate = self._gate
-        if gate is None:
-            with _guard:
-                gate = self._gate = self._gate or _closed_gate()
-        if self._done:
-            return True
+        gate = threading.Lock()  # an Event takes ten times as long
+        gate.acquire()
+        with _guard:
+            if self._done:
+                return True
+            self._gates.append(gate)
         if self._hurry is not None:
             self._hurry()
-        if gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            gate.release()  # for whoever else waits
-        return self._done
+        return gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)) or self._done
 
     def result(self, timeout: float | None = None) -> Result:
         """Waits, and returns what the operation produced.
@@ -109,10 +107,11 @@ class Handle(Generic[Result]):
         self._finish()
 
     def _finish(self) -> None:
-        # The order matters: a waiter that appears after the flag is set sees the flag.
+        # The order matters: a waiter that comes after the gates were taken sees the flag.
         self._done = True
-        gate, self._gate = self._gate, None
-        if gate is not None:
+        with _guard:
+            gates, self._gates = self._gates, []
+        for gate in gates:
             gate.release()
         if self._callbacks:
             self._call_back()
@@ -132,12 +131,6 @@ class Handle(Generic[Result]):
 
 
 _guard = threading.Lock()
-
-
-def _closed_gate() -> threading.Lock:
-    gate = threading.Lock()
-    gate.acquire()
-    return gate
 
 
 def wait_all(handles: Iterable[Handle[Any]]) -> None:

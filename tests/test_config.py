@@ -165,7 +165,7 @@ def test_other_variables_are_nobodys_business():
         ("COORDD_FUSION_MBS", "did you mean COORDD_FUSION_MB?"),
         ("COORDD_STALL_SECOND", "did you mean COORDD_STALL_SECONDS?"),
         ("COORDD_FUSION_MIB", "did you mean COORDD_FUSION_MB?"),
-        ("COORDD_ZEAL", "docs/knobs.md lists those that there are"),
+        ("COORDD_ZEAL", "`coordd run --help` lists those that there are"),
     ],
 )
 def test_variables_that_nobody_reads_are_told_with_what_was_meant(name, hint):

@@ -26,6 +26,19 @@ def test_a_result_is_there_for_everybody_any_number_of_times():
     assert handle.error() is None
 
 
+def test_who_gives_up_takes_nobody_else_with_him():
+    handle = Handle("x")
+    found = []
+    waiter = threading.Thread(target=lambda: found.append(handle.result(DEADLINE)), daemon=True)
+    waiter.start()
+    assert not handle.wait(0.01)
+    assert not handle.wait(-1.0)
+    assert len(handle._gates) == len(set(handle._gates))  # each has his own, and need not pass it on
+    handle.resolve(7)
+    waiter.join(DEADLINE)
+    assert found == [7]
+
+
 def test_a_failure_is_raised_again_and_again_and_does_not_grow():
     handle = Handle("x")
     handle.fail(CoorddError("because"))

@@ -1,16 +1,17 @@
 """The control channel of a host: messages between neighbours go through common memory, the others over the network.
 
-A message for which a ring has no room takes the network, too, and so does the first one, by which the other end learns
-whose connection that is. Frames in a ring say how many messages of their sender have taken the network before them.
+A message for which a ring has no room takes the network, too, and so does the first one to the parent, who learns from
+it whose connection that is. Frames in a ring say how many messages of their sender have taken the network before them.
 The network delivers in order, and what it delivers was sent after what was put into the ring before; so the order of
 sending is found again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,11 @@ Arrived = list[tuple[int, Message | Lost]]
 class Edge:
     """The way to one neighbour and back."""
 
-    def __init__(self, outward: RingWriter, inward: RingReader) -> None:
+    def __init__(self, outward: RingWriter, inward: RingReader, *, upward: bool = True) -> None:
+        """Takes the two rings; ``upward`` is whether the neighbour is the parent, to whom the network introduces us."""
         self._outward = outward
         self._inward = inward
+        self._known = not upward
         self._sent = 0
         self._come = 0
         self._held: bytes | None = None
@@ -49,8 +52,9 @@ class Edge:
 
     def put(self, data: bytes) -> bool:
         """Puts a message into the neighbour's ring; False if it is to take the network, which is counted."""
-        if self._sent and self._outward.put(self._sent.to_bytes(_COUNT, "little") + data):
+        if self._known and self._outward.put(self._sent.to_bytes(_COUNT, "little") + data):
             return True
+        self._known = True
         self._sent += 1
         return False
 
@@ -133,7 +137,7 @@ class Nearby:
         return found
 
 
-def join(far: Control, place: Post, gather: Callable[[Any], list[Any]], commons: Commons) -> Nearby:
+def join(far: Control, place: Post, gather: Callable[[Any], list[Any]], commons: Commons) -> Control:
     """Connects a rank with those of its parent and children that are on its host; all ranks call it.
 
     Args:
@@ -142,21 +146,37 @@ def join(far: Control, place: Post, gather: Callable[[Any], list[Any]], commons:
         gather: exchanges a value with all ranks.
         commons: the rank's host.
 
-    Raises:
-        OSError: there is no memory, or a neighbour's cannot be seen.
+    Returns:
+        the network itself if there are ranks anywhere that cannot see their neighbours' rings: all go the same way.
     """
     near = [rank for rank in (place.parent, *place.children) if rank in commons.boards]
-    memory, descriptor = lasting(max(len(near), 1) * RING_BYTES)
+    memory, descriptor = None, -1
+    with contextlib.suppress(OSError):
+        memory, descriptor = lasting(max(len(near), 1) * RING_BYTES)
     told: list[tuple[int, list[int]]] = gather((descriptor, near))
     edges = {}
-    for rank, inward in zip(near, _rings(memory, len(near)), strict=True):
-        found, senders = told[rank]
-        theirs = attach(commons.boards[rank].pid, found, len(senders) * RING_BYTES, populate=False)
-        outward = _rings(theirs, len(senders))[senders.index(place.rank)]
-        edges[rank] = Edge(RingWriter(outward), RingReader(inward))
-    gather(None)  # from here on nobody needs the descriptor
-    os.close(descriptor)
-    return Nearby(far, edges, commons.boards)
+    if memory is not None:
+        with contextlib.suppress(OSError):
+            for rank, inward in zip(near, _rings(memory, len(near)), strict=True):
+                outward = _outward(commons.boards[rank].pid, *told[rank], place.rank)
+                edges[rank] = Edge(RingWriter(outward), RingReader(inward), upward=rank == place.parent)
+    joined = all(gather(memory is not None and len(edges) == len(near)))
+    if memory is not None:
+        os.close(descriptor)  # by now nobody needs it
+    return Nearby(far, edges, commons.boards) if joined else far
+
+
+def _outward(pid: int, descriptor: int, senders: Sequence[int], rank: int) -> memoryview:
+    """Maps this rank's ring in a neighbour's memory.
+
+    Raises:
+        OSError: there is none, or it cannot be seen from here.
+    """
+    if rank not in senders:
+        text = f"process {pid} does not listen to rank {rank}"
+        raise OSError(text)
+    memory = attach(pid, descriptor, len(senders) * RING_BYTES, populate=False)
+    return _rings(memory, len(senders))[senders.index(rank)]
 
 
 def _rings(memory: np.ndarray, count: int) -> list[memoryview]:

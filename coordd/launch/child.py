@@ -94,5 +94,6 @@ def _become(argv: Sequence[str], environment: Mapping[str, str]) -> Never:
     try:
         os.execvpe(argv[0], list(argv), dict(environment))  # noqa: S606 - no shell is what we want
     except OSError as error:
-        os.write(2, f"coordd: cannot start {argv[0]!r}: {error.strerror}\n".encode())
+        hint = f"; did you mean: python {argv[0]}" if argv[0].endswith(".py") else ""
+        os.write(2, f"coordd: cannot start {argv[0]!r}: {error.strerror}{hint}\n".encode())
         os._exit(_NOT_FOUND if error.errno == errno.ENOENT else _NOT_STARTED)

@@ -155,7 +155,9 @@ def _add_knob(group: argparse._ArgumentGroup, knob: Knob) -> None:
 def _written(default: object) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
-    return f"{default:g}" if isinstance(default, float) else str(default or "empty")
+    if default is None or default == "":
+        return "empty"
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _count(text: str) -> int:

@@ -20,6 +20,7 @@ from coordd.messages import Abort, Failure, Hello, Inquiry, Message, Plan, Repor
 from coordd.transport.board import Board
 from coordd.transport.commons import Commons
 from coordd.transport.local import LocalWorld
+from coordd.transport.segments import lasting
 from coordd.tree import post
 
 ROOM = 300
@@ -83,7 +84,7 @@ class Pair:
 
     def _end(self, rank: int) -> Nearby:
         other = 1 - rank
-        edge = Edge(RingWriter(self.memory[other]), RingReader(self.memory[rank]))
+        edge = Edge(RingWriter(self.memory[other]), RingReader(self.memory[rank]), upward=rank == 1)
         return Nearby(Far(self.wire, rank), {other: edge}, {other: self.boards[other]})
 
     def settle(self, rank: int) -> list:
@@ -135,14 +136,23 @@ def test_messages_come_once_and_in_order_whatever_way_they_take(program):
     assert found == sent
 
 
-def test_all_but_the_first_message_go_through_memory_and_ring(pair):
-    assert pair.boards[1].called == 0
+def test_messages_go_through_memory_and_ring(pair):
+    pair.boards[1].called = 0
     for number in range(100):
         pair.ends[0].send(1, Report(number))
         assert pair.ends[1].ready()
         assert pair.ends[1].receive() == [(0, Report(number))]
     assert not any(pair.wire.under_way.values())
     assert pair.boards[1].called == 100
+
+
+def test_only_the_first_message_to_the_parent_takes_the_network():
+    made = Pair()
+    made.ends[0].send(1, HELLO)  # the network would lose it, as long as it does not know the child
+    assert made.ends[1].receive() == [(0, HELLO)]
+    made.ends[1].send(0, HELLO)
+    assert made.ends[0].receive() == []
+    assert made.settle(0) == [(1, HELLO)]
 
 
 def test_what_a_rank_had_sent_comes_before_its_loss(pair):
@@ -220,16 +230,28 @@ def test_only_neighbours_in_the_tree_and_on_the_host_have_rings():
 
 def test_every_edge_has_its_own_rings():
     with joined("aaa") as ends:
-        for end in ends:
-            for edge in end._edges.values():
-                assert not edge.put(b"")  # the first takes the network
-                edge.pass_on()
+        for child in (1, 2):
+            assert not ends[child]._edges[0].put(b"")  # the first takes the network
+            ends[0]._edges[child].pass_on()
         for rank, end in enumerate(ends):
             for other, edge in end._edges.items():
                 assert edge.put(bytes([rank, other]))
         for rank, end in enumerate(ends):
             for other, edge in end._edges.items():
                 assert list(edge.take()) == [bytes([other, rank])]
+
+
+def test_all_take_the_network_if_one_has_no_memory(monkeypatch):
+    calls = iter(range(3))
+
+    def fail_once(size):
+        if next(calls) == 1:
+            raise OSError("no memory")
+        return lasting(size)
+
+    monkeypatch.setattr("coordd.control.nearby.lasting", fail_once)
+    with joined("aaa") as ends:
+        assert all(isinstance(end, Far) for end in ends)
 
 
 def test_what_a_rank_sends_lies_there_after_it_has_left():

@@ -9,6 +9,10 @@ from coordd.version import VERSION
 def test_it_knows_its_version(capsys):
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"coordd {VERSION}\n"
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"coordd {VERSION}\n"
 
 
 @pytest.mark.parametrize(
@@ -52,3 +56,12 @@ def test_what_is_not_understood_is_a_usage_error(capsys, arguments):
         main(arguments)
     assert stop.value.code == 2
     assert "usage: coordd" in capsys.readouterr().err
+
+
+def test_a_flag_that_does_not_exist_comes_with_what_was_meant(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--fuson-mb", "8", "-n", "2", "python", "x.py"])
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert "usage: coordd run -n N" in shown
+    assert "there is no --fuson-mb; did you mean --fusion-mb?" in shown
