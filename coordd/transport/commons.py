@@ -173,12 +173,19 @@ class Meeting:
         at = self._base + _PLACES + 2 * leg
         self._words[at], self._words[at + 1] = place or (-1, 0)
 
-    def place_of(self, member: int, leg: int) -> np.ndarray | None:
-        """Returns the bytes of a member from where its array lies; None if it does not lie in common memory."""
-        rank = self.members[member]
-        words = self.commons.boards[rank].words
+    def has_place(self, member: int, leg: int) -> bool:
+        """Says whether a member's array lies in common memory."""
+        return self._place(member, leg)[0] >= 0
+
+    def place_of(self, member: int, leg: int) -> np.ndarray:
+        """Returns the bytes of a member from where its array, or its ring, lies in common memory."""
+        block, offset = self._place(member, leg)
+        return self.commons.block(self.members[member], block)[offset:]
+
+    def _place(self, member: int, leg: int) -> tuple[int, int]:
+        words = self.commons.boards[self.members[member]].words
         at = self._base + _PLACES + 2 * leg
-        return None if words[at] < 0 else self.commons.block(rank, words[at])[words[at + 1] :]
+        return words[at], words[at + 1]
 
 
 def join(gather: Callable[[Any], list[Any]], hosts: Sequence[str], rank: int, bell: int) -> Commons | None:

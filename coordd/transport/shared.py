@@ -316,12 +316,9 @@ class _Large:
         """Where another member's array lies, or its ring; and whether it is the array."""
         if (member, leg) not in self._bases:
             array = self._arrays[leg]
-            memory = self._meeting.place_of(member, leg) if leg < LEGS else None
-            resident = memory is not None
-            size = array.nbytes
-            if memory is None:
-                memory, size = self._meeting.place_of(member, LEGS), RING * self._step * array.itemsize
-            assert memory is not None  # noqa: S101 - who has an array elsewhere has a ring
+            resident = leg < LEGS and self._meeting.has_place(member, leg)
+            size = array.nbytes if resident else RING * self._step * array.itemsize
+            memory = self._meeting.place_of(member, leg if resident else LEGS)
             self._bases[member, leg] = memory[:size].view(array.dtype), resident
         return self._bases[member, leg]
 
@@ -382,6 +379,5 @@ def _take(meeting: Meeting, data: Sequence[np.ndarray], number: int, chunk: int)
         piece = block[number * chunk : (number + 1) * chunk]
         if member != meeting.me and piece.size:
             memory = meeting.place_of(member, LEGS)
-            assert memory is not None  # noqa: S101 - who has something to say has a ring
             at = number % RING * chunk
             piece[...] = memory[at : at + piece.size]

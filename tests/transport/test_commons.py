@@ -145,9 +145,10 @@ def test_a_place_is_where_the_array_lies_or_nowhere(three):
     block[:] = np.arange(100)
     for leg in (0, 16):
         second.place(leg, three[1].heap.locate(block[30 + leg :]))
+        assert first.has_place(1, leg)
         assert first.place_of(1, leg)[:3].tolist() == [30 + leg, 31 + leg, 32 + leg]
         second.place(leg, three[1].heap.locate(np.zeros(3)))
-        assert first.place_of(1, leg) is None
+        assert not first.has_place(1, leg)
 
 
 def test_a_neighbours_block_is_mapped_once_and_let_go_when_it_is_gone(three):
