@@ -32,8 +32,7 @@ class Exchange:
         self._rng = rng
         self._ledger = ledger
         self._fusion_bytes = fusion_bytes
-        self._meeting: dict[int, dict[int, tuple[Bucket, Callable[[Bucket], None]]]] = {}
-        self._cargoes: dict[int, list[Cargo]] = {}
+        self._meeting: dict[int, dict[int, tuple[Bucket, Cargo, Callable[[Bucket], None]]]] = {}
         self._last: dict[int, int] = {}
         self._moved: set[Submission] = set()
         self._dead: set[int] = set()
@@ -43,14 +42,12 @@ class Exchange:
         demand(bucket.sequence > self._last.get(rank, 0), f"rank {rank} starts bucket {bucket.sequence} out of order")
         self._last[rank] = bucket.sequence
         meeting = self._meeting.setdefault(bucket.sequence, {})
-        cargoes = self._cargoes.setdefault(bucket.sequence, [])
-        cargo = self.inspect(f"bucket {bucket.sequence}", rank, bucket, cargoes)
-        cargoes.append(cargo)
+        cargo = self.inspect(f"bucket {bucket.sequence}", rank, bucket, [other for _, other, _ in meeting.values()])
         made = cargo.made
         for one in made:
             demand(self._ledger.heard(one.turn), f"{one!r} was released before all members had announced it")
         self.move(made)
-        meeting[rank] = (bucket, landed)
+        meeting[rank] = (bucket, cargo, landed)
         if len(meeting) == len(made[0].turn.members):
             self._move(bucket.sequence)
 
@@ -82,7 +79,7 @@ class Exchange:
 
         def arrive(rank: int) -> None:
             if self._dead.isdisjoint(meeting) or self._rng.randrange(2):
-                bucket, landed = meeting[rank]
+                bucket, _, landed = meeting[rank]
                 landed(bucket)
 
         for rank in meeting:
