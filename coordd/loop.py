@@ -368,7 +368,9 @@ class Loop:
 
     def _sleep(self) -> None:
         """Sleeps, if a last look finds nothing; naps where nobody says that data has come."""
-        if not self._flights.nod_off() and not self._control.ready():
+        if self._flights.nod_off():
+            self._patience.restart()
+        elif not self._control.ready():
             if self._mailbox or (self._flights and not self._flights.heralded):
                 self._patience.doze(self._bell, awaited=self._inbox.awaited)
             else:

@@ -40,7 +40,7 @@ class Edge:
         """Takes the two rings; ``upward`` is whether the neighbour is the parent, to whom the network introduces us."""
         self._outward = outward
         self._inward = inward
-        self._known = not upward
+        self._upward = upward
         self._sent = 0
         self._come = 0
         self._held: bytes | None = None
@@ -52,9 +52,9 @@ class Edge:
 
     def put(self, data: bytes) -> bool:
         """Puts a message into the neighbour's ring; False if it is to take the network, which is counted."""
-        if self._known and self._outward.put(self._sent.to_bytes(_COUNT, "little") + data):
+        introduced = self._sent > 0 or not self._upward
+        if introduced and self._outward.put(self._sent.to_bytes(_COUNT, "little") + data):
             return True
-        self._known = True
         self._sent += 1
         return False
 
