@@ -7,7 +7,6 @@ from one that has none. They are reduced with the rest, so all ranks learn which
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,8 +93,6 @@ class Bucket:
         self._homes = [(gradient, gradient.parameter, place) for gradient, place in self._places.items()]
         self._large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
         self._small = [(index, *home) for index, home in enumerate(self._homes) if home[0] not in self._large]
-        self._small_parameters = [parameter for _, _, parameter, _ in self._small]
-        self._small_places = [place for _, _, _, place in self._small]
         self._absent: list[tuple[int, Gradient, torch.Tensor | None]] = []
         self._missing = len(gradients)
         self._entry: Entry | None = None
@@ -141,20 +138,24 @@ class Bucket:
 
     def _move_small(self) -> None:
         """Copies the small gradients to their places, all at once."""
-        parameters, places = self._small_parameters, self._small_places
-        values = [parameter.grad for parameter in parameters]
-        if self._missing or any(value is None or value.layout is not torch.strided for value in values):
-            parameters, places, values = self._sort_out()
-        if all(map(operator.is_, values, places)):
+        moving = [
+            (parameter, place, value)
+            for _, _, parameter, place in self._small
+            if (value := parameter.grad) is not None and value.layout is torch.strided
+        ]
+        if self._missing or len(moving) < len(self._small):
+            moving = self._sort_out()
+        if all(value is place for _, place, value in moving):
             return
+        parameters, places, values = zip(*moving, strict=True)
         with torch.no_grad():
-            torch._foreach_copy_(places, values)  # type: ignore[arg-type]  # none is None here
+            torch._foreach_copy_(places, values)
         for parameter, place in zip(parameters, places, strict=True):
             parameter.grad = place
 
-    def _sort_out(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor | None]]:
+    def _sort_out(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Finds the small gradients that are there, where some are not, or not as they should be."""
-        found = []
+        moving = []
         for index, gradient, parameter, place in self._small:
             if not gradient.started:
                 continue
@@ -163,8 +164,8 @@ class Bucket:
                 gradient.started = False
                 self._absent.append((index, gradient, self._stand_in(gradient)))
             else:
-                found.append((parameter, place, value))
-        return [one for one, _, _ in found], [place for _, place, _ in found], [value for _, _, value in found]
+                moving.append((parameter, place, value))
+        return moving
 
     def close(self) -> None:
         """Fills up what this rank has no gradients for, and starts the reduction; does nothing if it has started."""
