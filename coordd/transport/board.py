@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from coordd.transport.segments import attach
+from coordd.transport.segments import attach, nameless
 
 __all__ = ["BLOCKS", "INLINE_BYTES", "LEGS", "SLOTS", "Board", "Card", "fence", "ring_all"]
 
@@ -75,9 +75,8 @@ class Board:
         Raises:
             OSError: there is no such memory here, or no ``/proc``.
         """
-        descriptor = os.memfd_create("coordd-board", os.MFD_CLOEXEC)
+        descriptor = nameless(BOARD_WORDS * 8)
         try:
-            os.ftruncate(descriptor, BOARD_WORDS * 8)
             board = cls(descriptor, os.getpid(), bell)
         except OSError:
             os.close(descriptor)

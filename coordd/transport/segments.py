@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["Heap", "attach", "lasting"]
+__all__ = ["Heap", "attach", "lasting", "nameless"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -51,9 +51,8 @@ class Heap:
         Raises:
             OSError: there is no memory, no file descriptor, or no room in the neighbours' lists.
         """
-        descriptor = os.memfd_create("coordd", os.MFD_CLOEXEC)
+        descriptor = nameless(size)
         try:
-            os.ftruncate(descriptor, size)
             memory = _mapped(descriptor, size)
             number = self._enter(ctypes.addressof(memory), size)
         except BaseException:
@@ -124,8 +123,8 @@ def attach(pid: int, descriptor: int, size: int, *, populate: bool = True) -> np
         os.close(opened)
 
 
-def lasting(size: int) -> tuple[np.ndarray, int]:
-    """Makes memory, all zero, that stays as long as any process maps it, and its descriptor, for others to `attach`.
+def nameless(size: int) -> int:
+    """Makes memory, all zero, that no file system knows, and returns its descriptor.
 
     Raises:
         OSError: there is no memory, or no file descriptor.
@@ -133,6 +132,20 @@ def lasting(size: int) -> tuple[np.ndarray, int]:
     descriptor = os.memfd_create("coordd", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def lasting(size: int) -> tuple[np.ndarray, int]:
+    """Makes memory, all zero, that stays as long as any process maps it, and its descriptor, for others to `attach`.
+
+    Raises:
+        OSError: there is no memory, or no file descriptor.
+    """
+    descriptor = nameless(size)
+    try:
         return np.frombuffer(memoryview(_mapped(descriptor, size, populate=False)), np.uint8), descriptor
     except BaseException:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The least that data-parallel training takes on one host: a bound for an engine that also has to be safe.
+"""Data-parallel training on one host with little more than the sums: a measure for an engine that also has to be safe.
 
 Gradients are views of memory that all ranks see. Hooks count them; a thread adds up its slice of each bucket that all
 have filled, a piece at a time, and writes the mean to everybody. Counters beside it say how far each rank is.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from coordd.transport.segments import attach
+from coordd.transport.segments import attach, nameless
 from coordd_tools.bench.worker.models import LEARNING_RATE
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class _Exchange:
             self.done.release()
 
     def _wait(self, word: int, step: int) -> None:
-        """Waits until all ranks have counted so far: briefly awake, then in naps."""
+        """Waits until all ranks have counted so far: briefly awake, then in naps, for others may need this core."""
         since = time.perf_counter()
         while any(counts[word] < step for counts in self._counts):
             if time.perf_counter() - since < _AWAKE_SECONDS:
@@ -145,8 +145,7 @@ class _Exchange:
 def _shared(comm: MPI.Comm, count: int, dtype: np.dtype[Any]) -> list[np.ndarray]:
     """Makes arrays of zeros that all ranks see, one for each; they live as long as the process."""
     size = count * dtype.itemsize
-    descriptor = os.memfd_create("sketch")
-    os.ftruncate(descriptor, size)
+    descriptor = nameless(size)
     arrays = [attach(pid, opened, size).view(dtype) for pid, opened in comm.allgather((os.getpid(), descriptor))]
     comm.Barrier()
     os.close(descriptor)
