@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Block", "by_subject", "join"]
 
@@ -34,6 +34,12 @@ class Block:
     def calls(self) -> int:
         """How many calls were timed."""
         return len(self.seconds)
+
+    def divided(self, parts: float) -> Block:
+        """Returns the times of one part, where each call did so many."""
+        return replace(
+            self, seconds=tuple(second / parts for second in self.seconds), cpu_seconds=self.cpu_seconds / parts
+        )
 
     @property
     def mean_seconds(self) -> float:

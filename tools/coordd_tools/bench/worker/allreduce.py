@@ -55,4 +55,4 @@ def _size(job: AllreduceJob, size: int, engines: Sequence[Reducer], rank: Rank) 
                 )
             tensor.zero_()  # so that no number of sums overflows
             rank.barrier()
-            yield meter.read(reduce, calls, subject=str(size), engine=engine.name)
+            yield meter.read(reduce, calls, subject=str(size), engine=engine.name).divided(tensor.nbytes / size)

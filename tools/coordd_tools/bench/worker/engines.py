@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # importing MPI starts it, and who only wants to look an engi
 
 __all__ = ["REDUCERS", "TRAINERS", "Engine", "Reducer", "Trainer", "started"]
 
+_PAST_CACHES = 128 << 20
+
 
 class Engine(Protocol):
     """Something that exchanges data among ranks."""
@@ -50,7 +52,7 @@ class Reducer(Engine, Protocol):
     exchanges: bool
 
     def tensor(self, count: int) -> Tensor:
-        """Makes an fp32 tensor where this engine likes it best."""
+        """Makes an fp32 tensor where this engine likes it best; a larger one counts by its part."""
 
     def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:
         """Returns the call that does it."""
@@ -103,11 +105,14 @@ class _Memory(_Anywhere):
     """What memory allows: each rank reads and writes as many bytes as in a sum in common memory, all at once.
 
     There each of n ranks reads its slice, 1/n, of n tensors, and writes it n times: one tensor read, one written. A
-    product in place does just that, with nobody to wait for.
+    product in place does just that, with nobody to wait for; of more than caches hold, for memory is to be measured.
     """
 
     name = "memory"
     exchanges = False
+
+    def tensor(self, count: int) -> Tensor:
+        return torch.empty(max(count, _PAST_CACHES // torch.float32.itemsize))
 
     def start(self, rank: Rank) -> None:
         pass
