@@ -105,7 +105,8 @@ class Loop:
         """Notes that results have arrived."""
         for entry in entries:
             self._member.table.take(entry.request.name)
-        self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
+        if not entries[0].patient:
+            self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
 
     def settled(self, word: Locked, *, moved: bool) -> None:
         """Notes how an occurrence of a locked bucket has ended."""

@@ -20,7 +20,8 @@ from coordd.cache import ResponseCache
 from coordd.errors import CoorddError, MismatchError, ShutdownError
 from coordd.fusion import buckets
 from coordd.lock import Lock
-from coordd.messages import Plan, Report, Request, Response
+from coordd.messages import Kind, Plan, Report, Request, Response
+from coordd.stand_in import stand_in
 from coordd.table import Entry, TensorTable, announced
 from coordd.wire import bits
 
@@ -56,6 +57,7 @@ class Member:
         self._words: list[Locked] = []
         self._unlock: tuple[int, int] | None = None
         self._left = False
+        self._joined: set[tuple[int, ...]] = set()
         self.stopped = False
 
     def announce(self, entries: Iterable[Entry]) -> Due:
@@ -83,6 +85,7 @@ class Member:
             if response.slot >= 0:
                 self._cache.store(response)
         found = self._buckets(agreed, plan.fusion_bytes)
+        self._joined -= {response.request.members for response in agreed if response.request.kind is Kind.JOIN}
         if self._lock is not None and self._lock.number == plan.unlock:
             self._break()
             self._unlock = None  # the coordinator knows
@@ -161,6 +164,9 @@ class Member:
 
     def _sort(self, entry: Entry) -> None:
         """Gathers what is locked, and has the rest announced; what contradicts the lock breaks it."""
+        if entry.request.kind is Kind.JOIN:
+            self._joined.add(entry.request.members)
+            self._break()
         lock = self._lock
         if lock is not None and (slot := self._cache.slot_of(entry.request.name)) in lock:
             if not entry.filler and self._cache.slot(entry.request) == slot:
@@ -179,7 +185,7 @@ class Member:
                 self._sort(entry)
         # Who began to wait before the lock came does not say so again.
         waited = lock.partial and any(entry.awaited and not entry.released for entry in self.table)
-        if waited or self._left:
+        if waited or self._left or self._joined:
             self._break()
 
     def _break(self) -> None:
@@ -206,10 +212,13 @@ class Member:
                 entries = tuple(self._entry(response) for response in group)
                 for place, entry in enumerate(entries):
                     entry.turn = (self._started, place)
-                found.append(Bucket(self._started, group[0].request, group[0].sizes, entries))
+                first = group[0]
+                found.append(Bucket(self._started, first.request, first.sizes, entries, len(first.absent)))
         return found
 
     def _entry(self, response: Response) -> Entry:
+        if self.rank in response.absent:
+            self.table.admit([stand_in(response.request)])
         entry = self.table.find(response.request.name)
         entry.released = True
         if response.slot >= 0:
@@ -218,7 +227,7 @@ class Member:
 
     def _void(self, request: Request) -> None:
         """Ends a filler: no rank had anything."""
-        if not request.members or self.rank in request.members:
+        if request.name in self.table and self.table.find(request.name).request.members == request.members:
             self.table.take(request.name).handle.resolve(None)
 
     def _refuse(self, response: Response) -> None:

@@ -64,7 +64,7 @@ def leftovers(coordinator: Coordinator) -> dict[str, int]:
         "table": len(mind._table),
         "complete": len(mind._complete),
         "refused": len(mind._refused),
-        "poisoned": len(mind._poisoned),
+        "owed": len(mind._owed._refusals),
         "replaced": len(mind._replaced),
         "sites": len(mind._sites),
         "sets": len(mind._slots_of),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from coordd.control.protocol import Lost
@@ -246,10 +246,13 @@ class Process:
         self._carry_out(due)
 
     def _advance(self) -> None:
-        while self._queue and len(self._active) < _ACTIVE:
-            bucket = self._queue.popleft()
-            self._active[bucket.sequence] = bucket
-            self._setting.exchange.join(self.rank, bucket, self._data_arrives)
+        flying = Counter(bucket.request.members for bucket in self._active.values())
+        for bucket in list(self._queue):
+            if flying[bucket.request.members] < _ACTIVE:
+                flying[bucket.request.members] += 1
+                self._queue.remove(bucket)
+                self._active[bucket.sequence] = bucket
+                self._setting.exchange.join(self.rank, bucket, self._data_arrives)
 
     def _data_arrives(self, bucket: Bucket) -> None:
         self._landed.append(bucket)
