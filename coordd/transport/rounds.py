@@ -43,7 +43,8 @@ def _in_rounds(  # noqa: PLR0913 - what there is to a round
     opened = taken = 0
     while not (taken == rounds and meeting.all_reduced(rounds)):
         before = opened + taken
-        if opened < rounds and (opened < RING or meeting.all_reduced(opened - RING + 1)):
+        free = opened < RING or (opened - taken < RING and meeting.all_reduced(opened - RING + 1))
+        if opened < rounds and free:
             if lay is not None and ring is not None:
                 at = opened % RING * chunk
                 lay(opened, ring[at : at + chunk])
