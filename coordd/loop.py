@@ -104,7 +104,7 @@ class Loop:
     def landed(self, entries: Sequence[Entry]) -> None:
         """Notes that results have arrived."""
         for entry in entries:
-            self._member.table.take(entry.request.name)
+            self._member.table.release(entry)
         if not entries[0].patient:
             self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
 

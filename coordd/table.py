@@ -130,6 +130,11 @@ class TensorTable:
             self.last = admitted[-1].request.name, admitted[-1].site
         return admitted
 
+    def release(self, entry: Entry) -> None:
+        """Removes an entry whose operation is done; one of a rank that has joined is nowhere."""
+        if self._entries.get(entry.request.name) is entry:
+            del self._entries[entry.request.name]
+
     def take(self, name: str) -> Entry:
         """Removes and returns an entry."""
         return self._entries.pop(name)

@@ -64,6 +64,7 @@ def leftovers(coordinator: Coordinator) -> dict[str, int]:
         "table": len(mind._table),
         "complete": len(mind._complete),
         "refused": len(mind._refused),
+        "absent": int(bool(mind._absence)),
         "owed": len(mind._owed._refusals),
         "replaced": len(mind._replaced),
         "sites": len(mind._sites),

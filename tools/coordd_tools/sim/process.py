@@ -279,8 +279,9 @@ class Process:
 
     def _finish(self, bucket: Bucket) -> None:
         for entry in bucket.entries:
-            self.member.table.take(entry.request.name)
-            self._stall.observe(self._setting.agenda.now - entry.handle.submitted)
+            self.member.table.release(entry)
+            if not entry.patient:
+                self._stall.observe(self._setting.agenda.now - entry.handle.submitted)
             entry.finish(entry.array)
 
     def _watch(self) -> None:
@@ -300,7 +301,9 @@ class Process:
     def _overdue(self, now: float, waited: float) -> Overdue:
         """What has waited too long; of what is locked only the data plane knows who is missing."""
         limit = now - self._stall.limit
-        late = [entry.request.name for entry in self.member.table if entry.handle.submitted <= limit]
+        late = [
+            entry.request.name for entry in self.member.table if entry.handle.submitted <= limit and not entry.patient
+        ]
         words = {entry.request.name: word for word in self._open if word.bucket for entry in word.bucket.entries}
         locked = [Waiting(name, LOCKED, self._setting.words.missing(words[name])) for name in late if name in words]
         return Overdue(waited, tuple(name for name in late if name not in words), tuple(locked))
