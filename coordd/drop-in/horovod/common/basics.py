@@ -33,7 +33,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Args:
         comm: None, a list of all ranks, or an mpi4py communicator of all ranks.
-        process_sets: None, ``"dynamic"``, or a list of process sets; sets need not be announced, so they are checked only.
+        process_sets: None, ``"dynamic"``, or a list of sets, which are only checked: none need be announced.
 
     Raises:
         ArgumentError: ``comm`` leaves ranks out, or a process set has ranks that do not exist.
@@ -54,7 +54,7 @@ def _check_communicator(comm: Any) -> None:
     if hasattr(comm, "Get_size") and _has_all(comm):
         return
     text = (
-        f"init(comm={comm!r}): coordd runs on all {size} ranks that were launched; call init() on each of them, and give "
+        f"init(comm={comm!r}): coordd runs on all {size} ranks that were launched; call init() on each, and give "
         "operations process_set=hvd.ProcessSet([...])"
     )
     raise ArgumentError(text)
@@ -118,11 +118,6 @@ def mpi_threads_supported() -> bool:
     return bool(module.Query_thread() == module.THREAD_MULTIPLE)
 
 
-def gloo_built(verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Says no: coordd has no Gloo in it."""
-    return False
-
-
 def gloo_enabled() -> bool:
     """Says no."""
     return False
@@ -133,21 +128,9 @@ def nccl_built(verbose: bool = False) -> int:  # noqa: ARG001 - Horovod's signat
     return 0
 
 
-def ddl_built(verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Says no."""
+def _not_built(verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
+    """Says no: coordd is not compiled, and uses none of these."""
     return False
 
 
-def ccl_built(verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Says no."""
-    return False
-
-
-def cuda_built(verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Says no: coordd is not compiled."""
-    return False
-
-
-def rocm_built(verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Says no."""
-    return False
+ccl_built = cuda_built = ddl_built = gloo_built = rocm_built = _not_built

@@ -7,7 +7,7 @@ from coordd.errors import CoorddError as HorovodInternalError
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]
 
 
-class HostsUpdatedInterrupt(RuntimeError):
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     """Ranks were added or removed; coordd never raises it, for its ranks stay the same."""
 
     def __init__(self, skip_sync: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from horovod.common.basics import ccl_built, cuda_built, ddl_built, gloo_built, mpi_built, nccl_built, rocm_built
@@ -63,4 +64,4 @@ def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     """Cuts a list into so many parts, of lengths that differ by one at most; the longer ones come first."""
     size, longer = divmod(len(items), parts)
     ends = [index * size + min(index, longer) for index in range(parts + 1)]
-    return [items[first:last] for first, last in zip(ends, ends[1:], strict=False)]
+    return [items[first:last] for first, last in pairwise(ends)]

@@ -99,7 +99,8 @@ class AsyncDataLoaderMixin:
         Args:
             async_loader_queue_size: how many batches are read ahead; 0 reads each when it is asked for.
             debug_data_loader: tells in the log when an epoch begins and ends.
-            args: what the loader beside it takes, as do ``kwargs``.
+            *args: what the loader beside it takes.
+            **kwargs: the same.
         """
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader

@@ -3,8 +3,8 @@
 from coordd.torch import __all__ as _coordd
 from horovod.common.basics import __all__ as _basics
 from horovod.common.exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
+from horovod.torch import elastic
 from horovod.torch.mpi_ops import *  # noqa: F403
-from horovod.torch import elastic  # isort: skip - it would be hidden by a name of coordd's
 
 __all__ = [  # noqa: PLE0604 - strings, all of them
     *_coordd,
