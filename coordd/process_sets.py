@@ -41,7 +41,7 @@ class ProcessSet:
         if not self.ranks or self.ranks == tuple(range(size)):
             return ()
         if self.ranks[-1] >= size:
-            text = f"process set {self.ranks} has ranks that do not exist in a world of {size}"
+            text = f"Process set provided does not exist: {self.ranks} has ranks that do not exist in a world of {size}"
             raise ArgumentError(text)
         if rank not in self.ranks:
             text = f"Rank {rank} is not a member of the provided process set {self.ranks}"

@@ -44,7 +44,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_before_init_and_after_shutdown_everything_says_what_to_do(use):
     for _ in range(2):
-        with pytest.raises(coordd.errors.NotInitializedError, match=r"has not been initialized; use init\(\) first"):
+        with pytest.raises(coordd.errors.NotInitializedError, match=r"has not been initialized; use hvd\.init\(\)"):
             USES[use]()
         assert not coordd.is_initialized()
         coordd.init()

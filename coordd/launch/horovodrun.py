@@ -92,7 +92,7 @@ FLAGS = (
     Flag(("--host-discovery-script", "--elastic-timeout", "--reset-limit"), why=_SAME_RANKS),
     Flag(("--blacklist-cooldown-range",), why=_SAME_RANKS, takes=2),
 )
-"""Those of ``horovodrun``, but for what `coordd run` calls alike: -np, -H, --hostfile, --mpi-args, --autotune and more."""
+"""Those of ``horovodrun``, but for what `coordd run` calls alike: -np, -H, --hostfile, --mpi-args, --autotune."""
 
 
 class _Said(argparse.Action):

@@ -106,6 +106,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     if isinstance(optimizer, _Distributed):
         text = "this optimizer is a DistributedOptimizer already: wrap it once"
         raise ArgumentError(text)
+    op = ReduceOp(op)  # Horovod's scripts may give its number
     if gradient_predivide_factor != 1.0 and op is not Average:
         text = "gradient_predivide_factor not supported with op != Average"
         raise ArgumentError(text)
