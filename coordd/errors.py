@@ -70,7 +70,9 @@ class NotInitializedError(CoorddError, ValueError):
     """coordd was used before `init`, or after `shutdown`."""
 
     def __init__(self) -> None:
-        super().__init__("coordd has not been initialized; use hvd.init(), or cd.init(), first (and not after shutdown())")
+        super().__init__(
+            "coordd has not been initialized; use hvd.init(), or cd.init(), first (and not after shutdown())"
+        )
 
 
 class ForkedProcessError(CoorddError):

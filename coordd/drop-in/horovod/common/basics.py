@@ -51,7 +51,7 @@ def _check_communicator(comm: Any) -> None:
     size = launched_ranks(os.environ) or 1
     if comm is None or (isinstance(comm, Sequence) and list(comm) in ([], list(range(size)))):
         return
-    if hasattr(comm, "Get_size") and _has_all(comm):
+    if comm and hasattr(comm, "Get_size") and _has_all(comm):
         return
     text = (
         f"init(comm={comm!r}): coordd runs on all {size} ranks that were launched; call init() on each, and give "
@@ -72,7 +72,7 @@ def _read_sets(process_sets: Any) -> list[ProcessSet]:
     if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
         text = f"init(process_sets={process_sets!r}): give None, 'dynamic', or a list of hvd.ProcessSet"
         raise ArgumentError(text)
-    return [each if isinstance(each, ProcessSet) else _of_ranks(each) for each in process_sets]
+    return [_of_ranks(getattr(each, "ranks", each)) for each in process_sets]
 
 
 def _of_ranks(ranks: Any) -> ProcessSet:

@@ -1,3 +1,3 @@
 """The path from which some scripts take process sets."""
 
-from coordd.process_sets import *  # noqa: F403
+from coordd.torch import *  # noqa: F403
