@@ -23,7 +23,6 @@ args = parser.parse_args()
 hvd.init()
 torch.manual_seed(args.seed)
 device = "cuda" if torch.cuda.is_available() else "cpu"
-dtype = torch.float16 if device == "cuda" else torch.bfloat16
 if device == "cuda":
     torch.cuda.set_device(hvd.local_rank())
 
@@ -42,7 +41,7 @@ for step in range(args.steps):
     inputs = torch.randn(args.batch_size * hvd.size(), 16, generator=generator)[hvd.rank() :: hvd.size()]
     targets = teacher(inputs).argmax(dim=1)
     optimizer.zero_grad()
-    with torch.autocast(device, dtype=dtype):
+    with torch.autocast(device, dtype=torch.float16):
         output = model(inputs.to(device))
         loss = nn.functional.cross_entropy(output.float(), targets.to(device))
     scaler.scale(loss).backward()
