@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordd.config import knobs
 from coordd.errors import ConfigError
 
 __all__ = ["FLAGS", "Flag", "add_flags", "variables"]
@@ -112,12 +113,15 @@ class _Said(argparse.Action):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds all flags; the help, which is long enough, does not show them."""
+    """Adds all flags that no knob has for its own; the help, which is long enough, does not show them."""
+    own = {flag for knob in knobs() for flag in (knob.flag, knob.flag.replace("--", "--no-", 1))}
+    parser.set_defaults(horovodrun=())
     for flag in FLAGS:
-        count = None if flag.takes == 1 else flag.takes
-        parser.add_argument(
-            *flag.names, dest="horovodrun", action=_Said, const=flag, nargs=count, default=(), help=argparse.SUPPRESS
-        )
+        if names := [name for name in flag.names if name not in own]:
+            count = None if flag.takes == 1 else flag.takes
+            parser.add_argument(
+                *names, dest="horovodrun", action=_Said, const=flag, nargs=count, default=(), help=argparse.SUPPRESS
+            )
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:

@@ -145,7 +145,7 @@ WRONG = {
     ),
     "passes": ("backward_passes_per_step must be > 0", lambda: optimizer(model("a"), backward_passes_per_step=0)),
     "no names": (
-        "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters().",
+        "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_par",
         lambda: optimizer(net := model("a"), named=list(net.parameters())),
     ),
     "duplicate names": (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from coordd.config import Config
+from coordd.config import Config, knobs
 from coordd.errors import ConfigError
+from coordd.launch import horovodrun
 from coordd.launch.horovodrun import FLAGS, variables
 from coordd.launch.options import knob_variables
 from tests.launch.test_options import parsed
@@ -73,6 +76,15 @@ def test_a_value_that_is_no_number_is_refused():
 def test_without_as_horovod_horovodruns_flags_are_none(line):
     with pytest.raises(ConfigError, match=f"{line.split()[0]} is a flag of horovodrun: give --as-horovod too"):
         variables(parsed(f"{line} x"))
+
+
+def test_a_knob_that_has_the_same_flag_keeps_it(monkeypatch):
+    knob = dataclasses.replace(knobs()[0], name="timeline_mark_cycles", kind=bool)
+    monkeypatch.setattr(horovodrun, "knobs", lambda: (knob,))
+    parser = argparse.ArgumentParser()
+    parser.add_argument(knob.flag, action="store_true")
+    horovodrun.add_flags(parser)
+    assert parser.parse_args([knob.flag, "--cycle-time-ms", "1"]).timeline_mark_cycles
 
 
 def test_flags_of_the_users_command_are_left_alone():
