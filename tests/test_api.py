@@ -209,3 +209,12 @@ def run(script):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     arguments = [sys.executable, "-c", script]
     return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False, env=environment)
+
+
+def test_horovods_variables_that_are_read_are_told_once_the_log_is_there(caplog, monkeypatch):
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "info")
+    coordd.init()
+    coordd.shutdown()
+    told = [message for message in caplog.messages if message.startswith("read: ")]
+    assert told == ["read: HOROVOD_CYCLE_TIME as COORDD_CYCLE_MS, HOROVOD_LOG_LEVEL as COORDD_LOG_LEVEL"]
