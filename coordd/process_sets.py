@@ -32,6 +32,12 @@ class ProcessSet:
             raise ArgumentError(text)
         object.__setattr__(self, "ranks", members)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcessSet) and self.ranks == other.ranks
+
+    def __hash__(self) -> int:
+        return hash(self.ranks)
+
     def count(self, size: int) -> int:
         """How many members it has in a world of ``size`` ranks."""
         return len(self.ranks) or size

@@ -67,7 +67,7 @@ class _Distributed(torch.optim.Optimizer):
         last = join(process_set=self._process_set)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         broadcast_parameters(parameters, last, self._process_set)
-        broadcast_optimizer_state(self, last, self._process_set)
+        broadcast_optimizer_state(self, last, process_set=self._process_set)
         return last
 
     def set_backward_passes_per_step(self, passes: int) -> None:

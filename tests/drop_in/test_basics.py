@@ -55,7 +55,7 @@ def test_init_tells_the_place_to_whoever_reads_horovods_variables():
         ({"comm": object()}, "coordd runs on all 1 ranks"),
         ({"process_sets": "static"}, "give None, 'dynamic', or a list of hvd.ProcessSet"),
         ({"process_sets": 3}, "give None, 'dynamic', or a list of hvd.ProcessSet"),
-        ({"process_sets": [object()]}, r"a process set is made of ranks here, as in hvd\.ProcessSet"),
+        ({"process_sets": [object()]}, r"a process set is made of ranks, as in hvd\.ProcessSet"),
         ({"process_sets": [[0, 1]]}, r"process set \(0, 1\) has ranks that do not exist in a world of 1"),
     ],
 )

@@ -57,6 +57,16 @@ MISMATCHES = {
         lambda: hvd.allgather(ones(2, 5), name="w"),
         ("(any, 4)", "(any, 5)"),
     ),
+    "Mismatched ALLTOALL tensor shapes": (
+        lambda: hvd.alltoall(ones(2, 4), name="w"),
+        lambda: hvd.alltoall(ones(2, 5), name="w"),
+        ("(any, 4)", "(any, 5)"),
+    ),
+    "Mismatched REDUCESCATTER tensor shapes": (
+        lambda: hvd.reducescatter(ones(2, 4), name="w"),
+        lambda: hvd.reducescatter(ones(2, 5), name="w"),
+        ("(2, 4)", "(2, 5)"),
+    ),
     "Mismatched prescale and/or postscale factors": (
         lambda: hvd.allreduce(ones(2), name="w"),
         lambda: hvd.allreduce(ones(2), name="w", prescale_factor=2.0),
@@ -132,6 +142,20 @@ WRONG = {
     "no such root": (
         "broadcast received invalid root rank 5 for provided process set",
         lambda: hvd.broadcast(ones(2), 5),
+    ),
+    "scalar in alltoall": ("tried to ALLTOALL a rank-zero tensor", lambda: hvd.alltoall(ones())),
+    "splits": ("alltoall expects a 1D splits tensor", lambda: hvd.alltoall(ones(2), torch.ones(2, 2).int())),
+    "too many rows": (
+        "Sum of splits entries is greater than the first dimension of tensor",
+        lambda: hvd.alltoall(ones(2), torch.tensor([2, 2])),
+    ),
+    "no splits": (
+        "splits not provided, but first dimension of tensor is not an even multiple of the number of workers",
+        lambda: hvd.alltoall(ones(3)),
+    ),
+    "too few splits": (
+        "Number of entries in splits does not equal number of workers",
+        lambda: hvd.alltoall(ones(2), torch.tensor([2])),
     ),
     "scalar": ("tried to ALLGATHER a rank-zero tensor", lambda: hvd.allgather(ones())),
     "type": ("Tensor type bool is not supported", lambda: hvd.allreduce(ones(2, dtype=torch.bool))),

@@ -112,6 +112,9 @@ for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_si
     value = str(getattr(hvd, name)())
     assert os.environ[f"HOROVOD_{name.upper()}"] == value
     assert before.get(f"HOROVOD_{name.upper()}", value) == value, (name, before)
+hvd.init(process_sets=[MPI.COMM_WORLD, MPI.COMM_SELF])
+assert hvd.ProcessSet(MPI.COMM_WORLD).ranks == (0, 1)
+assert hvd.ProcessSet(MPI.COMM_SELF) == hvd.ProcessSet([hvd.rank()])
 try:
     hvd.init(comm=MPI.COMM_SELF)
 except ValueError as error:

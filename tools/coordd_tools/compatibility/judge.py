@@ -44,12 +44,15 @@ def horovod() -> Any:
 def ours(name: str) -> Any:
     """Returns what the drop-in has under a name; None if it has nothing.
 
-    The methods of an optimizer are those of the class that `DistributedOptimizer` mixes in.
+    The methods of an optimizer are those of the class that `DistributedOptimizer` mixes in, and what a process set has
+    is asked of one.
     """
     first, _, rest = name.partition(".")
     if first == "DistributedOptimizer" and rest:
         return getattr(import_module("coordd_torch.optimizer")._Distributed, rest, None)  # noqa: SLF001 - its home
     found = horovod()
+    if first == "ProcessSet" and rest:
+        return getattr(found.global_process_set, rest, None)
     for part in name.split("."):
         found = getattr(found, part, None)
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 from coordd import api
 from coordd.errors import ArgumentError
-from coordd.process_sets import ProcessSet
+from coordd.groups import ProcessSet
 from coordd.transport.mpi import launched_ranks
 
 __all__ = [
@@ -79,7 +79,7 @@ def _of_ranks(ranks: Any) -> ProcessSet:
     try:
         return ProcessSet(ranks)
     except TypeError as error:
-        text = f"init(process_sets=[{ranks!r}]): a process set is made of ranks here, as in hvd.ProcessSet([0, 1])"
+        text = f"init(process_sets=[{ranks!r}]): a process set is made of ranks, as in hvd.ProcessSet([0, 1])"
         raise ArgumentError(text) from error
 
 
