@@ -23,6 +23,7 @@ from coordd.messages import (
     Muster,
     Overdue,
     Plan,
+    Recording,
     Report,
     StallReport,
     Waiting,
@@ -92,6 +93,7 @@ class Coordinator:
         self._failure: Failure | None = None
         self._stopped = False
         self._plans = 0
+        self._recordings = 0
         self._out: Outgoing = []
         self._heard = False
 
@@ -120,6 +122,9 @@ class Coordinator:
                 self._investigate(self._speakers(voice, message.ranks), message, now)
             case Account() if self._investigation is not None:
                 self._investigation.accounts[message.rank] = message
+            case Recording() if message.number > self._recordings:
+                self._recordings = message.number
+                self._tell(range(len(self._voices)), message)
             case Lost() | Loss():
                 self._lose(message.rank if isinstance(message, Loss) else voice)
 

@@ -72,10 +72,14 @@ class Flights:
 
     def start(self, bucket: Bucket) -> None:
         """Puts a negotiated bucket in line."""
+        if (tape := self._plane.deck.tape) is not None:
+            tape.queued(Spot.of_bucket(bucket, self._plane.lane))
         self._queue.append(bucket)
 
     def give(self, word: Locked) -> None:
         """Gives this rank's word on a locked bucket."""
+        if (tape := self._plane.deck.tape) is not None and word.bucket is not None:
+            tape.queued(Spot.of_word(word, self._plane.lane))
         flight = _Flight(word.bucket, iter(()), word)  # type: ignore[arg-type]
         line = self._lines.setdefault(word.index, deque())
         line.append(flight)
@@ -88,7 +92,7 @@ class Flights:
         started = False
         while self._queue and len(self._active) < _ACTIVE:
             bucket = self._queue.popleft()
-            self._active.append(_Flight(bucket, self._steps(bucket)))
+            self._active.append(_Flight(bucket, self._turn(bucket)))
             started = True
         landed = _drive(self._active) + _drive(self._words)
         return started or landed > 0 or self._plane.pulse.beats > before
@@ -123,6 +127,12 @@ class Flights:
             gone.clear()
         return [entry for bucket in buckets if bucket is not None for entry in bucket.entries]
 
+    def _turn(self, bucket: Bucket) -> Steps:
+        """Carries a negotiated bucket out, whose turn has come."""
+        if (tape := self._plane.deck.tape) is not None:
+            tape.mark(Spot.of_bucket(bucket, self._plane.lane))
+        yield from self._steps(bucket)
+
     def _steps(self, bucket: Bucket) -> Steps:
         spot = Spot.of_bucket(bucket, self._plane.lane)
         match bucket.request.kind:
@@ -133,12 +143,14 @@ class Flights:
             case Kind.ALLGATHER:
                 return self._allgather(spot, bucket)
             case Kind.BARRIER:
-                return self._barrier(bucket.entries[0])
+                return self._barrier(spot, bucket.entries[0])
 
     def _locked(self, word: Locked, flight: _Flight, line: deque[_Flight]) -> Steps:
         while line[0] is not flight:
             yield
         spot = Spot.of_word(word, self._plane.lane)
+        if (tape := self._plane.deck.tape) is not None:
+            tape.mark(spot)
         if word.bucket is None:
             yield from self._plane.refuse(spot)
         else:
@@ -161,11 +173,17 @@ class Flights:
                 flat[...] = buffer[start:stop]
                 start = stop
         if moved:
-            self._outcomes.landed(bucket.entries)
+            self._land(spot, bucket.entries)
         if word is not None:
             self._outcomes.settled(word, moved=moved)
         if moved:
             self._finish(bucket.entries, flats)
+
+    def _land(self, spot: Spot, entries: Sequence[Entry]) -> None:
+        """Notes that results are where they belong, before anybody is told."""
+        if (tape := self._plane.deck.tape) is not None:
+            tape.landed(spot, [(entry.request, entry.handle.submitted) for entry in entries])
+        self._outcomes.landed(entries)
 
     def _finish(self, entries: Sequence[Entry], flats: Sequence[np.ndarray]) -> None:
         """Hands over the results of operations in place, whose values may have travelled in a copy."""
@@ -182,7 +200,7 @@ class Flights:
         flat = _flat(entry.array)
         members = bucket.request.members or self._plane.world
         yield from self._plane.broadcast(spot, members, flat, members.index(entry.request.root))
-        self._outcomes.landed([entry])
+        self._land(spot, [entry])
         self._finish([entry], [flat])
 
     def _allgather(self, spot: Spot, bucket: Bucket) -> Steps:
@@ -195,12 +213,12 @@ class Flights:
         blocks[members.index(self._plane.rank)][...] = entry.array.reshape(-1)
         yield from self._plane.allgather(spot, members, blocks)
         self.bytes_moved += gathered.nbytes
-        self._outcomes.landed([entry])
+        self._land(spot, [entry])
         entry.finish(gathered)
 
-    def _barrier(self, entry: Entry) -> Steps:
+    def _barrier(self, spot: Spot, entry: Entry) -> Steps:
         """That all members have announced it is all there is to a barrier."""
-        self._outcomes.landed([entry])
+        self._land(spot, [entry])
         self._finish([entry], [entry.array])
         return
         yield
