@@ -1,4 +1,4 @@
-"""Which neighbours' processes are gone, and who waits for that. Events are set for other threads; nothing else is shared."""
+"""Which neighbours' processes are gone, and who waits for that. Other threads see only their events."""
 
 from __future__ import annotations
 

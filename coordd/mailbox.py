@@ -17,8 +17,8 @@ from coordd.errors import ArgumentError, MismatchError
 from coordd.fusion import item_size
 from coordd.handles import Handle
 from coordd.messages import Waiting
-from coordd.transport.collectives import Steps
 from coordd.timeline.tape import Deck
+from coordd.transport.collectives import Steps
 from coordd.transport.protocol import ANY, Lane, Ticket
 
 __all__ = ["Letter", "Mailbox"]

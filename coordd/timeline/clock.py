@@ -1,7 +1,7 @@
 """How far this process's clock is from rank 0's: asked over the control channel, by the middle of a round trip.
 
-Pure. Processes of one host read the same clock. Others ask whom they report to, who answers in rank 0's time; so no rank
-hears more than its neighbours. Of several round trips the shortest counts, for half of it bounds the error.
+Pure. Processes of one host read the same clock. Others ask whom they report to, who answers in rank 0's time; so no
+rank hears more than its neighbours. Of several round trips the shortest counts, for half of it bounds the error.
 """
 
 from __future__ import annotations

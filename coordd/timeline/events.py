@@ -111,7 +111,9 @@ class Scribe:
         tid, _ = lanes[place]
         lanes[place] = tid, until
         for what, begin, end, args in spans:
-            yield Event(what, "X", self._rank, tid, _microseconds(begin), _microseconds(max(0.0, end - begin)), args=args)
+            yield Event(
+                what, "X", self._rank, tid, _microseconds(begin), _microseconds(max(0.0, end - begin)), args=args
+            )
 
     def _told(self, name: str, args: dict[str, Any], tid: int = 0) -> Event:
         return Event(name, "M", self._rank, tid, args=args)

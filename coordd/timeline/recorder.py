@@ -40,9 +40,7 @@ class Recorder:
         self._about: dict[str, object] = {}
         self._clock = Clock(shared=True)
 
-    def connect(
-        self, tell: Callable[[Message], None], send: Callable[[int, Message], None], *, parent: int
-    ) -> None:
+    def connect(self, tell: Callable[[Message], None], send: Callable[[int, Message], None], *, parent: int) -> None:
         """Learns how to reach others; to be called before anything else.
 
         Args:

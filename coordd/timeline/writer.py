@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -111,7 +111,7 @@ class _Sheet:
         self._data = bytearray(b"[")
         self._between = b"\n"
 
-    def __enter__(self) -> _Sheet:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
