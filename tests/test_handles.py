@@ -69,14 +69,14 @@ def test_a_result_that_does_not_come_in_time_says_so():
 
 def test_waiting_hurries_the_daemon_but_asking_does_not():
     calls = []
-    handle = Handle("x", hurry=lambda: calls.append("hurry"))
+    handle = Handle("x", hurry=lambda name: calls.append(f"hurry {name}"))
     handle.poll()
     assert calls == []
     handle.wait(0.0)
-    assert calls == ["hurry"]
+    assert calls == ["hurry x"]
     handle.resolve(1)
     handle.wait()
-    assert calls == ["hurry"]
+    assert calls == ["hurry x"]
 
 
 def test_callbacks_run_once_before_and_after_it_is_done():
