@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,7 @@ class Daemon:
 
     def _record(self, folder: str, *, cycles: bool) -> None:
         self._check_usable()
-        recording = self._loop.recorder.call(folder, cycles=cycles)
+        recording = self._loop.recorder.call(folder and str(Path(folder).absolute()), cycles=cycles)
         if recording is not None:
             self._do(lambda: self._loop.recorder.tell(recording))
 

@@ -6,7 +6,7 @@ agreement that is sought, and that before a rank that has not come.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple, TypeVar
@@ -62,25 +62,30 @@ class Breakdown(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """Who came last to an operation, when, and how long after the one before; ``rank`` is -1 if only one took part."""
+    """Who came last to an operation, when, and how long after the one before; ``rank`` is -1 if only one took part.
+
+    ``agreed`` is when the last rank knew that all had come, or gave its word; before, no data moves.
+    """
 
     rank: int
     at: float
     behind: float
+    agreed: float
 
 
 def comings(journals: Iterable[Journal]) -> dict[str, Coming]:
     """Says for each operation when all had come."""
-    come: dict[str, list[tuple[float, int]]] = {}
+    come: defaultdict[str, list[tuple[float, int, float]]] = defaultdict(list)
     for journal in journals:
-        for operation in filter(lambda operation: operation.key, journal.operations):
-            come.setdefault(operation.key, []).append((operation.come, journal.rank))
-    return {key: _coming(sorted(found)) for key, found in come.items()}
+        for operation in journal.operations:
+            come[operation.key].append((operation.come, journal.rank, operation.queued))
+    return {key: _coming(sorted(found)) for key, found in come.items() if key}
 
 
-def _coming(found: Sequence[tuple[float, int]]) -> Coming:
-    at, rank = found[-1]
-    return Coming(rank, at, at - found[-2][0]) if len(found) > 1 else Coming(-1, at, 0.0)
+def _coming(found: Sequence[tuple[float, int, float]]) -> Coming:
+    at, rank, _ = found[-1]
+    agreed = max(at, *(queued for _, _, queued in found))
+    return Coming(rank, at, at - found[-2][0], agreed) if len(found) > 1 else Coming(-1, at, 0.0, agreed)
 
 
 def breakdowns(journal: Journal, steps: Sequence[Step], come: dict[str, Coming]) -> Iterator[Breakdown]:
@@ -110,10 +115,9 @@ def _pieces(step: Step, waits: list[Span], flying: Sequence[Operation], come: di
     seeking: list[Span] = []
     missing: dict[int, list[Span]] = {}
     for operation in flying:
-        there = come.get(operation.key, Coming(-1, operation.come, 0.0))
-        agreed = max(operation.queued, there.at)
-        moving.append((agreed, operation.landed))
-        seeking.append((there.at, operation.queued))
+        there = come.get(operation.key, Coming(-1, operation.come, 0.0, operation.queued))
+        moving.append((there.agreed, operation.landed))
+        seeking.append((there.at, there.agreed))
         missing.setdefault(there.rank, []).append((operation.come, there.at))
     layers = [(Part.TRANSFER, -1, moving), (Part.NEGOTIATION, -1, seeking)]
     layers += [(Part.LATE, rank, spans) for rank, spans in missing.items()]

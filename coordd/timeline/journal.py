@@ -96,7 +96,8 @@ class Journal:
             elif "peer" in event.args:
                 self.operations.append(_matched(event, rows.get(event.tid, "")))
         self.operations.sort(key=lambda operation: operation.come)
-        self.waits = sorted(max(waits.values(), key=list.__len__, default=[]))
+        often = max(waits.values(), key=len, default=[])
+        self.waits = sorted(often)
         """Those of the thread that waited most often."""
 
 

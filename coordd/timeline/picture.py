@@ -20,11 +20,12 @@ _LANES = 8
 _TICKS = 8
 _SHORTEST = 0.4  # pixels; what is shorter cannot be seen
 _STYLE = """
-svg { font: 11px system-ui, sans-serif; background: var(--paper); color-scheme: light dark; --ink: #1d2733;
-      --dim: #6b7785; --rule: #dde3ea; --paper: #fff; }
-@media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; --dim: #8b98a5; --rule: #2d3742; --paper: #12171d; } }
-text { fill: var(--dim); } text.title { fill: var(--ink); font-size: 15px; font-weight: 600; }
-text.rank { fill: var(--ink); } line { stroke: var(--rule); }
+svg { font: 11px system-ui, sans-serif; background: #fff; } line { stroke: #dde3ea; }
+text { fill: #6b7785; } text.title, text.rank { fill: #1d2733; } text.title { font-size: 15px; font-weight: 600; }
+@media (prefers-color-scheme: dark) {
+  svg { background: #12171d; } line { stroke: #2d3742; }
+  text { fill: #8b98a5; } text.title, text.rank { fill: #e6edf3; }
+}
 .compute { fill: #2f9e6e; } .late { fill: #d64545; } .negotiation { fill: #d9a441; } .transfer { fill: #3b7dd8; }
 .rest { fill: #9aa5b1; } rect.thin { opacity: .45; }
 """

@@ -19,7 +19,7 @@ from coordd.timeline.clock import Reading
 from coordd.timeline.events import Event, Scribe
 from coordd.timeline.tape import Deck, Tape
 
-__all__ = ["Writer", "rank_file"]
+__all__ = ["Sheet", "Writer", "rank_file"]
 
 log = logging.getLogger("coordd")
 
@@ -78,17 +78,17 @@ class Writer:
             self._after.join()
             self._after = None
         try:
-            with _Sheet(self.path) as sheet:
+            with Sheet(self.path) as sheet:
                 sheet.write(self._scribe.header(self._about))
                 while not self._ending.wait(_PERIOD):
                     self._write(sheet)
                 self._write(sheet)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - a disk that is full must not end a training
             if self._deck.tape is self._tape:
                 self._deck.tape = None
             log.warning("the timeline ends here, the training goes on: %s", error)
 
-    def _write(self, sheet: _Sheet) -> None:
+    def _write(self, sheet: Sheet) -> None:
         readings, self._readings = self._readings, []
         sheet.write(map(self._scribe.reading, readings))
         for item in self._tape.drain():
@@ -101,10 +101,15 @@ class Writer:
         sheet.flush()
 
 
-class _Sheet:
+class Sheet:
     """The file: new, and nobody else's."""
 
     def __init__(self, path: Path) -> None:
+        """Makes it, in place of what was there.
+
+        Raises:
+            OSError: it cannot be made.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # of an earlier run
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -130,7 +135,11 @@ class _Sheet:
             self.flush()
 
     def flush(self) -> None:
-        """Hands over to the operating system what has been added."""
+        """Hands over to the operating system what has been added.
+
+        Raises:
+            OSError: it does not take it.
+        """
         data, self._data = self._data, bytearray()
         view = memoryview(data)
         while view:

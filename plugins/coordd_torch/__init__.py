@@ -11,6 +11,8 @@ from coordd.api import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from coordd.errors import (
     ArgumentError,
@@ -121,5 +123,7 @@ __all__ = [
     "send_async",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
