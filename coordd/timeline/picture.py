@@ -92,9 +92,10 @@ class _Canvas:
         more = f" and {len(found.names) - 1} more" if len(found.names) > 1 else ""
         hint = f"{found.kind} {found.names[0]}{more}, {found.nbytes} bytes"
         low, high = one.step.since, one.step.until
-        for since, until, part in ((found.come, found.queued, "negotiation"), (found.queued, found.landed, "transfer")):
-            for span in within([(since, until)], low, high):
-                self._bar(span, f"{part} thin", hint, height=_LANE - 2, down=lane * _LANE)
+        ways = {"negotiation": (found.come, found.queued), "transfer": (found.queued, found.landed)}
+        for part, way in ways.items():
+            for span in within([way], low, high):
+                self._bar(span, f"{part} thin", f"{hint}, {part}", height=_LANE - 2, down=lane * _LANE)
 
     def _bar(self, span: Span, kind: str, hint: str, *, height: int, down: int = 0) -> None:
         since, until = span

@@ -115,4 +115,4 @@ def _culprit(found: Iterable[Breakdown]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
+    return f"{1e3 * seconds:.2f}" if seconds < 1 else f"{1e3 * seconds:.0f}"

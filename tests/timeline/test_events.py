@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,7 +75,5 @@ def test_nothing_overlaps_in_a_row(times, transient):
 
 @pytest.mark.parametrize("name", ["\udcff", "a\nb\0", "é" * 400])
 def test_any_thread_can_be_told(name):
-    import msgspec
-
     for event in Scribe(0).events(Pause(name, "w", 0.0, 1.0)):
         assert msgspec.json.decode(msgspec.json.encode(event))
