@@ -55,7 +55,7 @@ class _Draft:
             self.come = max(self.come, event.ts)
         self.nbytes += event.args.get("bytes", 0)
         self.tensors += event.name == _LAST
-        return self._operation() if self.tensors == event.args["of"] else None
+        return self._operation() if self.tensors == event.args.get("of") else None
 
     def _operation(self) -> Operation | None:
         kind = next((name for name in self.phases if name not in PHASES), None)

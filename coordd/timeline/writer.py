@@ -13,10 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
 from coordd.timeline.clock import Reading
-from coordd.timeline.events import Event, Scribe
+from coordd.timeline.events import Scribe
 from coordd.timeline.tape import Deck, Tape
 
 __all__ = ["Sheet", "Writer", "rank_file"]
@@ -25,8 +23,6 @@ log = logging.getLogger("coordd")
 
 _PERIOD = 1.0
 _AT_ONCE = 64 << 10
-
-_encode = msgspec.json.Encoder().encode
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -92,7 +88,7 @@ class Writer:
         readings, self._readings = self._readings, []
         sheet.write(map(self._scribe.reading, readings))
         for item in self._tape.drain():
-            sheet.write(self._scribe.events(item))
+            sheet.write(self._scribe.lines(item))
         if (dropped := self._tape.dropped) > self._told:
             if not self._told:
                 log.warning("the timeline cannot be written as fast as it grows: some of it is missing (%s)", self.path)
@@ -126,10 +122,10 @@ class Sheet:
         finally:
             os.close(self._file)
 
-    def write(self, events: Iterable[Event]) -> None:
+    def write(self, lines: Iterable[bytes]) -> None:
         """Adds events."""
-        for event in events:
-            self._data += self._between + _encode(event)
+        for line in lines:
+            self._data += self._between + line
             self._between = b",\n"
         if len(self._data) > _AT_ONCE:
             self.flush()

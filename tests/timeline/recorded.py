@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from coordd.messages import Kind, Request
 from coordd.timeline.clock import Reading
-from coordd.timeline.events import Scribe
+from coordd.timeline.events import Event, Scribe
 from coordd.timeline.tape import Item, Passage, Pause
 from coordd.timeline.writer import Sheet, rank_file
 
-__all__ = ["BEGIN", "STEP", "passage", "record", "training"]
+__all__ = ["BEGIN", "STEP", "events", "passage", "record", "training"]
 
 BEGIN = 1000.0
 STEP = 0.100
@@ -42,6 +44,12 @@ def training(rank: int, *, steps: int = 8, late: float = 0.0) -> Iterator[Item]:
         yield Pause("MainThread", "gradients", come, landed)
 
 
+def events(scribe: Scribe, *items: Item) -> list[Event]:
+    """What is written down of items."""
+    lines = [line for item in items for line in scribe.lines(item)]
+    return msgspec.json.decode(b"[" + b",".join(lines) + b"]", type=list[Event])
+
+
 def record(folder: Path, rank: int, items: Iterable[Item], **about: Any) -> Path:
     """Writes a rank's file, in the time of a clock that is ``ahead`` of rank 0's; returns its path."""
     ahead = about.pop("ahead", 0.0)
@@ -52,7 +60,7 @@ def record(folder: Path, rank: int, items: Iterable[Item], **about: Any) -> Path
         sheet.write(scribe.header(who | about))
         sheet.write(map(scribe.reading, readings))
         for item in items:
-            sheet.write(scribe.events(_shifted(item, ahead)))
+            sheet.write(scribe.lines(_shifted(item, ahead)))
     return path
 
 

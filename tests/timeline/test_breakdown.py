@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,7 +83,7 @@ def test_the_parts_of_a_step_add_up_to_it(mine, others, waits, cuts):
     ranks = [made(0, mine), made(1, others)]
     ranks[0].waits = sorted(Pause(*sorted(wait)) for wait in waits)
     cuts = sorted(cuts)
-    steps = [Step("x", since, until) for since, until in zip(cuts, cuts[1:], strict=False)]
+    steps = [Step("x", since, until) for since, until in pairwise(cuts)]
     for found in breakdowns(ranks[0], steps, comings(ranks)):
         assert sum(parts(found).values()) == pytest.approx(found.seconds, abs=1e-6)
         assert all(spent >= 0 for spent in parts(found).values())

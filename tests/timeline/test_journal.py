@@ -6,12 +6,11 @@ from coordd.messages import Kind, Request
 from coordd.timeline.events import Scribe
 from coordd.timeline.journal import Journal
 from coordd.timeline.tape import Cycle, Delivery, Passage, Pause
-from tests.timeline.recorded import BEGIN, passage, training
+from tests.timeline.recorded import BEGIN, events, passage, training
 
 
 def journal(*items):
-    scribe = Scribe(1)
-    return Journal(1, [event for item in items for event in scribe.events(item)])
+    return Journal(1, events(Scribe(1), *items))
 
 
 def test_tensors_that_travelled_together_are_one_operation():
@@ -30,11 +29,10 @@ def test_operations_are_in_the_order_in_which_they_came():
 
 
 def test_an_operation_that_is_cut_off_does_not_count():
-    scribe = Scribe(0)
-    events = [event for number in range(2) for event in scribe.events(passage(number, number + 1.0, landed=number + 2))]
+    told = events(Scribe(0), *(passage(number, number + 1.0, landed=number + 2) for number in range(2)))
     for missing in range(1, 6):
-        assert [one.key for one in Journal(0, events[:-missing]).operations] == ["0:0"]
-    later = [event for event in events if event.name != "NEGOTIATE" or event.args["op"] != "0:0"]
+        assert [one.key for one in Journal(0, told[:-missing]).operations] == ["0:0"]
+    later = [event for event in told if event.name != "NEGOTIATE" or event.args["op"] != "0:0"]
     assert [one.key for one in Journal(0, later).operations] == ["1:1"]
 
 

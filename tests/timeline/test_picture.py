@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_bars_of_operations_do_not_lie_on_each_other(tmp_path):
     thin = [bar for bar in bars(drawn(tmp_path, more=more)) if "thin" in bar.get("class")]
     places = sorted((bar.get("y"), float(bar.get("x")), float(bar.get("width"))) for bar in thin)
     assert len({y for y, _, _ in places}) <= 16
-    for (y, x, width), (below, right, _) in zip(places, places[1:], strict=False):
+    for (y, x, width), (below, right, _) in pairwise(places):
         assert y != below or x + width <= right + 0.2
 
 

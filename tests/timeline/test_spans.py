@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ def test_a_union_is_ascending_disjoint_and_covers_the_same(spans):
     found = union(spans)
     assert moments(found) == moments(spans)
     assert all(since < until for since, until in found)
-    assert all(before[1] < after[0] for before, after in zip(found, found[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in pairwise(found))
     assert length(found) == len(moments(spans))
 
 

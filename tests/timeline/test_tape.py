@@ -62,7 +62,12 @@ def test_what_some_rank_refused_is_left_out():
 
 def test_a_pause_knows_its_thread():
     tape = Tape()
-    thread = threading.Thread(target=lambda: tape.pause("w")(), name="loader")
+
+    def wait():
+        over = tape.pause("w")
+        over()
+
+    thread = threading.Thread(target=wait, name="loader")
     thread.start()
     thread.join()
     (found,) = tape.drain()
