@@ -20,7 +20,7 @@ PHASES = ("NEGOTIATE", "QUEUE", "FUSE", "UNFUSE")
 """The phases around an operation, which lies before the last and is called by its kind."""
 WAIT, CYCLE = "WAIT", "CYCLE"
 
-_MOST_ROWS = 1000
+_MOST_ROWS = 4096
 """Names that have a row of their own; what comes later shares rows."""
 _encode = msgspec.json.Encoder().encode
 
@@ -119,7 +119,7 @@ class Scribe:
         if known is not request:
             what = {"bytes": size(request), "dtype": request.dtype, "shape": request.shape}
             text = _encode(what).decode()[1:-1]
-            if not request.transient:
+            if request.name in self._about or len(self._about) < _MOST_ROWS:
                 self._about[request.name] = request, text
         return text
 

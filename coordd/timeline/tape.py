@@ -15,7 +15,7 @@ from coordd.messages import Request
 
 __all__ = ["Cycle", "Deck", "Delivery", "Item", "Passage", "Pause", "Tape"]
 
-_MOST = 100_000
+_MOST = 50_000
 """Items that wait to be written, at most."""
 
 Returned = TypeVar("Returned")
@@ -76,6 +76,8 @@ class Tape:
         """
         self.cycles = cycles
         self.dropped = 0
+        self.filling = threading.Event()
+        """Set when it is time to write."""
         self._most = most
         self._items: deque[Item] = deque()
         self._open: dict[Spot, list[float]] = {}
@@ -124,13 +126,17 @@ class Tape:
 
     def drain(self) -> list[Item]:
         """Removes and returns what has been noted."""
+        self.filling.clear()
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def _put(self, item: Item) -> None:
-        if len(self._items) < self._most:
+        length = len(self._items)
+        if length < self._most:
             self._items.append(item)
         else:
             self.dropped += 1
+        if length == self._most // 2:
+            self.filling.set()
 
 
 class Deck:

@@ -112,15 +112,22 @@ def offset(readings: Sequence[Reading], at: float) -> float:
 
 
 def find(folder: Path) -> list[Trace]:
-    """Reads the files of the job that has written last to a folder, by rank.
+    """Reads the files of the job that has written last to a folder, by rank; those that do not say whose are left out.
 
     Raises:
-        TimelineError: there are none, or one cannot be used.
+        TimelineError: there are none, or none can be used.
     """
     paths = sorted(folder.glob("rank.*.json"), key=lambda path: path.stat().st_mtime)
     if not paths:
         raise TimelineError(folder, "no rank has recorded anything there")
-    traces = [Trace(path) for path in paths]
+    traces = []
+    for path in paths:
+        try:
+            traces.append(Trace(path))
+        except TimelineError as error:
+            refusal = error
+    if not traces:
+        raise refusal
     job = traces[-1].about.get("job")
     found = sorted((trace for trace in traces if trace.about.get("job") == job), key=lambda trace: trace.rank)
     for trace in found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
@@ -52,7 +53,7 @@ class Writer:
         self._after = after
         self._scribe = Scribe(about["rank"])
         self._readings: list[Reading] = []
-        self._ending = threading.Event()
+        self._ending = False
         self._told = 0
         self._thread = threading.Thread(target=self._run, name="coordd timeline", daemon=True)
         self._thread.start()
@@ -63,7 +64,8 @@ class Writer:
 
     def end(self) -> None:
         """Ends the file, soon."""
-        self._ending.set()
+        self._ending = True
+        self._tape.filling.set()
 
     def join(self, seconds: float | None = None) -> None:
         """Waits until the file is complete, at most so long."""
@@ -76,7 +78,9 @@ class Writer:
         try:
             with Sheet(self.path) as sheet:
                 sheet.write(self._scribe.header(self._about))
-                while not self._ending.wait(_PERIOD):
+                sheet.flush()
+                while not self._ending:
+                    self._tape.filling.wait(_PERIOD)
                     self._write(sheet)
                 self._write(sheet)
         except Exception as error:  # noqa: BLE001 - a disk that is full must not end a training
@@ -85,10 +89,11 @@ class Writer:
             log.warning("the timeline ends here, the training goes on: %s", error)
 
     def _write(self, sheet: Sheet) -> None:
-        readings, self._readings = self._readings, []
-        sheet.write(map(self._scribe.reading, readings))
+        while self._readings:
+            sheet.write([self._scribe.reading(self._readings.pop(0))])
         for item in self._tape.drain():
             sheet.write(self._scribe.lines(item))
+            time.sleep(0)  # who trains need not wait until all are written
         if (dropped := self._tape.dropped) > self._told:
             if not self._told:
                 log.warning("the timeline cannot be written as fast as it grows: some of it is missing (%s)", self.path)

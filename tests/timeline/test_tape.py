@@ -94,5 +94,16 @@ def test_a_full_tape_drops_and_counts():
     assert len(tape.drain()) == 1
 
 
+def test_half_full_it_is_time_to_write():
+    tape = Tape(cycles=True, most=6)
+    for _ in range(3):
+        tape.cycle()
+    assert not tape.filling.is_set()
+    tape.cycle()
+    assert tape.filling.is_set()
+    tape.drain()
+    assert not tape.filling.is_set()
+
+
 def test_a_new_deck_is_empty():
     assert Deck().tape is None

@@ -59,6 +59,16 @@ def test_a_file_that_says_not_whose_it_is_is_refused(tmp_path):
         Trace(path)
 
 
+def test_a_file_that_cannot_be_used_does_not_hide_the_others(tmp_path):
+    path = record(tmp_path, 0, training(0))
+    broken = tmp_path / "rank.1.json"
+    broken.write_bytes(b"")
+    assert [trace.path for trace in find(tmp_path)] == [path]
+    path.unlink()
+    with pytest.raises(TimelineError, match=r"rank\.1\.json"):
+        find(tmp_path)
+
+
 def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(TimelineError, match="no rank has recorded anything there"):
         find(tmp_path)
