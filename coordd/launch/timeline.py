@@ -77,7 +77,7 @@ def _flaws(traces: Sequence[Trace]) -> list[str]:
     found = []
     size, ranks = traces[0].about["size"], [trace.rank for trace in traces]
     if missing := sorted(set(range(size)) - set(ranks)):
-        found.append(f"{len(missing)} of {size} ranks have no recording here that can be used, rank {missing[0]} for one")
+        found.append(f"{len(missing)} of {size} ranks have no usable recording here, rank {missing[0]} for one")
     for trace in traces:
         if trace.damaged:
             found.append(f"rank {trace.rank}: {trace.damaged} damaged or cut off lines are left out")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from coordd.timeline.events import PHASES, WAIT, Event
 
-__all__ = ["Journal", "Operation", "Pause"]
+__all__ = ["Journal", "Operation", "Wait"]
 
 _FIRST, _LAST = PHASES[0], PHASES[-1]
 
@@ -30,7 +30,7 @@ class Operation(NamedTuple):
     landed: float
 
 
-class Pause(NamedTuple):
+class Wait(NamedTuple):
     """A wait for an operation."""
 
     since: float
@@ -81,12 +81,12 @@ class Journal:
         self.operations: list[Operation] = []
         rows: dict[int, str] = {}
         drafts: defaultdict[str, _Draft] = defaultdict(_Draft)
-        waits: defaultdict[int, list[Pause]] = defaultdict(list)
+        waits: defaultdict[int, list[Wait]] = defaultdict(list)
         for event in events:
             if event.name == "thread_name":
                 rows[event.tid] = str(event.args["name"])
             elif event.name == WAIT:
-                waits[event.tid].append(_pause(event))
+                waits[event.tid].append(_wait(event))
             elif "op" in event.args:
                 key = _Draft.key(event)
                 operation = drafts[key].add(event, rows.get(event.tid, ""))
@@ -103,9 +103,9 @@ class Journal:
 
 def _matched(event: Event, name: str) -> Operation:
     """A send or receive, whose other end nobody has compared."""
-    since, until = _pause(event)
+    since, until = _wait(event)
     return Operation("", event.name, (name,), int(event.args["bytes"]), since, since, since, until)
 
 
-def _pause(event: Event) -> Pause:
-    return Pause(event.ts / 1e6, (event.ts + (event.dur or 0.0)) / 1e6)
+def _wait(event: Event) -> Wait:
+    return Wait(event.ts / 1e6, (event.ts + (event.dur or 0.0)) / 1e6)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from coordd.timeline.clock import Reading
-from coordd.timeline.events import Scribe
+from coordd.timeline.scribe import Scribe
 from coordd.timeline.tape import Deck, Tape
 
 __all__ = ["Sheet", "Writer", "rank_file"]

@@ -53,7 +53,7 @@ def test_flaws_are_told(folder, capsys):
     path.write_bytes(path.read_bytes()[:-40] + b"\n")
     assert main(["timeline", str(folder)]) == 0
     told = capsys.readouterr().err
-    assert "2 of 4 ranks have no recording here that can be used, rank 2 for one" in told
+    assert "2 of 4 ranks have no usable recording here, rank 2 for one" in told
     assert "rank 1: 1 damaged or cut off lines are left out" in told
     assert "rank 1: its clock was not compared with rank 0's" in told
 

@@ -11,7 +11,8 @@ import msgspec
 
 from coordd.messages import Kind, Request
 from coordd.timeline.clock import Reading
-from coordd.timeline.events import Event, Scribe
+from coordd.timeline.events import Event
+from coordd.timeline.scribe import Scribe
 from coordd.timeline.tape import Item, Passage, Pause
 from coordd.timeline.writer import Sheet, rank_file
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordd.timeline.breakdown import Part, breakdowns, comings
-from coordd.timeline.journal import Journal, Operation, Pause
+from coordd.timeline.journal import Journal, Operation, Wait
 from coordd.timeline.steps import Step
 
 
@@ -18,7 +18,7 @@ def operation(key, come, queued, landed):
 def journal(rank, operations, waits=()):
     found = Journal(rank, ())
     found.operations = sorted(operations, key=lambda one: one.come)
-    found.waits = [Pause(*wait) for wait in sorted(waits)]
+    found.waits = [Wait(*wait) for wait in sorted(waits)]
     return found
 
 
@@ -81,7 +81,7 @@ def test_the_parts_of_a_step_add_up_to_it(mine, others, waits, cuts):
         return journal(rank, [operation(str(key), *sorted(times)) for key, *times in found])
 
     ranks = [made(0, mine), made(1, others)]
-    ranks[0].waits = sorted(Pause(*sorted(wait)) for wait in waits)
+    ranks[0].waits = sorted(Wait(*sorted(wait)) for wait in waits)
     cuts = sorted(cuts)
     steps = [Step("x", since, until) for since, until in pairwise(cuts)]
     for found in breakdowns(ranks[0], steps, comings(ranks)):

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from coordd.messages import Kind, Request
-from coordd.timeline.events import Scribe
 from coordd.timeline.journal import Journal
+from coordd.timeline.scribe import Scribe
 from coordd.timeline.tape import Cycle, Delivery, Passage, Pause
 from tests.timeline.recorded import BEGIN, events, passage, training
 

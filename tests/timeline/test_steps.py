@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.timeline.journal import Journal, Operation, Pause
+from coordd.timeline.journal import Journal, Operation, Wait
 from coordd.timeline.steps import anchor, steps
 
 
@@ -17,7 +17,7 @@ def operation(name, come, *, nbytes=1000, key=""):
 def journal(operations, waits=()):
     found = Journal(0, ())
     found.operations = sorted(operations, key=lambda one: one.come)
-    found.waits = [Pause(*wait) for wait in waits]
+    found.waits = [Wait(*wait) for wait in waits]
     return found
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordd.messages import Kind, Request
-from coordd.timeline.events import Scribe
+from coordd.timeline.scribe import Scribe
 from coordd.timeline.tape import Cycle, Delivery, Passage, Pause
 from tests.timeline.recorded import events
 
