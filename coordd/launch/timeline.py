@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TIMELINE_EPILOG", "add_timeline_options", "timeline"]
 
+_DOUBTFUL = 1e-3
+"""Seconds from which the doubt about a clock is worth a word."""
+
 TIMELINE_EPILOG = """\
 examples:
   coordd run -n 4 --timeline trace python train.py   record
@@ -87,6 +90,8 @@ def _flaws(traces: Sequence[Trace]) -> list[str]:
             found.append(
                 f"rank {trace.rank}: its clock was not compared with rank 0's; the hosts' time of day is taken"
             )
+        elif trace.doubt > _DOUBTFUL:
+            found.append(f"rank {trace.rank}: its times may be off by up to {1e3 * trace.doubt:.1f} ms")
     return found
 
 

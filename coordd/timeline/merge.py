@@ -24,13 +24,16 @@ def merge(traces: Sequence[Trace], target: Path) -> None:
         OSError: it cannot be written.
     """
     draft = target.with_suffix(".part")
-    with draft.open("wb") as file:
-        between = b"[\n"
-        for event in merged(traces):
-            file.write(between + _encode(event))
-            between = b",\n"
-        file.write(b"\n]\n" if between == b",\n" else b"[]\n")
-    draft.replace(target)
+    try:
+        with draft.open("wb") as file:
+            between = b"[\n"
+            for event in merged(traces):
+                file.write(between + _encode(event))
+                between = b",\n"
+            file.write(b"\n]\n" if between == b",\n" else b"[]\n")
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def merged(traces: Sequence[Trace]) -> Iterator[Event]:

@@ -30,7 +30,6 @@ class Trace:
         dropped: items that were never written, because there were too many.
         damaged: lines that are no events.
         first: when its first event begins, in microseconds of rank 0's clock; infinite if there is none.
-        guessed: whether its clock was never compared with rank 0's.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,6 +57,11 @@ class Trace:
     def rank(self) -> int:
         """Whose it is."""
         return int(self.about["rank"])
+
+    @property
+    def doubt(self) -> float:
+        """Seconds by which its times may be off, at most."""
+        return max((reading.doubt for reading in self._readings), default=math.inf)
 
     @property
     def guessed(self) -> bool:

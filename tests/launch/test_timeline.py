@@ -7,6 +7,7 @@ import os
 import pytest
 
 from coordd.cli import main
+from coordd.timeline.clock import Reading
 from tests.timeline.recorded import record, training
 
 
@@ -56,6 +57,12 @@ def test_flaws_are_told(folder, capsys):
     assert "2 of 4 ranks have no usable recording here, rank 2 for one" in told
     assert "rank 1: 1 damaged or cut off lines are left out" in told
     assert "rank 1: its clock was not compared with rank 0's" in told
+
+
+def test_clocks_that_are_not_known_well_are_told(folder, capsys):
+    record(folder, 1, training(1), readings=[Reading(0.0, 0.0, 0.0053)])
+    assert main(["timeline", str(folder)]) == 0
+    assert "rank 1: its times may be off by up to 5.3 ms" in capsys.readouterr().err
 
 
 def test_without_steps_there_is_still_a_trace(tmp_path, capsys):

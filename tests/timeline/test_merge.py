@@ -73,6 +73,14 @@ def test_a_file_that_was_cut_off_anywhere_is_repaired(tmp_path_factory, cut):
     assert len(keyed(events, 1)) == whole
 
 
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
+    record(tmp_path, 0, training(0))
+    (tmp_path / "timeline.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        merged(tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+
+
 def test_ranks_that_recorded_nothing_give_an_empty_trace(tmp_path):
     for rank in range(2):
         record(tmp_path, rank, [])
