@@ -48,6 +48,34 @@ def test_a_setting_records_all_ranks_from_the_start(tmp_path, way):
         assert "daemon" not in rows
 
 
+@pytest.mark.parametrize("way", [{}, {"shared_memory": False}], ids=str)
+def test_every_operation_has_its_phases_on_every_rank_even_on_those_that_have_joined(tmp_path, way):
+    def body(rank):
+        operations, array = api.operations(), np.ones((4, 2))
+        handles = {
+            "allreduce": operations.allreduce(array.copy(), name="allreduce"),
+            "broadcast": operations.broadcast(array.copy(), 1, name="broadcast"),
+            "allgather": operations.allgather(array, name="allgather"),
+            "alltoall": operations.alltoall(array, name="alltoall"),
+            "reducescatter": operations.reducescatter(array, name="reducescatter"),
+            "barrier": operations.barrier(),
+        }
+        for handle in handles.values():
+            handle.result(10.0)
+        if rank == 0:
+            operations.allreduce(array, name="alone").result(10.0)
+        operations.join().result(10.0)
+
+    each_rank(2, body, timeline=str(tmp_path), **way)
+    named = ("allreduce", "broadcast", "allgather", "alltoall", "reducescatter")
+    kinds = {name: name.upper() for name in named} | {"alone": "ALLREDUCE"}
+    kinds |= {f"{kind} without a name": kind.upper() for kind in ("barrier", "join")}
+    for rank in range(2):
+        rows = recorded(tmp_path, rank)
+        for name, kind in kinds.items():
+            assert rows[name] == ["NEGOTIATE", "QUEUE", "FUSE", kind, "UNFUSE"], (rank, name)
+
+
 @pytest.mark.parametrize("callers", [{0}, {2}, {0, 1, 2}], ids=str)
 def test_whoever_says_so_starts_and_stops_all(tmp_path, callers):
     def body(rank):

@@ -104,7 +104,8 @@ class Tape:
         """Notes that results are where they belong; to be called before anybody is told."""
         if (marks := self._open.pop(spot, None)) is not None:
             marks.append(time.monotonic())
-            self._put(Passage(spot, marks, list(cargo)))
+            # What stands in for a rank that has joined was never submitted: it is there when it is wanted.
+            self._put(Passage(spot, marks, [(request, min(since, marks[0])) for request, since in cargo]))
 
     def delivered(self, word: str, name: str, peer: int, *, nbytes: int, since: float) -> None:
         """Notes that a send or receive has ended."""

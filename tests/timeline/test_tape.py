@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 
 from coordd.messages import Kind, Request
@@ -32,6 +33,14 @@ def test_a_passage_has_all_its_marks_in_order():
     assert len(found.marks) == 5
     assert found.marks == sorted(found.marks)
     assert not tape.drain()
+
+
+def test_what_was_never_submitted_is_there_when_it_is_wanted():
+    tape = Tape()
+    tape.queued(SPOT)
+    tape.landed(SPOT, [(REQUEST, math.inf)])
+    (found,) = tape.drain()
+    assert found.cargo == [(REQUEST, found.marks[0])]
 
 
 def test_the_result_of_a_transfer_is_passed_on():
