@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from coordd.config import LAUNCHED, Config, timeline_folder, unread
+from coordd.config import LAUNCHED, Config, aliased, timeline_folder, unread
 from coordd.crowd import Crowd
 from coordd.daemon import Daemon
 from coordd.errors import (
@@ -301,6 +301,8 @@ def stop_timeline() -> None:
 def _advise(daemon: Daemon) -> None:
     """Warns once a job of settings that nobody reads, and once a host of too many threads, unless `coordd run` has."""
     world = daemon.world
+    if world.rank == 0 and (told := aliased(os.environ)):
+        log.info(told)
     if LAUNCHED in os.environ:
         return
     for sentence in unread(os.environ) if world.rank == 0 else ():
