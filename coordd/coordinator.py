@@ -23,6 +23,7 @@ from coordd.messages import (
     Muster,
     Overdue,
     Plan,
+    Recording,
     Report,
     StallReport,
     Waiting,
@@ -92,6 +93,7 @@ class Coordinator:
         self._failure: Failure | None = None
         self._stopped = False
         self._plans = 0
+        self._recordings = 0
         self._out: Outgoing = []
         self._heard = False
 
@@ -122,6 +124,8 @@ class Coordinator:
                 self._investigation.accounts[message.rank] = message
             case Lost() | Loss():
                 self._lose(message.rank if isinstance(message, Loss) else voice)
+            case _:
+                self._pass_on(message)
 
     def turn(self, now: float) -> Outgoing:
         """Returns what is to be sent to which voice, in order; messages to rank 0 itself included."""
@@ -165,6 +169,12 @@ class Coordinator:
                 refusal = f"the ranks have different {what} ({told}): make them equal"
         pids, hosts = tuple(hello.pid for hello in everybody), tuple(hello.host for hello in everybody)
         self._tell(range(len(self._voices)), Welcome(pids, hosts, refusal))
+
+    def _pass_on(self, message: Message) -> None:
+        """Tells everybody to record, or to stop, as the first rank wants it."""
+        if isinstance(message, Recording) and message.number > self._recordings:
+            self._recordings = message.number
+            self._tell(range(len(self._voices)), message)
 
     def _lose(self, rank: int) -> None:
         if not self._stopped:
