@@ -102,15 +102,18 @@ class Daemon:
         if self._status.ended.is_set():
             self._loop.turn_away()
 
-    def hurry(self) -> None:
-        """Ends the batching window: somebody waits.
+    def hurry(self, *, waiting: bool = True) -> None:
+        """Ends the batching window.
+
+        Args:
+            waiting: somebody waits for what has been submitted; if not, it merely should not lose time.
 
         Raises:
             ForkedProcessError: in a forked child nothing is ever done.
         """
         if os.getpid() != self._pid:
             raise ForkedProcessError
-        self._inbox.hurry()
+        self._inbox.hurry(waiting=waiting)
 
     def handle(self, name: str) -> Handle[Any]:
         """Makes a handle whose waiters hurry this daemon."""

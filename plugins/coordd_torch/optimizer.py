@@ -18,7 +18,8 @@ from coordd import api
 from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd_torch.compression import Compression, Compressor
+from coordd_torch.channel import Channel, check_combines
+from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.operations import Average
 from coordd_torch.reducer import Reducer
 
@@ -75,7 +76,7 @@ class _Distributed(torch.optim.Optimizer):
 def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Compressor | type = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -91,7 +92,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     Args:
         optimizer: any optimizer of PyTorch's interface.
         named_parameters: usually ``model.named_parameters()``; names must be equal on all ranks.
-        compression: what travels instead of the gradients.
+        compression: what travels instead of the gradients: one of `Compression`, as a class or an object, or a class
+            with Horovod's functions ``compress`` and ``decompress``. Give each optimizer its own object.
         backward_passes_per_step: passes whose gradients are summed locally before they are averaged.
         op: `Average` or `Sum`.
         gradient_predivide_factor: splits the averaging: gradients are divided by it before, multiplied after.
@@ -99,7 +101,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
         process_set: the ranks that take part.
 
     Raises:
-        ArgumentError: parameters without a name, names used twice, an optimizer that is distributed already.
+        ArgumentError: parameters without a name, names used twice, an optimizer that is distributed already, or a
+            compression that does not fit ``op``.
         NotInitializedError: `init` was not called.
     """
     _check_passes(backward_passes_per_step)
@@ -109,22 +112,18 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     if gradient_predivide_factor != 1.0 and op is not Average:
         text = "gradient_predivide_factor not supported with op != Average"
         raise ArgumentError(text)
+    compressor = made(compression)
+    check_combines(compressor, op)
     operations = api.operations()
     world = operations.daemon.world
     named = _named(optimizer, named_parameters)
     alone = world.size == 1 or len(process_set.ranks) == 1
     reducer = None
     if not alone and world.rank in (process_set.ranks or range(world.size)):
-        reducer = Reducer(
-            operations,
-            named,
-            compression=compression,
-            passes_per_step=backward_passes_per_step,
-            op=op,
-            predivide=gradient_predivide_factor,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
+        channel = Channel(
+            operations, compressor=compressor, op=op, predivide=gradient_predivide_factor, process_set=process_set
         )
+        reducer = Reducer(channel, named, passes_per_step=backward_passes_per_step, sparse_as_dense=sparse_as_dense)
         weakref.finalize(optimizer, reducer.detach)
         optimizer.register_step_pre_hook(_before_step)
         optimizer.register_step_post_hook(_after_step)
@@ -167,7 +166,8 @@ def _agreed(loss: Any, reducer: Reducer) -> Any:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
-    optimizer._coordd.end_step()  # noqa: SLF001 - set above
+    found = getattr(optimizer, "found_inf", None)  # a loss scaler lets fused optimizers skip the step themselves
+    optimizer._coordd.end_step(made=found is None or not found.item())  # noqa: SLF001 - set above
 
 
 def _named(

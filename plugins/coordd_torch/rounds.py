@@ -1,0 +1,127 @@
+"""What a compressor may ask for: the mean of everybody's tensors, or everybody's tensors themselves.
+
+A compressor is a generator of such rounds. Here they become arrays that travel, and what has arrived becomes tensors.
+Behind the first round of gradients travels their tail: few numbers that have to arrive as they are, and are added up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coordd.messages import Kind
+from coordd_torch.gauge import reduced
+from coordd_torch.tensors import borrow, from_array
+
+__all__ = ["Gather", "Mean", "Round", "Rounds"]
+
+_NUMBER = torch.int64
+_WORD = _NUMBER.itemsize
+
+
+class Round(ABC):
+    """One exchange between all members; every one must ask for the same in the same order."""
+
+    kind: Kind
+
+    def __init__(self, *tensors: Tensor) -> None:
+        """Asks for an exchange of these tensors, which may have any shape."""
+        self._tensors = tensors
+        self._device = tensors[0].device
+        self._array: np.ndarray = np.empty(0)
+
+    @abstractmethod
+    def pack(self, tail: Tensor | None) -> np.ndarray:
+        """Makes what travels, with the tail behind it."""
+
+    @abstractmethod
+    def open(self, array: np.ndarray, size: int) -> tuple[list[Any], Tensor | None]:
+        """Returns what the compressor gets, and the sum of the tails.
+
+        Args:
+            array: what has arrived.
+            size: number of members.
+        """
+
+    @abstractmethod
+    def received(self, size: int) -> float:
+        """Bytes that have come from the other members."""
+
+
+Rounds = Generator[Round, list[Any], Tensor]
+
+
+class Mean(Round):
+    """Asks for the means of tensors over the members; they have one type and equal shapes everywhere.
+
+    Sixteen-bit floats are added in fp32. The answer is a list of tensors in the order of those given.
+    """
+
+    kind = Kind.ALLREDUCE
+
+    def pack(self, tail: Tensor | None) -> np.ndarray:
+        """Makes one flat array of all."""
+        flat = [tensor.reshape(-1) for tensor in self._tensors]
+        self._tail = 0 if tail is None else tail.numel()
+        if tail is not None:
+            flat.append(tail.to(flat[0]))
+        self._array, _ = borrow(torch.cat(flat))
+        return self._array
+
+    def open(self, array: np.ndarray, size: int) -> tuple[list[Any], Tensor | None]:
+        """Cuts the array up again."""
+        sizes = [tensor.numel() for tensor in self._tensors]
+        *parts, tail = from_array(array).to(self._device).split([*sizes, self._tail])
+        means = [part.view(tensor.shape) for part, tensor in zip(parts, self._tensors, strict=True)]
+        return means, tail.float() * size if self._tail else None
+
+    def received(self, size: int) -> float:
+        """Counts slices, and their sums."""
+        return reduced(self._array.nbytes, size)
+
+
+class Gather(Round):
+    """Asks for everybody's tensors, of any types and sizes.
+
+    The answer is a list over the members, in the order of ranks, of lists of flat tensors.
+    """
+
+    kind = Kind.ALLGATHER
+
+    def pack(self, tail: Tensor | None) -> np.ndarray:
+        """Writes the lengths of the parts, then the parts, the tail last."""
+        last = torch.empty(0) if tail is None else tail
+        self._dtypes = [*(tensor.dtype for tensor in self._tensors), last.dtype]
+        parts = [_as_bytes(tensor) for tensor in (*self._tensors, last)]
+        lengths = torch.tensor([part.numel() for part in parts], dtype=_NUMBER)
+        self._array = torch.cat([_as_bytes(lengths), *parts]).numpy()
+        return self._array
+
+    def open(self, array: np.ndarray, size: int) -> tuple[list[Any], Tensor | None]:
+        """Reads what each member has written."""
+        rest = from_array(array)
+        self._received = rest.numel() - self._array.nbytes
+        members = []
+        for _ in range(size):
+            head = _WORD * len(self._dtypes)
+            lengths = rest[:head].clone().view(_NUMBER).tolist()
+            *parts, rest = rest[head:].split([*lengths, rest.numel() - head - sum(lengths)])
+            # Copies, because the parts may begin anywhere, and numbers may not.
+            members.append([part.clone().view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)])
+        tails = [member.pop() for member in members]
+        found = [[part.to(self._device) for part in member] for member in members]
+        return found, torch.stack(tails).sum(0) if tails[0].numel() else None
+
+    def received(self, size: int) -> float:  # noqa: ARG002 - what every round has
+        """Counts what the others have sent."""
+        return self._received
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Views a tensor's numbers, in this process's memory, as bytes."""
+    return tensor.detach().reshape(-1).cpu().view(torch.uint8)
