@@ -6,27 +6,24 @@ skipped, because a loss scaler found an infinity or the user thought better of i
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
 from coordd.table import Entry
 from coordd_torch.compressor import Cargo, Place
-from coordd_torch.gauge import reduced
-from coordd_torch.rounds import Round, Rounds
+from coordd_torch.journey import Journey, calmly
 
 if TYPE_CHECKING:
     from coordd_torch.reducer import Reducer
 
-__all__ = ["Courier", "calmly", "first_of", "norm"]
+__all__ = ["Courier"]
 
 
 class Courier:
@@ -53,15 +50,10 @@ class Courier:
         self._layout: dict[str, Place] = {
             key: (int(place.storage_offset() - offset), _shape(place)) for key, place in places.items()
         }
-        self._plain = reduced(sum(place.nbytes for place in self._homes), self._channel.members)
         self._cargo = self._room()
         self._kept = self._room() if self._compressor.feedback else None
         """What is still to be sent, as of the last step that was made."""
-        self._rounds: Rounds
-        self._round: Round
-        self._number = 0
-        self._norm = 0.0
-        self._done = False
+        self._journey: Journey | None = None
         if self._kept is not None:
             self._inherit(self._kept)
 
@@ -80,85 +72,65 @@ class Courier:
     def start(self) -> None:
         """Begins with what lies in the bucket; on the thread of backward."""
         cargo = self._cargo
-        self._number = 0
         with calmly(cargo.flat):
             cargo.news.clear()
             cargo.flat.copy_(self._body)
             if self._kept is not None:
                 cargo.flat += self._kept.flat
-            self._norm = norm(cargo.flat)
-            broken = math.isnan(self._norm)
-            if broken:
-                cargo.flat.zero_()
-            self._rounds = self._compressor.exchange(cargo)
-            tail = torch.cat([self._tail.detach().float().cpu(), torch.tensor([float(broken)], device="cpu")])
-            self._reducer.submit(self._entry(first_of(self._rounds), tail))
+            self._journey = Journey(self._compressor, cargo)
+            self._reducer.submit(self._entry(self._journey, self._journey.begin(self._tail)))
 
-    def _entry(self, round_: Round, tail: Tensor | None = None) -> Entry:
-        self._round = round_
-        array = round_.pack(tail)
+    def _entry(self, journey: Journey, array: np.ndarray) -> Entry:
         self.submitted = time.monotonic()
-        request = self._channel.round(self.name, self._number, round_.kind, array)
+        request = self._channel.round(self.name, journey.number, journey.kind, array)
         return Entry(request, array, self, self._reducer.site)
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:  # noqa: ARG002 - a handle's
         """Runs on the daemon's thread when a round has arrived: begins the next, or ends."""
+        assert self._journey is not None  # noqa: S101 - it has begun
         try:
             with calmly(self._body):
-                self._go_on(value)
+                following = self._journey.land(value)
+                if following is None:
+                    self._arrive(self._journey)
+                else:
+                    self._channel.daemon.submit(self._entry(self._journey, following))
+                    self._channel.daemon.hurry(waiting=False)
         except Exception as error:  # noqa: BLE001 - the thread that waits gets it
             self._reducer.fail(error)
+        else:
+            if following is None:
+                self._reducer.landed()
 
-    def _go_on(self, value: np.ndarray) -> None:
+    def _arrive(self, journey: Journey) -> None:
+        """Puts the gradients in their places, and what travelled beside them."""
         channel = self._channel
-        answer, tail = self._round.open(value, channel.members)
-        plain = 0.0 if self._number else self._plain
-        self._compressor.gauge.travelled(self._round.received(channel.members), plain=plain)
-        if tail is not None and self._is_broken(tail):
-            self._rounds.close()
+        averaged = channel.op is ReduceOp.AVERAGE
+        if journey.tail is not None:
+            self._tail.copy_(journey.tail / channel.members if averaged else journey.tail)
+        if journey.mean is None:
             for home in self._homes:
                 home.fill_(math.nan)
-            self._reducer.landed()
             return
-        try:
-            following = self._rounds.send(answer)
-        except StopIteration as end:
-            self._finish(end.value)
-        else:
-            self._number += 1
-            channel.daemon.submit(self._entry(following))
-            channel.daemon.hurry(waiting=False)
-
-    def _is_broken(self, tail: Tensor) -> bool:
-        """Puts what came beside the first round in its place; says whether any rank had what is not finite."""
-        *exact, broken = tail.split([len(self._tail), 1])
-        self._tail.copy_(exact[0] / (self._channel.members if self._channel.op is ReduceOp.AVERAGE else 1))
-        return bool(broken)
-
-    def _finish(self, mean: Tensor) -> None:
-        cargo = self._cargo
-        self._body.copy_(mean if self._channel.op is ReduceOp.AVERAGE else mean * self._channel.members)
-        self._compressor.gauge.compare(self._norm, norm(cargo.flat))
+        self._body.copy_(journey.mean if averaged else journey.mean * channel.members)
         if self._kept is not None:
-            for mark, part, kept in zip(self._tail.tolist(), cargo.parts, self._kept.parts, strict=False):
+            for mark, part, kept in zip(self._tail.tolist(), journey.cargo.parts, self._kept.parts, strict=False):
                 if not mark:  # no rank has had this gradient, so nobody gets what was sent of it
                     part.copy_(kept)
-        self._done = True
-        self._reducer.landed()
 
     def commit(self) -> None:
         """Keeps what was remembered, for the step has been made."""
-        if not self._done:
+        if self._journey is None or self._journey.mean is None:
             return
         self._compressor.memory.update(self._cargo.news)
         if self._kept is not None:
             self._cargo, self._kept = self._kept, self._cargo
             self._compressor.residuals.update(zip(self._kept.names, self._kept.parts, strict=True))
-        self._done = False
+        self._journey = None
 
     def reset(self) -> None:
         """Forgets a step that was not made."""
-        self._done = False
+        self._journey = None
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
         """Never runs: a bucket is no filler."""
@@ -167,37 +139,6 @@ class Courier:
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when a round has failed."""
         self._reducer.fail(error)
-
-
-def first_of(rounds: Rounds) -> Round:
-    """Runs a compressor up to its first round.
-
-    Raises:
-        ArgumentError: it has none.
-    """
-    found = next(rounds, None)
-    if found is None:
-        text = "a compressor's exchange() has to yield at least one round, such as Mean(small)"
-        raise ArgumentError(text)
-    return found
-
-
-@contextlib.contextmanager
-def calmly(like: Tensor) -> Iterator[None]:
-    """Computes without autograd, and in the types that are there, whatever the user's code around it wants."""
-    kind = like.device.type
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        if torch.amp.is_autocast_available(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-def norm(flat: Tensor) -> float:
-    """Returns the L2 norm; NaN if a value is not finite, infinity if only the norm is too large for its type."""
-    found = float(torch.linalg.vector_norm(flat))
-    if math.isfinite(found):
-        return found
-    return math.inf if bool(torch.isfinite(flat).all()) else math.nan
 
 
 def _shape(place: Tensor) -> tuple[int, ...]:
