@@ -52,9 +52,8 @@ class Int8Compressor(Compressor):
 def quantized(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Returns integers, of a whole number of blocks, and a scale in fp32 for each block."""
     blocks = pad(flat, (0, -flat.numel() % block)).view(-1, block)
-    scales = blocks.abs().amax(1).div_(_LARGEST).float()
-    # Below the smallest scale everything is 0, and 0 divided by it stays so.
-    steps = blocks.div(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
+    scales = blocks.abs().amax(1).div_(_LARGEST).float().clamp_(min=torch.finfo(torch.float32).tiny)
+    steps = blocks.div(scales[:, None]).round_()
     return steps.clamp_(-_LARGEST, _LARGEST).to(torch.int8).flatten(), scales
 
 
