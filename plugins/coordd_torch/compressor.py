@@ -134,14 +134,14 @@ class Compressor:
             residual.mul_(factor)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Returns what a checkpoint needs to go on as if nothing had happened; residuals are those of this rank."""
+        """Returns what a checkpoint needs so that nothing is lost; the residuals are those of this rank."""
         return {
             "residuals": {name: value.clone() for name, value in self.residuals.items()},
             "memory": {key: value.clone() for key, value in self.memory.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes over what `state_dict` has returned; between two steps."""
+        """Takes over what `state_dict` has returned, between two steps."""
         for name, value in state["residuals"].items():
             if name in self.residuals:
                 self.residuals[name].copy_(value)
