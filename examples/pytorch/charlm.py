@@ -106,7 +106,6 @@ def main() -> None:
         if step % 20 == 0:
             bar.set_postfix(loss=f"{cd.allreduce(loss.detach()):.3f}")
     speed = args.max_steps * args.batch_size * args.context / (time.perf_counter() - start)
-
     with torch.no_grad():
         loss = cd.allreduce(model.loss(windows(held_out, 4 * args.batch_size, args.context + 1, draw)))
     if cd.rank() == 0:
