@@ -104,8 +104,9 @@ class Loop:
     def landed(self, entries: Sequence[Entry]) -> None:
         """Notes that results have arrived."""
         for entry in entries:
-            self._member.table.take(entry.request.name)
-        self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
+            self._member.table.release(entry)
+        if not entries[0].patient:
+            self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
 
     def settled(self, word: Locked, *, moved: bool) -> None:
         """Notes how an occurrence of a locked bucket has ended."""

@@ -10,20 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coordd.arguments import check_reducible
 from coordd.errors import ArgumentError
 from coordd.messages import Kind, ReduceOp, Request
-from coordd.operations import Operations, check_reducible
+from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
 from coordd_torch.compression import NoneCompressor
 from coordd_torch.compressor import Compressor
 from coordd_torch.gauge import reduced
 from coordd_torch.tensors import borrow, empty_common
 
-__all__ = ["Channel", "check_combines"]
+__all__ = ["Channel", "check_combines", "share"]
 
 _SAMPLE = 16
 """Of so many tensors the loss of one is measured, where that has to be computed on its own."""
-_ONLY_MEANS = frozenset({ReduceOp.AVERAGE, ReduceOp.SUM})
+_MEANS = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM})
 
 
 class Channel:
@@ -43,12 +44,17 @@ class Channel:
         self.daemon = operations.daemon
         self.prefix = operations.namespace()
         self.op = op
-        self.members = len(process_set.ranks) or self.daemon.world.size
+        self.members = process_set.count(self.daemon.world.size)
         self._predivide = predivide
         self._process_set = process_set
         self._chosen = compressor
         self._measured = 0
         self.compress(wanted=True)
+
+    @property
+    def joins(self) -> int:
+        """How often all members have joined; equal on all of them."""
+        return self._operations.joins(self._process_set.ranks)
 
     def compress(self, *, wanted: bool) -> None:
         """Makes gradients smaller from now on, or leaves them as they are; what is still to be sent is kept."""
@@ -115,13 +121,21 @@ class Channel:
         return handle.result()
 
 
+def share(op: ReduceOp, *, present: int, members: int) -> float:
+    """By what a mean over those present is multiplied: who has joined counts in an average, with nothing."""
+    if op is ReduceOp.SUM:
+        return present
+    return present / members if op is ReduceOp.AVERAGE else 1.0
+
+
 def check_combines(compressor: Compressor, op: ReduceOp) -> None:
     """Refuses what cannot be computed from what travels.
 
     Raises:
         ArgumentError: the compressor makes means, from which this does not follow.
     """
-    if not compressor.elementwise and op not in _ONLY_MEANS:
+    alone = op is ReduceOp.ADASUM and compressor.simple  # then it is no compressor that carries gradients
+    if not (compressor.elementwise or alone or op in _MEANS):
         text = (
             f"{type(compressor).__name__} makes sums and averages, not {op.name.capitalize()}: "
             "use op=Sum or op=Average, or Compression.fp16 or bf16"

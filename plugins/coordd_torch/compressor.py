@@ -98,6 +98,11 @@ class Compressor:
         self.gauge = Gauge()
 
     @property
+    def simple(self) -> bool:
+        """Whether it is two functions, one before and one after, and no more."""
+        return type(self).exchange is Compressor.exchange
+
+    @property
     def ratio(self) -> float:
         """How many times fewer bytes have travelled to this rank than would have without compression."""
         return self.gauge.ratio
@@ -118,7 +123,9 @@ class Compressor:
         return tensor
 
     def exchange(self, cargo: Cargo) -> Rounds:
-        """Yields what is to travel, gets what has arrived, and returns the mean of the members' ``cargo.flat``.
+        """Yields what is to travel, gets what has arrived, and returns the mean of all the ranks' ``cargo.flat``.
+
+        Who has joined counts neither here nor in the rounds; where it shall, as in `Average`, that comes afterwards.
 
         At its end it leaves in ``cargo.flat`` what was lost of it. It runs without autograd, up to the first round on
         the thread of backward, then on the daemon's, beside the rest of backward.

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coordd.messages import ReduceOp
 from coordd.table import Entry
+from coordd_torch.channel import share
 from coordd_torch.compressor import Cargo, Place
 from coordd_torch.journey import Journey, calmly
 
@@ -104,15 +104,15 @@ class Courier:
 
     def _arrive(self, journey: Journey) -> None:
         """Puts the gradients in their places, and what travelled beside them."""
-        channel = self._channel
-        averaged = channel.op is ReduceOp.AVERAGE
+        op, members = self._channel.op, self._channel.members
+        factor = share(op, present=journey.present, members=members)
         if journey.tail is not None:
-            self._tail.copy_(journey.tail / channel.members if averaged else journey.tail)
+            self._tail.copy_(journey.tail * (factor / journey.present))
         if journey.mean is None:
             for home in self._homes:
                 home.fill_(math.nan)
             return
-        self._body.copy_(journey.mean if averaged else journey.mean * channel.members)
+        self._body.copy_(journey.mean if factor == 1.0 else journey.mean * factor)
         if self._kept is not None:
             for mark, part, kept in zip(self._tail.tolist(), journey.cargo.parts, self._kept.parts, strict=False):
                 if not mark:  # no rank has had this gradient, so nobody gets what was sent of it

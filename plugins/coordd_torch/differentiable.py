@@ -19,7 +19,9 @@ from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.operations import (
     Average,
-    Sum,
+    Max,
+    Min,
+    Product,
     Tensor,
     Tensors,
     allgather_async,
@@ -29,7 +31,7 @@ from coordd_torch.operations import (
     places,
     reduce_op,
 )
-from coordd_torch.single import check_single, in_rounds, needs_rounds
+from coordd_torch.single import check_single, in_rounds
 
 __all__ = ["allgather", "allreduce", "broadcast", "grouped_allgather", "grouped_allreduce"]
 
@@ -62,7 +64,7 @@ def _reduced(
     if not tensors:
         return ()
     compressor = made(compression)
-    if needs_rounds(compressor):
+    if not compressor.simple:
         check_single(compressor, details["op"])
         carried: tuple[Tensor, ...] = _Allreduce.apply(partial(in_rounds, compressor), names, details, *tensors)  # type: ignore[no-untyped-call]
         return carried
@@ -92,7 +94,7 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         op = ctx.details["op"]
-        if op not in {Average, Sum}:
+        if op in {Max, Min, Product}:
             text = f"{op.name.capitalize()} has no gradient here: reduce tensor.detach(), or use Sum or Average"
             raise ArgumentError(text)
         return None, None, None, *_reduced(gradients, _backward(ctx.names), Compression.none, **ctx.details)

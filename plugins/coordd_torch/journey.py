@@ -38,6 +38,8 @@ class Journey:
         self._round: Round
         self._own = 0.0
         self.cargo = cargo
+        self.present = 0
+        """How many members take part; known since the first round. The others have joined."""
         self.number = 0
         """Of the round that is under way."""
         self.broken = False
@@ -71,18 +73,18 @@ class Journey:
             text = f"{type(self._compressor).__name__}.exchange() has to yield at least one round, such as Mean(tensor)"
             raise ArgumentError(text)
         self._round = first
-        return first.pack(torch.cat([tail.float().cpu(), torch.tensor([float(broken)], device="cpu")]))
+        return first.pack(torch.cat([tail.float().cpu(), torch.tensor([float(broken), 1.0], device="cpu")]))
 
     def land(self, array: np.ndarray) -> np.ndarray | None:
         """Takes what has arrived; returns what travels in the next round, or None at the end."""
         members = self.cargo.size
-        answer, tail = self._round.open(array, members)
+        answer, tail = self._round.open(array, members, self.present)
         plain = sum(part.numel() for part in self.cargo.parts) * self.cargo.dtype.itemsize
         self._compressor.gauge.travelled(
             self._round.received(members), plain=0.0 if self.number else reduced(plain, members)
         )
         if tail is not None:
-            self.tail, self.broken = tail[:-1], bool(tail[-1])
+            self.tail, self.broken, self.present = tail[:-2], bool(tail[-2]), round(float(tail[-1]))
         if self.broken:
             self._rounds.close()
             return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,11 @@ from coordd.handles import call_site
 from coordd.messages import ReduceOp
 from coordd.settings import Settings
 from coordd.table import Entry, Site
-from coordd_torch.bucket import Bucket, partition
+from coordd_torch.bucket import Bucket
 from coordd_torch.channel import Channel
 from coordd_torch.devices import overlaps
-from coordd_torch.gradient import Gradient
+from coordd_torch.gradient import Gradient, nested, release
+from coordd_torch.grouping import Grouping
 from coordd_torch.tuning import AT_END, OVERLAP, Tuning
 
 __all__ = ["Reducer"]
@@ -44,10 +44,13 @@ class Reducer:
         *,
         passes_per_step: int,
         sparse_as_dense: bool,
+        grouping: Grouping,
     ) -> None:
         self.channel = channel
         self.passes_per_step = passes_per_step
         self.sparse_as_dense = sparse_as_dense
+        self._grouping = grouping
+        self._joins = channel.joins
         config = channel.daemon.config
         self._settings = Settings(
             fusion_mb=config.fusion_mb,
@@ -56,6 +59,7 @@ class Reducer:
             algorithm=OVERLAP if config.overlap else AT_END,
             compression="none" if channel.plain else "chosen",
         )
+        self._first_settings = self._settings
         self._tuning: Tuning | None = None
         self._change: Settings | None = None
         self.expected: set[int] = set()
@@ -87,7 +91,7 @@ class Reducer:
     def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes parameters in: at the start, and those that are added or thawed later."""
         for name, parameter in parameters:
-            _release(parameter)
+            release(parameter)
             gradient = Gradient(self, self.channel.prefix + name, parameter)
             self._loose.append(gradient)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient.ready))
@@ -122,6 +126,8 @@ class Reducer:
         """Has autograd call us when the backward pass with this number ends; it has made this gradient first."""
         if self._begun and self._given_up(first):
             self.drop()
+        if not self._begun and self._joins != self.channel.joins:
+            self._start_over()
         self._begun = True
         self.expected.add(task)
         self.touched = self._finished = False
@@ -143,7 +149,7 @@ class Reducer:
 
     def too_many(self, gradient: Gradient) -> CoorddError:
         """Says that a gradient was computed when its step should have been made."""
-        if _nested():
+        if nested():
             text = (
                 f"{gradient.name!r} is computed in several reentrant checkpoints of one backward pass, so nobody can "
                 "tell when it is complete: use checkpoint(..., use_reentrant=False)"
@@ -160,7 +166,7 @@ class Reducer:
         self.expected.discard(task)
         if not self.touched:
             return
-        if not _nested():
+        if not nested():
             self._round(more=True)
         elif not self.expected:
             # Nobody may call us when the outer pass ends, for all parameters may lie in inner ones.
@@ -269,7 +275,7 @@ class Reducer:
     def _listen(self) -> None:
         """Hears what autotune says, the same on all ranks in the same step."""
         if self._tuning is not None and self._buckets:
-            scale = self.channel.members if self.channel.op is ReduceOp.AVERAGE else 1
+            scale = self.channel.members if self.channel.op.averages else 1
             self._change = self._tuning.hear((self._buckets[0].signals.double() * scale).tolist())
 
     def _move_in(self) -> None:
@@ -290,10 +296,19 @@ class Reducer:
         total = sum(gradient.parameter.nbytes for gradient in gradients)
         limit = settings.bucket_bytes(total) if early else sys.maxsize
         last = min(limit, _LAST_BUCKET_BYTES) if early else limit
-        for group in partition(gradients, limit=limit, last=last):
-            self._buckets.append(
-                Bucket(self, f"{self.channel.prefix}gradients.{len(self._buckets)}", group, early=early)
-            )
+        for group in self._grouping.buckets(gradients, limit=limit, last=last):
+            name = f"{self.channel.prefix}gradients.{len(self._buckets)}"
+            self._buckets.append(Bucket(self, name, group, early=early))
+
+    def _start_over(self) -> None:
+        """Makes the next step a first one, as on ranks that have joined and missed what the others did meanwhile."""
+        self._joins = self.channel.joins
+        for bucket in self._buckets:
+            for gradient in bucket:
+                gradient.leave_bucket()
+                self._loose.append(gradient)
+        self._buckets, self._moving, self._tuning, self._change = [], [], None, None
+        self._settings = self._first_settings
 
     def _rearrange(self, settings: Settings) -> None:
         """Carries a choice of autotune out, between two steps."""
@@ -330,21 +345,3 @@ class Reducer:
             if self._landed < self._started:
                 self.channel.daemon.hurry()
                 self._all_landed.wait()
-
-
-def _release(parameter: torch.Tensor) -> None:
-    """Takes a parameter from the optimizer that had it; that may be one which is about to be replaced by this one."""
-    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):  # noqa: SLF001 - no public way
-        gradient = getattr(hook, "__self__", None)
-        if isinstance(gradient, Gradient):
-            gradient.reducer.replace()
-
-
-def _nested() -> bool:
-    """Says whether this backward pass runs inside another one, as in reentrant checkpointing."""
-    runs = 0
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the callers
-    while frame is not None:
-        runs += frame.f_code.co_name == "_engine_run_backward"
-        frame = frame.f_back
-    return runs > 1

@@ -40,12 +40,13 @@ class Round(ABC):
         """Makes what travels, with the tail behind it."""
 
     @abstractmethod
-    def open(self, array: np.ndarray, size: int) -> tuple[list[Any], Tensor | None]:
+    def open(self, array: np.ndarray, size: int, present: int) -> tuple[list[Any], Tensor | None]:
         """Returns what the compressor gets, and the sum of the tails.
 
         Args:
             array: what has arrived.
             size: number of members.
+            present: how many of them have not joined; 0 if the tail tells, whose last number is 1 from each of them.
         """
 
     @abstractmethod
@@ -73,12 +74,16 @@ class Mean(Round):
         self._array, _ = borrow(torch.cat(flat))
         return self._array
 
-    def open(self, array: np.ndarray, size: int) -> tuple[list[Any], Tensor | None]:
+    def open(self, array: np.ndarray, size: int, present: int) -> tuple[list[Any], Tensor | None]:
         """Cuts the array up again."""
         sizes = [tensor.numel() for tensor in self._tensors]
-        *parts, tail = from_array(array).to(self._device).split([*sizes, self._tail])
-        means = [part.view(tensor.shape) for part, tensor in zip(parts, self._tensors, strict=True)]
-        return means, tail.float() * size if self._tail else None
+        flat = from_array(array).to(self._device)
+        tail = flat[sum(sizes) :].float() * size if self._tail else None
+        present = present or (size if tail is None else round(float(tail[-1])))
+        if present != size:
+            flat.mul_(size / present)
+        parts = flat[: sum(sizes)].split(sizes)
+        return [part.view(tensor.shape) for part, tensor in zip(parts, self._tensors, strict=True)], tail
 
     def received(self, size: int) -> float:
         """Counts slices, and their sums."""
@@ -88,7 +93,7 @@ class Mean(Round):
 class Gather(Round):
     """Asks for everybody's tensors, of any types and sizes.
 
-    The answer is a list over the members, in the order of ranks, of lists of flat tensors.
+    The answer is a list over the members, in the order of ranks, of lists of flat tensors; who has joined is left out.
     """
 
     kind = Kind.ALLGATHER
@@ -102,12 +107,12 @@ class Gather(Round):
         self._array = torch.cat([_as_bytes(lengths), *parts]).numpy()
         return self._array
 
-    def open(self, array: np.ndarray, size: int) -> tuple[list[Any], Tensor | None]:
-        """Reads what each member has written."""
+    def open(self, array: np.ndarray, size: int, present: int) -> tuple[list[Any], Tensor | None]:  # noqa: ARG002
+        """Reads what each member has written that has not joined."""
         rest = from_array(array)
         self._received = rest.numel() - self._array.nbytes
         members = []
-        for _ in range(size):
+        while rest.numel():
             head = _WORD * len(self._dtypes)
             lengths = rest[:head].clone().view(_NUMBER).tolist()
             *parts, rest = rest[head:].split([*lengths, rest.numel() - head - sum(lengths)])

@@ -13,17 +13,12 @@ from coordd import api
 from coordd.errors import ArgumentError
 from coordd.messages import Kind, ReduceOp
 from coordd.process_sets import ProcessSet
-from coordd_torch.channel import check_combines
+from coordd_torch.channel import check_combines, share
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.journey import Journey, calmly
 from coordd_torch.operations import allreduce_async
 
-__all__ = ["check_single", "in_rounds", "needs_rounds"]
-
-
-def needs_rounds(compressor: Compressor) -> bool:
-    """Says whether a compressor is more than two functions, one before and one after."""
-    return type(compressor).exchange is not Compressor.exchange
+__all__ = ["check_single", "in_rounds"]
 
 
 def check_single(compressor: Compressor, op: ReduceOp) -> None:
@@ -52,8 +47,7 @@ def in_rounds(
     process_set: ProcessSet,
 ) -> tuple[Tensor, ...]:
     """Returns the reductions of tensors, one after the other, on the user's thread; other types travel as they are."""
-    members = len(process_set.ranks) or api.size()
-    factor = prescale_factor * postscale_factor * (members if op is ReduceOp.SUM else 1)
+    members = process_set.count(api.size())
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     found = []
     for tensor, name in zip(tensors, names, strict=True):
@@ -64,7 +58,9 @@ def in_rounds(
             flat = tensor.detach().flatten().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
             place = {name or "": (0, tuple(tensor.shape))}
             journey = Journey(compressor, Cargo(flat, place, dtype=tensor.dtype, size=members, memory={}))
-            found.append(_carried(journey, name, process_set).mul(factor).to(tensor.dtype).view_as(tensor))
+            mean = _carried(journey, name, process_set)
+            factor = share(op, present=journey.present, members=members) * prescale_factor * postscale_factor
+            found.append(mean.mul(factor).to(tensor.dtype).view_as(tensor))
     return tuple(found)
 
 

@@ -29,7 +29,7 @@ def test_everybody_gets_everybodys_tensors_whatever_their_types_and_sizes(kinds,
     tails = [torch.tensor([1.0, float(member)]) for member in range(size)]
     joined = np.concatenate([round_.pack(tail) for round_, tail in zip(rounds, tails, strict=True)])
     for member, round_ in enumerate(rounds):
-        answer, tail = round_.open(joined, size)
+        answer, tail = round_.open(joined, size, size)
         assert tail.tolist() == [size, sum(range(size))]
         for given_, found in zip(mine, answer, strict=True):
             for wanted, tensor in zip(given_, found, strict=True):
@@ -44,7 +44,7 @@ def test_means_come_back_in_shape_and_tails_as_sums(dtype):
     round_ = Mean(torch.ones(2, 3, dtype=dtype), torch.tensor(5.0, dtype=dtype))
     array = round_.pack(torch.tensor([1.0, 0.0, 3.0]))
     assert array.shape == (10,)
-    (ones, five), tail = round_.open(array, 4)
+    (ones, five), tail = round_.open(array, 4, 4)
     assert torch.equal(ones, torch.ones(2, 3, dtype=dtype))
     assert five.shape == ()
     assert tail.tolist() == [4.0, 0.0, 12.0]
@@ -52,7 +52,7 @@ def test_means_come_back_in_shape_and_tails_as_sums(dtype):
 
 def test_nothing_travels_behind_a_later_round():
     for round_ in (Mean(torch.ones(2)), Gather(torch.ones(2))):
-        _, tail = round_.open(round_.pack(None), 1)
+        _, tail = round_.open(round_.pack(None), 1, 1)
         assert tail is None
 
 
