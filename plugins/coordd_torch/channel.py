@@ -79,7 +79,8 @@ class Channel:
         The first may be locked, as any gradient. Those that follow come while others wait for the first of other
         buckets, so no lock may hold them back: they are used once.
         """
-        request = self._operations.request(kind, name, array, self._process_set, op=ReduceOp.AVERAGE)
+        alike = array[:0] if kind is Kind.ALLTOALL else array  # what all members must agree on
+        request = self._operations.request(kind, name, alike, self._process_set, op=ReduceOp.AVERAGE)
         if number:
             request = msgspec.structs.replace(request, name=f"{name}.round{number}", transient=True)
         return request

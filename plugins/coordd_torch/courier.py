@@ -83,7 +83,9 @@ class Courier:
     def _entry(self, journey: Journey, array: np.ndarray) -> Entry:
         self.submitted = time.monotonic()
         request = self._channel.round(self.name, journey.number, journey.kind, array)
-        return Entry(request, array, self, self._reducer.site)
+        entry = Entry(request, array, self, self._reducer.site)
+        entry.splits = journey.splits
+        return entry
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:  # noqa: ARG002 - a handle's
         """Runs on the daemon's thread when a round has arrived: begins the next, or ends."""

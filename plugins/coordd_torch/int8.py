@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from coordd.errors import ArgumentError
 from coordd_torch.compressor import Cargo, Compressor
-from coordd_torch.rounds import Gather, Rounds
+from coordd_torch.rounds import Deal, Gather, Rounds
 
 __all__ = ["Int8Compressor", "dequantized", "quantized"]
 
@@ -18,8 +18,8 @@ _LARGEST = 127
 class Int8Compressor(Compressor):
     """Sends each value as a multiple of its block's scale, the largest of the block divided by 127.
 
-    A value is changed by at most half a scale. As integers of different scales cannot be added up, everybody gets
-    everybody's, and adds them in fp32: with n ranks n - 1 times the tensor's quarter, so it is meant for few ranks.
+    A value is changed by at most half a scale. As integers of different scales cannot be added up, each rank adds up a
+    slice of everybody's in fp32, and sends its mean to all as integers again, which changes it once more.
     """
 
     def __init__(self, *, block: int = 256) -> None:
@@ -38,15 +38,19 @@ class Int8Compressor(Compressor):
         self._block = block
 
     def exchange(self, cargo: Cargo) -> Rounds:
-        """Gathers integers and scales."""
-        numbers, scales = quantized(cargo.flat, self._block)
+        """Adds up slices, as an allreduce does; two members simply give each other all."""
+        count, block = cargo.flat.numel(), self._block
+        numbers, scales = quantized(cargo.flat, block)
+        cargo.flat -= dequantized(numbers, scales, block)[:count]
+        if cargo.size > 2:
+            slices = zip(numbers.view(-1, block).tensor_split(cargo.size), scales.tensor_split(cargo.size), strict=True)
+            members = yield Deal(*slices)
+            if len(members) == cargo.size:
+                members = yield Gather(*quantized(_mean(members, block), block))
+                return torch.cat([dequantized(theirs, scale, block) for theirs, scale in members])[:count]
+        # Two members, or one has joined, whose slice nobody has added up.
         members = yield Gather(numbers, scales)
-        count = cargo.flat.numel()
-        cargo.flat -= dequantized(numbers, scales, count)
-        total = torch.zeros_like(cargo.flat)
-        for theirs, theirs_scales in members:
-            total += dequantized(theirs, theirs_scales, count)
-        return total.div_(len(members))
+        return _mean(members, block)[:count]
 
 
 def quantized(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -57,6 +61,14 @@ def quantized(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return steps.clamp_(-_LARGEST, _LARGEST).to(torch.int8).flatten(), scales
 
 
-def dequantized(numbers: Tensor, scales: Tensor, count: int) -> Tensor:
-    """Returns the first ``count`` values."""
-    return numbers.view(len(scales), -1).mul(scales[:, None]).flatten()[:count]
+def dequantized(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Returns the values of whole blocks, one behind the other."""
+    return numbers.view(-1, block).mul(scales[:, None]).flatten()
+
+
+def _mean(members: list[tuple[Tensor, Tensor]], block: int) -> Tensor:
+    """Returns the mean of what the members have sent, added up in their order."""
+    total = dequantized(*members[0], block)
+    for numbers, scales in members[1:]:
+        total += dequantized(numbers, scales, block)
+    return total.div_(len(members))

@@ -54,6 +54,11 @@ class Journey:
         """The operation of the round that is under way."""
         return self._round.kind
 
+    @property
+    def splits(self) -> np.ndarray | None:
+        """How much of it each member gets, if not all."""
+        return self._round.splits
+
     def begin(self, tail: Tensor) -> np.ndarray:
         """Returns what travels in the first round.
 

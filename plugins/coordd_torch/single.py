@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from coordd import api
 from coordd.errors import ArgumentError
+from coordd.handles import Handle
 from coordd.messages import Kind, ReduceOp
 from coordd.process_sets import ProcessSet
 from coordd_torch.channel import check_combines, share
@@ -74,9 +76,12 @@ def _carried(journey: Journey, name: str | None, process_set: ProcessSet) -> Ten
 
 def _exchanged(array: np.ndarray, journey: Journey, name: str | None, process_set: ProcessSet) -> np.ndarray:
     operations = api.operations()
-    where = name and f"{name}.round{journey.number}"
-    if journey.kind is Kind.ALLGATHER:
-        gathered: np.ndarray = operations.allgather(array, name=where, process_set=process_set).result()
-        return gathered
-    reduced: np.ndarray = operations.allreduce(array, name=where, op=ReduceOp.AVERAGE, process_set=process_set).result()
-    return reduced
+    where: dict[str, Any] = {"name": name and f"{name}.round{journey.number}", "process_set": process_set}
+    handle: Handle[np.ndarray]
+    if journey.kind is Kind.ALLREDUCE:
+        handle = operations.allreduce(array, op=ReduceOp.AVERAGE, **where)
+    elif journey.kind is Kind.ALLGATHER:
+        handle = operations.allgather(array, **where)
+    else:
+        handle = operations.alltoall(array, journey.splits, land=lambda found, _: found, **where)
+    return handle.result()

@@ -8,7 +8,6 @@ from torch.nn.functional import mse_loss
 from torch.testing import assert_close
 
 import coordd.torch as cd
-from coordd_torch.int8 import dequantized, quantized
 
 STEPS = 6
 WIDTH = 48
@@ -41,17 +40,14 @@ def _assert_equal_on_all_ranks(tensors: list[torch.Tensor]) -> None:
         assert all(torch.equal(tensor, other) for other in cd.allgather(tensor[None]))
 
 
-def case_int8_is_the_mean_of_what_a_single_process_rounds() -> None:
+def case_int8_is_off_by_half_a_scale_at_most() -> None:
     arrived = _arriving(cd.Compression.int8(block=WIDTH))
     _assert_equal_on_all_ranks(arrived)
     assert_close(arrived[0], _mean(0))
     for step in range(1, STEPS):
-        parts = [_gradient(rank, step).flatten() for rank in range(cd.size())]
-        rounded = torch.stack([dequantized(*quantized(part, WIDTH), len(part)) for part in parts]).mean(0)
-        half = max(part.abs().max().item() for part in parts) / 127 / 2
-        assert (arrived[step].flatten() - _mean(step).flatten()).abs().max() <= half * 1.001
-        # The places of the blocks depend on what else lies in the bucket, so only most values are the very same.
-        assert (arrived[step].flatten() - rounded).abs().median() <= half / 100
+        largest = max(_gradient(rank, step).abs().max().item() for rank in range(cd.size()))
+        roundings = 1 if cd.size() == 2 else 2  # slices are added up by their owners, and sent anew
+        assert 0 < (arrived[step] - _mean(step)).abs().max() <= roundings * largest / 254 * 1.001
 
 
 def case_what_top_k_and_powersgd_hold_back_is_sent_later() -> None:

@@ -47,13 +47,19 @@ def travelled(
     with calmly(NOTHING):
         arrays = [journey.begin(tail) for journey, tail in zip(journeys, tails or [NOTHING] * size, strict=True)]
         while arrays[0] is not None:
-            joined = exchange(journeys[0].kind, arrays)
-            arrays = [journey.land(joined.copy()) for journey in journeys]
+            arrived = exchanged(journeys, arrays)
+            arrays = [journey.land(array) for journey, array in zip(journeys, arrived, strict=True)]
     for compressor, journey in zip(compressors, journeys, strict=True):
         compressor.memory.update(journey.cargo.news)
     return [Arrival(journey.mean, journey.cargo.flat, journey) for journey in journeys]
 
 
-def exchange(kind: Kind, arrays: list[np.ndarray]) -> np.ndarray:
+def exchanged(journeys: list[Journey], arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Does what a daemon would do."""
-    return np.concatenate(arrays) if kind is Kind.ALLGATHER else np.mean(arrays, axis=0, dtype=arrays[0].dtype)
+    kind = journeys[0].kind
+    if kind is Kind.ALLTOALL:
+        cuts = [np.cumsum(journey.splits)[:-1] for journey in journeys]
+        dealt = [np.split(array, cut) for array, cut in zip(arrays, cuts, strict=True)]
+        return [np.concatenate(hands) for hands in zip(*dealt, strict=True)]
+    joined = np.concatenate(arrays) if kind is Kind.ALLGATHER else np.mean(arrays, axis=0, dtype=arrays[0].dtype)
+    return [joined.copy() for _ in journeys]

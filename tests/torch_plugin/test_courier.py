@@ -273,3 +273,27 @@ def test_an_error_in_a_later_round_reaches_backward():
 def test_what_makes_means_makes_nothing_else(op):
     with pytest.raises(cd.ArgumentError, match="makes sums and averages"):
         run(Compression.int8, op=op)
+
+
+@pytest.mark.parametrize("op", [cd.Average, cd.AveragePresent, cd.Sum])
+@pytest.mark.parametrize("make", [Faithful, *MAKERS])
+def test_who_has_joined_counts_as_the_operation_says(make, op):
+    """Rank 2 is through after three steps, and takes part with nothing in the two that the others still make."""
+
+    def body(compression):
+        def each(rank):
+            net = model()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            optimizer = cd.DistributedOptimizer(optimizer, net.named_parameters(), compression(), op=op, uneven="join")
+            for number in range(3 if rank == 2 else 5):
+                plain_step(net, optimizer, *batch(rank, number))
+            optimizer.join()
+            plain_step(net, optimizer, *batch(rank, 9))  # all together again
+            return net.state_dict()
+
+        return each
+
+    found, plain = each_rank(3, body(make)), each_rank(3, body(Compression.none))
+    same(found)
+    if make in {Faithful, Compression.int8}:
+        same(found, plain[0], rtol=1e-9 if make is Faithful else 0.05, atol=1e-9 if make is Faithful else 0.02)

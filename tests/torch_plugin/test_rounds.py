@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import coordd.torch as cd
 from coordd_torch.compression import made
-from coordd_torch.rounds import Gather, Mean
+from coordd_torch.rounds import Deal, Gather, Mean
 from tests.torch_plugin.journeys import travelled
 
 dtypes = st.sampled_from(
@@ -37,6 +37,24 @@ def test_everybody_gets_everybodys_tensors_whatever_their_types_and_sizes(kinds,
                 assert torch.equal(tensor, wanted)
         others = sum(tensor.nbytes for place, tensors in enumerate(mine) if place != member for tensor in tensors)
         assert round_.received(size) >= others
+
+
+@given(st.integers(1, 4), st.data())
+def test_everybody_gets_what_each_has_for_it(size, data):
+    def hand(giver, taker):
+        count = data.draw(st.integers(0, 5))
+        return [torch.full((count,), 10.0 * giver + taker), torch.arange(3, dtype=torch.int8)[: count % 3]]
+
+    hands = [[hand(giver, taker) for taker in range(size)] for giver in range(size)]
+    rounds = [Deal(*hands[giver]) for giver in range(size)]
+    dealt = [np.split(one.pack(torch.ones(2)), np.cumsum(one.splits)[:-1]) for one in rounds]
+    for taker, round_ in enumerate(rounds):
+        answer, tail = round_.open(np.concatenate([parcels[taker] for parcels in dealt]), size, size)
+        assert tail.tolist() == [size, size]
+        for giver, found in enumerate(answer):
+            for wanted, tensor in zip(hands[giver][taker], found, strict=True):
+                assert tensor.dtype == wanted.dtype
+                assert torch.equal(tensor, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
