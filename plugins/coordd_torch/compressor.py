@@ -137,8 +137,9 @@ class Compressor:
 
     def rescale(self, factor: float) -> None:
         """Multiplies what is still to be sent; for a loss scale that has changed by this factor."""
-        for residual in self.residuals.values():
-            residual.mul_(factor)
+        if factor != 1.0:
+            for residual in self.residuals.values():
+                residual.mul_(factor)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Returns what a checkpoint needs so that nothing is lost; the residuals are those of this rank."""

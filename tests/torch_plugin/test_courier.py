@@ -269,12 +269,6 @@ def test_an_error_in_a_later_round_reaches_backward():
         run(Broken)
 
 
-@pytest.mark.parametrize("op", [cd.Min, cd.Max, cd.Product])
-def test_what_makes_means_makes_nothing_else(op):
-    with pytest.raises(cd.ArgumentError, match="makes sums and averages"):
-        run(Compression.int8, op=op)
-
-
 @pytest.mark.parametrize("op", [cd.Average, cd.AveragePresent, cd.Sum])
 @pytest.mark.parametrize("make", [Faithful, *MAKERS])
 def test_who_has_joined_counts_as_the_operation_says(make, op):
