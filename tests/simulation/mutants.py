@@ -13,8 +13,10 @@ from coordd.coordinator import Coordinator
 from coordd.member import Member
 from coordd.messages import Goodbye
 from coordd.negotiation import Negotiator
+from coordd.owed import Owed
 from coordd.table import TensorTable
 from coordd.verdict import _sizes
+from coordd.wire import bits
 
 Mutant = Callable[..., None]
 MUTANTS: dict[str, Mutant] = {}
@@ -110,7 +112,7 @@ def takes_a_dead_rank_for_one_that_has_left(monkeypatch):
 
 @mutant
 def refuses_contradicting_sets_only_to_those_who_came_first(monkeypatch):
-    monkeypatch.setattr(Negotiator, "_owed", lambda self, rank, request: False)
+    monkeypatch.setattr(Owed, "claim", lambda self, rank, name, members: None)
 
 
 @mutant
@@ -195,9 +197,10 @@ def fills_buckets_beyond_the_limit(monkeypatch):
 
 @mutant
 def compares_only_names(monkeypatch):
-    def credulous(parts):
+    def credulous(parts, absent):
         first = parts[min(parts, key=lowest)].request
-        return negotiation.Response(first, sizes=_sizes(parts) if first.kind is negotiation.Kind.ALLGATHER else ())
+        sizes = _sizes(parts, absent) if first.kind is negotiation.Kind.ALLGATHER else ()
+        return negotiation.Response(first, sizes=sizes, absent=tuple(bits(absent)))
 
     monkeypatch.setattr(negotiation, "verdict", credulous)
 

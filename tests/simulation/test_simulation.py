@@ -14,7 +14,21 @@ from types import CodeType, FrameType
 
 import pytest
 
-from coordd import ballot, cache, foreman, latch, lock, member, negotiation, repetition, roll, tally, verdict
+from coordd import (
+    absence,
+    ballot,
+    cache,
+    foreman,
+    latch,
+    lock,
+    member,
+    negotiation,
+    owed,
+    repetition,
+    roll,
+    tally,
+    verdict,
+)
 from coordd_tools.sim.cli import main
 from coordd_tools.sim.ledger import Violation
 from coordd_tools.sim.simulation import simulate
@@ -65,7 +79,7 @@ def test_the_run_does_not_depend_on_the_process():
         assert here.digest in run.stdout
 
 
-PURE = (ballot, cache, foreman, latch, lock, member, negotiation, repetition, roll, tally, verdict)
+PURE = (absence, ballot, cache, foreman, latch, lock, member, negotiation, owed, repetition, roll, tally, verdict)
 BEFORE_A_LOCK = 297  # a rank speaks of what is locked before it knows of the lock, which is rare
 # Signs of life come after 256 plans; the long run has them.
 SIGNS_OF_LIFE = ("report = Report(self._seen)", "out = [self._report()]")
