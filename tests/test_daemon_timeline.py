@@ -104,6 +104,7 @@ def test_a_second_recording_is_another(tmp_path):
         for name in ("x", "y"):
             api.start_timeline(str(tmp_path / name))
             reduce(name)
+            reduce("fence")  # whoever stops first stops all
             api.stop_timeline()
             if rank == 0:
                 reduce_again = recorded(tmp_path / name, 0)

@@ -101,7 +101,7 @@ def test_a_record_that_cannot_be_used_is_reported_and_set_aside(path, change, ca
 def test_a_usable_record_is_not_complained_about(path, caplog):
     msgspec.structs.replace(RECORD, space=SPACE).save(path)
     assert session(path).settings == RECORD.progress.best
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
 def test_training_goes_on_when_nothing_can_be_written(tmp_path, caplog):
