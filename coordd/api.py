@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import itertools
 import logging
 import os
 import sys
@@ -27,6 +28,8 @@ from coordd.messages import ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd.rendezvous import meet
+from coordd.survey.address import identity
+from coordd.survey.desk import Desk
 
 __all__ = [
     "allgather",
@@ -60,7 +63,12 @@ class _Default:
         self.config = config
         self.pid = os.getpid()
         self.operations = Operations(Daemon(config, meet(config)))
-        self.daemon.start()
+        self._desk = _open_desk(self.daemon)
+        try:
+            self.daemon.start()
+        except BaseException:
+            self._close_desk()
+            raise
 
     @property
     def daemon(self) -> Daemon:
@@ -77,6 +85,11 @@ class _Default:
         """Ends the daemon in step with the others or, after a failure, so that its cause is seen first."""
         if self.daemon.failing or not self.daemon.stop():
             self._leave_the_wreck()
+        self._close_desk()
+
+    def _close_desk(self) -> None:
+        if self._desk is not None:
+            self._desk.close()
 
     def _leave_the_wreck(self) -> None:
         """Lets the culprit go first, so that the launcher sees its exit code before its consequences'.
@@ -96,12 +109,22 @@ class _Default:
             os._exit(1)
 
 
+def _open_desk(daemon: Daemon) -> Desk | None:
+    """Lets `coordd status` find this rank; training does not depend on that."""
+    try:
+        return Desk(daemon, identity(os.environ, turn=next(_turns)))
+    except OSError as error:
+        log.warning("`coordd status` will not find this rank: %s", error)
+        return None
+
+
 def _fail(reason: str, traceback: str, error: BaseException | None) -> None:
     if _default is not None and _default.pid == os.getpid():
         _default.fail(reason, traceback, error)
 
 
 _guard = threading.Lock()
+_turns = itertools.count()
 # Set up at import, for in ``sys.exit(main())`` the function is looked up before ``main`` calls `init`.
 _exits = ExitWatch(_fail)
 _default: _Default | None = None

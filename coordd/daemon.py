@@ -19,7 +19,7 @@ from coordd.handles import Handle
 from coordd.inbox import Inbox
 from coordd.loop import Loop, Work
 from coordd.mailbox import Letter
-from coordd.messages import Failure
+from coordd.messages import Failure, Message
 from coordd.rendezvous import Rendezvous
 from coordd.status import Status, peer_error
 from coordd.table import Entry
@@ -50,6 +50,11 @@ class Daemon:
     def world(self) -> World:
         """Who takes part."""
         return self._status.world
+
+    @property
+    def status(self) -> Status:
+        """What its thread lets others see."""
+        return self._status
 
     @property
     def neighbours(self) -> tuple[int, ...]:
@@ -101,6 +106,10 @@ class Daemon:
         self._do(letter)
         if self._status.ended.is_set():
             self._loop.turn_away()
+
+    def say(self, message: Message) -> None:
+        """Sends a message of another thread to the coordinator, or to whom it is for by way of it."""
+        self._do(lambda: self._loop.say(message))
 
     def hurry(self) -> None:
         """Ends the batching window: somebody waits.

@@ -12,6 +12,7 @@ from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator, Outgoing
 from coordd.messages import (
     Abort,
+    Account,
     Failure,
     Goodbye,
     Hello,
@@ -152,6 +153,8 @@ class Foreman:
                 self._stopped = self._stopped or message.stop
             case Welcome():
                 self._welcome = message
+            case Account():
+                ranks = 1 << message.asker
             case Inquiry():
                 ranks = sum(1 << rank for rank in message.ranks)
             case Lost() if self._stopped:

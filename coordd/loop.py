@@ -26,13 +26,14 @@ from coordd.execution import Flights
 from coordd.foreman import hub
 from coordd.inbox import Inbox
 from coordd.lookout import Lookout
+from coordd.losses import Losses
 from coordd.mailbox import Letter, Mailbox
 from coordd.member import Due, Member
-from coordd.messages import Abort, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Waiting, Welcome
+from coordd.messages import Abort, Account, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Waiting, Welcome
 from coordd.patience import Patience, nap_precisely
 from coordd.plane import Plane
 from coordd.rendezvous import Link, Rendezvous
-from coordd.status import Status, peer_error
+from coordd.status import Parts, Status, peer_error
 from coordd.table import Entry
 from coordd.tree import post
 from coordd.version import VERSION
@@ -68,8 +69,7 @@ class Loop:
         self._bell = bell
         self._status = status
         self._link: Link | None = None
-        self._lost: set[int] = set()
-        self._watched: list[tuple[int, threading.Event]] = []
+        self._losses = Losses()
         self._parting: float | None = None
         self._patience = Patience()
         self._wreck: list[object] = []
@@ -105,7 +105,12 @@ class Loop:
         """Notes that results have arrived."""
         for entry in entries:
             self._member.table.take(entry.request.name)
+        self._status.traffic.count(entries)
         self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
+
+    def say(self, message: Message) -> None:
+        """Sends what another thread of this process wants to know, or to tell."""
+        self._tell(message)
 
     def settled(self, word: Locked, *, moved: bool) -> None:
         """Notes how an occurrence of a locked bucket has ended."""
@@ -118,10 +123,7 @@ class Loop:
 
     def watch_for(self, rank: int, gone: threading.Event) -> None:
         """Sets ``gone`` once the neighbour on the way to a rank is gone, who goes after that rank's process."""
-        rank = self._own_post.toward(rank)
-        self._watched.append((rank, gone))
-        if rank in self._lost:
-            gone.set()
+        self._losses.watch(self._own_post.toward(rank), gone)
 
     def _cycle(self) -> None:
         self._announce()
@@ -151,6 +153,7 @@ class Loop:
         self._flights = Flights(plane, self)
         self._mailbox = Mailbox(transport.matched, transport.rank)
         self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
+        self._status.parts = Parts(self._member, self._flights, self._mailbox, self._link.commons)
         self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
         self._hub = hub(self._own_post, self._coordinate)
         self._tell(Hello(VERSION, self._config.digest, os.getpid(), self._link.hosts[transport.rank]))
@@ -210,13 +213,6 @@ class Loop:
         else:
             self._mailbox.start(letter)
 
-    def _lose(self, rank: int) -> None:
-        """Notes that the process of a rank is gone, and tells those who wait for that."""
-        self._lost.add(rank)
-        for watched, gone in self._watched:
-            if watched == rank:
-                gone.set()
-
     def _tell(self, message: Message) -> None:
         """Sends to the coordinator, or to who stands between."""
         if self._hub is not None:
@@ -235,7 +231,7 @@ class Loop:
         own = self._own_post.rank
         for sender, message in arrived:
             if isinstance(message, Lost):
-                self._lose(sender)
+                self._losses.note(sender)
             self._hub.hear(sender, message, now=now)
         while said := self._hub.turn(now):  # what this rank is told, it may answer at once
             for rank, message in sorted(said, key=lambda told: told[0] == own):  # others need not wait for its work
@@ -251,6 +247,8 @@ class Loop:
                 self._follow(message)
             case Abort():
                 self._break(message.failure)
+            case Inquiry(number=number) | Account(number=number) if number:
+                self._status.desk(message)
             case Inquiry():
                 self._tell(account(self._status.world.rank, self._member.table.last))
             case StallReport():
@@ -258,7 +256,7 @@ class Loop:
             case Welcome():
                 self._enter(message)
             case Lost() if not self._member.stopped:
-                self._lose(sender)
+                self._losses.note(sender)
                 self._break(Failure.death(sender, self._place(sender)))
 
     def _follow(self, plan: Plan) -> None:
@@ -342,8 +340,7 @@ class Loop:
             self._link.transport.close(failed=self._status.failure is not None or unmatched)
             if self._link.commons is not None:
                 self._link.commons.close()
-        for _, gone in self._watched:
-            gone.set()
+        self._losses.end()
         self._bell.close()
         self._status.over.set()
         self._status.ended.set()

@@ -62,6 +62,11 @@ class Letter:
         self.outgoing = outgoing
         self.land = land
 
+    @property
+    def word(self) -> str:
+        """What it is: ``send`` or ``recv``."""
+        return "send" if self.outgoing else "recv"
+
     def finish(self, array: np.ndarray) -> None:
         """Hands the result over."""
         self.handle.land(array, self.land)
@@ -80,6 +85,10 @@ class Mailbox:
         self._abandoned: list[tuple[Letter, Steps]] = []
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
         self._listening: Ticket | None = None
+        self.done = {"send": 0, "recv": 0}
+        """How many are done."""
+        self.bytes = {"send": 0, "recv": 0}
+        """What they have moved."""
 
     def __len__(self) -> int:
         return len(self._moving) + sum(len(queue) for queue in self._wanted.values())
@@ -111,8 +120,7 @@ class Mailbox:
         letters = [letter for letter, _ in self._moving]
         letters += [letter for queue in self._wanted.values() for letter in queue]
         for letter in letters:
-            word = "send" if letter.outgoing else "recv"
-            yield letter.handle.submitted, Waiting(letter.name, word, (letter.peer,))
+            yield letter.handle.submitted, Waiting(letter.name, letter.word, (letter.peer,))
 
     def clear(self) -> list[Letter]:
         """Abandons everything, and returns what was under way."""
@@ -135,6 +143,7 @@ class Mailbox:
         tickets += [self._lane.isend(part, letter.peer, self._serial) for part in _parts(payload)]
         while not self._lane.done(tickets):
             yield
+        self._count(letter, payload)
         letter.finish(array)
 
     def _listen(self) -> None:
@@ -172,6 +181,7 @@ class Mailbox:
         tickets = [self._lane.irecv(part, letter.peer, header.serial) for part in _parts(raw)]
         while not self._lane.done(tickets):
             yield
+        self._count(letter, raw)
         if wanted is None:
             letter.finish(raw.view(np.dtype(header.dtype)).reshape(header.shape))
         elif fits:
@@ -182,6 +192,10 @@ class Mailbox:
             here = _describe(wanted.dtype.name, wanted.shape)
             values: Disagreement = [(sent, [letter.peer], []), (here, [self._rank], [])]
             letter.handle.fail(MismatchError(letter.name, "tensor that is sent and received", values))
+
+    def _count(self, letter: Letter, moved: np.ndarray) -> None:
+        self.done[letter.word] += 1
+        self.bytes[letter.word] += moved.nbytes
 
 
 def _header(header: _Header) -> np.ndarray:

@@ -42,7 +42,7 @@ def test_a_main_thread_that_has_ended_is_told(monkeypatch):
 
 def test_the_last_submission_is_named_with_its_line():
     site = (sys._getframe().f_code, 31)
-    assert account(0, ("w", site)).last == f"'w' at {__file__}:31"
+    assert account(0, ("w", site, 0.0)).last == f"'w' at {__file__}:31"
 
 
 def test_the_operating_system_is_asked_about_processes_of_this_host_only():
