@@ -63,12 +63,13 @@ class _Default:
         self.config = config
         self.pid = os.getpid()
         self.operations = Operations(Daemon(config, meet(config)))
-        self._desk = _open_desk(self.daemon)
+        self._desk = Desk(self.daemon, identity(os.environ, turn=next(_turns)))
         try:
             self.daemon.start()
         except BaseException:
-            self._close_desk()
+            self._desk.close()
             raise
+        self._desk.settle()
 
     @property
     def daemon(self) -> Daemon:
@@ -85,11 +86,7 @@ class _Default:
         """Ends the daemon in step with the others or, after a failure, so that its cause is seen first."""
         if self.daemon.failing or not self.daemon.stop():
             self._leave_the_wreck()
-        self._close_desk()
-
-    def _close_desk(self) -> None:
-        if self._desk is not None:
-            self._desk.close()
+        self._desk.close()
 
     def _leave_the_wreck(self) -> None:
         """Lets the culprit go first, so that the launcher sees its exit code before its consequences'.
@@ -109,22 +106,13 @@ class _Default:
             os._exit(1)
 
 
-def _open_desk(daemon: Daemon) -> Desk | None:
-    """Lets `coordd status` find this rank; training does not depend on that."""
-    try:
-        return Desk(daemon, identity(os.environ, turn=next(_turns)))
-    except OSError as error:
-        log.warning("`coordd status` will not find this rank: %s", error)
-        return None
-
-
 def _fail(reason: str, traceback: str, error: BaseException | None) -> None:
     if _default is not None and _default.pid == os.getpid():
         _default.fail(reason, traceback, error)
 
 
 _guard = threading.Lock()
-_turns = itertools.count()
+_turns = itertools.count(step=2)  # of the desks: each uses two
 # Set up at import, for in ``sys.exit(main())`` the function is looked up before ``main`` calls `init`.
 _exits = ExitWatch(_fail)
 _default: _Default | None = None

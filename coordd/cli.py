@@ -1,6 +1,4 @@
-"""The command line: `coordd run`, `coordd tune`, `coordd status`, `coordd doctor`,
-`coordd version`.
-"""
+"""The command line: `coordd run`, `coordd tune`, `coordd status`, `coordd doctor`, `coordd version`."""
 
 from __future__ import annotations
 

@@ -122,12 +122,8 @@ class Coordinator:
                 self._fail(message.failure)
             case Overdue():
                 self._investigate(self._speakers(voice, message.ranks), message, now)
-            case Inquiry():
-                self._ask(message.ranks, message)
-            case Account() if message.number:
+            case Inquiry() | Account():
                 self._pass_on(message)
-            case Account() if self._investigation is not None:
-                self._investigation.accounts[message.rank] = message
             case Lost() | Loss():
                 self._lose(message.rank if isinstance(message, Loss) else voice)
 
@@ -204,9 +200,14 @@ class Coordinator:
                 alone = span == 1 << voice
                 self._tell([voice], msgspec.structs.replace(question, ranks=() if alone else mine))
 
-    def _pass_on(self, account: Account) -> None:
-        """Hands an answer to the rank that has asked."""
-        self._tell([voice for voice, span in enumerate(self._voices) if span >> account.asker & 1], account)
+    def _pass_on(self, message: Inquiry | Account) -> None:
+        """Hands a rank's question on to those whom it asks, and an answer to who has asked."""
+        if isinstance(message, Inquiry):
+            self._ask(message.ranks, message)
+        elif message.number:
+            self._tell([voice for voice, span in enumerate(self._voices) if span >> message.asker & 1], message)
+        elif self._investigation is not None:
+            self._investigation.accounts[message.rank] = message
 
     def _intolerable(self, seconds: float) -> bool:
         return 0 < self._abort_seconds <= seconds

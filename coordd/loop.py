@@ -25,11 +25,11 @@ from coordd.errors import ShutdownError, StartError
 from coordd.execution import Flights
 from coordd.foreman import hub
 from coordd.inbox import Inbox
-from coordd.lookout import Lookout
+from coordd.lookout import Delay, Lookout
 from coordd.losses import Losses
 from coordd.mailbox import Letter, Mailbox
 from coordd.member import Due, Member
-from coordd.messages import Abort, Account, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Waiting, Welcome
+from coordd.messages import Abort, Account, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Welcome
 from coordd.patience import Patience, nap_precisely
 from coordd.plane import Plane
 from coordd.rendezvous import Link, Rendezvous
@@ -168,7 +168,7 @@ class Loop:
             voices=voices,
         )
 
-    def _elsewhere(self) -> list[tuple[float, Waiting]]:
+    def _elsewhere(self) -> list[Delay]:
         """What waits for other ranks without the coordinator knowing, and since when."""
         return [*self._mailbox.waiting(), *self._flights.waiting()]
 

@@ -15,7 +15,7 @@ from coordd.survey.address import Address, listed
 from coordd.survey.choice import Jobs, NoJobError, choose, jobs
 from coordd.survey.enquiry import survey
 from coordd.survey.picture import Speed, picture
-from coordd.survey.sighting import Survey
+from coordd.survey.sighting import Life, Survey
 from coordd.survey.view import rows, verdict
 
 __all__ = ["status"]
@@ -52,7 +52,7 @@ def _jobs() -> Jobs:
 
 
 def _lives(address: Address) -> bool:
-    return process.glance(address.pid).life is not process.Life.DEAD
+    return process.glance(address.pid).life is not Life.DEAD
 
 
 def _watch(options: argparse.Namespace) -> None:

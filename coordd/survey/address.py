@@ -19,15 +19,20 @@ __all__ = ["Address", "identity", "listed", "parse_listing"]
 _LISTING = Path("/proc/net/unix")
 _LONGEST_JOB = 56  # a name has room for 107 bytes
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-_FORM = re.compile(r"@coordd/(\d+)/(\d+)/(\d+)/(\d+)/(\d+)/(\S+)")
+_FORM = re.compile(r"@coordd/(\d+)/(\d+)/(\d+)/([01])/(\d+)/(\d+)/(\S+)")
 
 
 class Address(NamedTuple):
-    """One rank of a job of a user; ``turn`` tells apart what one process starts one after the other."""
+    """One rank of a job of a user; of several of one process the highest ``turn`` counts.
+
+    ``met`` is 1 once the rank has met the others; before, it may be unable to answer: MPI waits for them with Python's
+    lock held.
+    """
 
     uid: int
     pid: int
     turn: int
+    met: int
     rank: int
     size: int
     job: str
@@ -44,7 +49,7 @@ def identity(environment: Mapping[str, str], *, turn: int = 0) -> Address:
     rank = next((int(environment[name]) for name in _RANKS if environment.get(name, "").isdigit()), 0)
     job = _job(environment) if size else f"alone-{os.getpid()}"
     clean = re.sub(r"[^\w.@:-]", "_", job, flags=re.ASCII)
-    return Address(os.geteuid(), os.getpid(), turn, rank if size else 0, size or 1, clean[-_LONGEST_JOB:])
+    return Address(os.geteuid(), os.getpid(), turn, 0, rank if size else 0, size or 1, clean[-_LONGEST_JOB:])
 
 
 def _job(environment: Mapping[str, str]) -> str:
@@ -70,9 +75,9 @@ def listed() -> list[Address]:
 def parse_listing(text: str) -> list[Address]:
     """Reads the kernel's list of sockets, of which each connection has a line of its own."""
     found = (_FORM.fullmatch(line.split()[-1]) for line in text.splitlines() if "@coordd/" in line)
-    return list(dict.fromkeys(_address(match) for match in found if match))
+    return list(dict.fromkeys(_address(*match.groups()) for match in found if match))
 
 
-def _address(match: re.Match[str]) -> Address:
-    uid, pid, turn, rank, size = map(int, match.groups()[:5])
-    return Address(uid, pid, turn, rank, size, match[6])
+def _address(*words: str) -> Address:
+    uid, pid, turn, met, rank, size = map(int, words[:-1])
+    return Address(uid, pid, turn, met, rank, size, words[-1])

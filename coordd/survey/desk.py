@@ -55,8 +55,9 @@ class Desk:
     def __init__(self, daemon: Daemon, address: Address) -> None:
         """Opens the desk.
 
-        Raises:
-            OSError: the socket cannot be made.
+        Args:
+            daemon: for whom it answers.
+            address: where it is found; the next ``turn`` is used, too.
         """
         self._daemon = daemon
         self._witness = Witness(daemon.status, rank=address.rank, size=address.size)
@@ -65,24 +66,39 @@ class Desk:
         self._answered: deque[Account] = deque(maxlen=4096)
         self._closing = False
         self._bell = Bell()
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            self._socket.bind(address.name)
-        except OSError:
-            self._socket.close()
-            raise
-        self._socket.listen(_BACKLOG)
-        self._socket.setblocking(False)
-        self._bell.watch([self._socket.fileno()])
+        self._address = address
+        self._sockets: list[socket.socket] = []
+        self._listen()
         self._thread = threading.Thread(target=self._run, name=f"{THREAD} desk", daemon=True)
         daemon.status.desk = self._notify
         self._thread.start()
+
+    def settle(self) -> None:
+        """Says at which rank it stands, once that has met the others."""
+        world = self._daemon.world
+        self._address = self._address._replace(turn=self._address.turn + 1, met=1, rank=world.rank, size=world.size)
+        self._listen()
+        self._bell.ring()
 
     def close(self) -> None:
         """Answers no more."""
         self._closing = True
         self._bell.ring()
         self._thread.join(_SLOW_SECONDS)
+
+    def _listen(self) -> None:
+        """Opens the socket of the present address; a former one stays open, for somebody may be asking there."""
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.bind(self._address.name)
+        except OSError as error:
+            listener.close()
+            log.warning("`coordd status` will not find this rank: %s", error)
+            return
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        self._sockets.append(listener)
+        self._bell.watch([listener.fileno()])
 
     def _notify(self, message: Inquiry | Account) -> None:
         """Takes a question of another rank, or an answer; on the daemon's thread."""
@@ -99,12 +115,18 @@ class Desk:
                 self._serve()
             except Exception:
                 log.exception("`coordd status` gets no answer")
-        self._socket.close()
+        for listener in self._sockets:
+            listener.close()
 
     def _serve(self) -> None:
         self._answer_ranks()
+        for listener in tuple(self._sockets):
+            self._receive(listener)
+
+    def _receive(self, listener: socket.socket) -> None:
+        """Serves the next of those who want to ask in person."""
         with contextlib.suppress(BlockingIOError):
-            connection, _ = self._socket.accept()
+            connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError):  # who asks may go away
                 connection.settimeout(_SLOW_SECONDS)
                 if peer(connection)[1] == os.geteuid():

@@ -14,7 +14,7 @@ from coordd.survey import process
 from coordd.survey.address import Address
 from coordd.survey.desk import FAR_SECONDS, peer
 from coordd.survey.sighting import Life, Sighting, Survey
-from coordd.survey.standing import Question, Standing
+from coordd.survey.standing import Question, Stack, Standing
 
 __all__ = ["survey"]
 
@@ -22,6 +22,7 @@ _SECONDS = 2.0
 _MOST_FAR = 256
 _AT_ONCE = 32
 _SILENT = "does not answer"
+_WAITING = "starting: waits for the ranks that have not come"
 
 _answer = msgspec.json.Decoder(list[Standing])
 
@@ -59,12 +60,14 @@ def _see(address: Address, host: str) -> Sighting:
     after = process.glance(address.pid)
     if standings:
         return Sighting(standings[0].rank, standings[0].host, address.pid, after.life, standing=standings[0])
+    seen = Sighting(address.rank, host, address.pid, after.life, stacks=_seen(address.pid, after.life))
+    if not address.met:
+        return msgspec.structs.replace(seen, reason=_WAITING)
     cores = (after.seconds - before.seconds) / (time.monotonic() - start)
-    seen = _seen(address.pid, after.life)
-    return Sighting(address.rank, host, address.pid, after.life, cores, reason=reason, stacks=seen)
+    return msgspec.structs.replace(seen, reason=reason, cores=cores)
 
 
-def _seen(pid: int, life: Life) -> tuple[process.Stack, ...]:
+def _seen(pid: int, life: Life) -> tuple[Stack, ...]:
     return () if life is Life.DEAD else process.stacks(pid)
 
 

@@ -33,7 +33,7 @@ class Row(NamedTuple):
 def rows(survey: Survey) -> list[Row]:
     """Describes all ranks."""
     standings = {seen.rank: seen.standing for seen in survey.sightings if seen.standing is not None}
-    absent = tuple(seen.rank for seen in survey.sightings if _has_not_come(seen, standings))
+    absent = tuple(seen.rank for seen in survey.sightings if seen.standing is None and not seen.pid)
     leaving = {rank for rank, standing in standings.items() if standing.phase == "leaving"}
     others = tuple(rank for rank in range(survey.size) if rank not in leaving)
     found = []
@@ -44,11 +44,6 @@ def rows(survey: Survey) -> list[Row]:
             late = {"starting": absent, "leaving": others}.get(seen.standing.phase, ())
             found.append(_row(seen.standing, late, standings, survey.size))
     return found
-
-
-def _has_not_come(seen: Sighting, standings: Mapping[int, Standing]) -> bool:
-    """Says whether the others may still wait for a rank to start."""
-    return seen.rank not in standings
 
 
 def missing(operation: Operation, standings: Mapping[int, Standing], size: int) -> tuple[int, ...]:
@@ -133,8 +128,8 @@ def _unheard(seen: Sighting) -> str:
         return "not seen: it has not called init(), has ended, or runs on another host"
     if seen.cores < 0:
         return seen.reason
-    told = f"{seen.reason}: {seen.life or 'in an unknown state'}, {seen.cores:.0%} of a core"
-    return f"{told}; native code may hold Python's lock" if seen.life.can_answer else told
+    life = seen.life or "in an unknown state"
+    return f"{seen.reason} ({life}, {seen.cores:.0%} of a core): native code may hold Python's lock"
 
 
 def verdict(survey: Survey) -> list[str]:
@@ -150,12 +145,21 @@ def verdict(survey: Survey) -> list[str]:
     for late, group in victims.items():
         who = [row.rank for row in group]
         seconds = duration(max(row.seconds for row in group))
-        verb = "waits" if len(who) == 1 else "wait"
-        sentences.append(f"{_ranks(who).capitalize()} {verb} for {_ranks(late)} since {seconds}.")
-        sentences += [f"Rank {rank}: {state[rank].state}." for rank in late if rank in state and rank not in waiting]
+        sentences.append(f"{_whom(who, 'has', 'have').capitalize()} waited for {_ranks(late)} for {seconds}.")
+        sentences += [_sentence(state[rank], survey) for rank in late if rank in state and rank not in waiting]
     told = {rank for late in victims for rank in late}
-    sentences += [f"Rank {row.rank}: {row.state}." for row in found if _is_silent(row) and row.rank not in told]
+    sentences += [_sentence(row, survey) for row in found if _is_silent(row) and row.rank not in told]
     return list(dict.fromkeys(sentences))
+
+
+def _sentence(row: Row, survey: Survey) -> str:
+    """Says what a rank does on whom others wait, and where."""
+    (seen,) = (seen for seen in survey.sightings if seen.rank == row.rank)
+    if seen.life is Life.STOPPED and seen.standing is None:
+        return f"Rank {row.rank}: stopped; `kill -CONT {row.pid}` on {row.host} lets it go on."
+    stacks = seen.standing.stacks if seen.standing is not None else seen.stacks
+    where = f", at {stacks[0].lines[-1]}" if stacks and stacks[0].lines else ""
+    return f"Rank {row.rank}: {row.state}{where}."
 
 
 def _is_silent(row: Row) -> bool:
