@@ -1,25 +1,31 @@
 """Where ranks can be asked: each listens on a socket whose name says which rank of which job it is.
 
 The names are abstract: no file holds them. The kernel lists them and forgets them with the process, so nothing is left
-behind however a rank ends, and a rank can be named that is stopped, or has not met the others. Pure but for `listed`.
+behind however a rank ends, and a rank can be named that is stopped, or has not met the others.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from coordd.transport.mpi import launched_ranks
 
-__all__ = ["Address", "identity", "listed", "parse_listing"]
+__all__ = ["FAR_SECONDS", "Address", "identity", "listed", "parse_listing", "peer"]
+
+FAR_SECONDS = 2.0
+"""How long ranks that cannot be asked in person have for an answer."""
 
 _LISTING = Path("/proc/net/unix")
 _LONGEST_JOB = 56  # a name has room for 107 bytes
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-_FORM = re.compile(r"@coordd/(\d+)/(\d+)/(\d+)/([01])/(\d+)/(\d+)/(\S+)")
+_CREDENTIALS = struct.Struct("3i")
+_FORM = r"@coordd/(\d+)/(\d+)/(\d+)/([01])/(\d+)/(\d+)/(\S+)"
 
 
 class Address(NamedTuple):
@@ -74,10 +80,17 @@ def listed() -> list[Address]:
 
 def parse_listing(text: str) -> list[Address]:
     """Reads the kernel's list of sockets, of which each connection has a line of its own."""
-    found = (_FORM.fullmatch(line.split()[-1]) for line in text.splitlines() if "@coordd/" in line)
+    found = (re.fullmatch(_FORM, line.split()[-1]) for line in text.splitlines() if "@coordd/" in line)
     return list(dict.fromkeys(_address(*match.groups()) for match in found if match))
 
 
 def _address(*words: str) -> Address:
     uid, pid, turn, met, rank, size = map(int, words[:-1])
     return Address(uid, pid, turn, met, rank, size, words[-1])
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Returns process and user at the other end of a connection, as the kernel knows them."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid

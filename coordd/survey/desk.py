@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -22,31 +21,18 @@ from coordd.account import THREAD
 from coordd.bell import Bell
 from coordd.daemon import Daemon
 from coordd.messages import Account, Inquiry
-from coordd.survey.address import Address
+from coordd.survey.address import FAR_SECONDS, Address, peer
 from coordd.survey.standing import Question, Standing
 from coordd.survey.witness import Witness
 
-__all__ = ["FAR_SECONDS", "Desk", "peer"]
+__all__ = ["Desk"]
 
 log = logging.getLogger("coordd")
 
-FAR_SECONDS = 2.0
-"""How long ranks of other hosts have for an answer."""
 _SLOW_SECONDS = 1.0
 _LONGEST_QUESTION = 1 << 20
 _BACKLOG = 64
-_CREDENTIALS = struct.Struct("3i")
 _STEP = 0.2
-
-_question = msgspec.json.Decoder(Question)
-_standing = msgspec.json.Decoder(Standing)
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Returns process and user at the other end of a connection, as the kernel knows them."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(data)
-    return pid, uid
 
 
 class Desk:
@@ -141,7 +127,7 @@ class Desk:
             self._daemon.say(Account(rank, number=asked.number, asker=asked.asker, answer=told))
 
     def _answer(self, connection: socket.socket) -> list[Standing]:
-        question = _question.decode(_line(connection))
+        question = msgspec.json.decode(_line(connection), type=Question)
         if question.ranks:
             return self._ask(question.ranks)
         status = self._daemon.status
@@ -161,7 +147,7 @@ class Desk:
             while self._answered:
                 account = self._answered.popleft()
                 if account.number == number:
-                    found[account.rank] = _standing.decode(account.answer)
+                    found[account.rank] = msgspec.json.decode(account.answer, type=Standing)
         return [found[rank] for rank in sorted(found)]
 
 

@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from coordd.survey import process
-from coordd.survey.address import Address
-from coordd.survey.desk import FAR_SECONDS, peer
+from coordd.survey.address import FAR_SECONDS, Address, peer
 from coordd.survey.sighting import Life, Sighting, Survey
 from coordd.survey.standing import Question, Stack, Standing
 
