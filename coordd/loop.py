@@ -153,7 +153,7 @@ class Loop:
         self._flights = Flights(plane, self)
         self._mailbox = Mailbox(transport.matched, transport.rank)
         self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
-        self._status.parts = Parts(self._member, self._flights, self._mailbox, self._link.commons)
+        self._status.parts = Parts(self._member, self._flights, self._mailbox, self._link.commons, self._inbox)
         self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
         self._hub = hub(self._own_post, self._coordinate)
         self._tell(Hello(VERSION, self._config.digest, os.getpid(), self._link.hosts[transport.rank]))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from coordd.errors import PeerError
 from coordd.execution import Flights
+from coordd.inbox import Inbox
 from coordd.mailbox import Mailbox
 from coordd.member import Member
 from coordd.messages import Account, Failure, Inquiry
@@ -25,6 +26,7 @@ class Parts(NamedTuple):
     flights: Flights
     mailbox: Mailbox
     commons: Commons | None
+    inbox: Inbox[Any]
 
 
 class Status:

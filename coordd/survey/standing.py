@@ -16,9 +16,9 @@ class Question(msgspec.Struct, frozen=True):
 class Operation(msgspec.Struct, frozen=True):
     """What this rank has submitted and not got back.
 
-    ``stage`` is ``held`` in a bucket of the locked plan, ``announced`` to the other ranks, ``agreed`` by all of them,
-    so that its data may be on the way, or ``matched`` for a send or receive. ``members`` is the process set, empty for
-    the world. ``missing`` are ranks that this one itself knows to be late.
+    ``stage`` is ``queued`` for the daemon, ``held`` in a bucket of the locked plan, ``announced`` to the other ranks,
+    ``agreed`` by all of them, so that its data may be on the way, or ``matched`` for a send or receive. ``members`` is
+    the process set, empty for the world. ``missing`` are ranks that this one itself knows to be late.
     """
 
     kind: str

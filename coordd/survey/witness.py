@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from coordd.account import places
+from coordd.mailbox import Letter
 from coordd.messages import Failure
 from coordd.status import Parts, Status
 from coordd.survey.standing import Operation, Plan, Stack, Standing, Submission, Traffic
@@ -106,24 +107,23 @@ def _operations(parts: Parts | None, now: float) -> Iterator[Operation]:
     held = {entry.request.name for entry in lock.held} if lock is not None else set()
     for entry in list(parts.member.table):
         name = entry.request.name
-        yield Operation(
-            kind=entry.request.kind.name.lower(),
-            name=name[:_NAME],
-            seconds=now - entry.handle.submitted,
-            site=show_site(entry.site),
-            stage="held" if name in held else _stage(entry, given),
-            members=entry.request.members,
-            missing=given.get(name, ()),
-            bytes=entry.array.nbytes,
-        )
+        late = given.get(name)
+        # A word that nobody of this host is missing for is as good as an agreement.
+        agreed = entry.released or late == ()
+        yield _operation(entry, "held" if name in held else "agreed" if agreed else "announced", late or (), now)
+    for item in parts.inbox.look():
+        if isinstance(item, Entry):
+            yield _operation(item, "queued", (), now)
+        elif isinstance(item, Letter):
+            yield Operation(item.word, item.name[:_NAME], now - item.handle.submitted, "", "matched", (), (item.peer,))
     for since, waiting in list(parts.mailbox.waiting()):
-        yield Operation(waiting.operation, waiting.name[:_NAME], now - since, stage="matched", missing=waiting.missing)
+        yield Operation(waiting.operation, waiting.name[:_NAME], now - since, "", "matched", (), waiting.missing)
 
 
-def _stage(entry: Entry, given: dict[str, tuple[int, ...]]) -> str:
-    """A word that nobody of this host is missing for is as good as an agreement."""
-    name = entry.request.name
-    return "agreed" if entry.released or (name in given and not given[name]) else "announced"
+def _operation(entry: Entry, stage: str, late: tuple[int, ...], now: float) -> Operation:
+    request, seconds = entry.request, now - entry.handle.submitted
+    site, name = show_site(entry.site), request.name[:_NAME]
+    return Operation(request.kind.name.lower(), name, seconds, site, stage, request.members, late, entry.array.nbytes)
 
 
 def _plan(parts: Parts | None) -> Plan:
