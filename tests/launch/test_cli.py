@@ -18,8 +18,9 @@ def test_it_knows_its_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--help"], ["run", "doctor", "version"]),
+        (["--help"], ["run", "status", "doctor", "version"]),
         (["run", "--help"], ["--fusion-mb", "--hosts", "coordd run -n 4 python train.py", "exit code"]),
+        (["status", "--help"], ["PID|JOB", "--json", "--watch"]),
         (["doctor", "--help"], ["--json"]),
     ],
 )

@@ -27,10 +27,10 @@ rank  host   pid  state                                                         
    1  node1  101  waits for 'w' (allreduce) for 2.5 s: rank 2 has not submitted it  'w' at train.py:31, 2.5 s ago
    2  node1  102  stopped
 
-ranks  plan                                             cache      operations      moved               a second  common memory
-0      negotiating; plan 12 was the last                75% of 40  40, 75% locked  allreduce 40.0 MiB  2.0 MiB   1.0 MiB
-1      locked since plan 9: 1 tensor in 1 bucket, 5                40, 75% locked  allreduce 40.0 MiB  2.0 MiB   1.0 MiB
-       steps
+ranks  plan                                     cache      operations      moved               a second  common memory
+0      negotiating; plan 12 was the last        75% of 40  40, 75% locked  allreduce 40.0 MiB  2.0 MiB   1.0 MiB
+1      locked since plan 9: 1 tensor in 1                  40, 75% locked  allreduce 40.0 MiB  2.0 MiB   1.0 MiB
+       bucket, 5 steps
 
 ranks 0-1, main thread, in coordd_torch.optimizer.synchronize()
   train.py:9 in <module>: main()
@@ -38,7 +38,7 @@ ranks 0-1, main thread, in coordd_torch.optimizer.synchronize()
 """
 
 
-def drawn(*arguments, width=126, **options):
+def drawn(*arguments, width=118, **options):
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(picture(*arguments, **options))
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
