@@ -62,12 +62,12 @@ def _outside(frame: FrameType) -> FrameType:
 
 
 def _inside(frame: FrameType, outside: FrameType) -> str:
-    """Names the outermost call of coordd further in than a frame."""
+    """Names the outermost call of coordd further in than a frame; not a lambda, which has no name to tell."""
     found = ""
     inner: FrameType | None = frame
     while inner is not None and inner is not outside:
-        module = inner.f_globals.get("__name__", "")
-        found = f"{module}.{inner.f_code.co_name}" if module.startswith(THREAD) else found
+        module, name = inner.f_globals.get("__name__", ""), inner.f_code.co_name
+        found = f"{module}.{name}" if module.startswith(THREAD) and name[0] != "<" else found
         inner = inner.f_back
     return found
 
