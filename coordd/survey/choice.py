@@ -59,6 +59,7 @@ def _is_meant(word: str, job: str, ranks: Sequence[Address], ancestors: Callable
 def _list(found: Jobs) -> str:
     lines = []
     for job, ranks in found.items():
-        count = f"{len(ranks)} of {ranks[0].size} ranks" if len(ranks) < ranks[0].size else f"{ranks[0].size} ranks"
+        size = ranks[0].size
+        count = f"{len(ranks)} of {size} ranks" if len(ranks) < size else f"{size} {'rank' if size == 1 else 'ranks'}"
         lines.append(f"  coordd status {ranks[0].pid}  # {count}, job {job}")
     return "\n".join(lines)
