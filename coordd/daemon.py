@@ -27,6 +27,8 @@ from coordd.world import World
 
 __all__ = ["Daemon"]
 
+_END_SECONDS = 3.0
+
 
 class Daemon:
     """Owns the link of one rank; `start` it, `submit` to it, `stop` it."""
@@ -77,6 +79,7 @@ class Daemon:
             text = f"the ranks did not find each other within {self.config.start_seconds:g} s (start_seconds)"
             raise StartError(text)
         if self._status.start_error is not None:
+            self.end(_END_SECONDS)  # or the interpreter would end MPI while the thread still gives back what it has of it
             raise self._status.start_error
 
     def allocate(self, size: int) -> np.ndarray:
