@@ -79,7 +79,9 @@ class Daemon:
             text = f"the ranks did not find each other within {self.config.start_seconds:g} s (start_seconds)"
             raise StartError(text)
         if self._status.start_error is not None:
-            self.end(_END_SECONDS)  # or the interpreter would end MPI while the thread still gives back what it has of it
+            self.end(
+                _END_SECONDS
+            )  # or the interpreter would end MPI while the thread still gives back what it has of it
             raise self._status.start_error
 
     def allocate(self, size: int) -> np.ndarray:

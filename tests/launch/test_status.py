@@ -157,8 +157,11 @@ def test_a_rank_that_has_not_come_is_missed():
         started.wait_for_ranks(2)
         mine = {process.pid for process in psutil.Process(started.process.pid).children(recursive=True)}
         assert wait_until(lambda: any(address.pid in mine for address in listed()))
-        told = Job(started).told()
-        assert told["ranks"][0]["state"].startswith("starting")
+        told = Job(started).told_when(long)
+        assert told["verdict"][0].startswith("Rank 0 has waited for rank 1 for ")
+        assert told["ranks"][0]["state"].startswith("starting for ")
+        assert told["ranks"][0]["state"].endswith(": rank 1 has not come")
+        assert told["ranks"][0]["standing"]["stacks"][0]["inside"] == "coordd.api.init"
         assert told["ranks"][1]["state"].startswith("not seen: it has not called init()")
 
 

@@ -60,6 +60,14 @@ if cd.rank() == int(sys.argv[1]):
     threading.Event().wait(30)
 cd.allreduce(torch.ones(1), name="late")
 """
+_NEVER = """
+import os, threading
+import coordd.torch as cd
+
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    threading.Event().wait(60)
+cd.init()
+"""
 _SETTING = """
 import os
 if "CULPRIT" in os.environ and os.environ["OMPI_COMM_WORLD_RANK"] == os.environ["CULPRIT"]:
@@ -67,6 +75,12 @@ if "CULPRIT" in os.environ and os.environ["OMPI_COMM_WORLD_RANK"] == os.environ[
 import coordd.torch as cd
 cd.init()
 """
+
+
+def test_a_rank_that_never_begins_is_not_waited_for_for_ever() -> None:
+    outcome = launch(2, _NEVER, launcher="coordd", timeout=25, variables={"COORDD_START_SECONDS": "2"})
+    assert outcome.returncode == 1, str(outcome)
+    assert "the ranks did not find each other within 2 s (start_seconds)" in outcome.of_rank(0), str(outcome)
 
 
 def test_forked_children_cannot_use_coordd_and_leave_mpi_to_their_parents() -> None:
