@@ -139,7 +139,9 @@ def test_ranks_with_different_settings_do_not_start() -> None:
     outcome = launch(2, _SETTING, launcher="coordd", variables=variables)
     assert outcome.returncode == 1, str(outcome)
     for rank in range(2):
-        assert "the ranks have different settings" in outcome.of_rank(rank), str(outcome)
+        assert "different settings (ranks 0: the defaults; ranks 1: fusion_mb=3.0)" in outcome.of_rank(rank), str(
+            outcome
+        )
     assert "MPI_FINALIZE" not in outcome.stderr, str(outcome)
 
 
