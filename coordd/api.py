@@ -21,7 +21,7 @@ import numpy as np
 from coordd.config import LAUNCHED, Config, unread
 from coordd.crowd import Crowd
 from coordd.daemon import Daemon
-from coordd.errors import ConfigError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError
+from coordd.errors import ConfigError, CoorddError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError
 from coordd.exits import ExitWatch
 from coordd.handles import Handle
 from coordd.messages import ReduceOp
@@ -84,6 +84,9 @@ class _Default:
 
     def leave(self) -> None:
         """Ends the daemon in step with the others or, after a failure, so that its cause is seen first."""
+        if self.operations.uneven and not self.daemon.failing:
+            with contextlib.suppress(CoorddError):  # what is wrong is told by leaving
+                self.operations.join().result()
         if self.daemon.failing or not self.daemon.stop():
             self._leave_the_wreck()
         self._desk.close()

@@ -15,16 +15,18 @@ __all__ = ["Ballot", "lowest", "members_mask"]
 class Ballot:
     """One name in one process set: who has announced it, and when the lowest member did among all that it announced.
 
-    Ranks are bits: of ``wanted``, all members, those of ``told`` have announced it; ``parts`` says who announced what.
+    Ranks are bits: of ``wanted``, all members, those of ``told`` have announced it; ``parts`` says who announced what,
+    and ``absent`` who had joined when it was complete without them.
     """
 
-    __slots__ = ("members", "name", "parts", "told", "turn", "wanted")
+    __slots__ = ("absent", "members", "name", "parts", "told", "turn", "wanted")
 
     def __init__(self, name: str, members: tuple[int, ...], wanted: int) -> None:
         self.name = name
         self.members = members
         self.wanted = wanted
         self.told = 0
+        self.absent = 0
         self.parts: dict[int, Announcement] = {}
         self.turn = 0
 

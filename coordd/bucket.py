@@ -13,13 +13,15 @@ __all__ = ["Bucket", "Locked"]
 class Bucket(msgspec.Struct, frozen=True):
     """Entries that travel together, in the same order on all ranks.
 
-    ``sequence`` is the common number of a negotiated bucket; a locked one has none, so 0.
+    ``sequence`` is the common number of a negotiated bucket; a locked one has none, so 0. So many members are
+    ``absent``: they have joined, and have nothing.
     """
 
     sequence: int
     request: Request
     sizes: tuple[int, ...]
     entries: tuple[Entry, ...]
+    absent: int = 0
 
 
 class Locked(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from coordd.messages import Kind, Request, Response
 __all__ = ["ResponseCache"]
 
 _UNKNOWN = object()
-_CACHED_KINDS = frozenset({Kind.ALLREDUCE, Kind.BROADCAST, Kind.BARRIER})
+_CACHED_KINDS = frozenset(Kind) - {Kind.ALLGATHER, Kind.JOIN}
 
 
 class ResponseCache:

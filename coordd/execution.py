@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+import math
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -48,14 +50,15 @@ class _Flight:
 class Flights:
     """Operations in flight.
 
-    Negotiated buckets start in the order of the plans, a few at a time. Words on locked buckets start at once, for
-    others may wait for them; only those on the same bucket wait for each other.
+    Negotiated buckets of a process set start in the order of the plans, a few at a time; no set waits for another.
+    Words on locked buckets start at once, for others may wait for them; only those on the same bucket wait for each
+    other.
     """
 
     def __init__(self, plane: Plane, outcomes: Outcomes) -> None:
         self._plane = plane
         self._outcomes = outcomes
-        self._queue: deque[Bucket] = deque()
+        self._queues: dict[tuple[int, ...], deque[Bucket]] = {}
         self._active: list[_Flight] = []
         self._words: list[_Flight] = []
         self._lines: dict[int, deque[_Flight]] = {}
@@ -63,7 +66,7 @@ class Flights:
         self.bytes_moved = 0
 
     def __len__(self) -> int:
-        return len(self._active) + len(self._queue) + len(self._words)
+        return len(self._active) + sum(map(len, self._queues.values())) + len(self._words)
 
     @property
     def heralded(self) -> bool:
@@ -71,8 +74,8 @@ class Flights:
         return self._plane.heralded
 
     def start(self, bucket: Bucket) -> None:
-        """Puts a negotiated bucket in line."""
-        self._queue.append(bucket)
+        """Puts a negotiated bucket in line, behind those of its process set."""
+        self._queues.setdefault(bucket.request.members, deque()).append(bucket)
 
     def give(self, word: Locked) -> None:
         """Gives this rank's word on a locked bucket."""
@@ -85,13 +88,21 @@ class Flights:
     def advance(self) -> bool:
         """Drives what is in flight; says whether something has moved."""
         before = self._plane.pulse.beats
-        started = False
-        while self._queue and len(self._active) < _ACTIVE:
-            bucket = self._queue.popleft()
-            self._active.append(_Flight(bucket, self._steps(bucket)))
-            started = True
+        started = bool(self._queues) and self._start()
         landed = _drive(self._active) + _drive(self._words)
         return started or landed > 0 or self._plane.pulse.beats > before
+
+    def _start(self) -> bool:
+        """Starts what has come to the head of its line; says whether there was any."""
+        flying = Counter(flight.bucket.request.members for flight in self._active if flight.bucket is not None)
+        ready = [
+            queue.popleft()
+            for members, queue in self._queues.items()
+            for _ in range(min(_ACTIVE - flying[members], len(queue)))
+        ]
+        self._active += [_Flight(bucket, self._steps(bucket)) for bucket in ready]
+        self._queues = {members: queue for members, queue in self._queues.items() if queue}
+        return bool(ready)
 
     def nod_off(self) -> bool:
         """Asks neighbours to ring from now on, and looks a last time; True if something has moved meanwhile."""
@@ -117,9 +128,9 @@ class Flights:
     def clear(self) -> list[Entry]:
         """Abandons everything, and returns what was under way."""
         flights = [*self._active, *self._words]
-        buckets = [*(flight.bucket for flight in flights), *self._queue]
+        buckets = [*(flight.bucket for flight in flights), *itertools.chain(*self._queues.values())]
         self._abandoned += flights  # their buffers live on, for the network may still write into them
-        for gone in (self._active, self._words, self._queue, self._lines):
+        for gone in (self._active, self._words, self._queues, self._lines):
             gone.clear()
         return [entry for bucket in buckets if bucket is not None for entry in bucket.entries]
 
@@ -132,8 +143,12 @@ class Flights:
                 return self._broadcast(spot, bucket)
             case Kind.ALLGATHER:
                 return self._allgather(spot, bucket)
-            case Kind.BARRIER:
-                return self._barrier(bucket.entries[0])
+            case Kind.ALLTOALL:
+                return self._alltoall(spot, bucket)
+            case Kind.REDUCESCATTER:
+                return self._reduce_scatter(spot, bucket)
+            case Kind.BARRIER | Kind.JOIN:
+                return self._meet(bucket)
 
     def _locked(self, word: Locked, flight: _Flight, line: deque[_Flight]) -> Steps:
         while line[0] is not flight:
@@ -153,7 +168,7 @@ class Flights:
         if len(small) > 1:
             buffer = np.concatenate(small)
             arrays = [buffer, *(flat for flat in flats if flat.nbytes >= _PACKED_BYTES)]
-        moved = yield from self._plane.reduce(spot, bucket.request, arrays, agreed=word is None)
+        moved = yield from self._plane.reduce(spot, bucket.request, arrays, absent=bucket.absent, agreed=word is None)
         if moved and len(small) > 1:
             start = 0
             for flat in small:
@@ -198,10 +213,38 @@ class Flights:
         self._outcomes.landed([entry])
         entry.finish(gathered)
 
-    def _barrier(self, entry: Entry) -> Steps:
-        """That all members have announced it is all there is to a barrier."""
+    def _alltoall(self, spot: Spot, bucket: Bucket) -> Steps:
+        """Makes an array of the rows that the members have for this one; its entry's splits become those received."""
+        entry = bucket.entries[0]
+        members = bucket.request.members or self._plane.world
+        array = np.ascontiguousarray(entry.array)
+        row = math.prod(array.shape[1:]) * array.itemsize
+        splits = [0] * len(members) if entry.splits is None else entry.splits.tolist()
+        rows, parts = yield from self._plane.alltoall(spot, members, array.reshape(-1), splits, row)
+        entry.splits = np.array(rows, np.int64)
+        received = np.concatenate(parts).view(array.dtype).reshape(sum(rows), *array.shape[1:])
+        self.bytes_moved += received.nbytes
         self._outcomes.landed([entry])
-        self._finish([entry], [entry.array])
+        entry.finish(received)
+
+    def _reduce_scatter(self, spot: Spot, bucket: Bucket) -> Steps:
+        """Makes an array of this member's rows of the reduction; the first members have one more where it is uneven."""
+        entry = bucket.entries[0]
+        members = bucket.request.members or self._plane.world
+        array = np.ascontiguousarray(entry.array)
+        blocks = np.array_split(array, len(members))
+        result = np.empty_like(blocks[members.index(self._plane.rank)])
+        slices = [block.reshape(-1) for block in blocks]
+        yield from self._plane.reduce_scatter(spot, bucket.request, slices, result.reshape(-1), absent=bucket.absent)
+        self.bytes_moved += array.nbytes
+        self._outcomes.landed([entry])
+        entry.finish(result)
+
+    def _meet(self, bucket: Bucket) -> Steps:
+        """That all members have announced it is all there is to a barrier; who joined last is known by the plan."""
+        entry = bucket.entries[0]
+        self._outcomes.landed([entry])
+        entry.finish(np.array(bucket.request.root))
         return
         yield
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
-from coordd.messages import Kind, Request, Response
+from coordd.messages import Kind, ReduceOp, Request, Response
 
 __all__ = ["buckets", "item_size", "size"]
 
@@ -34,16 +34,19 @@ def buckets(responses: Iterable[Response], *, fusion_bytes: int) -> list[list[Re
     """Groups the responses of one plan.
 
     Allreduces of equal dtype, operation, scales and process set share a bucket, with look-ahead over the others, until
-    the next one would exceed ``fusion_bytes``. Everything else, and everything when ``fusion_bytes`` is 0, is alone.
+    the next one would exceed ``fusion_bytes``. Everything else, and everything when ``fusion_bytes`` is 0, is alone;
+    so is an Adasum, which is of one tensor.
     Buckets are ordered by their first response.
     """
     found: list[list[Response]] = []
     open_buckets: dict[tuple[object, ...], tuple[list[Response], int]] = {}
     for response in responses:
-        if response.request.kind is not Kind.ALLREDUCE or not fusion_bytes:
+        request = response.request
+        if request.kind is not Kind.ALLREDUCE or request.op is ReduceOp.ADASUM or not fusion_bytes:
             found.append([response])
             continue
-        key, nbytes = _traits(response.request)
+        traits, nbytes = _traits(request)
+        key = (traits, response.absent)
         bucket, filled = open_buckets.get(key, (None, 0))
         if bucket is not None and filled + nbytes <= fusion_bytes:
             bucket.append(response)

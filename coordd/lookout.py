@@ -97,7 +97,7 @@ class Lookout:
         limit = now - self._watch.limit
         matched = tuple(waiting for since, waiting in self._elsewhere() if since <= limit)
         known = {waiting.name for waiting in matched}
-        late = (entry.request.name for entry in self._table if entry.handle.submitted <= limit)
+        late = (entry.request.name for entry in self._table if entry.handle.submitted <= limit and not entry.patient)
         names = tuple(name for name in late if name not in known)
         return Overdue(now - oldest, names, matched)
 

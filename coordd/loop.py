@@ -104,9 +104,10 @@ class Loop:
     def landed(self, entries: Sequence[Entry]) -> None:
         """Notes that results have arrived."""
         for entry in entries:
-            self._member.table.take(entry.request.name)
+            self._member.table.release(entry)
         self._status.traffic.count(entries)
-        self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
+        if not entries[0].patient:
+            self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
 
     def say(self, message: Message) -> None:
         """Sends what another thread of this process wants to know, or to tell."""

@@ -20,7 +20,8 @@ from coordd.cache import ResponseCache
 from coordd.errors import CoorddError, MismatchError, ShutdownError
 from coordd.fusion import buckets
 from coordd.lock import Lock
-from coordd.messages import Plan, Report, Request, Response
+from coordd.messages import Kind, Plan, Report, Response
+from coordd.stand_in import stand_in
 from coordd.table import Entry, TensorTable, announced
 from coordd.wire import bits
 
@@ -58,6 +59,8 @@ class Member:
         """How many tensors were announced that all ranks knew, and how many were spelled out."""
         self._unlock: tuple[int, int] | None = None
         self._left = False
+        self._joined: set[tuple[int, ...]] = set()
+        self._joining: list[Entry] = []
         self.stopped = False
 
     @property
@@ -83,18 +86,19 @@ class Member:
         slots = list(bits(int.from_bytes(plan.hits, "little")))
         agreed = [Response(self._cache.request(slot), slot=slot) for slot in slots]
         for slot in bits(int.from_bytes(plan.voids, "little")):
-            self._void(self._cache.request(slot))
+            self._void(Response(self._cache.request(slot)))
         for response in plan.responses:
             if response.recipients:
                 self._refuse(response)
                 continue
             if response.void:
-                self._void(response.request)
+                self._void(response)
                 continue
             agreed.append(response)
             if response.slot >= 0:
                 self._cache.store(response)
         found = self._buckets(agreed, plan.fusion_bytes)
+        self._joined -= {response.request.members for response in agreed if response.request.kind is Kind.JOIN}
         if self._lock is not None and self._lock.number == plan.unlock:
             self._break()
             self._unlock = None  # the coordinator knows
@@ -135,6 +139,7 @@ class Member:
         if (word := lock.land(locked)) is not None:
             self._words.append(word)
         self._forget(lock)
+        self._join()
         return self._due()
 
     def refused(self, locked: Locked) -> Due:
@@ -145,6 +150,7 @@ class Member:
             self._break()
         self._forget(lock)
         self._untold += locked.bucket.entries if locked.bucket is not None else ()
+        self._join()
         return self._due()
 
     def _due(self, found: list[Bucket] | None = None) -> Due:
@@ -176,6 +182,12 @@ class Member:
 
     def _sort(self, entry: Entry) -> None:
         """Gathers what is locked, and has the rest announced; what contradicts the lock breaks it."""
+        if entry.request.kind is Kind.JOIN:
+            self._joined.add(entry.request.members)
+            self._break()
+            self._joining.append(entry)
+            self._join()
+            return
         lock = self._lock
         if lock is not None and (slot := self._cache.slot_of(entry.request.name)) in lock:
             if not entry.filler and self._cache.slot(entry.request) == slot:
@@ -184,6 +196,12 @@ class Member:
                 return
             self._break()
         self._untold.append(entry)
+
+    def _join(self) -> None:
+        """Announces that this rank joins, after all that it has not joined for: words may yet have to be announced."""
+        if not self._locks:
+            self._untold += self._joining
+            self._joining = []
 
     def _enter(self, lock: Lock) -> None:
         """Begins a lock: what this rank has announced of it, and no plan has released, counts as submitted just now."""
@@ -194,7 +212,7 @@ class Member:
                 self._sort(entry)
         # Who began to wait before the lock came does not say so again.
         waited = lock.partial and any(entry.awaited and not entry.released for entry in self.table)
-        if waited or self._left:
+        if waited or self._left or self._joined:
             self._break()
 
     def _break(self) -> None:
@@ -221,19 +239,23 @@ class Member:
                 entries = tuple(self._entry(response) for response in group)
                 for place, entry in enumerate(entries):
                     entry.turn = (self._started, place)
-                found.append(Bucket(self._started, group[0].request, group[0].sizes, entries))
+                first = group[0]
+                found.append(Bucket(self._started, first.request, first.sizes, entries, len(first.absent)))
         return found
 
     def _entry(self, response: Response) -> Entry:
+        if self.rank in response.absent:
+            return stand_in(response.request)
         entry = self.table.find(response.request.name)
         entry.released = True
         if response.slot >= 0:
             self._cache.adopt(response.slot, entry.request, entry.site)
         return entry
 
-    def _void(self, request: Request) -> None:
+    def _void(self, response: Response) -> None:
         """Ends a filler: no rank had anything."""
-        if not request.members or self.rank in request.members:
+        request = response.request
+        if (not request.members or self.rank in request.members) and self.rank not in response.absent:
             self.table.take(request.name).handle.resolve(None)
 
     def _refuse(self, response: Response) -> None:

@@ -41,16 +41,32 @@ class Kind(IntEnum):
     ALLGATHER = 1
     BROADCAST = 2
     BARRIER = 3
+    ALLTOALL = 4
+    REDUCESCATTER = 5
+    JOIN = 6
 
 
 class ReduceOp(IntEnum):
-    """How values combine; the numbers are Horovod's."""
+    """How values combine; the numbers are Horovod's, but the last.
+
+    An average is divided by the number of members; that of the present only by those of them that have not joined.
+    """
 
     AVERAGE = 0
     SUM = 1
+    ADASUM = 2
     MIN = 3
     MAX = 4
     PRODUCT = 5
+    AVERAGE_PRESENT = 6
+
+    @property
+    def averages(self) -> bool:
+        """Whether a sum is divided in the end."""
+        return self in _AVERAGES
+
+
+_AVERAGES = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT})
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -108,7 +124,8 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
     ``slot`` is the place in the cache that the tensor gets, -1 for none. ``sizes`` are the members' first dimensions
     of an allgather. ``recipients`` are the ranks that fail; a response without any is for all members. A void response
-    ends an operation that all members would only have filled up.
+    ends an operation that all members would only have filled up. Those who are ``absent`` have joined, and take part
+    with nothing.
     """
 
     request: Request
@@ -119,6 +136,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     recipients: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
     void: bool = False
+    absent: tuple[int, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):

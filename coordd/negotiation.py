@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from coordd.absence import Absence
 from coordd.ballot import Ballot, lowest, members_mask
 from coordd.cache import ResponseCache
 from coordd.errors import MismatchError, spans
 from coordd.fusion import buckets
 from coordd.latch import MOST_LINES, Latch, lines
-from coordd.messages import Announcement, Kind, Plan, Report, Request, Response, Waiting
+from coordd.messages import Announcement, Kind, Plan, ReduceOp, Report, Request, Response, Waiting
+from coordd.owed import Owed
 from coordd.repetition import Slots
 from coordd.roll import Roll
 from coordd.verdict import sites, verdict
@@ -39,13 +41,6 @@ class _Former(NamedTuple):
     slot: int
     request: Request
     sites: Sites
-
-
-class _Owed(NamedTuple):
-    """A refusal that a rank will get when it announces its part, and who had left when it was due."""
-
-    refusal: Response
-    left: int
 
 
 class Negotiator:
@@ -89,11 +84,12 @@ class Negotiator:
         self._table: dict[str, dict[tuple[int, ...], Ballot]] = {}
         self._complete: list[Ballot] = []
         self._refused: list[Response] = []
-        self._poisoned: dict[tuple[str, int], deque[_Owed]] = {}
+        self._owed = Owed()
         self._replaced: deque[_Former] = deque()
         self._seen = [0] * len(self._voices)
         self._heard = [0] * len(self._voices)
         self._left = 0
+        self._absence = Absence()
 
     @property
     def finished(self) -> bool:
@@ -130,9 +126,13 @@ class Negotiator:
         Args:
             ranks: their bit mask.
         """
+        self._left |= ranks
+        self._settle_all()
+
+    def _settle_all(self) -> None:
+        """Looks anew at everything that somebody has announced."""
         for slot in bits(self._announced_by_any()):
             self._spell_out(slot)
-        self._left |= ranks
         for entry in [entry for sets in self._table.values() for entry in sets.values()]:
             if entry not in self._complete:
                 self._settled(entry)
@@ -169,7 +169,8 @@ class Negotiator:
         found = []
         for entry in [entry for sets in self._table.values() for entry in sets.values() if ranks & entry.told]:
             kind = next(told.request.kind for group, told in entry.parts.items() if group & ranks)
-            found.append(Waiting(entry.name, kind.name.lower(), tuple(bits(entry.wanted & ~entry.told))))
+            missing = entry.wanted & ~(entry.told | self._absent(entry))
+            found.append(Waiting(entry.name, kind.name.lower(), tuple(bits(missing))))
         for told, _, slots in self._roll:
             for slot in bits(slots if told & ranks else 0):
                 request = self._cache.request(slot)
@@ -208,11 +209,11 @@ class Negotiator:
         groups = [
             part
             for group in buckets(known, fusion_bytes=self._fusion_bytes)
-            if group[0].request.kind is Kind.ALLREDUCE
+            if group[0].request.kind is Kind.ALLREDUCE and group[0].request.op is not ReduceOp.ADASUM
             for part in lines(group)
         ]
         found = tuple(self._latch.observe(groups, [response.slot for response in responses if response.slot >= 0]))
-        if not found or len(found) > MOST_LINES or self._poisoned or self._left:
+        if not found or len(found) > MOST_LINES or self._owed or self._left or self._absence:
             return ()
         slots = functools.reduce(operator.or_, (1 << slot for group in found for slot in group))
         names = frozenset(self._cache.request(slot).name for slot in bits(slots))
@@ -233,9 +234,9 @@ class Negotiator:
             self._note_site(slot, ranks, announcement.site)
         if self._latch.overtakes(request.name, seen):
             return
-        if self._poisoned and not (ranks := self._not_owed(ranks, request)):
+        if self._owed and not (ranks := self._not_owed(ranks, request)):
             return
-        if slot >= 0 and not self._left and request.name not in self._table:
+        if slot >= 0 and not (self._left or self._absence) and request.name not in self._table:
             if known:
                 self._roll.enter(ranks, 1 << slot, announcement.filler << slot)
                 return
@@ -243,7 +244,10 @@ class Negotiator:
         entry = self._entry(request)
         self._heard[voice] += 1
         entry.enter(ranks, announcement, turn=self._heard[voice])
-        if not self._settled(entry):
+        if request.kind is Kind.JOIN:
+            self._absence.begin(entry.wanted, ranks)
+            self._settle_all()
+        elif not self._settled(entry):
             self._compare_sets(ranks, entry)
 
     def _note_site(self, slot: int, ranks: int, site: str) -> None:
@@ -272,7 +276,8 @@ class Negotiator:
 
     def _settled(self, entry: Ballot) -> bool:
         """Marks an entry ready when all have announced it, and fails it when one never will; says whether it did."""
-        if entry.told == entry.wanted:
+        entry.absent = self._absent(entry)
+        if entry.told | entry.absent == entry.wanted:
             self._complete.append(entry)
         elif gone := entry.wanted & self._left:
             self._drop(entry)
@@ -281,6 +286,10 @@ class Negotiator:
         else:
             return False
         return True
+
+    def _absent(self, entry: Ballot) -> int:
+        """The members that have joined instead; nobody joins by having joined."""
+        return 0 if entry.first.request.kind is Kind.JOIN else self._absence.of(entry.wanted) & ~entry.told
 
     def _compare_sets(self, ranks: int, entry: Ballot) -> None:
         """Fails a name that two ranks have announced for different process sets to which both belong."""
@@ -303,8 +312,7 @@ class Negotiator:
         refusal = Response(request, error=error, attribute="process set", recipients=tuple(bits(told)))
         self._refused.append(refusal)
         for rank in bits(members & ~told):
-            owed = self._poisoned.setdefault((entries[0].name, rank), deque())
-            owed.append(_Owed(refusal, self._left))
+            self._owed.enter(rank, refusal, self._left)
 
     def _not_owed(self, ranks: int, request: Request) -> int:
         """Fails announcements that would have contradicted one of those that were failed before they came.
@@ -312,20 +320,18 @@ class Negotiator:
         Returns:
             the other ranks.
         """
-        return sum(1 << rank for rank in bits(ranks) if not self._owed(rank, request))
-
-    def _owed(self, rank: int, request: Request) -> bool:
-        owed = self._poisoned.get((request.name, rank))
         members = self._mask(request.members)
-        if owed is None or not members & members_mask(owed[0].refusal.recipients) or members & owed[0].left:
-            return False
-        self._refused.append(msgspec.structs.replace(owed.popleft().refusal, recipients=(rank,)))
-        if not owed:
-            del self._poisoned[request.name, rank]
-        return True
+        for rank in bits(ranks):
+            if (refusal := self._owed.claim(rank, request.name, members)) is not None:
+                self._refused.append(refusal)
+                ranks &= ~(1 << rank)
+        return ranks
 
     def _release(self, entry: Ballot) -> Response:
-        response = verdict(entry.parts)
+        response = verdict(entry.parts, entry.absent)
+        if response.request.kind is Kind.JOIN and not response.error:
+            last = self._absence.end(entry.wanted)
+            return msgspec.structs.replace(response, request=msgspec.structs.replace(response.request, root=last))
         if not response.error and all(told.filler for told in entry.parts.values()):
             return msgspec.structs.replace(response, void=True)
         pinned = self._announced_by_any() | self._latch.slots
@@ -357,7 +363,7 @@ class Negotiator:
 
     def _spelled_out(self) -> int:
         """The slots whose tensors are negotiated by name at present, because a rank differs or has left."""
-        if self._left or self._poisoned:
+        if self._left or self._owed or self._absence:
             return -1
         slots = (self._cache.slot_of(name) for name in self._table)
         return functools.reduce(operator.or_, (1 << slot for slot in slots if slot >= 0), 0)

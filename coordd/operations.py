@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
-from operator import index
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from coordd.arguments import check_name, check_rank, check_reducible, check_rows, check_splits, name_of
 from coordd.daemon import Daemon
 from coordd.errors import ArgumentError, spans
 from coordd.handles import Handle, call_site
@@ -24,7 +25,6 @@ from coordd.table import Entry, Site
 
 __all__ = ["Operations"]
 
-_LONGEST_NAME = 1024
 Land = Callable[[np.ndarray], Any]
 
 
@@ -33,8 +33,11 @@ class Operations:
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
+        self._joins: Counter[tuple[int, ...]] = Counter()
+        self.uneven = False
+        """Whether to join before leaving."""
         self._namespaces = count()
-        self._numbers: dict[tuple[Kind, tuple[int, ...]], Iterator[int]] = {}
+        self._numbers: dict[tuple[Kind, tuple[int, ...], int], Iterator[int]] = {}
 
     def allreduce(  # noqa: PLR0913 - the choices that the operation has
         self,
@@ -82,7 +85,7 @@ class Operations:
         Raises:
             ArgumentError: the root, a global rank, is not a member.
         """
-        root = _rank(root)
+        root = check_rank(root)
         members = process_set.ranks or range(self.daemon.world.size)
         if root not in members:
             text = f"broadcast received invalid root rank {root} for provided process set: members are {tuple(members)}"
@@ -102,12 +105,88 @@ class Operations:
         Raises:
             ArgumentError: the array has no dimension.
         """
-        if not array.ndim:
-            text = (
-                f"tried to ALLGATHER a rank-zero tensor ({name or 'unnamed'}): give it a first dimension, as in x[None]"
-            )
-            raise ArgumentError(text)
+        check_rows(array, name, Kind.ALLGATHER)
         return self.submit(self.request(Kind.ALLGATHER, name, array, process_set), array, land=land)
+
+    def alltoall(
+        self,
+        array: np.ndarray,
+        splits: Any = None,
+        *,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+        land: Callable[[np.ndarray, Any], Any] | None = None,
+    ) -> Handle[Any]:
+        """Gives each member its rows of the array, and joins the rows that the members have for this rank.
+
+        Args:
+            array: any number of rows; they are equally long on all members.
+            splits: how many rows each member gets, in the order of ranks; by default the same number each.
+            name: the same on all members.
+            process_set: who takes part.
+            land: runs on the daemon's thread with the rows and how many each member sent; its value is the result.
+
+        Raises:
+            ArgumentError: the array has no dimension, or the splits do not fit.
+        """
+        given = check_rows(array, name, Kind.ALLTOALL)
+        rows = check_splits(splits, given, process_set.count(self.daemon.world.size))
+        entry = self._entry(self.request(Kind.ALLTOALL, name, array[:0], process_set), array)
+        entry.splits = rows
+        entry.land = lambda found: found if land is None else land(found, entry.splits)
+        self.daemon.submit(entry)
+        return cast("Handle[Any]", entry.handle)
+
+    def reducescatter(  # noqa: PLR0913 - the choices that the operation has
+        self,
+        array: np.ndarray,
+        *,
+        name: str | None = None,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+        land: Land | None = None,
+    ) -> Handle[Any]:
+        """Reduces an array over the members; each gets its rows of the result, the first ones one more if need be.
+
+        Raises:
+            ArgumentError: the array has no dimension, or its dtype does not allow it.
+        """
+        op = ReduceOp(op)
+        check_rows(array, name, Kind.REDUCESCATTER)
+        if op is ReduceOp.ADASUM:
+            text = "Adasum is of whole tensors: use allreduce, or another operation"
+            raise ArgumentError(text)
+        check_reducible(array.dtype, op, scaled=(prescale, postscale) != (1.0, 1.0))
+        request = self.request(
+            Kind.REDUCESCATTER, name, array, process_set, op=op, prescale=float(prescale), postscale=float(postscale)
+        )
+        return self.submit(request, array, land=land)
+
+    def join(self, *, process_set: ProcessSet = global_process_set) -> Handle[Any]:
+        """Takes part with nothing in all that the other members do, until they have joined, too.
+
+        The result is the rank that was the last to join, as an array without a dimension.
+        """
+        nothing = np.empty(0, np.uint8)
+        request = self.request(Kind.JOIN, None, nothing, process_set)
+        entry = self._entry(request, nothing)
+        entry.patient = True
+        entry.land = functools.partial(self._joined, request.members)
+        self.daemon.submit(entry)
+        return cast("Handle[Any]", entry.handle)
+
+    def joins(self, members: tuple[int, ...]) -> int:
+        """Counts how often all members of a set, or of one that contains it, have joined; equal on all of them."""
+        return sum(
+            times for joined, times in self._joins.items() if not joined or (members and {*members} <= {*joined})
+        )
+
+    def _joined(self, members: tuple[int, ...], last: np.ndarray) -> np.ndarray:
+        """Notes that all have joined, so that names that count operations are those of all members again."""
+        self._joins[members] += 1
+        return last
 
     def barrier(self, *, process_set: ProcessSet = global_process_set) -> Handle[Any]:
         """Completes when all members have come."""
@@ -153,6 +232,11 @@ class Operations:
         self.daemon.submit(Entry(request, array, handle, site, land, filler))
         return handle
 
+    def _entry(self, request: Request, array: np.ndarray) -> Entry:
+        """Makes an entry with a new handle, of the line that has called the caller."""
+        site = call_site(sys._getframe(2))  # noqa: SLF001 - the documented way to the caller
+        return Entry(request, array, self.daemon.handle(request.name), site)
+
     def namespace(self) -> str:
         """Returns a prefix for the names of one more optimizer: none for the first, then ``opt1.`` and so on."""
         number = next(self._namespaces)
@@ -173,8 +257,8 @@ class Operations:
             raise ArgumentError(text)
         return Request(
             kind,
-            self._number(kind, members) if name is None else _checked(name),
-            _name_of(array.dtype),
+            self._number(kind, members) if name is None else check_name(name),
+            name_of(array.dtype),
             array.shape,
             members=members,
             transient=name is None,
@@ -182,71 +266,23 @@ class Operations:
         )
 
     def _number(self, kind: Kind, members: tuple[int, ...]) -> str:
-        """Names what has no name; every process set counts for itself, for only its members count along."""
-        number = next(self._numbers.setdefault((kind, members), count()))
+        """Names what has no name; every process set counts for itself, for only its members count along.
+
+        Who has joined does not count what the others do meanwhile, so all begin anew when all have.
+        """
+        joins = 0 if kind is Kind.JOIN else self.joins(members)
+        number = next(self._numbers.setdefault((kind, members, joins), count()))
         which = f"({spans(members)})." if members else ""
-        return f"{kind.name.lower()}.noname.{which}{number}"
+        after = f"{joins}." if joins else ""
+        return f"{kind.name.lower()}.noname.{which}{after}{number}"
 
     def _post(
         self, array: np.ndarray | None, peer: int, name: str, *, outgoing: bool, land: Land | None = None
     ) -> Handle[Any]:
-        peer, size = _rank(peer), self.daemon.world.size
+        peer, size = check_rank(peer), self.daemon.world.size
         if not 0 <= peer < size:
             text = f"{name!r}: there is no rank {peer} in a world of {size}"
             raise ArgumentError(text)
-        handle = self.daemon.handle(_checked(name))
+        handle = self.daemon.handle(check_name(name))
         self.daemon.post(Letter(name, peer, array, handle, outgoing=outgoing, land=land))
         return handle
-
-
-def check_reducible(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool) -> None:
-    """Refuses reductions that would be wrong or have no meaning.
-
-    Raises:
-        ArgumentError: naming the dtype, the operation and what to use instead.
-    """
-    why = ""
-    name = _name_of(dtype)
-    inexact = dtype.kind in "fc" or name == "bfloat16"
-    if name.startswith("float8"):
-        why = "eight-bit floats cannot be added up: reduce in bfloat16 and convert"
-    elif dtype.kind not in "?biufc" and name != "bfloat16":
-        why = "use a numeric type"
-    elif dtype.kind == "b" and op in {ReduceOp.SUM, ReduceOp.AVERAGE}:
-        why = "use Max for 'any', Min for 'all', or convert to integers to count"
-    elif op is ReduceOp.AVERAGE and not inexact:
-        why = "an average of integers would be truncated: use Sum, or convert to a float"
-    elif scaled and not inexact:
-        why = "prescale and postscale factors would be truncated: convert to a float"
-    elif dtype.kind == "c" and op in {ReduceOp.MIN, ReduceOp.MAX}:
-        why = "complex numbers have no order"
-    if why:
-        text = f"Tensor type {name} is not supported for {op.name.lower()}: {why}"
-        raise ArgumentError(text)
-
-
-@functools.cache
-def _name_of(dtype: np.dtype[Any]) -> str:
-    """The name of a type, which NumPy composes anew each time."""
-    return dtype.name
-
-
-def _checked(name: str) -> str:
-    """Makes sure that every rank can be told the name."""
-    if not isinstance(name, str):
-        text = f"a name is a string, not {name!r}"
-        raise ArgumentError(text)
-    try:
-        length = len(name.encode())
-    except UnicodeEncodeError as error:
-        text = f"the name {name[:40]!r} cannot be written in UTF-8"
-        raise ArgumentError(text) from error
-    if not 1 <= length <= _LONGEST_NAME:
-        text = f"a name has 1 to {_LONGEST_NAME} bytes; this one has {length}: {name[:40]!r}"
-        raise ArgumentError(text)
-    return str(name)
-
-
-def _rank(number: int) -> int:
-    """Takes any integer, such as NumPy's, as Python's own, which is what messages carry."""
-    return int(index(number))

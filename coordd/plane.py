@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,7 +14,8 @@ import numpy as np
 from coordd.bucket import Bucket, Locked
 from coordd.messages import ReduceOp, Request
 from coordd.routes import Route, route
-from coordd.transport import collectives, shared
+from coordd.transport import collectives, exchange, rounds, shared
+from coordd.transport.adasum import adasum
 from coordd.transport.collectives import Group, Pulse, Reduction, Scratch, Steps
 from coordd.transport.commons import Commons, Meeting
 from coordd.transport.protocol import Lane
@@ -67,12 +69,13 @@ class Plane:
         self.rank = rank
         self._chunk = chunk
         self._scratch = Scratch()
+        self._on_lane = 0
         self._way = functools.cache(lambda members: route(rank, members or self.world, hosts))
 
     @property
     def heralded(self) -> bool:
         """Whether this rank's bell rings whenever an operation can go on, so that nobody has to look."""
-        return self._commons is not None and len(self._commons.ranks) == len(self.world)
+        return self._commons is not None and len(self._commons.ranks) == len(self.world) and not self._on_lane
 
     def fall_asleep(self, *, data: bool) -> None:
         """Asks neighbours to ring for messages, and for data if wanted; to be followed by a last look."""
@@ -84,13 +87,16 @@ class Plane:
         if self._commons is not None:
             self._commons.mine.wake_up()
 
-    def reduce(self, spot: Spot, request: Request, arrays: Sequence[np.ndarray], *, agreed: bool = True) -> Outcome:
+    def reduce(
+        self, spot: Spot, request: Request, arrays: Sequence[np.ndarray], *, absent: int = 0, agreed: bool = True
+    ) -> Outcome:
         """Reduces arrays in place: on this host, then between hosts, then spreads on this host.
 
         Args:
             spot: where the members meet.
             request: what they reduce, and who they are.
             arrays: of one type.
+            absent: how many members have joined and take part with nothing.
             agreed: all members will take part; if not, some may `refuse`, and nothing moves.
 
         Returns:
@@ -98,7 +104,10 @@ class Plane:
         """
         members = request.members or self.world
         dtype = arrays[0].dtype
-        whole = Reduction(request.op, dtype, prescale=request.prescale, postscale=request.postscale)
+        if request.op is ReduceOp.ADASUM:
+            yield from self._adasum(spot, request, arrays)
+            return True
+        whole = _reduction(request, dtype, len(members) - absent)
         if self._commons is None or len(members) == 1:
             group = self._group(spot, members)
             if not agreed and not (yield from self._agree(group, valid=True)):
@@ -107,8 +116,18 @@ class Plane:
             return True
         way = self._way(request.members)
         several = len(way.neighbours) < len(members)
-        levels = _levels(request, dtype, len(members)) if several else (whole, None)
+        levels = _levels(request, dtype, len(members), present=len(members) - absent) if several else (whole, None)
         return (yield from self._reduce_here(spot, arrays, levels, way, agreed=agreed))
+
+    def _adasum(self, spot: Spot, request: Request, arrays: Sequence[np.ndarray]) -> Steps:
+        """Goes over the lane, on one host, too, where no bell rings for what arrives."""
+        group = self._group(spot, request.members or self.world)
+        self._on_lane += 1
+        try:
+            for array in arrays:
+                yield from adasum(group, array, prescale=request.prescale, postscale=request.postscale)
+        finally:
+            self._on_lane -= 1
 
     def refuse(self, spot: Spot) -> Steps:
         """Gives the word *invalid* on an operation of all ranks, whatever the others say."""
@@ -179,7 +198,46 @@ class Plane:
         while not meeting.enter():
             yield
         with self._lending() as lend:
-            yield from shared.spread(meeting, blocks, Terms(self._chunk, self.pulse, lend))
+            yield from rounds.spread(meeting, blocks, Terms(self._chunk, self.pulse, lend))
+
+    def alltoall(
+        self, spot: Spot, members: Sequence[int], array: np.ndarray, splits: Sequence[int], row: int
+    ) -> Generator[None, None, tuple[list[int], list[np.ndarray]]]:
+        """Gives each member its rows of a flat array, of so many bytes each.
+
+        Returns:
+            how many rows each had for this rank, and the rows, as bytes.
+        """
+        data = array.view(np.uint8)
+        if (meeting := self._meeting(spot, members)) is not None:
+            while not meeting.enter():
+                yield
+            with self._lending() as lend:
+                return (yield from rounds.alltoall(meeting, data, splits, row, Terms(self._chunk, self.pulse, lend)))
+        group = self._group(spot, members)
+        told, received = np.array(splits, np.int64), np.array(splits, np.int64)
+        yield from exchange.counts(group, told, received)
+        edges = itertools.pairwise(itertools.accumulate((rows * row for rows in splits), initial=0))
+        outgoing = [data[start:stop] for start, stop in edges]
+        incoming = [np.empty(rows * row, np.uint8) for rows in received.tolist()]
+        incoming[group.me] = outgoing[group.me]
+        yield from exchange.exchange(group, outgoing, incoming)
+        return received.tolist(), incoming
+
+    def reduce_scatter(
+        self, spot: Spot, request: Request, slices: Sequence[np.ndarray], result: np.ndarray, *, absent: int = 0
+    ) -> Steps:
+        """Reduces every member's slice of everybody's array into its result; the arrays stay as they are."""
+        members = request.members or self.world
+        reduction = _reduction(request, result.dtype, len(members) - absent)
+        if (meeting := self._meeting(spot, members)) is None:
+            yield from exchange.reduce_scatter(self._group(spot, members), slices, result, reduction)
+            return
+        while not meeting.enter():
+            yield
+        with self._lending() as lend:
+            terms = Terms(self._chunk, self.pulse, lend)
+            yield from rounds.reduce_scatter(meeting, slices, result, reduction, terms)
 
     def _agree(self, group: Group, *, valid: bool) -> Outcome:
         """Exchanges words over the lane; says whether all are valid."""
@@ -226,11 +284,18 @@ class Plane:
             commons.give_back(block)
 
 
-def _levels(request: Request, dtype: np.dtype, count: int) -> tuple[Reduction, Reduction]:
+def _reduction(request: Request, dtype: np.dtype, present: int) -> Reduction:
+    """The arithmetic of a request, where so many members have not joined."""
+    count = present if request.op is ReduceOp.AVERAGE_PRESENT else 0
+    return Reduction(request.op, dtype, prescale=request.prescale, postscale=request.postscale, count=count)
+
+
+def _levels(request: Request, dtype: np.dtype, count: int, *, present: int) -> tuple[Reduction, Reduction]:
     """The arithmetic on a host and between hosts; an average is divided on the hosts, where nothing overflows yet.
 
     What hosts send each other are parts of sums, so sixteen-bit floats stay as wide as they are added.
     """
+    count = present if request.op is ReduceOp.AVERAGE_PRESENT else count
     inner = Reduction(request.op, dtype, prescale=request.prescale, count=count)
-    outer = ReduceOp.SUM if request.op is ReduceOp.AVERAGE else request.op
+    outer = ReduceOp.SUM if request.op.averages else request.op
     return inner, Reduction(outer, inner.sums or dtype, postscale=request.postscale)

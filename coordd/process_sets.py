@@ -32,6 +32,10 @@ class ProcessSet:
             raise ArgumentError(text)
         object.__setattr__(self, "ranks", members)
 
+    def count(self, size: int) -> int:
+        """How many members it has in a world of ``size`` ranks."""
+        return len(self.ranks) or size
+
     def members(self, *, rank: int, size: int) -> tuple[int, ...]:
         """Returns the members as requests carry them: empty for the whole world of ``size`` ranks.
 

@@ -53,10 +53,23 @@ class Entry:
     ``array`` is reduced or filled in place; ``land`` runs on the daemon's thread after the data has arrived, and its
     value becomes the handle's result. A filler takes part with zeros if another rank has something; if nobody has, its
     result is None. ``released`` says that all ranks have it, so that its data may be on the way; ``awaited`` that
-    somebody may be waiting for it.
+    somebody may be waiting for it, ``patient`` that nobody minds how long it takes. ``splits`` are the rows for each
+    member of an alltoall.
     """
 
-    __slots__ = ("array", "awaited", "filler", "handle", "land", "released", "request", "site", "turn")
+    __slots__ = (
+        "array",
+        "awaited",
+        "filler",
+        "handle",
+        "land",
+        "patient",
+        "released",
+        "request",
+        "site",
+        "splits",
+        "turn",
+    )
 
     def __init__(  # noqa: PLR0913, PLR0917 - made for every gradient, and keywords cost time
         self,
@@ -77,6 +90,8 @@ class Entry:
         """The plan's bucket in which it was started last, and its place there; equal on all ranks."""
         self.released = False
         self.awaited = False
+        self.patient = False
+        self.splits: np.ndarray | None = None
 
     def finish(self, array: np.ndarray) -> None:
         """Hands the result over."""
@@ -116,17 +131,25 @@ class TensorTable:
             self.last = last.request.name, last.site, last.handle.submitted
         return admitted
 
+    def release(self, entry: Entry) -> None:
+        """Removes an entry whose operation is done; one of a rank that has joined is nowhere."""
+        if self._entries.get(entry.request.name) is entry:
+            del self._entries[entry.request.name]
+
     def take(self, name: str) -> Entry:
         """Removes and returns an entry."""
         return self._entries.pop(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
 
     def find(self, name: str) -> Entry:
         """Returns an entry."""
         return self._entries[name]
 
     def oldest(self) -> Entry | None:
-        """Returns what has waited longest."""
-        return next(iter(self._entries.values()), None)
+        """Returns what has waited longest, of what somebody minds."""
+        return next((entry for entry in self._entries.values() if not entry.patient), None)
 
     def clear(self) -> list[Entry]:
         """Removes and returns everything."""

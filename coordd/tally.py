@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from coordd.ballot import lowest, members_mask
-from coordd.messages import Announcement, Plan, Report, Request, Response
+from coordd.messages import Announcement, Kind, Plan, Report, Request, Response
 from coordd.roll import Roll
 from coordd.wire import Batch, bits, mask
 
@@ -83,6 +83,7 @@ class Tally:
         self._tensors: dict[Key, _Tensor] = {}
         self._due: dict[Key, _Tensor] = {}
         self._turn = 0
+        self._joins: set[str] = set()
         self._locked = 0
         self._unlocked = 0
         self._out: list[Report] = []
@@ -107,14 +108,21 @@ class Tally:
         if report.unlock > self._unlocked:
             self._unlocked = report.unlock
             self._out.append(self._report(seen=report.seen, unlock=report.unlock, lasted=report.lasted, ranks=ranks))
-        if (
-            report.fresh and report.seen < self._locked
-        ):  # of what is locked they speak in vain, and only the date says so
+        if any(told.request.kind is Kind.JOIN for told in report.fresh):
+            self._join(ranks, report)
+        elif report.fresh and report.seen < self._locked:
+            # Of what is locked they speak in vain, and only the date says so.
             self._out.append(self._report(seen=report.seen, fresh=report.fresh, ranks=ranks))
         elif len(report.fresh) >= self._batch:
             self._add(ranks, report.fresh)
         else:
             self._enter(ranks, report.fresh)
+
+    def _join(self, ranks: int, report: Report) -> None:
+        """Passes on that ranks join, after all that they have said before; nothing waits for them from now on."""
+        self._flush()
+        self._out.append(self._report(seen=report.seen, fresh=report.fresh, ranks=ranks))
+        self._joins |= {told.request.name for told in report.fresh if told.request.kind is Kind.JOIN}
 
     def follow(self, plan: Plan) -> None:
         """Learns from a plan what the slots mean, and who has got an answer.
@@ -140,7 +148,7 @@ class Tally:
 
     def turn(self, *, late: bool = False) -> list[Report]:
         """Reports what all have said alike; and the rest, too, if it is late."""
-        if late:
+        if late or self._joins:
             self._flush()
         else:
             self._pass_bits()
@@ -164,6 +172,7 @@ class Tally:
     def _forget(self, response: Response) -> None:
         """Forgets who has announced a tensor: they were answered, or refused."""
         name, members = response.request.name, response.request.members
+        self._joins.discard(name)
         ranks = members_mask(response.recipients) if response.recipients else self._wanted(members)
         if (slot := self._slots.get(name, -1)) >= 0:
             self._roll.withdraw(ranks, slot)

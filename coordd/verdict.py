@@ -13,8 +13,8 @@ __all__ = ["sites", "verdict"]
 
 
 def _shape(request: Request) -> str:
-    """The dimensions that must be equal: all but the first for an allgather."""
-    if request.kind is Kind.ALLGATHER:
+    """The dimensions that must be equal: all but the first for an allgather or alltoall."""
+    if request.kind in {Kind.ALLGATHER, Kind.ALLTOALL}:
         return f"({', '.join(['any', *map(str, request.shape[1:])])})"
     return str(request.shape)
 
@@ -30,11 +30,12 @@ _ATTRIBUTES: dict[str, Callable[[Request], str]] = {
 """What all ranks must share, in the order in which it is compared."""
 
 
-def verdict(parts: Mapping[int, Announcement]) -> Response:
+def verdict(parts: Mapping[int, Announcement], absent: int = 0) -> Response:
     """Compares what all members have announced under one name.
 
     Args:
         parts: the announcements by bit mask of the ranks that made them, each rank in one of them.
+        absent: bit mask of the members that have joined instead.
 
     Returns:
         the response: either to carry it out, or the error that every member gets.
@@ -48,13 +49,18 @@ def verdict(parts: Mapping[int, Announcement]) -> Response:
             error = MismatchError(first.name, attribute, _by_value(parts, groups, values))
             ranks = tuple(bits(sum(groups)))
             return Response(first, error=str(error), attribute=attribute, recipients=ranks)
-    return Response(first, sizes=_sizes(parts) if first.kind is Kind.ALLGATHER else ())
+    if first.kind is Kind.BROADCAST and absent >> first.root & 1:
+        text = f"broadcast of {first.name!r} from rank {first.root}, which has joined and has nothing to send"
+        return Response(first, error=text, attribute="root rank", recipients=tuple(bits(sum(groups))))
+    sizes = _sizes(parts, absent) if first.kind is Kind.ALLGATHER else ()
+    return Response(first, sizes=sizes, absent=tuple(bits(absent)))
 
 
-def _sizes(parts: Mapping[int, Announcement]) -> tuple[int, ...]:
-    """The first dimensions by rank."""
-    by_rank = sorted((rank, told.request.shape[0]) for ranks, told in parts.items() for rank in bits(ranks))
-    return tuple(size for _, size in by_rank)
+def _sizes(parts: Mapping[int, Announcement], absent: int) -> tuple[int, ...]:
+    """The first dimensions by rank; none of those who have joined."""
+    by_rank = {rank: told.request.shape[0] for ranks, told in parts.items() for rank in bits(ranks)}
+    by_rank |= dict.fromkeys(bits(absent), 0)
+    return tuple(by_rank[rank] for rank in sorted(by_rank))
 
 
 def _by_value(

@@ -139,7 +139,7 @@ class Star:
 
     def _finish(self, rank: int, bucket: Bucket) -> None:
         for entry in bucket.entries:
-            self.members[rank].table.take(entry.request.name)
+            self.members[rank].table.release(entry)
             entry.finish(entry.array)
 
     def each(self, step: Callable[[int], Any]) -> None:

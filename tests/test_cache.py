@@ -72,7 +72,7 @@ def test_a_slot_with_announced_bits_stays_as_it_is(request_):
 
 @pytest.mark.parametrize("kind", Kind)
 def test_only_what_comes_again_unchanged_is_worth_a_slot(kind):
-    expected = -1 if kind is Kind.ALLGATHER else 0
+    expected = -1 if kind in {Kind.ALLGATHER, Kind.JOIN} else 0
     assert answered(ResponseCache(1), Request(kind, "w", shape=(1,))) == expected
     assert answered(ResponseCache(1), Request(kind, "w", shape=(1,), transient=True)) == -1
 

@@ -10,9 +10,9 @@ import pytest
 
 import coordd
 from coordd import api
+from coordd.arguments import check_reducible
 from coordd.errors import ArgumentError, MismatchError
 from coordd.messages import Announcement, Kind, ReduceOp, Report
-from coordd.operations import check_reducible
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd.wire import decode, encode
 from tests.local_ranks import each_rank, local_ranks

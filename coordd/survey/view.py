@@ -12,6 +12,7 @@ from coordd.survey.standing import Operation, Plan, Standing
 __all__ = ["Row", "duration", "missing", "plan_words", "rows", "size_words", "verdict"]
 
 _LONG_SECONDS = 1.0
+_JOIN = "join"
 
 
 class Row(NamedTuple):
@@ -62,8 +63,8 @@ def missing(operation: Operation, standings: Mapping[int, Standing], size: int) 
 
 
 def _has(standing: Standing, name: str) -> bool:
-    """Says whether a rank has submitted something; one that tells not of everything may have."""
-    return standing.more > 0 or any(operation.name == name for operation in standing.operations)
+    """Says whether nobody waits for a rank: it has submitted this, or joined, or may have what it does not tell."""
+    return standing.more > 0 or any(name == entry.name or entry.kind == _JOIN for entry in standing.operations)
 
 
 def _row(standing: Standing, late: tuple[int, ...], standings: Mapping[int, Standing], size: int) -> Row:
@@ -78,6 +79,9 @@ def _row(standing: Standing, late: tuple[int, ...], standings: Mapping[int, Stan
         return row._replace(state=state, waits_for=late, seconds=standing.seconds)
     if not standing.operations:
         return row._replace(state=_at_rest(standing, late), waits_for=late)
+    joined = [operation for operation in standing.operations if operation.kind == _JOIN]
+    if joined:
+        return row._replace(state=f"joined {duration(joined[0].seconds)} ago")
     return _busy(row, standing, standings, size)
 
 
@@ -98,9 +102,7 @@ def _busy(row: Row, standing: Standing, standings: Mapping[int, Standing], size:
     what = f"{operation.name!r} ({operation.kind}){more}"
     seconds = max(entry.seconds for entry in standing.operations)
     waits = bool(standing.stacks and standing.stacks[0].inside)
-    if operation.kind == "join":
-        state = f"joined {duration(seconds)} ago"
-    elif waits:
+    if waits:
         state = f"waits for {what} for {duration(seconds)}: {_reason(operation, late)}"
     else:
         state = f"computing; {what} under way for {duration(seconds)}: {_reason(operation, late)}"

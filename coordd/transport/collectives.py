@@ -24,7 +24,7 @@ import numpy as np
 from coordd.messages import ReduceOp
 from coordd.transport.protocol import Lane, Ticket
 
-__all__ = ["Group", "Pulse", "Reduction", "Scratch", "allgather", "allreduce", "broadcast"]
+__all__ = ["Group", "Pulse", "Reduction", "Scratch", "Steps", "allgather", "allreduce", "broadcast", "windowed"]
 
 Piece = TypeVar("Piece")
 Steps = Generator[None, None, None]
@@ -36,6 +36,7 @@ _PHASES = 2
 _ONE_ROUND_BYTES = 64 << 10
 _UFUNCS: dict[ReduceOp, Callable[..., np.ndarray]] = {
     ReduceOp.AVERAGE: np.add,
+    ReduceOp.AVERAGE_PRESENT: np.add,
     ReduceOp.SUM: np.add,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
@@ -145,7 +146,7 @@ class Reduction:
         self, op: ReduceOp, dtype: np.dtype, *, prescale: float = 1.0, postscale: float = 1.0, count: int = 0
     ) -> None:
         """Describes it; ``count`` is by what an average divides, by default the number of parts."""
-        self._average = op is ReduceOp.AVERAGE
+        self._average = op.averages
         self._count = count
         self._combine = _UFUNCS[op]
         self._prescale = prescale
@@ -204,7 +205,7 @@ def _is_narrow(dtype: np.dtype) -> bool:
 
 def allreduce(group: Group, arrays: Sequence[np.ndarray], reduction: Reduction) -> Steps:
     """Reduces flat contiguous arrays in place; their dtypes are equal, their sizes are equal on all members."""
-    return _windowed(
+    return windowed(
         (piece for array in arrays for piece in _pieces(array, group.chunk)),
         _size,
         lambda slot, piece: _reduce_piece(group, slot, piece, reduction),
@@ -214,7 +215,7 @@ def allreduce(group: Group, arrays: Sequence[np.ndarray], reduction: Reduction) 
 def broadcast(group: Group, array: np.ndarray, root: int) -> Steps:
     """Copies the array of the member with index ``root`` into everybody's flat contiguous array of the same size."""
     pieces = _pieces(array, group.chunk)
-    return _windowed(pieces, _size, lambda slot, piece: _broadcast_piece(group, slot, piece, root))
+    return windowed(pieces, _size, lambda slot, piece: _broadcast_piece(group, slot, piece, root))
 
 
 def allgather(group: Group, blocks: Sequence[np.ndarray]) -> Steps:
@@ -222,14 +223,14 @@ def allgather(group: Group, blocks: Sequence[np.ndarray]) -> Steps:
     longest = max(block.nbytes for block in blocks)
     rounds = range(0, max(longest, 1), group.chunk)
     cuts = ([_cut(block, start, group.chunk) for block in blocks] for start in rounds)
-    return _windowed(cuts, lambda cut: sum(map(_size, cut)), lambda slot, cut: _spread(group, cut, group.tag(slot, 0)))
+    return windowed(cuts, lambda cut: sum(map(_size, cut)), lambda slot, cut: _spread(group, cut, group.tag(slot, 0)))
 
 
 def _size(array: np.ndarray) -> int:
     return array.nbytes
 
 
-def _windowed(pieces: Iterable[Piece], size: Callable[[Piece], int], work: Callable[[int, Piece], Steps]) -> Steps:
+def windowed(pieces: Iterable[Piece], size: Callable[[Piece], int], work: Callable[[int, Piece], Steps]) -> Steps:
     """Works on a few pieces at once, each in its slot, so that some travel while others are combined.
 
     A slot is reused in the order of the pieces, so a slot's messages match on all members. Not more is under way than

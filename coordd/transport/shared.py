@@ -27,7 +27,7 @@ from coordd.transport.board import INLINE_BYTES, LEGS
 from coordd.transport.collectives import Pulse, Reduction, Steps
 from coordd.transport.commons import Meeting
 
-__all__ = ["RING", "Terms", "allreduce", "spread"]
+__all__ = ["RING", "Terms", "allreduce"]
 
 RING = 4
 _CACHED_BYTES = 512 << 10
@@ -332,52 +332,3 @@ class _Large:
         """The parts of a piece that others add up."""
         low, high = self._slice(size, self._meeting.me)
         return [(0, low), (high, size)]
-
-
-def spread(
-    meeting: Meeting,
-    blocks: Sequence[np.ndarray],
-    terms: Terms,
-) -> Steps:
-    """Fills the others' flat contiguous blocks from what they hold in theirs, in rounds of one piece of each.
-
-    Args:
-        meeting: the members' meeting point, which this rank has entered.
-        blocks: one a member; sizes may differ, and be zero.
-        terms: how to go about it.
-    """
-    chunk = terms.chunk
-    data = [block.view(np.uint8) for block in blocks]
-    mine = data[meeting.me]
-    rounds = -(-max(block.size for block in data) // chunk)
-    ring = terms.lend(min(RING, rounds) * chunk) if mine.size else None
-    meeting.place(LEGS, None if ring is None else meeting.commons.heap.locate(ring))
-    opened = taken = 0
-    while not (taken == rounds and meeting.all_reduced(rounds)):
-        before = opened + taken
-        if opened < rounds and (opened < RING or meeting.all_reduced(opened - RING + 1)):
-            piece = mine[opened * chunk : (opened + 1) * chunk]
-            if ring is not None:
-                at = opened % RING * chunk
-                ring[at : at + piece.size] = piece
-            opened += 1
-            meeting.lay_open(opened)
-        if taken < opened and meeting.all_open(taken + 1):
-            _take(meeting, data, taken, chunk)
-            taken += 1
-            meeting.hand_out(taken)
-        if opened + taken == before:
-            yield
-        else:
-            terms.pulse.beats += 1
-    meeting.finish()
-
-
-def _take(meeting: Meeting, data: Sequence[np.ndarray], number: int, chunk: int) -> None:
-    """Copies what the others have laid open in one round."""
-    for member, block in enumerate(data):
-        piece = block[number * chunk : (number + 1) * chunk]
-        if member != meeting.me and piece.size:
-            memory = meeting.place_of(member, LEGS)
-            at = number % RING * chunk
-            piece[...] = memory[at : at + piece.size]

@@ -25,11 +25,14 @@ from coordd.errors import (
     ShutdownError,
     StartError,
 )
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.groups import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
+from coordd_torch.alltoall import alltoall, alltoall_async
 from coordd_torch.compression import Compression, Compressor
 from coordd_torch.differentiable import allgather, allreduce, broadcast, grouped_allgather, grouped_allreduce
 from coordd_torch.operations import (
+    Adasum,
     Average,
+    AveragePresent,
     Max,
     Min,
     Product,
@@ -46,6 +49,7 @@ from coordd_torch.operations import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    join,
     poll,
     recv,
     recv_async,
@@ -54,17 +58,27 @@ from coordd_torch.operations import (
     synchronize,
 )
 from coordd_torch.optimizer import DistributedOptimizer
+from coordd_torch.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from coordd_torch.sparse import sparse_allreduce_async
 from coordd_torch.state import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from coordd_torch.sync_batch_norm import SyncBatchNorm
 from coordd_torch.tensors import empty_common
 
 __all__ = [
+    "Adasum",
     "ArgumentError",
     "Average",
+    "AveragePresent",
     "Compression",
     "Compressor",
     "ConfigError",
@@ -72,6 +86,7 @@ __all__ = [
     "DistributedOptimizer",
     "DuplicateNameError",
     "ForkedProcessError",
+    "Grid",
     "HandleError",
     "Max",
     "Min",
@@ -83,6 +98,8 @@ __all__ = [
     "ShutdownError",
     "StartError",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -90,6 +107,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -108,18 +127,25 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
     "recv",
     "recv_async",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "send",
     "send_async",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]

@@ -18,7 +18,9 @@ from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor
 from coordd_torch.operations import (
     Average,
-    Sum,
+    Max,
+    Min,
+    Product,
     Tensor,
     Tensors,
     allgather_async,
@@ -71,7 +73,7 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         op = ctx.details["op"]
-        if op not in {Average, Sum}:
+        if op in {Max, Min, Product}:
             text = f"{op.name.capitalize()} has no gradient here: reduce tensor.detach(), or use Sum or Average"
             raise ArgumentError(text)
         return None, None, *_reduced(gradients, _backward(ctx.names), Compression.none, **ctx.details)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from coordd_torch.bucket import Bucket
     from coordd_torch.reducer import Reducer
 
-__all__ = ["Gradient"]
+__all__ = ["Gradient", "nested", "release"]
 
 _NOTHING = np.empty(0, np.uint8)
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no public way; FSDP uses it, too
@@ -84,6 +86,13 @@ class Gradient:
         if self.bucket is not None and self.bucket.holds(self, value):
             return False
         return self._known is None or self._known() is not value
+
+    def leave_bucket(self) -> None:
+        """Goes on alone; what lies at its place stays there."""
+        value = self.parameter.grad
+        if self.bucket is not None and value is not None and self.bucket.holds(self, value):
+            self.remember()
+        self.bucket = None
 
     def remember(self) -> None:
         """Sees which tensor ``.grad`` is."""
@@ -188,3 +197,21 @@ class Gradient:
         self.submitted = time.monotonic()
         self.started = True
         reducer.submit(entry)
+
+
+def release(parameter: torch.Tensor) -> None:
+    """Takes a parameter from the optimizer that had it; that may be one which is about to be replaced by this one."""
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):  # noqa: SLF001 - no public way
+        gradient = getattr(hook, "__self__", None)
+        if isinstance(gradient, Gradient):
+            gradient.reducer.replace()
+
+
+def nested() -> bool:
+    """Says whether this backward pass runs inside another one, as in reentrant checkpointing."""
+    runs = 0
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the callers
+    while frame is not None:
+        runs += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back
+    return runs > 1

@@ -20,7 +20,9 @@ from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.tensors import borrow, check_dense, from_array
 
 __all__ = [
+    "Adasum",
     "Average",
+    "AveragePresent",
     "GroupHandle",
     "Max",
     "Min",
@@ -39,6 +41,7 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "join",
     "places",
     "poll",
     "recv",
@@ -53,6 +56,8 @@ Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
+Adasum = ReduceOp.ADASUM
+AveragePresent = ReduceOp.AVERAGE_PRESENT
 Product = ReduceOp.PRODUCT
 
 Tensor = torch.Tensor
@@ -135,7 +140,8 @@ def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
         tensor: any shape, equal on all ranks; it must not be touched until the handle is done.
         average: Horovod's old flag; use ``op``.
         name: equal on all ranks; without one, operations match in the order in which they are started.
-        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        op: `Average` (default), `AveragePresent` (of the ranks that have not joined), `Sum`, `Min`, `Max`, `Product`
+            or `Adasum`.
         prescale_factor: applied to each rank's tensor before.
         postscale_factor: applied to the result.
         process_set: the ranks that take part.
@@ -249,6 +255,19 @@ def grouped_allgather_async(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have come."""
     api.barrier(process_set=process_set)
+
+
+def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:  # noqa: ARG001 - Horovod's signature
+    """Waits until all ranks have joined, and takes part with nothing in whatever the others still do.
+
+    Args:
+        device: Horovod's; where a tensor lies is known without it.
+        process_set: the ranks that are waited for.
+
+    Returns:
+        the rank that joined last, which has done everything that any rank has.
+    """
+    return int(api.operations().join(process_set=process_set).result())
 
 
 def send_async(tensor: Tensor, destination: int, name: str) -> Handle[Tensor]:

@@ -18,9 +18,12 @@ from coordd import api
 from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd_torch.adasum import AdasumStep
 from coordd_torch.compression import Compression, Compressor
-from coordd_torch.operations import Average
+from coordd_torch.grouping import Grouping
+from coordd_torch.operations import Average, join
 from coordd_torch.reducer import Reducer
+from coordd_torch.state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = ["DistributedOptimizer"]
 
@@ -29,6 +32,7 @@ class _Distributed(torch.optim.Optimizer):
     """What is added to the user's optimizer; its class becomes a subclass of both."""
 
     _coordd: Reducer | None = None
+    _process_set = global_process_set
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Is copied and pickled as the plain optimizer that it was: nobody reduces a copy's parameters."""
@@ -51,6 +55,20 @@ class _Distributed(torch.optim.Optimizer):
             yield
         finally:
             self._coordd.skipped = False
+
+    def join(self) -> int:
+        """Waits until all ranks have joined, takes part with nothing until then, and ends equal to the last of them.
+
+        Returns:
+            the rank that joined last, whose parameters and state all have now.
+        """
+        if self._coordd is not None:
+            self._coordd.drop()
+        last = join(process_set=self._process_set)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        broadcast_parameters(parameters, last, self._process_set)
+        broadcast_optimizer_state(self, last, self._process_set)
+        return last
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes are accumulated before a reduction."""
@@ -79,9 +97,12 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
-    *,
+    num_groups: int = 0,
+    groups: Any = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    uneven: str | None = None,
 ) -> Any:
     """Makes an optimizer average its gradients over the ranks.
 
@@ -93,13 +114,18 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
         named_parameters: usually ``model.named_parameters()``; names must be equal on all ranks.
         compression: what travels instead of the gradients.
         backward_passes_per_step: passes whose gradients are summed locally before they are averaged.
-        op: `Average` or `Sum`.
+        op: `Average`, `AveragePresent`, `Sum` or `Adasum`, which combines the steps that the ranks would have made.
         gradient_predivide_factor: splits the averaging: gradients are divided by it before, multiplied after.
+        num_groups: so many buckets of nearly equal size, instead of the usual ones.
+        groups: lists of parameters whose gradients are reduced together; the rest as usual.
         sparse_as_dense: turns sparse gradients into dense ones, which can be reduced.
         process_set: the ranks that take part.
+        uneven: ``"join"`` lets ranks have different numbers of batches: one that is through with the script, or calls
+            ``optimizer.join()``, takes part with nothing until all are.
 
     Raises:
-        ArgumentError: parameters without a name, names used twice, an optimizer that is distributed already.
+        ArgumentError: parameters without a name, names used twice, an optimizer that is distributed already, an
+            argument that is none of these.
         NotInitializedError: `init` was not called.
     """
     _check_passes(backward_passes_per_step)
@@ -109,12 +135,22 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     if gradient_predivide_factor != 1.0 and op is not Average:
         text = "gradient_predivide_factor not supported with op != Average"
         raise ArgumentError(text)
+    if uneven not in {None, "join"}:
+        text = f'uneven is None or "join", not {uneven!r}'
+        raise ArgumentError(text)
+    grouping = Grouping(num_groups, groups)
     operations = api.operations()
+    operations.uneven |= uneven == "join"
     world = operations.daemon.world
     named = _named(optimizer, named_parameters)
     alone = world.size == 1 or len(process_set.ranks) == 1
     reducer = None
-    if not alone and world.rank in (process_set.ranks or range(world.size)):
+    takes_part = not alone and world.rank in (process_set.ranks or range(world.size))
+    if takes_part and op is ReduceOp.ADASUM:
+        adasum = AdasumStep(named, compression=compression, process_set=process_set)
+        optimizer.register_step_pre_hook(adasum.before)
+        optimizer.register_step_post_hook(adasum.after)
+    elif takes_part:
         reducer = Reducer(
             operations,
             named,
@@ -124,6 +160,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
             predivide=gradient_predivide_factor,
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
+            grouping=grouping,
         )
         weakref.finalize(optimizer, reducer.detach)
         optimizer.register_step_pre_hook(_before_step)
@@ -131,6 +168,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     optimizer._coordd = reducer  # type: ignore[attr-defined]  # noqa: SLF001 - it is ours now
+    optimizer._process_set = process_set  # type: ignore[attr-defined]  # noqa: SLF001 - as above
     return optimizer
 
 

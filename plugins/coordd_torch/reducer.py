@@ -11,24 +11,25 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from coordd.arguments import check_reducible
 from coordd.errors import ArgumentError, CoorddError
 from coordd.handles import call_site
 from coordd.messages import Kind, ReduceOp, Request
-from coordd.operations import Operations, check_reducible
+from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
 from coordd.settings import Settings
 from coordd.table import Entry, Site
-from coordd_torch.bucket import Bucket, partition
+from coordd_torch.bucket import Bucket
 from coordd_torch.compression import Compression, Compressor
 from coordd_torch.devices import overlaps
-from coordd_torch.gradient import Gradient
+from coordd_torch.gradient import Gradient, nested, release
+from coordd_torch.grouping import Grouping
 from coordd_torch.tensors import borrow, empty_common
 from coordd_torch.tuning import AT_END, OVERLAP, Tuning
 
@@ -51,6 +52,7 @@ class Reducer:
         predivide: float,
         sparse_as_dense: bool,
         process_set: ProcessSet,
+        grouping: Grouping,
     ) -> None:
         self._operations = operations
         self.compression = compression
@@ -60,6 +62,8 @@ class Reducer:
         self._op = op
         self._predivide = predivide
         self._process_set = process_set
+        self._grouping = grouping
+        self._joins = operations.joins(process_set.ranks)
         self._chosen = compression
         config = operations.daemon.config
         self._settings = Settings(
@@ -69,6 +73,7 @@ class Reducer:
             algorithm=OVERLAP if config.overlap else AT_END,
             compression="none" if self.plain else "chosen",
         )
+        self._first_settings = self._settings
         self._tuning: Tuning | None = None
         self._change: Settings | None = None
         self.expected: set[int] = set()
@@ -101,7 +106,7 @@ class Reducer:
     def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes parameters in: at the start, and those that are added or thawed later."""
         for name, parameter in parameters:
-            _release(parameter)
+            release(parameter)
             gradient = Gradient(self, self._prefix + name, parameter)
             self._loose.append(gradient)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient.ready))
@@ -150,6 +155,8 @@ class Reducer:
         """Has autograd call us when the backward pass with this number ends; it has made this gradient first."""
         if self._begun and self._given_up(first):
             self.drop()
+        if not self._begun and self._joins != self._operations.joins(self._process_set.ranks):
+            self._start_over()
         self._begun = True
         self.expected.add(task)
         self.touched = self._finished = False
@@ -171,7 +178,7 @@ class Reducer:
 
     def too_many(self, gradient: Gradient) -> CoorddError:
         """Says that a gradient was computed when its step should have been made."""
-        if _nested():
+        if nested():
             text = (
                 f"{gradient.name!r} is computed in several reentrant checkpoints of one backward pass, so nobody can "
                 "tell when it is complete: use checkpoint(..., use_reentrant=False)"
@@ -188,7 +195,7 @@ class Reducer:
         self.expected.discard(task)
         if not self.touched:
             return
-        if not _nested():
+        if not nested():
             self._round(more=True)
         elif not self.expected:
             # Nobody may call us when the outer pass ends, for all parameters may lie in inner ones.
@@ -316,7 +323,7 @@ class Reducer:
     def _listen(self) -> None:
         """Hears what autotune says, the same on all ranks in the same step."""
         if self._tuning is not None and self._buckets:
-            scale = self._operations.daemon.world.size if self._op is ReduceOp.AVERAGE else 1
+            scale = self._operations.daemon.world.size if self._op.averages else 1
             self._change = self._tuning.hear((self._buckets[0].signals.double() * scale).tolist())
 
     def _move_in(self) -> None:
@@ -337,8 +344,18 @@ class Reducer:
         total = sum(gradient.parameter.nbytes for gradient in gradients)
         limit = settings.bucket_bytes(total) if early else sys.maxsize
         last = min(limit, _LAST_BUCKET_BYTES) if early else limit
-        for group in partition(gradients, limit=limit, last=last):
+        for group in self._grouping.buckets(gradients, limit=limit, last=last):
             self._buckets.append(Bucket(self, f"{self._prefix}gradients.{len(self._buckets)}", group, early=early))
+
+    def _start_over(self) -> None:
+        """Makes the next step a first one, as on ranks that have joined and missed what the others did meanwhile."""
+        self._joins = self._operations.joins(self._process_set.ranks)
+        for bucket in self._buckets:
+            for gradient in bucket:
+                gradient.leave_bucket()
+                self._loose.append(gradient)
+        self._buckets, self._moving, self._tuning, self._change = [], [], None, None
+        self._settings = self._first_settings
 
     def _rearrange(self, settings: Settings) -> None:
         """Carries a choice of autotune out, between two steps."""
@@ -376,21 +393,3 @@ class Reducer:
             if self._landed < self._started:
                 self._operations.daemon.hurry()
                 self._all_landed.wait()
-
-
-def _release(parameter: torch.Tensor) -> None:
-    """Takes a parameter from the optimizer that had it; that may be one which is about to be replaced by this one."""
-    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):  # noqa: SLF001 - no public way
-        gradient = getattr(hook, "__self__", None)
-        if isinstance(gradient, Gradient):
-            gradient.reducer.replace()
-
-
-def _nested() -> bool:
-    """Says whether this backward pass runs inside another one, as in reentrant checkpointing."""
-    runs = 0
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the callers
-    while frame is not None:
-        runs += frame.f_code.co_name == "_engine_run_backward"
-        frame = frame.f_back
-    return runs > 1

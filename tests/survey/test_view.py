@@ -36,6 +36,13 @@ def test_a_rank_that_knows_better_is_believed():
     assert missing(operation("w", missing=(0,)), has, 2) == (0,)
 
 
+def test_nobody_waits_for_who_has_joined_and_he_waits_for_nobody():
+    join = Operation("join", "join", 90.0)
+    told = survey(standing(0, operation("w"), waits=True), standing(1, join, waits=True), standing(2))
+    assert [row.waits_for for row in rows(told)] == [(2,), (), ()]
+    assert verdict(told)[0] == "Rank 0 has waited for rank 2 for 2.5 s."
+
+
 def test_who_does_not_tell_of_everything_is_not_accused():
     assert missing(operation("w"), {0: standing(0, operation("w")), 1: standing(1, more=5)}, 2) == ()
 

@@ -7,6 +7,11 @@ def test_mean_seconds_is_the_wall_time_of_one_call():
     assert Block("gpt", "ddp", (1.0, 2.0, 3.0)).mean_seconds == 2.0
 
 
+def test_a_call_that_did_several_parts_counts_by_the_part():
+    whole = Block("4", "memory", (1.0, 2.0), cpu_seconds=3.0, switches=5)
+    assert whole.divided(4) == Block("4", "memory", (0.25, 0.5), cpu_seconds=0.75, switches=5)
+
+
 def test_join_puts_the_ranks_side_by_side():
     first = [Block("gpt", "none", (1.0,)), Block("gpt", "ddp", (2.0,))]
     second = [Block("gpt", "none", (3.0,)), Block("gpt", "ddp", (4.0,))]

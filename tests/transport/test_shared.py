@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from coordd.messages import ReduceOp
 from coordd.transport import shared
 from coordd.transport.board import INLINE_BYTES, LEGS
-from coordd.transport.collectives import Pulse, Reduction
-from coordd.transport.commons import Commons, Meeting
-from coordd.transport.shared import Terms
+from coordd.transport.collectives import Reduction
+from coordd.transport.commons import Commons
 from tests.neighbours import in_random_order, neighbours
 from tests.transport.arithmetic import KINDS, expected, same_bits, values
+from tests.transport.memories import Rank, dice, entered
 
 Arrays = list[np.ndarray]
 Steps = Generator[None, None, Any]
@@ -31,54 +31,6 @@ counts = st.integers(1, 5)
 seeds = st.integers(0, 1 << 32)
 chunks = st.sampled_from([64, 256, 4096, 1 << 20])
 sizes = st.one_of(st.integers(0, 12), st.integers(0, 3000), st.integers(8000, 20_000))
-
-
-class Rank:
-    """One rank's side of one operation: its arrays, some of them in common memory, and the memory that it borrows."""
-
-    def __init__(self, commons: Commons, inputs: Arrays, resident: Callable[[], bool]) -> None:
-        self.commons = commons
-        self.lent: Arrays = []
-        self.arrays = [self._somewhere(array, resident=resident()) for array in inputs]
-        self.found: Arrays = []
-
-    def _somewhere(self, array: np.ndarray, *, resident: bool) -> np.ndarray:
-        """A copy, maybe in common memory, maybe behind something else there."""
-        offset = 3 * array.itemsize
-        if not resident:
-            return array.copy()
-        place = self.commons.heap.allocate(offset + array.nbytes + 1)[offset : offset + array.nbytes].view(array.dtype)
-        place[...] = array
-        return place
-
-    def lend(self, size: int) -> np.ndarray:
-        self.lent.append(self.commons.borrow(size))
-        self.lent[-1][:] = 0x5A
-        return self.lent[-1]
-
-    def terms(self, chunk: int, *, owners: int = 0, between: Callable[[Arrays], Steps] | None = None) -> Terms:
-        return Terms(chunk, Pulse(), self.lend, between, owners)
-
-    def end(self) -> None:
-        """Takes the results, and spoils what others might still look at."""
-        self.found = [array.copy() for array in self.arrays]
-        for array in (*self.arrays, *self.lent):
-            array.view(np.uint8)[...] = 0xA5
-
-    @property
-    def untouched(self) -> bool:
-        """Whether nobody has written to this rank's memory after its end."""
-        return all((array.view(np.uint8) == 0xA5).all() for array in (*self.arrays, *self.lent))
-
-
-def entered(meeting: Meeting, steps: Steps | None) -> Steps:
-    """Takes part; without steps by saying that this rank will not."""
-    while not meeting.enter(word=steps is not None):
-        yield
-    if steps is None:
-        meeting.finish()
-        return False
-    return (yield from steps)
 
 
 def allreduce(
@@ -106,11 +58,6 @@ def allreduce(
     results = in_random_order(running, seed, ended=lambda me: ranks[me].end())
     assert all(rank.untouched for rank in ranks)
     return [results[me] for me in range(len(ranks))], [rank.found for rank in ranks]
-
-
-def dice(seed: int, share: float) -> Callable[[], bool]:
-    source = random.Random(seed)
-    return lambda: source.random() < share
 
 
 @settings(deadline=None, max_examples=150)
@@ -260,27 +207,6 @@ def test_between_hosts_every_element_travels_once(*, count, lengths, owners, chu
         )
     assert all((array == (1 << count)).all() for mine in found for array in mine)
     assert sum(calls) == sum(lengths)
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.lists(sizes, min_size=1, max_size=5), chunks, seeds)
-@example([0, 0, 0], 64, 0)
-@example([0, 100_000, 1], 16 << 10, 0)
-def test_blocks_of_any_size_are_spread(lengths, chunk, seed):
-    chunk = max(chunk, max(lengths) // 100)
-    given_ = [values(np.dtype(np.float16), length, seed + rank) for rank, length in enumerate(lengths)]
-    with neighbours(range(len(lengths))) as world:
-        ranks, running = [], {}
-        for me, commons in enumerate(world):
-            blocks = [given_[rank] if rank == me else np.zeros(n, np.float16) for rank, n in enumerate(lengths)]
-            rank = Rank(commons, blocks, dice(seed + me, 0.5))
-            meeting = commons.meeting(0, 1, commons.ranks)
-            running[me] = entered(meeting, shared.spread(meeting, rank.arrays, rank.terms(chunk)))
-            ranks.append(rank)
-        in_random_order(running, seed, ended=lambda me: ranks[me].end())
-        assert all(rank.untouched for rank in ranks)
-    for rank in ranks:
-        assert all(same_bits(block, wanted) for block, wanted in zip(rank.found, given_, strict=True))
 
 
 @settings(deadline=None, max_examples=60)

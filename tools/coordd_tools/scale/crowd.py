@@ -69,7 +69,7 @@ class Crowd:
             self._costs[plan.sequence] = measured(lambda: found.append(self._member.follow(plan)))
             entries = [entry for bucket in found[0].buckets for entry in bucket.entries]
             for entry in entries:
-                self._member.table.take(entry.request.name)
+                self._member.table.release(entry)
             self._answered[plan.sequence] = self._answered[plan.sequence - 1] + len(entries)
         return self._costs[plan.sequence]
 

@@ -18,10 +18,15 @@ _MEAN = 3e-4
 
 
 class Cargo(NamedTuple):
-    """What is in a bucket when it starts; its entries hold other things later, for ranks use them again."""
+    """What is in a bucket when it starts; its entries hold other things later, for ranks use them again.
+
+    Who has joined has the names, but has made nothing of it.
+    """
 
     made: list[Submission]
+    names: tuple[str, ...]
     sizes: tuple[int, ...]
+    absent: int
 
 
 class Exchange:
@@ -33,36 +38,42 @@ class Exchange:
         self._ledger = ledger
         self._fusion_bytes = fusion_bytes
         self._meeting: dict[int, dict[int, tuple[Bucket, Cargo, Callable[[Bucket], None]]]] = {}
-        self._last: dict[int, int] = {}
+        self._last: dict[tuple[int, tuple[int, ...]], int] = {}
         self._moved: set[Submission] = set()
         self._dead: set[int] = set()
 
     def join(self, rank: int, bucket: Bucket, landed: Callable[[Bucket], None]) -> None:
         """Starts a bucket on one rank; ``landed`` is called when its data has arrived there."""
-        demand(bucket.sequence > self._last.get(rank, 0), f"rank {rank} starts bucket {bucket.sequence} out of order")
-        self._last[rank] = bucket.sequence
+        line = (rank, bucket.request.members)
+        demand(bucket.sequence > self._last.get(line, 0), f"rank {rank} starts bucket {bucket.sequence} out of order")
+        self._last[line] = bucket.sequence
         meeting = self._meeting.setdefault(bucket.sequence, {})
         cargo = self.inspect(f"bucket {bucket.sequence}", rank, bucket, [other for _, other, _ in meeting.values()])
         made = cargo.made
         for one in made:
             demand(self._ledger.heard(one.turn), f"{one!r} was released before all members had announced it")
+            absent = len(one.turn.absent)
+            demand(bucket.absent == absent, f"{one!r} goes without {bucket.absent} ranks, not {absent}")
         self.move(made)
         meeting[rank] = (bucket, cargo, landed)
-        if len(meeting) == len(made[0].turn.members):
+        turns = [one.turn for _, other, _ in meeting.values() for one in other.made]
+        if turns and len(meeting) == len(turns[0].members) + len(turns[0].absent):
             self._move(bucket.sequence)
 
     def inspect(self, what: str, rank: int, bucket: Bucket, others: Sequence[Cargo]) -> Cargo:
         """Insists that a bucket is what it should be, and the same on other ranks; returns what is in it."""
         made = submissions(bucket)
-        if not others:
+        mine = Cargo(made, tuple(entry.request.name for entry in bucket.entries), bucket.sizes, bucket.absent)
+        if made and not any(other.made for other in others):
             self._inspect(what, bucket, made)
         for other in others:
+            demand(mine[1:] == other[1:], f"{what}: {mine[1:]} against {other[1:]}")
             here, there = [one.turn for one in made], [one.turn for one in other.made]
-            demand(here == there, f"{what} holds {made} here and {other.made} there")
-            demand(bucket.sizes == other.sizes, f"{what}: {bucket.sizes} against {other.sizes}")
+            demand(here == there or not (here and there), f"{what} holds {made} here and {other.made} there")
         for one in made:
             demand(one.rank == rank, f"rank {rank} has {one!r} in {what}")
-        return Cargo(made, bucket.sizes)
+        demand(len(made) in {0, len(mine.names)}, f"rank {rank} has made only {made} of {what}")
+        return mine
 
     def move(self, made: Iterable[Submission]) -> None:
         """Notes what is carried out, which happens once."""
@@ -93,8 +104,9 @@ class Exchange:
             own = one.part.request
             found = (own.kind, own.dtype, own.op, own.prescale, own.postscale, own.members)
             demand(found == alike, f"{what} mixes {found} with {alike}")
-        parts = made[0].turn.parts.values() if first.kind is Kind.ALLGATHER else ()
-        sizes = tuple(part.request.shape[0] for part in parts)
+        turn = made[0].turn
+        rows = dict.fromkeys(turn.absent, 0) | {rank: sum(part.request.shape[:1]) for rank, part in turn.parts.items()}
+        sizes = tuple(rows[rank] for rank in sorted(rows)) if first.kind is Kind.ALLGATHER else ()
         demand(bucket.sizes == sizes, f"{what} has the first dimensions {bucket.sizes}, not {sizes}")
         filled = sum(_bytes(one) for one in made)
         demand(len(made) == 1 or filled <= self._fusion_bytes, f"{what} has {filled} bytes")
@@ -109,4 +121,6 @@ def _bytes(made: Submission) -> int:
     count = 1
     for length in made.part.request.shape:
         count *= length
-    return count * {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "int8": 1}[made.part.request.dtype]
+    return (
+        count * {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}[made.part.request.dtype]
+    )

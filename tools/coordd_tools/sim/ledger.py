@@ -13,9 +13,9 @@ import numpy as np
 
 from coordd.errors import DuplicateNameError, MismatchError, PeerError, ShutdownError
 from coordd.handles import Handle
-from coordd.messages import StallReport
+from coordd.messages import Kind, StallReport
 from coordd.table import Entry, show_site
-from coordd_tools.sim.script import Part, Round, Script
+from coordd_tools.sim.script import ROOTLESS, Part, Round, Script
 from coordd_tools.sim.verdicts import quarrel_text
 
 __all__ = ["LOCKED", "Ledger", "Submission", "Violation", "demand"]
@@ -53,6 +53,7 @@ class Submission(Handle[object]):
         self.duplicate = duplicate
         self.outcome: object = self
         self.entry = Entry(self.part.request, _ARRAY, self, site=(_SCRIPT, self.part.line), filler=self.part.filler)
+        self.entry.patient = self.part.request.kind is Kind.JOIN
 
     def reuse(self, entry: Entry) -> None:
         """Brings the entry of an earlier submission in place of a new one, as plugins do with gradients."""
@@ -123,8 +124,13 @@ class Ledger:
         self._heard[turn].update(turn.parts)
 
     def heard(self, turn: Round) -> bool:
-        """Says whether the coordinator has heard all members of a round."""
-        return len(self._heard[turn]) == len(turn.parts)
+        """Says whether the coordinator has heard all members of a round, or that they have joined."""
+        return self._missing(turn) == ()
+
+    def _missing(self, turn: Round) -> tuple[int, ...]:
+        """The members that the coordinator has not heard."""
+        joined = self._heard[turn.join] if turn.join is not None else set()
+        return tuple(sorted(({*turn.members} - self._heard[turn]) | (turn.absent - joined)))
 
     def settle(self, made: Submission, outcome: object) -> None:
         """Judges how a submission ended."""
@@ -150,7 +156,8 @@ class Ledger:
     def _quarrel(self, made: Submission, error: MismatchError) -> None:
         """A mismatch must be real, and told in the same words everywhere."""
         turn = made.turn
-        demand(error.attribute == turn.quarrel, f"{made!r} has {error!r}; in truth it is {turn.quarrel or 'well'!r}")
+        wanted = "root rank" if turn.quarrel == ROOTLESS else turn.quarrel
+        demand(error.attribute == wanted, f"{made!r} has {error!r}; in truth it is {turn.quarrel or 'well'!r}")
         text = self._texts.setdefault(turn, str(error))
         demand(str(error) == text, f"{made!r} was told {str(error)!r}, another rank {text!r}")
         if turn.quarrel != "process set":
@@ -169,7 +176,7 @@ class Ledger:
             if waiting.operation == LOCKED:
                 continue
             truths = [
-                tuple(sorted({*turn.members} - self._heard[turn]))
+                self._missing(turn)
                 for turn, told in self._by_round.items()
                 if turn.name == waiting.name and any(made.outcome is made for made in told.values())
             ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from coordd.control.protocol import Lost
@@ -246,10 +246,13 @@ class Process:
         self._carry_out(due)
 
     def _advance(self) -> None:
-        while self._queue and len(self._active) < _ACTIVE:
-            bucket = self._queue.popleft()
-            self._active[bucket.sequence] = bucket
-            self._setting.exchange.join(self.rank, bucket, self._data_arrives)
+        flying = Counter(bucket.request.members for bucket in self._active.values())
+        for bucket in list(self._queue):
+            if flying[bucket.request.members] < _ACTIVE:
+                flying[bucket.request.members] += 1
+                self._queue.remove(bucket)
+                self._active[bucket.sequence] = bucket
+                self._setting.exchange.join(self.rank, bucket, self._data_arrives)
 
     def _data_arrives(self, bucket: Bucket) -> None:
         self._landed.append(bucket)
@@ -276,8 +279,9 @@ class Process:
 
     def _finish(self, bucket: Bucket) -> None:
         for entry in bucket.entries:
-            self.member.table.take(entry.request.name)
-            self._stall.observe(self._setting.agenda.now - entry.handle.submitted)
+            self.member.table.release(entry)
+            if not entry.patient:
+                self._stall.observe(self._setting.agenda.now - entry.handle.submitted)
             entry.finish(entry.array)
 
     def _watch(self) -> None:
@@ -297,7 +301,9 @@ class Process:
     def _overdue(self, now: float, waited: float) -> Overdue:
         """What has waited too long; of what is locked only the data plane knows who is missing."""
         limit = now - self._stall.limit
-        late = [entry.request.name for entry in self.member.table if entry.handle.submitted <= limit]
+        late = [
+            entry.request.name for entry in self.member.table if entry.handle.submitted <= limit and not entry.patient
+        ]
         words = {entry.request.name: word for word in self._open if word.bucket for entry in word.bucket.entries}
         locked = [Waiting(name, LOCKED, self._setting.words.missing(words[name])) for name in late if name in words]
         return Overdue(waited, tuple(name for name in late if name not in words), tuple(locked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from coordd.messages import Kind
 from coordd_tools.sim.ledger import Submission
 from coordd_tools.sim.script import Round
 from coordd_tools.sim.setting import Setting
@@ -63,6 +64,8 @@ def _step(worker: Worker, setting: Setting, order: tuple[Round, ...], mine: dict
         if turn.name in mine:
             yield [mine[turn.name]]
         mine[turn.name] = worker.submit(turn)
+        if turn.parts[worker.rank].request.kind is Kind.JOIN:
+            yield [mine[turn.name]]
         if rng.random() < setting.settings.early:
             yield [rng.choice([*mine.values()])]
         if swarm.duplicates and rng.random() < _DUPLICATED:

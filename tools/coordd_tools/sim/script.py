@@ -10,12 +10,15 @@ import msgspec
 from coordd.messages import Kind, ReduceOp, Request
 from coordd_tools.sim.swarm import Swarm
 
-__all__ = ["Part", "Round", "Script", "write"]
+__all__ = ["ROOTLESS", "Part", "Round", "Script", "write"]
 
+_KINDS = [kind for kind in Kind if kind is not Kind.JOIN]
 _DTYPES = ("float32", "float64", "bfloat16", "int64")
 _ATTRIBUTES = ("operation", "dtype", "shape", "reduction", "scale factors", "root rank")
 _MISMATCHES, _CONTRADICTIONS, _FILLERS, _SKIPPED, _RESHAPED, _OTHER_LINES = 0.15, 0.15, 0.5, 0.2, 0.2, 0.2
 _STEADY = (0.0, 0.01, 0.05)
+_UNEVEN = 0.3
+ROOTLESS = "root rank of nobody"
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,16 @@ class Part:
 class Round:
     """One use of a name: each member submits its part once.
 
-    ``quarrel`` is the attribute on which the parts disagree; empty if they agree.
+    ``quarrel`` is the attribute on which the parts disagree; empty if they agree. Ranks that are
+    ``absent`` have no part because they go over to ``join`` before.
     """
 
     number: int
     name: str
     parts: dict[int, Part]
     quarrel: str
+    absent: frozenset[int] = frozenset()
+    join: Round | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -105,7 +111,29 @@ class _Author:
             self._leavers = {rank: (self._rng.randrange(steps), self._rng.randint(0, 4)) for rank in chosen}
         written = tuple(tuple(layer) for _ in range(steps) for layer in _layers(self._step()))
         orders = tuple(tuple(self._order(step, rank) for rank in range(self._size)) for step in written)
+        if self._swarm.join and not (self._leavers or self._swarm.contradiction):
+            orders = tuple(self._uneven(order) if self._rng.random() < _UNEVEN else order for order in orders)
         return Script(written, orders, self._leavers)
+
+    def _uneven(self, orders: tuple[tuple[Round, ...], ...]) -> tuple[tuple[Round, ...], ...]:
+        """Makes a step in which ranks join, each after some of its rounds; not one in which they disagree."""
+        if any(turn.quarrel for order in orders for turn in order):
+            return orders
+        kept = [order[: self._rng.randint(0, len(order))] for order in orders]
+        self._number += 1
+        request = Request(Kind.JOIN, f"join.noname.{self._number}", transient=True)
+        parts = {rank: Part(request, self._line(request), filler=False) for rank in range(self._size)}
+        join = Round(self._number, request.name, parts, "")
+        rounds = {turn: self._shrunk(turn, kept, join) for order in kept for turn in order}
+        return tuple((*(rounds[turn] for turn in order), join) for order in kept)
+
+    def _shrunk(self, turn: Round, kept: list[tuple[Round, ...]], join: Round) -> Round:
+        """The same round without those that have joined before; what one of them was to send cannot be had."""
+        absent = frozenset(rank for rank in turn.parts if turn not in kept[rank])
+        parts = {rank: part for rank, part in turn.parts.items() if rank not in absent}
+        request = next(iter(parts.values())).request
+        rootless = request.kind is Kind.BROADCAST and request.root in absent
+        return Round(turn.number, turn.name, parts, ROOTLESS if rootless else "", absent, join)
 
     def _step(self) -> list[Round]:
         found = []
@@ -153,7 +181,7 @@ class _Author:
         return Request(Kind.ALLREDUCE, name, dtype, self._shape(Kind.ALLREDUCE))
 
     def _tensor(self, name: str, *, transient: bool = False) -> Request:
-        kind = self._rng.choices([*Kind], [6, 1, 1, 1])[0]
+        kind = self._rng.choices(_KINDS, [6, 1, 1, 1, 1, 1])[0]
         return Request(
             kind,
             name,
@@ -167,7 +195,7 @@ class _Author:
         )
 
     def _shape(self, kind: Kind) -> tuple[int, ...]:
-        least = 1 if kind is Kind.ALLGATHER else 0
+        least = 1 if kind in {Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER} else 0
         return tuple(self._rng.randint(0, 4) for _ in range(self._rng.randint(least, 2)))
 
     def _members(self) -> tuple[int, ...]:

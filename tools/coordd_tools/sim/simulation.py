@@ -140,7 +140,8 @@ class Simulation:
             kept = leftovers(self.hub)
             for table in ("announced", "table", "complete", "refused"):
                 demand(not kept[table], f"the coordinator keeps {kept[table]} in its {table} table")
-            demand(not kept["poisoned"] or self._swarm.leave, f"{kept['poisoned']} refusals were never collected")
+            demand(not kept["owed"] or self._swarm.leave, f"{kept['owed']} refusals were never collected")
+            demand(not kept["absent"], "the coordinator thinks that somebody has joined")
 
 
 def simulate(seed: int, *, show: Callable[[str], None] | None = None) -> Outcome:

@@ -35,6 +35,7 @@ class Swarm:
     spikes: bool = False
     mismatch: bool = False
     contradiction: bool = False
+    join: bool = False
     duplicates: bool = False
     leave: bool = False
     freeze: bool = False

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from coordd.errors import MismatchError
 from coordd.messages import Kind, Request
-from coordd_tools.sim.script import Round
+from coordd_tools.sim.script import ROOTLESS, Round
 
 __all__ = ["quarrel_text"]
 
 
 def quarrel_text(turn: Round) -> str:
     """Composes the error of a round whose parts disagree: each value, who has it, and where it was submitted."""
+    if turn.quarrel == ROOTLESS:
+        root = next(iter(turn.parts.values())).request.root
+        return f"broadcast of {turn.name!r} from rank {root}, which has joined and has nothing to send"
     by_value: dict[str, list[int]] = {}
     for rank in turn.members:
         by_value.setdefault(_shown(turn.parts[rank].request, turn.quarrel), []).append(rank)
@@ -23,7 +26,7 @@ def quarrel_text(turn: Round) -> str:
 
 def _shown(request: Request, attribute: str) -> str:
     shape = request.shape
-    if request.kind is Kind.ALLGATHER:
+    if request.kind in {Kind.ALLGATHER, Kind.ALLTOALL}:
         shown = "(any" + "".join(f", {length}" for length in shape[1:]) + ")"
     else:
         shown = str(shape)

@@ -125,5 +125,6 @@ class Words:
             made = submissions(bucket) if bucket is not None else []
             self._exchange.move(made)
             for one in made:
+                demand(not one.turn.absent, f"{one!r} moves under a lock, without {set(one.turn.absent)}")
                 self._ledger.agree(one.turn)
             self._agenda.after(self._rng.expovariate(1 / _MEAN), partial(land, rank))

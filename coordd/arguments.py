@@ -1,0 +1,115 @@
+"""What operations accept: checked on the caller's line, before anything is announced."""
+
+from __future__ import annotations
+
+import functools
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from coordd.errors import ArgumentError
+from coordd.messages import Kind, ReduceOp
+
+__all__ = ["check_name", "check_rank", "check_reducible", "check_rows", "check_splits", "name_of"]
+
+_LONGEST_NAME = 1024
+
+
+def check_reducible(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool) -> None:
+    """Refuses reductions that would be wrong or have no meaning.
+
+    Raises:
+        ArgumentError: naming the dtype, the operation and what to use instead.
+    """
+    if why := _unusable(dtype) or _meaningless(dtype, op, scaled=scaled):
+        text = f"Tensor type {name_of(dtype)} is not supported for {op.name.lower()}: {why}"
+        raise ArgumentError(text)
+
+
+def _unusable(dtype: np.dtype[Any]) -> str:
+    """Says why a type cannot be reduced at all."""
+    if name_of(dtype).startswith("float8"):
+        return "eight-bit floats cannot be added up: reduce in bfloat16 and convert"
+    if dtype.kind not in "?biufc" and name_of(dtype) != "bfloat16":
+        return "use a numeric type"
+    return ""
+
+
+def _meaningless(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool) -> str:
+    """Says why a type cannot be reduced in this way."""
+    inexact = dtype.kind in "fc" or name_of(dtype) == "bfloat16"
+    reasons = (
+        (
+            dtype.kind == "b" and (op is ReduceOp.SUM or op.averages),
+            "use Max for 'any', Min for 'all', or convert to integers to count",
+        ),
+        (op.averages and not inexact, "an average of integers would be truncated: use Sum, or convert to a float"),
+        (op is ReduceOp.ADASUM and (not inexact or dtype.kind == "c"), "Adasum weighs real gradients: use a float"),
+        (scaled and not inexact, "prescale and postscale factors would be truncated: convert to a float"),
+        (dtype.kind == "c" and op in {ReduceOp.MIN, ReduceOp.MAX}, "complex numbers have no order"),
+    )
+    return next((why for holds, why in reasons if holds), "")
+
+
+@functools.cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """The name of a type, which NumPy composes anew each time."""
+    return dtype.name
+
+
+def check_rows(array: np.ndarray, name: str | None, kind: Kind) -> int:
+    """Counts the rows of an array that is to be joined or divided along its first dimension."""
+    if not array.ndim:
+        text = (
+            f"tried to {kind.name} a rank-zero tensor ({name or 'unnamed'}): give it a first dimension, as in x[None]"
+        )
+        raise ArgumentError(text)
+    return len(array)
+
+
+def check_splits(splits: Any, rows: int, members: int) -> np.ndarray:
+    """Makes the numbers of rows for the members, as a new array."""
+    if splits is None:
+        if rows % members:
+            text = (
+                "splits not provided, but first dimension of tensor is not an even multiple of the number of workers: "
+                f"{rows} rows for {members} ranks"
+            )
+            raise ArgumentError(text)
+        return np.full(members, rows // members, np.int64)
+    found = np.array(splits)
+    if found.ndim != 1:
+        text = f"alltoall expects a 1D splits tensor, not one of shape {found.shape}"
+    elif found.dtype.kind not in "iu" and found.size:
+        text = f"alltoall expects splits to contain integer elements, not {found.dtype}"
+    elif len(found) != members:
+        text = f"Number of entries in splits does not equal number of workers: {len(found)} for {members} ranks"
+    elif (found < 0).any():
+        text = f"alltoall expects splits of 0 or more rows, not {found.tolist()}"
+    elif found.sum() > rows:
+        text = f"Sum of splits entries is greater than the first dimension of tensor: {found.tolist()}, {rows} rows"
+    else:
+        return found.astype(np.int64)
+    raise ArgumentError(text)
+
+
+def check_name(name: str) -> str:
+    """Makes sure that every rank can be told the name."""
+    if not isinstance(name, str):
+        text = f"a name is a string, not {name!r}"
+        raise ArgumentError(text)
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError as error:
+        text = f"the name {name[:40]!r} cannot be written in UTF-8"
+        raise ArgumentError(text) from error
+    if not 1 <= length <= _LONGEST_NAME:
+        text = f"a name has 1 to {_LONGEST_NAME} bytes; this one has {length}: {name[:40]!r}"
+        raise ArgumentError(text)
+    return str(name)
+
+
+def check_rank(number: int) -> int:
+    """Takes any integer, such as NumPy's, as Python's own, which is what messages carry."""
+    return int(index(number))

@@ -1,0 +1,143 @@
+"""Groups of ranks as users have them: process sets that know this rank, and grids of ranks with named axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from coordd import api, process_sets
+from coordd.errors import ArgumentError
+
+__all__ = ["Grid", "ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
+
+class ProcessSet(process_sets.ProcessSet):
+    """Some ranks, ascending; without ranks, all of them.
+
+    Two sets with the same members are the same set. None has to be registered: an operation finds its set by the
+    members, and no set waits for another.
+    """
+
+    def size(self) -> int:
+        """How many members it has."""
+        return self.count(api.size())
+
+    def included(self) -> bool:
+        """Whether this rank is a member."""
+        return not self.ranks or api.rank() in self.ranks
+
+    def rank(self) -> int:
+        """This rank's place among the members, from 0; -1 if it is none of them."""
+        if not self.included():
+            return -1
+        return self.ranks.index(api.rank()) if self.ranks else api.rank()
+
+    @property
+    def process_set_id(self) -> str:
+        """What tells it from other sets: its members."""
+        return ",".join(map(str, self.ranks)) or "all"
+
+
+global_process_set = ProcessSet()
+"""All ranks."""
+
+
+def add_process_set(process_set: process_sets.ProcessSet | Iterable[int]) -> ProcessSet:
+    """Makes a process set of ranks of this job; kept for Horovod's programs, for none has to be added.
+
+    Raises:
+        ArgumentError: there are no such ranks.
+    """
+    ranks = process_set.ranks if isinstance(process_set, process_sets.ProcessSet) else process_set
+    found = ProcessSet(ranks)
+    if found.ranks and found.ranks[-1] >= api.size():
+        text = f"process set {found.ranks} has ranks that do not exist in a world of {api.size()}"
+        raise ArgumentError(text)
+    return found
+
+
+def remove_process_set(process_set: process_sets.ProcessSet) -> bool:
+    """Says whether a process set may go, which none but that of all ranks may not; there is nothing to remove."""
+    return bool(process_set.ranks)
+
+
+class Grid:
+    """All ranks as a grid with named axes, such as ``Grid(dp=2, pp=2, tp=2)``; the last axis goes round fastest.
+
+    An axis by its name, ``grid.dp``, is the process set of the ranks that differ from this one along it only.
+    """
+
+    def __init__(self, **axes: int) -> None:
+        """Lays the grid out.
+
+        Args:
+            axes: lengths by name; one of them may be -1, for whatever is left.
+
+        Raises:
+            ArgumentError: the lengths do not make up the number of ranks.
+        """
+        size = api.size()
+        known = math.prod(length for length in axes.values() if length != -1)
+        self.axes = {name: size // max(known, 1) if length == -1 else length for name, length in axes.items()}
+        wanted = math.prod(self.axes.values())
+        if wanted != size or any(length < 1 for length in self.axes.values()):
+            shape = " x ".join(f"{name}={length}" for name, length in axes.items()) or "nothing"
+            text = f"a grid of {shape} has {wanted} places, and there are {size} ranks: make them equal"
+            raise ArgumentError(text)
+        if taken := [name for name in self.axes if hasattr(type(self), name) or name.startswith("_")]:
+            text = f"no axis can be called {', '.join(taken)}"
+            raise ArgumentError(text)
+        self._place = self._unfold(api.rank())
+
+    def _unfold(self, rank: int) -> dict[str, int]:
+        """The place of a rank."""
+        found = {}
+        for name, length in reversed(self.axes.items()):
+            rank, found[name] = divmod(rank, length)
+        return dict(reversed(found.items()))
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Where this rank is, along each axis."""
+        return dict(self._place)
+
+    def along(self, *names: str, of: int | None = None) -> ProcessSet:
+        """The ranks that differ from this one, or from the rank ``of``, along these axes only.
+
+        Raises:
+            ArgumentError: there is no such axis.
+        """
+        if unknown := [name for name in names if name not in self.axes]:
+            text = f"no axis {', '.join(unknown)}: there are {', '.join(self.axes)}"
+            raise ArgumentError(text)
+        here = self._place if of is None else self._unfold(of)
+        fixed = {name: at for name, at in here.items() if name not in names}
+        return ProcessSet(rank for rank in range(api.size()) if fixed.items() <= self._unfold(rank).items())
+
+    def rank(self, **place: int) -> int:
+        """The rank at a place; axes that are not named are where this rank is.
+
+        Raises:
+            ArgumentError: there is no such place.
+        """
+        found = 0
+        for name, length in self.axes.items():
+            at = place.get(name, self._place[name])
+            if not 0 <= at < length:
+                text = f"{name}={at} is outside the grid: {name} goes from 0 to {length - 1}"
+                raise ArgumentError(text)
+            found = found * length + at
+        if unknown := sorted(place.keys() - self.axes.keys()):
+            text = f"no axis {', '.join(unknown)}: there are {', '.join(self.axes)}"
+            raise ArgumentError(text)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        axes = self.__dict__.get("axes", {})
+        if name in axes:
+            return self.along(name)
+        raise AttributeError(f"no axis {name!r}: there are {', '.join(axes)}")
+
+    def __repr__(self) -> str:
+        return f"Grid({', '.join(f'{name}={length}' for name, length in self.axes.items())})"

@@ -1,0 +1,44 @@
+"""Refusals that ranks will get when they announce their part of what was refused before they came. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import msgspec
+
+from coordd.ballot import members_mask
+from coordd.messages import Response
+
+__all__ = ["Owed"]
+
+
+class _Refusal(NamedTuple):
+    """What a rank will be told, and who had left when it was due."""
+
+    response: Response
+    left: int
+
+
+class Owed:
+    """By name and rank, what is owed, oldest first."""
+
+    def __init__(self) -> None:
+        self._refusals: dict[tuple[str, int], deque[_Refusal]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._refusals)
+
+    def enter(self, rank: int, refusal: Response, left: int) -> None:
+        """Notes that a rank will get a refusal; ``left`` is the bit mask of those who have left."""
+        self._refusals.setdefault((refusal.request.name, rank), deque()).append(_Refusal(refusal, left))
+
+    def claim(self, rank: int, name: str, members: int) -> Response | None:
+        """Takes what a rank is owed that announces its part, if its members, a bit mask, would have contradicted."""
+        owed = self._refusals.get((name, rank))
+        if owed is None or not members & members_mask(owed[0].response.recipients) or members & owed[0].left:
+            return None
+        response = owed.popleft().response
+        if not owed:
+            del self._refusals[name, rank]
+        return msgspec.structs.replace(response, recipients=(rank,))

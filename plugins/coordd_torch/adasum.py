@@ -1,0 +1,50 @@
+"""Adasum in an optimizer: not gradients are combined, but what each rank's own step would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from coordd import api
+from coordd.messages import ReduceOp
+from coordd.process_sets import ProcessSet
+from coordd_torch.compression import Compressor
+from coordd_torch.operations import allreduce_async_
+
+__all__ = ["AdasumStep"]
+
+
+class AdasumStep:
+    """Two hooks around `step`: before it, what the parameters are; after it, the adaptive sum of how they changed.
+
+    So the optimizer may scale gradients as it likes, as Adam does, before they are compared. (Maleki et al., 2020.)
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, torch.Tensor]], *, compression: type[Compressor], process_set: ProcessSet
+    ) -> None:
+        self._prefix = api.operations().namespace()
+        self._named = list(named)
+        self._compression = compression
+        self._process_set = process_set
+        self._before: list[torch.Tensor] = []
+
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
+        """Keeps the parameters."""
+        self._before = [parameter.detach().clone() for _, parameter in self._named]
+
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
+        """Adds the combined change to what was kept."""
+        before, self._before = self._before, []
+        changes = []
+        for (name, parameter), kept in zip(self._named, before, strict=True):
+            small, context = self._compression.compress(parameter.detach() - kept)
+            handle = allreduce_async_(
+                small, name=f"{self._prefix}adasum.{name}", op=ReduceOp.ADASUM, process_set=self._process_set
+            )
+            changes.append((handle, context))
+        with torch.no_grad():
+            for (_, parameter), kept, (handle, context) in zip(self._named, before, changes, strict=True):
+                parameter.copy_(kept + self._compression.decompress(handle.result(), context))

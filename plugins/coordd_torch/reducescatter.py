@@ -1,0 +1,124 @@
+"""`reducescatter`: a reduction of which each rank gets its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd.handles import Handle
+from coordd.messages import ReduceOp
+from coordd.process_sets import ProcessSet, global_process_set
+from coordd_torch.compression import Compression, Compressor
+from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, Tensors, allgather_async, each, places
+from coordd_torch.tensors import borrow, from_array
+
+__all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
+
+
+def reducescatter_async(  # noqa: PLR0917 - Horovod's signature
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[Tensor]:
+    """Starts to reduce a tensor, and to give each rank its part of the rows.
+
+    Args:
+        tensor: of equal shape and type on all ranks; stays as it is. Where its rows cannot be divided evenly, the first
+            ranks get one more.
+        name: equal on all ranks.
+        op: any but Adasum.
+        process_set: the ranks that take part.
+        prescale_factor: applied to each rank's tensor before.
+        postscale_factor: applied to the result.
+
+    Raises:
+        ArgumentError: the tensor has no dimension, or its type does not allow the operation.
+    """
+    array, _ = borrow(tensor)
+    device = tensor.device
+    return api.operations().reducescatter(
+        array,
+        name=name,
+        op=ReduceOp(op),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        land=lambda rows: from_array(rows).to(device),
+    )
+
+
+def grouped_reducescatter_async(tensors: Tensors, name: str | None = None, **details: Any) -> GroupHandle:
+    """Starts to reduce and scatter several tensors; other arguments as in `reducescatter_async`."""
+    return each(reducescatter_async, tensors, places(name, len(tensors)), **details)
+
+
+def reducescatter(  # noqa: PLR0917 - Horovod's signature
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Returns this rank's rows of a reduction; differentiable; arguments as in `reducescatter_async`.
+
+    Its gradient is that of Horovod: the gradients of all rows, times the number of ranks for a sum.
+    """
+    details = {
+        "op": ReduceOp(op),
+        "process_set": process_set,
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+    }
+    return _scattered([tensor], [name], compression, details)[0]
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    **details: Any,
+) -> tuple[Tensor, ...]:
+    """Returns this rank's rows of several reductions; differentiable; other arguments as in `reducescatter`."""
+    return _scattered(tensors, places(name, len(tensors)), compression, {"op": ReduceOp(op), **details})
+
+
+def _scattered(
+    tensors: Tensors, names: Sequence[str | None], compression: type[Compressor], details: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    if not tensors:
+        return ()
+    small = [compression.compress(tensor) for tensor in tensors]
+    found = _Reducescatter.apply(names, details, *(tensor for tensor, _ in small))  # type: ignore[no-untyped-call]
+    return tuple(compression.decompress(tensor, context) for tensor, (_, context) in zip(found, small, strict=True))
+
+
+class _Reducescatter(torch.autograd.Function):
+    """The gradients of all ranks' rows, joined."""
+
+    @staticmethod
+    def forward(ctx: Any, names: Sequence[str | None], details: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.names, ctx.details = names, details
+        return each(reducescatter_async, tensors, names, **details).result()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        details = ctx.details
+        op, process_set = details["op"], details.get("process_set", global_process_set)
+        if op not in {Average, Sum}:
+            text = f"{op.name.capitalize()} has no gradient here: reduce tensor.detach(), or use Sum or Average"
+            raise ArgumentError(text)
+        factor = details.get("prescale_factor", 1.0) * details.get("postscale_factor", 1.0)
+        factor *= process_set.count(api.size()) if op is Sum else 1
+        names = [name and f"{name}.grad" for name in ctx.names]
+        joined = each(allgather_async, gradients, names, process_set=process_set).result()
+        return None, None, *(rows * factor for rows in joined)

@@ -1,0 +1,78 @@
+"""Sums of sparse tensors: what all ranks have, joined; an index that several have is there several times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd.handles import Handle, wait_all
+from coordd.messages import ReduceOp
+from coordd.process_sets import ProcessSet, global_process_set
+from coordd_torch.operations import Average, Sum, Tensor, allgather_async
+
+__all__ = ["SparseHandle", "sparse_allreduce_async"]
+
+
+class SparseHandle:
+    """Two operations under one handle, which may be called, as Horovod's are, or waited for, as all of ours are."""
+
+    def __init__(self, indices: Handle[Tensor], values: Handle[Tensor], size: torch.Size, divisor: int) -> None:
+        self._parts = (indices, values)
+        self._size = size
+        self._divisor = divisor
+
+    def poll(self) -> bool:
+        """Says whether both are done."""
+        return all(handle.poll() for handle in self._parts)
+
+    def result(self) -> Tensor:
+        """Waits, and returns the sparse sum."""
+        wait_all(self._parts)
+        indices, values = (handle.result() for handle in self._parts)
+        if self._divisor != 1:
+            values = values / self._divisor
+        return torch.sparse_coo_tensor(indices.t(), values, self._size, check_invariants=False)
+
+    __call__ = result
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> SparseHandle:
+    """Starts to add up a sparse tensor over all ranks.
+
+    Args:
+        tensor: sparse, in coordinates; of equal shape on all ranks, with any number of entries.
+        name: equal on all ranks.
+        op: `Average`, the default, or `Sum`.
+        process_set: the ranks that take part.
+
+    Returns:
+        a handle that may be called; its result is a sparse tensor that is not coalesced.
+
+    Raises:
+        ArgumentError: the tensor is dense, or the operation another one.
+    """
+    op = Average if op is None else ReduceOp(op)
+    if tensor.layout is not torch.sparse_coo:
+        text = f"a sparse tensor in coordinates is wanted, not {tensor.layout}: use allreduce, or tensor.to_sparse()"
+        raise ArgumentError(text)
+    if op not in {Average, Sum}:
+        text = f"{op.name.capitalize()} of sparse tensors is not supported: use Sum or Average, or tensor.to_dense()"
+        raise ArgumentError(text)
+    entries: Any = tensor.detach()
+    indices = entries._indices().t().contiguous()  # noqa: SLF001 - without adding up what is there twice
+    values = entries._values().contiguous()  # noqa: SLF001 - as above
+    divisor = process_set.count(api.size()) if op is Average else 1
+    return SparseHandle(
+        allgather_async(indices, name and f"{name}.indices", process_set),
+        allgather_async(values, name and f"{name}.values", process_set),
+        tensor.shape,
+        divisor,
+    )
