@@ -115,6 +115,8 @@ class Loop:
 
     def settled(self, word: Locked, *, moved: bool) -> None:
         """Notes how an occurrence of a locked bucket has ended."""
+        if moved and word.bucket is not None:
+            self._status.traffic.locked += len(word.bucket.entries)
         self._dues.append(self._member.landed(word) if moved else self._member.refused(word))
 
     def allocate(self, size: int) -> np.ndarray:

@@ -21,8 +21,6 @@ class Traffic:
 
     def count(self, entries: Sequence[Entry]) -> None:
         """Adds what has landed together."""
-        first, number = entries[0], len(entries)
-        self.operations[first.request.kind] += number
-        self.bytes[first.request.kind] += sum([entry.array.nbytes for entry in entries])
-        if not first.released:
-            self.locked += number
+        kind = entries[0].request.kind
+        self.operations[kind] += len(entries)
+        self.bytes[kind] += sum([entry.array.nbytes for entry in entries])

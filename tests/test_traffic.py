@@ -8,20 +8,17 @@ from coordd.table import Entry
 from coordd.traffic import Traffic
 
 
-def entry(kind, count, *, released):
-    made = Entry(Request(kind, "w"), np.zeros(count), Handle("w"))
-    made.released = released
-    return made
+def entry(kind, count):
+    return Entry(Request(kind, "w"), np.zeros(count), Handle("w"))
 
 
 def test_operations_and_bytes_are_added_up_by_kind():
     traffic = Traffic()
-    traffic.count([entry(Kind.ALLREDUCE, 3, released=True), entry(Kind.ALLREDUCE, 1, released=True)])
-    traffic.count([entry(Kind.ALLREDUCE, 2, released=False)])
-    traffic.count([entry(Kind.BROADCAST, 1, released=True)])
+    traffic.count([entry(Kind.ALLREDUCE, 3), entry(Kind.ALLREDUCE, 1)])
+    traffic.count([entry(Kind.ALLREDUCE, 2)])
+    traffic.count([entry(Kind.BROADCAST, 1)])
     assert {kind: count for kind, count in traffic.operations.items() if count} == {
         Kind.ALLREDUCE: 3,
         Kind.BROADCAST: 1,
     }
     assert {kind: count for kind, count in traffic.bytes.items() if count} == {Kind.ALLREDUCE: 48, Kind.BROADCAST: 8}
-    assert traffic.locked == 1
