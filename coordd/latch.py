@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from coordd.fusion import size
-from coordd.messages import Report, Response
+from coordd.messages import Kind, Report, Request, Response
 from coordd.repetition import Repetition, Slots
 
 __all__ = ["MOST_LINES", "Latch", "lines"]
@@ -101,9 +101,13 @@ class Latch:
             slots |= lock.slots if lock.number > seen else 0
         return slots
 
-    def overtakes(self, name: str, seen: int) -> bool:
-        """Says whether a name does not count in a report, for the same reason."""
-        return any(lock.number > seen and name in lock.names for lock in self._overtaking)
+    def overtakes(self, request: Request, seen: int) -> bool:
+        """Says whether a request does not count in a report, for the same reason.
+
+        Who joins does so after all that it had announced, so it takes that back, too.
+        """
+        joins = request.kind is Kind.JOIN
+        return any(lock.number > seen and (joins or request.name in lock.names) for lock in self._overtaking)
 
     def forget(self, seen: int) -> None:
         """Drops what no report can be overtaken by any more, all ranks having seen this plan."""

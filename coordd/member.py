@@ -204,8 +204,12 @@ class Member:
             self._joining = []
 
     def _enter(self, lock: Lock) -> None:
-        """Begins a lock: what this rank has announced of it, and no plan has released, counts as submitted just now."""
+        """Begins a lock: what this rank has announced of it, and no plan has released, counts as submitted just now.
+
+        So does that it joins, which it has announced after that.
+        """
         self._lock = self._locks[lock.number] = lock
+        self._joining = [entry for entry in self.table if entry.request.kind is Kind.JOIN and not entry.released]
         names = {self._cache.request(slot).name for slot in lock.slots}
         for entry in self.table:
             if entry.request.name in names and not entry.released:
@@ -214,6 +218,7 @@ class Member:
         waited = lock.partial and any(entry.awaited and not entry.released for entry in self.table)
         if waited or self._left or self._joined:
             self._break()
+        self._join()
 
     def _break(self) -> None:
         """Ends the lock on this rank; occurrences on which it has given its word go on."""

@@ -232,7 +232,7 @@ class Negotiator:
         if known:
             # A rank has not yet seen the plan that cached its tensor, or announces it from another line.
             self._note_site(slot, ranks, announcement.site)
-        if self._latch.overtakes(request.name, seen):
+        if self._latch.overtakes(request, seen):
             return
         if self._owed and not (ranks := self._not_owed(ranks, request)):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordd.latch import Latch
-from coordd.messages import Announcement, Report
+from coordd.messages import Announcement, Kind, Report, Request
 from tests.star import allreduce
 
 NAMES = frozenset({"w0", "w2"})
@@ -87,9 +87,11 @@ def test_what_was_written_before_the_lock_does_not_count_even_after_its_end():
     made = latch()
     for _ in range(2):
         assert (made.overtaken(4), made.overtaken(5)) == (0b101, 0)
-        assert made.overtakes("w2", 4)
-        assert not made.overtakes("w2", 5)
-        assert not made.overtakes("w1", 4)
+        assert made.overtakes(allreduce("w2"), 4)
+        assert not made.overtakes(allreduce("w2"), 5)
+        assert not made.overtakes(allreduce("w1"), 4)
+        assert made.overtakes(Request(Kind.JOIN, "join"), 4)
+        assert not made.overtakes(Request(Kind.JOIN, "join"), 5)
         made.hear(Report(5, unlock=5))
 
 

@@ -8,30 +8,25 @@ import torch
 
 from coordd import api
 from coordd.errors import ArgumentError
-from coordd.handles import Handle, wait_all
+from coordd.handles import Handle
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd_torch.operations import Average, Sum, Tensor, allgather_async
+from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, allgather_async
 
 __all__ = ["SparseHandle", "sparse_allreduce_async"]
 
 
-class SparseHandle:
+class SparseHandle(GroupHandle):
     """Two operations under one handle, which may be called, as Horovod's are, or waited for, as all of ours are."""
 
     def __init__(self, indices: Handle[Tensor], values: Handle[Tensor], size: torch.Size, divisor: int) -> None:
-        self._parts = (indices, values)
+        super().__init__((indices, values))
         self._size = size
         self._divisor = divisor
 
-    def poll(self) -> bool:
-        """Says whether both are done."""
-        return all(handle.poll() for handle in self._parts)
-
-    def result(self) -> Tensor:
+    def result(self) -> Tensor:  # type: ignore[override] # one tensor, of two operations
         """Waits, and returns the sparse sum."""
-        wait_all(self._parts)
-        indices, values = (handle.result() for handle in self._parts)
+        indices, values = super().result()
         if self._divisor != 1:
             values = values / self._divisor
         return torch.sparse_coo_tensor(indices.t(), values, self._size, check_invariants=False)

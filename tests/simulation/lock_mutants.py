@@ -29,7 +29,7 @@ def counts_bits_that_a_lock_has_overtaken(monkeypatch):
 
 @mutant
 def counts_names_that_a_lock_has_overtaken(monkeypatch):
-    monkeypatch.setattr(Latch, "overtakes", lambda self, name, seen: False)
+    monkeypatch.setattr(Latch, "overtakes", lambda self, request, seen: False)
 
 
 @mutant

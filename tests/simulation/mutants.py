@@ -13,6 +13,7 @@ from coordd.coordinator import Coordinator
 from coordd.member import Member
 from coordd.messages import Goodbye
 from coordd.negotiation import Negotiator
+from coordd.owed import Owed
 from coordd.table import TensorTable
 from coordd.verdict import _sizes
 
@@ -110,7 +111,7 @@ def takes_a_dead_rank_for_one_that_has_left(monkeypatch):
 
 @mutant
 def refuses_contradicting_sets_only_to_those_who_came_first(monkeypatch):
-    monkeypatch.setattr(Negotiator, "_owed", lambda self, rank, request: False)
+    monkeypatch.setattr(Owed, "claim", lambda self, rank, name, members: None)
 
 
 @mutant

@@ -14,10 +14,25 @@ from types import CodeType, FrameType
 
 import pytest
 
-from coordd import ballot, cache, foreman, latch, lock, member, negotiation, repetition, roll, tally, verdict
+from coordd import (
+    absence,
+    ballot,
+    cache,
+    foreman,
+    latch,
+    lock,
+    member,
+    negotiation,
+    owed,
+    repetition,
+    roll,
+    tally,
+    verdict,
+)
 from coordd_tools.sim.cli import main
 from coordd_tools.sim.ledger import Violation
 from coordd_tools.sim.simulation import simulate
+from tests.simulation.join_mutants import JOIN_MUTANTS
 from tests.simulation.mutants import MUTANTS
 
 BLOCK = 100
@@ -33,7 +48,7 @@ def test_the_invariants_hold(first):
             pytest.fail(f"seed {seed}: {violation}\nsee: python -m coordd_tools.sim --seed {seed} --trace")
 
 
-@pytest.mark.parametrize("plant", MUTANTS.values(), ids=MUTANTS.keys())
+@pytest.mark.parametrize("plant", [*MUTANTS.values(), *JOIN_MUTANTS.values()], ids=[*MUTANTS, *JOIN_MUTANTS])
 def test_a_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(fails, range(ENOUGH)))
@@ -65,7 +80,7 @@ def test_the_run_does_not_depend_on_the_process():
         assert here.digest in run.stdout
 
 
-PURE = (ballot, cache, foreman, latch, lock, member, negotiation, repetition, roll, tally, verdict)
+PURE = (absence, ballot, cache, foreman, latch, lock, member, negotiation, owed, repetition, roll, tally, verdict)
 BEFORE_A_LOCK = 297  # a rank speaks of what is locked before it knows of the lock, which is rare
 # Signs of life come after 256 plans; the long run has them.
 SIGNS_OF_LIFE = ("report = Report(self._seen)", "out = [self._report()]")

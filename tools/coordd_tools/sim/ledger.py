@@ -109,7 +109,8 @@ class Ledger:
         """Notes that the coordinator has heard the next report of a rank; what a lock has overtaken does not count."""
         seen, told = self._reported[rank].popleft()
         for made in told:
-            if not any(number > seen and made.turn.name in names for number, names in self._locks):
+            joins = made.part.request.kind is Kind.JOIN
+            if not any(number > seen and (joins or made.turn.name in names) for number, names in self._locks):
                 self._heard[made.turn].add(rank)
 
     def lock(self, number: int, names: frozenset[str]) -> None:

@@ -1,0 +1,97 @@
+"""Bugs of joining, each of which the simulator must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coordd.absence import Absence
+from coordd.latch import Latch
+from coordd.member import Member
+from coordd.messages import Kind
+from coordd.negotiation import Negotiator
+from coordd.stand_in import stand_in
+from coordd.tally import Tally
+
+Mutant = Callable[..., None]
+JOIN_MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(write: Mutant) -> Mutant:
+    """Enters a bug under the name of the function that plants it."""
+    JOIN_MUTANTS[write.__name__] = write
+    return write
+
+
+@mutant
+def joins_before_its_words_are_settled(monkeypatch):
+    def _join(self):
+        self._untold += self._joining
+        self._joining = []
+
+    monkeypatch.setattr(Member, "_join", _join)
+
+
+@mutant
+def counts_joins_that_a_lock_has_overtaken(monkeypatch):
+    overtakes = Latch.overtakes
+    monkeypatch.setattr(
+        Latch,
+        "overtakes",
+        lambda self, request, seen: request.kind is not Kind.JOIN and overtakes(self, request, seen),
+    )
+
+
+@mutant
+def locks_while_somebody_has_joined(monkeypatch):
+    lock = Negotiator._lock
+
+    def _lock(self, hits, responses):
+        absence, self._absence = self._absence, Absence()
+        found = lock(self, hits, responses)
+        self._absence = absence
+        return found
+
+    monkeypatch.setattr(Negotiator, "_lock", _lock)
+
+
+@mutant
+def puts_stand_ins_into_the_table(monkeypatch):
+    entry = Member._entry
+
+    def _entry(self, response):
+        if self.rank in response.absent:
+            self.table.admit([stand_in(response.request)])
+            return self.table.find(response.request.name)
+        return entry(self, response)
+
+    monkeypatch.setattr(Member, "_entry", _entry)
+
+
+@mutant
+def forgets_who_has_joined(monkeypatch):
+    begin = Absence.begin
+
+    def only_the_first(self, members, ranks):
+        if not self:
+            begin(self, members, ranks)
+
+    monkeypatch.setattr(Absence, "begin", only_the_first)
+
+
+@mutant
+def lets_a_join_overtake_what_was_said_before(monkeypatch):
+    def _join(self, ranks, report):
+        self._out.append(self._report(seen=report.seen, fresh=report.fresh, ranks=ranks))
+
+    monkeypatch.setattr(Tally, "_join", _join)
+
+
+@mutant
+def goes_on_without_those_who_have_joined_only_another_set(monkeypatch):
+    def of(self, members):
+        found = 0
+        for ranks in self._joined.values():
+            found |= ranks
+        return found
+
+    monkeypatch.setattr(Absence, "of", of)

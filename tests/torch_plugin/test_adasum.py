@@ -1,0 +1,83 @@
+"""Adasum of tensors, and as an optimizer's way to combine steps, on ranks that are threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import coordd.torch as cd
+from tests.local_ranks import each_rank
+from tests.torch_plugin.training import model
+
+
+def adaptive(vectors):
+    """As the paper writes it, in pairs and pairs of pairs."""
+    vectors = [vector.double() for vector in vectors]
+    while len(vectors) > 1:
+        pairs = [vectors[at : at + 2] for at in range(0, len(vectors), 2)]
+        vectors = [pair[0] if len(pair) == 1 else _pair(*pair) for pair in pairs]
+    return vectors[0]
+
+
+def _pair(left, right):
+    both = (left * right).sum()
+    kept = [1 - both / (2 * one.square().sum()) for one in (left, right)]
+    return kept[0] * left + kept[1] * right
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_of_any_number_of_ranks(count, dtype):
+    inputs = [torch.randn(17, 3, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(count)]
+
+    def body(rank):
+        found = cd.grouped_allreduce([inputs[rank], inputs[rank] * 2], op=cd.Adasum)
+        assert found[0].dtype == dtype
+        return found
+
+    loose = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    for single, double in each_rank(count, body):
+        torch.testing.assert_close(single.double(), adaptive(inputs), rtol=loose, atol=loose)
+        torch.testing.assert_close(double.double(), 2 * adaptive(inputs), rtol=loose, atol=2 * loose)
+
+
+def test_what_has_no_direction_is_refused():
+    def body(_):
+        for dtype in (torch.int32, torch.complex64):
+            with pytest.raises(cd.ArgumentError, match="Adasum weighs real gradients"):
+                cd.allreduce(torch.ones(2).to(dtype), op=cd.Adasum)
+
+    each_rank(2, body)
+
+
+def test_a_process_set_of_three():
+    def body(rank):
+        if rank != 1:
+            some = cd.ProcessSet([0, 2, 3])
+            assert cd.allreduce(torch.ones(4), op=cd.Adasum, process_set=some).tolist() == [1.0] * 4
+
+    each_rank(4, body)
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.Adam(p, lr=0.01)])
+def test_an_optimizer_adds_up_the_steps_that_the_ranks_would_make(make):
+    def batch(rank):
+        return torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+    def stepped(rank, wrap):
+        mine = model()
+        optimizer = wrap(make(mine.parameters()), mine)
+        mine(batch(rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in mine.parameters()]
+
+    def body(rank):
+        return stepped(rank, lambda plain, mine: cd.DistributedOptimizer(plain, mine.named_parameters(), op=cd.Adasum))
+
+    alone = [stepped(rank, lambda plain, _: plain) for rank in range(3)]
+    start = [parameter.detach() for parameter in model().parameters()]
+    for found in each_rank(3, body):
+        for place, parameter in enumerate(found):
+            changes = [own[place] - start[place] for own in alone]
+            torch.testing.assert_close(parameter, start[place] + adaptive(changes))
