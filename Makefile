@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 IN    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check pages bench clean
 
 help:  ## lists these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,6 +25,11 @@ check: $(READY)  ## lints, checks types, layers, sizes and generated pages
 	$(IN) lint-imports --no-logo
 	$(IN) python -m coordd_tools.line_budget coordd plugins tools examples tests
 	$(IN) python -m coordd_tools.knob_table --check docs/knobs.md
+	$(IN) python -m coordd_tools.compatibility --check docs/horovod-compatibility.md
+
+pages: $(READY)  ## writes the generated pages anew
+	$(IN) python -m coordd_tools.knob_table docs/knobs.md
+	$(IN) python -m coordd_tools.compatibility docs/horovod-compatibility.md
 
 bench: $(READY)  ## measures coordd beside its peers, all five benchmarks
 	for name in allreduce step idle memory startup; do $(IN) python -m coordd_tools.bench $$name || exit; done

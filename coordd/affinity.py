@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from coordd.errors import ConfigError, spans
 
-__all__ = ["DAEMON_CORES", "keep_to", "read_cpus", "write_cpus"]
+__all__ = ["DAEMON_CORES", "daemon_cores", "keep_to", "read_cpus", "write_cpus"]
 
 DAEMON_CORES = "COORDD_DAEMON_CORES"  # the knob's variable, for those who must not import `coordd.config`
 
 _LEGAL = "processors as the kernel numbers them, such as 3 or 6-7 or 0,4-5, or empty for any"
 _SPAN = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
+
+
+def daemon_cores(environment: Mapping[str, str]) -> frozenset[int]:
+    """Reads on which processors daemons should run, under our name or Horovod's; none is for us to choose.
+
+    Raises:
+        ConfigError: the variable names no processors.
+    """
+    for variable in (DAEMON_CORES, "HOROVOD_THREAD_AFFINITY"):
+        if text := environment.get(variable, "").strip():
+            return read_cpus(text, source=variable)
+    return frozenset()
 
 
 def keep_to(text: str, *, source: str = "daemon_cores") -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from coordd.config import LAUNCHED, Config, unread
+from coordd.config import LAUNCHED, Config, aliased, unread
 from coordd.crowd import Crowd
 from coordd.daemon import Daemon
 from coordd.errors import ConfigError, CoorddError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError
@@ -274,6 +274,8 @@ def barrier(*, process_set: ProcessSet = global_process_set) -> None:
 def _advise(daemon: Daemon) -> None:
     """Warns once a job of settings that nobody reads, and once a host of too many threads, unless `coordd run` has."""
     world = daemon.world
+    if world.rank == 0 and (told := aliased(os.environ)):
+        log.info(told)
     if LAUNCHED in os.environ:
         return
     for sentence in unread(os.environ) if world.rank == 0 else ():

@@ -1,4 +1,4 @@
-"""The command line: `coordd run`, `coordd tune`, `coordd status`, `coordd doctor`, `coordd version`."""
+"""The command line: `coordd run`, `coordd tune`, `coordd status`, `coordd doctor`, and what is smaller."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from coordd.errors import ConfigError, CoorddError
+from coordd.launch.drop_in import FOLDER
 from coordd.launch.options import EPILOG, add_options, joined
 from coordd.launch.run import run
 from coordd.launch.tune import TUNE_EPILOG, add_tune_options, tune
@@ -84,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(action=_doctor, parser=check)
+    path = commands.add_parser(
+        "drop-in-path",
+        help="tell the folder to put on PYTHONPATH for scripts that import horovod, under mpirun or srun",
+        allow_abbrev=False,
+    )
+    path.set_defaults(action=_drop_in_path, parser=path)
     version = commands.add_parser("version", help="tell the version")
     version.set_defaults(action=_version, parser=version)
     return parser
@@ -136,6 +143,11 @@ def _doctor(options: argparse.Namespace) -> int:
     from coordd.launch.doctor import doctor  # rich takes longer to import than a job to start
 
     return doctor(options)
+
+
+def _drop_in_path(_: argparse.Namespace) -> int:
+    sys.stdout.write(f"{FOLDER}\n")
+    return 0
 
 
 def _version(_: argparse.Namespace) -> int:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, get_type_hints
 
+from coordd import horovod
 from coordd.errors import ConfigError
 
-__all__ = ["LAUNCHED", "Config", "Knob", "knobs", "unread"]
-
-log = logging.getLogger("coordd")
+__all__ = ["LAUNCHED", "Config", "Knob", "aliased", "knobs", "unread"]
 
 LAUNCHED = "COORDD_LAUNCHED"  # set by `coordd run` for its ranks; no setting
 
@@ -157,11 +155,13 @@ class Config:
     interface: str = _knob(
         "",
         "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one",
+        alias="HOROVOD_GLOO_IFACE",
     )
     daemon_cores: str = _knob(
         "",
         "processors on which the daemon's thread runs, as the kernel numbers them, such as 3 or 6-7; empty: those that "
         "`coordd run` finds spare, else any",
+        alias="HOROVOD_THREAD_AFFINITY",
     )
     autotune: bool = _knob(
         False, "search for faster settings while training, and keep them for the next run", alias="HOROVOD_AUTOTUNE"
@@ -265,7 +265,6 @@ class Knob:
         if environment.get(self.variable, "").strip():
             return self.parse(environment[self.variable], source=self.variable)
         if word := environment.get(self.alias, "").strip():
-            log.info("%s is read as %s", self.alias, self.variable)
             try:
                 return self.parse(self.convert(word), source=self.alias)
             except ValueError as error:  # the alias may have another unit, so its legal values are told in ours
@@ -292,7 +291,7 @@ class Knob:
     def _value(self, word: str) -> Any:
         if self.kind is bool:
             return _switch(word)
-        return word.lower() if self.choices else self.kind(word)
+        return self.convert(word.lower()) if self.choices else self.kind(word)
 
     def check(self, value: Any, *, source: str) -> None:
         """Checks type and range.
@@ -325,11 +324,21 @@ def knobs() -> tuple[Knob, ...]:
 
 
 def unread(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Tells of variables that look like knobs and are none: one sentence each, with what may have been meant."""
+    """Tells of variables that look like knobs and are none, Horovod's included: one sentence each, with what to do."""
     known = {knob.variable for knob in knobs()} | {LAUNCHED}
     sentences = []
     for name in sorted(name for name in environment if name.startswith(_PREFIX) and name not in known):
         near = difflib.get_close_matches(name.removeprefix(_PREFIX), [knob.name.upper() for knob in knobs()], n=1)
         hint = f"did you mean {_PREFIX}{near[0]}?" if near else "`coordd run --help` lists those that there are"
         sentences.append(f"{name} is no setting of coordd and has no effect; {hint}")
-    return tuple(sentences)
+    return (*sentences, *horovod.unread(environment, [knob.alias for knob in knobs() if knob.alias]))
+
+
+def aliased(environment: Mapping[str, str]) -> str:
+    """Tells in one line which of Horovod's variables are read, and as what; nothing if there are none."""
+    told = [
+        f"{knob.alias} as {knob.variable}"
+        for knob in knobs()
+        if environment.get(knob.alias, "").strip() and not environment.get(knob.variable, "").strip()
+    ]
+    return f"read: {', '.join(told)}" if told else ""

@@ -70,7 +70,9 @@ class NotInitializedError(CoorddError, ValueError):
     """coordd was used before `init`, or after `shutdown`."""
 
     def __init__(self) -> None:
-        super().__init__("coordd has not been initialized; use init() first (and not after shutdown())")
+        super().__init__(
+            "coordd has not been initialized; use hvd.init(), or cd.init(), first (and not after shutdown())"
+        )
 
 
 class ForkedProcessError(CoorddError):
@@ -103,7 +105,7 @@ class ShutdownError(CoorddError):
             "(DistributedSampler, drop_last=True) and steps"
         )
         mine = f"{name!r} was not completed because this rank called shutdown() before it was done"
-        super().__init__(f"{_ranks(ranks)} {self.reason}" if ranks else mine)
+        super().__init__("coordd has been shut down: " + (f"{_ranks(ranks)} {self.reason}" if ranks else mine))
 
 
 class DuplicateNameError(CoorddError):
@@ -120,20 +122,23 @@ class DuplicateNameError(CoorddError):
 class MismatchError(CoorddError):
     """Ranks disagree about one tensor; nothing was moved, and the daemon goes on."""
 
-    def __init__(self, name: str, attribute: str, values: Iterable[tuple[str, Sequence[int], Sequence[str]]]) -> None:
+    def __init__(
+        self, name: str, attribute: str, values: Iterable[tuple[str, Sequence[int], Sequence[str]]], *, phrase: str = ""
+    ) -> None:
         """Composes the text.
 
         Args:
             name: the tensor.
             attribute: what differs, such as ``"shape"``.
             values: for each distinct value its text, the ranks that gave it, and where they submitted it.
+            phrase: what comes first; the words of Horovod's that people search their logs for.
         """
         self.name = name
         self.attribute = attribute
         told = "; ".join(
             f"{_ranks(ranks)}: {value}" + (f" at {', '.join(sites)}" if sites else "") for value, ranks, sites in values
         )
-        super().__init__(f"ranks disagree on the {attribute} of {name!r} ({told})")
+        super().__init__(f"{phrase and phrase + ': '}ranks disagree on the {attribute} of {name!r} ({told})")
 
     @classmethod
     def told(cls, name: str, attribute: str, text: str) -> Self:

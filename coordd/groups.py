@@ -19,6 +19,14 @@ class ProcessSet(process_sets.ProcessSet):
     members, and no set waits for another.
     """
 
+    def __init__(self, ranks_or_comm: Any = ()) -> None:
+        """Makes a set of ranks, or of the ranks of an mpi4py communicator.
+
+        Raises:
+            ArgumentError: a rank is negative or given twice.
+        """
+        super().__init__(_ranks(ranks_or_comm) if hasattr(ranks_or_comm, "Get_group") else ranks_or_comm)
+
     def size(self) -> int:
         """How many members it has."""
         return self.count(api.size())
@@ -37,6 +45,14 @@ class ProcessSet(process_sets.ProcessSet):
     def process_set_id(self) -> str:
         """What tells it from other sets: its members."""
         return ",".join(map(str, self.ranks)) or "all"
+
+
+def _ranks(communicator: Any) -> Iterable[int]:
+    """Lists who the members of a communicator are among all ranks."""
+    from mpi4py import MPI
+
+    ranks: list[int] = MPI.Group.Translate_ranks(communicator.Get_group(), None, MPI.COMM_WORLD.Get_group())
+    return ranks
 
 
 global_process_set = ProcessSet()

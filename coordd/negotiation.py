@@ -213,7 +213,7 @@ class Negotiator:
             for part in lines(group)
         ]
         found = tuple(self._latch.observe(groups, [response.slot for response in responses if response.slot >= 0]))
-        if not found or len(found) > MOST_LINES or self._owed or self._left or self._absence:
+        if not found or len(found) > MOST_LINES or self._owed or self._left:
             return ()
         slots = functools.reduce(operator.or_, (1 << slot for group in found for slot in group))
         names = frozenset(self._cache.request(slot).name for slot in bits(slots))

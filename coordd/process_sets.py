@@ -32,6 +32,12 @@ class ProcessSet:
             raise ArgumentError(text)
         object.__setattr__(self, "ranks", members)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcessSet) and self.ranks == other.ranks
+
+    def __hash__(self) -> int:
+        return hash(self.ranks)
+
     def count(self, size: int) -> int:
         """How many members it has in a world of ``size`` ranks."""
         return len(self.ranks) or size
@@ -45,7 +51,7 @@ class ProcessSet:
         if not self.ranks or self.ranks == tuple(range(size)):
             return ()
         if self.ranks[-1] >= size:
-            text = f"process set {self.ranks} has ranks that do not exist in a world of {size}"
+            text = f"Process set provided does not exist: {self.ranks} has ranks that do not exist in a world of {size}"
             raise ArgumentError(text)
         if rank not in self.ranks:
             text = f"Rank {rank} is not a member of the provided process set {self.ranks}"

@@ -29,6 +29,16 @@ _ATTRIBUTES: dict[str, Callable[[Request], str]] = {
 }
 """What all ranks must share, in the order in which it is compared."""
 
+_PHRASES = {
+    "operation": "Mismatched operations",
+    "dtype": "Mismatched data types",
+    "shape": "Mismatched {} tensor shapes",
+    "reduction": "Mismatched reduction operation",
+    "scale factors": "Mismatched prescale and/or postscale factors",
+    "root rank": "Mismatched {} root ranks",
+}
+"""Horovod's words for it, which people search their logs for; with the operation."""
+
 
 def verdict(parts: Mapping[int, Announcement], absent: int = 0) -> Response:
     """Compares what all members have announced under one name.
@@ -46,7 +56,8 @@ def verdict(parts: Mapping[int, Announcement], absent: int = 0) -> Response:
     for attribute, show in _ATTRIBUTES.items() if len(parts) > 1 else ():
         values = [show(request) for request in requests]
         if any(value != values[0] for value in values):
-            error = MismatchError(first.name, attribute, _by_value(parts, groups, values))
+            phrase = _PHRASES.get(attribute, "").format(first.kind.name)
+            error = MismatchError(first.name, attribute, _by_value(parts, groups, values), phrase=phrase)
             ranks = tuple(bits(sum(groups)))
             return Response(first, error=str(error), attribute=attribute, recipients=ranks)
     if first.kind is Kind.BROADCAST and absent >> first.root & 1:

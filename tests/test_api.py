@@ -44,7 +44,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_before_init_and_after_shutdown_everything_says_what_to_do(use):
     for _ in range(2):
-        with pytest.raises(coordd.errors.NotInitializedError, match=r"has not been initialized; use init\(\) first"):
+        with pytest.raises(coordd.errors.NotInitializedError, match=r"has not been initialized; use hvd\.init\(\)"):
             USES[use]()
         assert not coordd.is_initialized()
         coordd.init()
@@ -209,3 +209,12 @@ def run(script):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     arguments = [sys.executable, "-c", script]
     return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False, env=environment)
+
+
+def test_horovods_variables_that_are_read_are_told_once_the_log_is_there(caplog, monkeypatch):
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "info")
+    coordd.init()
+    coordd.shutdown()
+    told = [message for message in caplog.messages if message.startswith("read: ")]
+    assert told == ["read: HOROVOD_CYCLE_TIME as COORDD_CYCLE_MS, HOROVOD_LOG_LEVEL as COORDD_LOG_LEVEL"]

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import string
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.config import Config, Knob, knobs, unread
+from coordd.config import Config, Knob, aliased, knobs, unread
 from coordd.errors import ConfigError, CoorddError
 
 KNOBS = {knob.name: knob for knob in knobs()}
@@ -175,7 +174,7 @@ def test_variables_that_nobody_reads_are_told_with_what_was_meant(name, hint):
 
 def test_variables_that_somebody_reads_are_not_told():
     read = dict.fromkeys([knob.variable for knob in knobs()], "1")
-    assert unread(read | {"COORDD_LAUNCHED": "1", "HOROVOD_FUSION": "1", "PATH": "/bin"}) == ()
+    assert unread(read | {"COORDD_LAUNCHED": "1", "HOROVOD_FUSION_THRESHOLD": "1", "PATH": "/bin"}) == ()
 
 
 def test_unknown_arguments_are_named_beside_the_known_ones():
@@ -273,6 +272,8 @@ def test_what_is_no_whole_number_is_refused(text):
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "0", "stall_seconds", None),
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "120", "stall_abort_seconds", 120),
         ("HOROVOD_START_TIMEOUT", "30", "start_seconds", 30),
+        ("HOROVOD_THREAD_AFFINITY", "2,3", "daemon_cores", "2,3"),
+        ("HOROVOD_GLOO_IFACE", "eth0", "interface", "eth0"),
         ("HOROVOD_LOG_LEVEL", "INFO", "log_level", "info"),
         ("HOROVOD_LOG_LEVEL", "trace", "log_level", "debug"),
         ("HOROVOD_LOG_LEVEL", "fatal", "log_level", "error"),
@@ -295,7 +296,12 @@ def test_a_value_out_of_range_is_shown_as_it_was_given():
         load(HOROVOD_FUSION_THRESHOLD="-5")
 
 
-def test_reading_horovods_variable_is_told_once(caplog):
-    with caplog.at_level(logging.INFO, logger="coordd"):
-        load(HOROVOD_CYCLE_TIME="2")
-    assert [record.getMessage() for record in caplog.records] == ["HOROVOD_CYCLE_TIME is read as COORDD_CYCLE_MS"]
+def test_reading_horovods_variables_is_told_in_one_line():
+    environment = {"HOROVOD_CYCLE_TIME": "2", "HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_LOG_LEVEL": " "}
+    told = "read: HOROVOD_FUSION_THRESHOLD as COORDD_FUSION_MB, HOROVOD_CYCLE_TIME as COORDD_CYCLE_MS"
+    assert aliased(environment) == told
+    assert aliased({"HOROVOD_CYCLE_TIME": "2", "COORDD_CYCLE_MS": "3"}) == ""
+
+
+def test_horovods_log_levels_are_understood_in_our_own_variable_too():
+    assert load(COORDD_LOG_LEVEL="TRACE").log_level == "debug"

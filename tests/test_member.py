@@ -79,7 +79,10 @@ def test_a_mismatch_fails_one_tensor_in_the_same_words_everywhere():
     ours, theirs = star.submit(0, W, line=31), star.submit(1, allreduce("w", 3), line=40)
     others = everywhere(star, V)
     star.settle()
-    text = "ranks disagree on the shape of 'w' (rank 0: (2,) at train.py:31; rank 1: (3,) at train.py:40)"
+    text = (
+        "Mismatched ALLREDUCE tensor shapes: "
+        "ranks disagree on the shape of 'w' (rank 0: (2,) at train.py:31; rank 1: (3,) at train.py:40)"
+    )
     for handle in (ours, theirs):
         with pytest.raises(MismatchError) as caught:
             handle.result(0)

@@ -79,7 +79,8 @@ def test_a_rank_with_another_shape_has_the_bits_spelled_out():
     plan = made.decide()
     assert told(plan) == ["w: shape, refused to [0, 1, 2]"]
     assert plan.responses[0].error == (
-        "ranks disagree on the shape of 'w' (ranks 0, 2: (2,) at train.py:1; rank 1: (3,) at train.py:1)"
+        "Mismatched ALLREDUCE tensor shapes: ranks disagree on the shape of 'w' "
+        "(ranks 0, 2: (2,) at train.py:1; rank 1: (3,) at train.py:1)"
     )
     made.hear(0, say(seen=2, hits=0b1))
     made.hear(1, say(seen=2, hits=0b1))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordd import groups
 from coordd.errors import ArgumentError
 from coordd.process_sets import ProcessSet, global_process_set
 
@@ -54,3 +55,10 @@ def test_ranks_that_do_not_exist_are_refused():
 def test_a_set_cannot_be_changed():
     with pytest.raises(AttributeError):
         ProcessSet((0,)).ranks = (1,)
+
+
+def test_the_sets_of_users_equal_those_of_operations():
+    assert groups.ProcessSet([1, 0]) == ProcessSet([0, 1])
+    assert groups.global_process_set == ProcessSet()
+    assert len({groups.ProcessSet([2]), ProcessSet([2]), ProcessSet([3])}) == 2
+    assert ProcessSet([2]) != (2,)

@@ -27,10 +27,30 @@ def test_a_difference_is_named_with_both_values_and_their_sites(attribute, other
     parts = {1: Announcement(W, "a.py:1"), 2: Announcement(other, "b.py:2"), 4: Announcement(W, "a.py:1")}
     response = verdict(parts)
     assert (response.attribute, response.recipients) == (attribute, (0, 1, 2))
-    assert response.error.startswith(f"ranks disagree on the {attribute} of 'w' (ranks 0, 2: {texts[0]}")
+    assert f": ranks disagree on the {attribute} of 'w' (ranks 0, 2: {texts[0]}" in response.error
     assert " at a.py:1; rank 1: " in response.error
     assert texts[1] in response.error
     assert response.error.endswith(" at b.py:2)")
+
+
+@pytest.mark.parametrize(
+    ("other", "phrase"),
+    [
+        (Request(Kind.ALLGATHER, "w", "float32", (2,)), "Mismatched operations: "),
+        (allreduce("w", 2, dtype="float64"), "Mismatched data types: "),
+        (allreduce("w", 3), "Mismatched ALLREDUCE tensor shapes: "),
+        (allreduce("w", 2, prescale=2.0), "Mismatched prescale and/or postscale factors: "),
+        (allreduce("w", 2, op=ReduceOp.MAX), "Mismatched reduction operation: "),
+    ],
+)
+def test_a_difference_begins_with_horovods_words_for_it(other, phrase):
+    assert verdict({1: Announcement(W), 2: Announcement(other)}).error.startswith(phrase)
+
+
+def test_horovods_words_for_a_difference_name_the_operation():
+    roots = [Announcement(Request(Kind.BROADCAST, "w", "float32", (2,), root=root)) for root in (0, 1)]
+    assert verdict(dict(zip((1, 2), roots, strict=True))).error.startswith("Mismatched BROADCAST root ranks: ")
+    assert verdict({1: gather(2, 3), 2: gather(2, 4)}).error.startswith("Mismatched ALLGATHER tensor shapes: ")
 
 
 def test_what_agrees_is_carried_out_as_the_lowest_rank_has_it():

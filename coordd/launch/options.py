@@ -13,6 +13,7 @@ from pathlib import Path
 
 from coordd.config import Knob, knobs
 from coordd.errors import ConfigError
+from coordd.launch import horovodrun
 from coordd.launch.hosts import Host, read_hostfile, read_hosts
 
 __all__ = ["EPILOG", "add_options", "command_of", "extra_of", "hosts_of", "joined", "knob_variables"]
@@ -22,6 +23,7 @@ examples:
   coordd run -n 4 python train.py --epochs 3
   coordd run -n 8 -H node1:4,node2:4 python train.py
   coordd run --fusion-mb 64 -n 2 --output-dir logs python train.py
+  coordd run --as-horovod -n 2 python train.py     a script that says 'import horovod.torch as hvd'
 
 The exit code is that of the rank that failed first (128 + the signal's number if a signal ended it), 130 after Ctrl-C,
 and 143 after SIGTERM.
@@ -36,6 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("knobs", "settings of the daemon, passed on to every rank")
     for knob in knobs():
         _add_knob(group, knob)
+    horovodrun.add_flags(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program to run on every rank, and its arguments")
 
 
@@ -125,6 +128,11 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_launcher(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--as-horovod",
+        action="store_true",
+        help="run a script that imports horovod.torch, unchanged; understands horovodrun's flags, too",
+    )
     group.add_argument(
         "--launcher", default="auto", metavar="NAME", help="auto (default), srun, or the path of an mpirun or mpiexec"
     )

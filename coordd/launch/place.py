@@ -21,6 +21,14 @@ class Place(NamedTuple):
     local_rank: int
     local_size: int
 
+    def in_horovods_words(self, host: str) -> dict[str, str]:
+        """Lists what ``horovodrun`` sets. Of several hosts one rank does not know all: `init` tells the rest."""
+        found = {f"HOROVOD_{name.upper()}": str(value) for name, value in self._asdict().items()}
+        found["HOROVOD_HOSTNAME"] = host
+        if self.size == self.local_size:
+            found |= {"HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"}
+        return found
+
 
 def place(style: str, environment: Mapping[str, str]) -> Place:
     """Reads the place from the environment.

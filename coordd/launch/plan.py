@@ -13,6 +13,7 @@ from pathlib import Path
 from coordd.config import Config, unread
 from coordd.cores import Cores
 from coordd.errors import ConfigError
+from coordd.launch import drop_in, horovodrun
 from coordd.launch.environment import assignments, forwarded
 from coordd.launch.flavour import ALONE, SLURM, Flavour, Launch
 from coordd.launch.hosts import Host, place_ranks
@@ -59,13 +60,13 @@ class Plan:
         """
         command = command_of(options)
         size, hosts = _where(options, environment)
-        settings = {**knob_variables(options), **assignments(options.env, environment)}
+        settings = {**_settings(options, environment), **assignments(options.env, environment)}
         inherited = {**environment, "PATH": _path(environment), **settings}
         Config.load(inherited)  # what ranks would refuse is better refused before they are started
         here = not hosts and not any(name in environment for name in _RESERVED)
         launcher = _launcher(options.launcher, needed=size > 1 or not here)
         flavour = launcher.flavour if launcher else ALONE
-        order = Order(command, flavour.style, options.threads, options.bind)
+        order = Order(command, flavour.style, options.threads, options.bind, options.as_horovod)
         launch = Launch(
             size=size,
             command=(sys.executable, "-m", "coordd.launch.rank", *order.arguments),
@@ -79,12 +80,19 @@ class Plan:
         title = launcher.title if launcher else "rank 0"
         wish = Wish.of(options.threads, inherited)
         note = describe(cores, size, wish, bind=options.bind and size > 1) if here else _elsewhere(size, hosts)
-        return cls(size, Program(argv, inherited, flavour, title), settings, (note, *unread(inherited)))
+        told = (note, *(drop_in.overshadowed() if options.as_horovod else ()), *unread(inherited))
+        return cls(size, Program(argv, inherited, flavour, title), settings, told)
 
     def __str__(self) -> str:
         """The command line, as one could type it."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.settings.items()]
         return " ".join([*settings, shlex.join(self.program.argv)])
+
+
+def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
+    """Lists the variables that options set, but for ``--env``."""
+    path = {"PYTHONPATH": drop_in.python_path(environment)} if options.as_horovod else {}
+    return {**path, **horovodrun.variables(options), **knob_variables(options)}
 
 
 def _where(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[int, tuple[Host, ...]]:

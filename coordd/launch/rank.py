@@ -54,23 +54,25 @@ class Order(NamedTuple):
         style: how the MPI launcher speaks, see `coordd.launch.place`.
         threads: threads of the command, 0 for this rank's share of the cores.
         bind: whether to bind the command to its share.
+        as_horovod: whether to tell the command its place in Horovod's words, too.
     """
 
     command: Sequence[str]
     style: str = "alone"
     threads: int = 0
     bind: bool = True
+    as_horovod: bool = False
 
     @property
     def arguments(self) -> list[str]:
         """The order as command-line arguments."""
-        return [self.style, str(self.threads), str(int(self.bind)), "--", *self.command]
+        return [self.style, str(self.threads), str(int(self.bind)), str(int(self.as_horovod)), "--", *self.command]
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Order:
         """Reads the arguments back; importing argparse would take longer than all else that this process does."""
-        style, threads, bind, _, *command = arguments
-        return cls(command, style, int(threads), bind == "1")
+        style, threads, bind, as_horovod, _, *command = arguments
+        return cls(command, style, int(threads), bind == "1", as_horovod == "1")
 
 
 class Rank:
@@ -92,6 +94,7 @@ class Rank:
         bind = order.bind and here.size > 1  # a single rank has nobody to make room for
         share = divide(cores, here.local_rank, here.local_size, wish)
         environment = _environment(share, insist=order.threads > 0, bind=bind)
+        environment |= here.in_horovods_words(os.uname().nodename) if order.as_horovod else {}
         self._child = child = Child(order.command, environment, cpus=share.bound_to if bind else (), reset=_HANDLED)
         self._note = describe(cores, here.local_size, wish, bind=bind) if here.local_rank == 0 else ""
         killed = encode(Ended(here.rank, Outcome(signal=signal.SIGKILL)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from coordd.affinity import DAEMON_CORES, read_cpus, write_cpus
+from coordd.affinity import daemon_cores, write_cpus
 from coordd.cores import Cores
 from coordd.crowd import oversubscribed, threads_asked
 
@@ -45,9 +45,7 @@ class Wish(NamedTuple):
         Raises:
             ConfigError: the environment names no processors where it should.
         """
-        cpus = environment.get(DAEMON_CORES, "").strip()
-        daemon_on = read_cpus(cpus, source=DAEMON_CORES) if cpus else frozenset()
-        return cls(threads or threads_asked(environment), daemon_on)
+        return cls(threads or threads_asked(environment), daemon_cores(environment))
 
 
 class Share(NamedTuple):

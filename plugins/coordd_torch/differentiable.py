@@ -79,15 +79,18 @@ class _Allreduce(torch.autograd.Function):
         return None, None, *_reduced(gradients, _backward(ctx.names), Compression.none, **ctx.details)
 
 
-def grouped_allreduce(
+def grouped_allreduce(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: ReduceOp | None = None,
-    **details: Any,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """Returns the reductions of several tensors; differentiable; other arguments as in `allreduce`."""
+    details = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
     return _reduced(tensors, places(name, len(tensors)), compression, op=reduce_op(op, average), **details)
 
 

@@ -228,10 +228,17 @@ def each(
     return GroupHandle([start(tensor, name=name, **details) for tensor, name in zip(tensors, names, strict=True)])
 
 
-def grouped_allreduce_async_(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, **details: Any
+def grouped_allreduce_async_(  # noqa: PLR0917 - Horovod's signature
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
     """Starts to reduce several tensors in place; other arguments as in `allreduce_async_`."""
+    details = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
     return each(allreduce_async_, tensors, places(name, len(tensors)), op=reduce_op(op, average), **details)
 
 

@@ -67,7 +67,7 @@ class _Distributed(torch.optim.Optimizer):
         last = join(process_set=self._process_set)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         broadcast_parameters(parameters, last, self._process_set)
-        broadcast_optimizer_state(self, last, self._process_set)
+        broadcast_optimizer_state(self, last, process_set=self._process_set)
         return last
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -132,6 +132,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     if isinstance(optimizer, _Distributed):
         text = "this optimizer is a DistributedOptimizer already: wrap it once"
         raise ArgumentError(text)
+    op = ReduceOp(op)  # Horovod's scripts may give its number
     if gradient_predivide_factor != 1.0 and op is not Average:
         text = "gradient_predivide_factor not supported with op != Average"
         raise ArgumentError(text)

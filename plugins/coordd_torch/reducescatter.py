@@ -54,8 +54,16 @@ def reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     )
 
 
-def grouped_reducescatter_async(tensors: Tensors, name: str | None = None, **details: Any) -> GroupHandle:
+def grouped_reducescatter_async(  # noqa: PLR0917 - Horovod's signature
+    tensors: Tensors,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> GroupHandle:
     """Starts to reduce and scatter several tensors; other arguments as in `reducescatter_async`."""
+    details = _details(op, process_set, prescale_factor, postscale_factor)
     return each(reducescatter_async, tensors, places(name, len(tensors)), **details)
 
 
@@ -72,24 +80,26 @@ def reducescatter(  # noqa: PLR0917 - Horovod's signature
 
     Its gradient is that of Horovod: the gradients of all rows, times the number of ranks for a sum.
     """
-    details = {
-        "op": ReduceOp(op),
-        "process_set": process_set,
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-    }
-    return _scattered([tensor], [name], compression, details)[0]
+    return _scattered([tensor], [name], compression, _details(op, process_set, prescale_factor, postscale_factor))[0]
 
 
-def grouped_reducescatter(
+def grouped_reducescatter(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: ReduceOp = Average,
-    **details: Any,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> tuple[Tensor, ...]:
     """Returns this rank's rows of several reductions; differentiable; other arguments as in `reducescatter`."""
-    return _scattered(tensors, places(name, len(tensors)), compression, {"op": ReduceOp(op), **details})
+    details = _details(op, process_set, prescale_factor, postscale_factor)
+    return _scattered(tensors, places(name, len(tensors)), compression, details)
+
+
+def _details(op: ReduceOp, process_set: ProcessSet, prescale: float, postscale: float) -> dict[str, Any]:
+    factors = {"prescale_factor": prescale, "postscale_factor": postscale}
+    return {"op": ReduceOp(op), "process_set": process_set, **factors}
 
 
 def _scattered(
@@ -113,11 +123,11 @@ class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         details = ctx.details
-        op, process_set = details["op"], details.get("process_set", global_process_set)
+        op, process_set = details["op"], details["process_set"]
         if op not in {Average, Sum}:
             text = f"{op.name.capitalize()} has no gradient here: reduce tensor.detach(), or use Sum or Average"
             raise ArgumentError(text)
-        factor = details.get("prescale_factor", 1.0) * details.get("postscale_factor", 1.0)
+        factor = details["prescale_factor"] * details["postscale_factor"]
         factor *= process_set.count(api.size()) if op is Sum else 1
         names = [name and f"{name}.grad" for name in ctx.names]
         joined = each(allgather_async, gradients, names, process_set=process_set).result()

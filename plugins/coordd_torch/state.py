@@ -54,11 +54,20 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.T
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: ProcessSet = global_process_set
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,  # noqa: ARG001 - Horovod's signature
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Copies the root's optimizer state, hyper-parameters included, to all ranks.
 
     The state may be empty or of any shape on the other ranks: they take over what the root has, and no step is made.
+
+    Args:
+        optimizer: any optimizer of PyTorch's interface, distributed or not.
+        root_rank: the global rank whose state is taken.
+        model: Horovod's, which makes a step to get a state; not needed.
+        process_set: the ranks that take part.
     """
     name = "broadcast.optimizer_state"
     tensors: list[torch.Tensor] = []

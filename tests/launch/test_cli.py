@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from coordd.cli import main
@@ -13,6 +15,11 @@ def test_it_knows_its_version(capsys):
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"coordd {VERSION}\n"
+
+
+def test_the_drop_in_path_can_be_put_on_a_path(capsys):
+    assert main(["drop-in-path"]) == 0
+    assert Path(capsys.readouterr().out.removesuffix("\n"), "horovod", "torch", "__init__.py").is_file()
 
 
 @pytest.mark.parametrize(

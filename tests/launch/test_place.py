@@ -33,6 +33,16 @@ def test_slurm_folds_equal_hosts(node, local):
     assert place("slurm", environment).local_size == local
 
 
+def test_a_place_of_several_hosts_is_told_in_horovods_words_as_far_as_it_is_known():
+    assert Place(5, 8, 1, 4).in_horovods_words("a") == {
+        "HOROVOD_RANK": "5",
+        "HOROVOD_SIZE": "8",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_LOCAL_SIZE": "4",
+        "HOROVOD_HOSTNAME": "a",
+    }
+
+
 def test_a_batch_script_is_not_a_rank():
     assert place("alone", SLURM | OPEN_MPI) == Place(0, 1, 0, 1)
 

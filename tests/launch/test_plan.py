@@ -8,9 +8,12 @@ import pytest
 
 from coordd.cores import Cores
 from coordd.errors import ConfigError
+from coordd.launch import drop_in
+from coordd.launch.drop_in import FOLDER
 from coordd.launch.flavour import ALONE, HYDRA, OPEN_MPI, SLURM
 from coordd.launch.launcher import Launcher, LauncherError
 from coordd.launch.plan import Plan
+from coordd.launch.rank import Order
 from tests.launch.test_options import parsed
 
 TWO = Cores(((0,), (1,)))
@@ -56,7 +59,7 @@ def test_options_become_a_command_line(line, expected):
 
 def test_each_rank_is_told_how_to_run_the_command():
     made = plan("-n 2 --threads 3 --no-bind python -c pass")
-    assert made.program.argv[-8:] == ["coordd.launch.rank", "open-mpi", "3", "0", "--", "python", "-c", "pass"]
+    assert made.program.argv[-9:] == ["coordd.launch.rank", "open-mpi", "3", "0", "0", "--", "python", "-c", "pass"]
 
 
 def test_the_superuser_has_to_say_so(monkeypatch):
@@ -135,6 +138,31 @@ def test_python_is_this_interpreter_although_nobody_activated_its_environment(mo
 )
 def test_one_line_says_how_the_cores_are_shared(line, cores, environment, note):
     assert plan(line, cores, **environment).notes == (note,)
+
+
+def test_as_horovod_puts_the_drop_in_first_on_the_path_here_and_elsewhere():
+    made = plan("-np 2 -H a:2 --as-horovod --cycle-time-ms 2 x", PYTHONPATH="/own")
+    assert made.settings == {"PYTHONPATH": f"{FOLDER}{os.pathsep}/own", "HOROVOD_CYCLE_TIME": "2"}
+    assert made.program.environment["PYTHONPATH"] == made.settings["PYTHONPATH"]
+    assert {"PYTHONPATH", "HOROVOD_CYCLE_TIME"} < set(made.program.argv)
+    assert Order.parse(made.program.argv[made.program.argv.index("open-mpi") :]).as_horovod
+
+
+def test_a_horovod_that_is_installed_is_told_to_be_left_aside(monkeypatch):
+    monkeypatch.setattr(drop_in, "version", lambda name: {"horovod": "0.28.1"}[name])
+    told = "--as-horovod: 'import horovod' is coordd, not the Horovod 0.28.1 that is installed"
+    assert plan("-n 1 --as-horovod x").notes[1:] == (told,)
+    assert plan("-n 1 x").notes[1:] == ()
+
+
+def test_a_flag_of_horovodruns_without_a_meaning_is_explained():
+    _, told = plan("-n 1 --as-horovod --hierarchical-allreduce x").notes
+    assert told.startswith("HOROVOD_HIERARCHICAL_ALLREDUCE has no effect: ranks of one host always reduce together")
+
+
+def test_horovods_thread_affinity_is_where_the_daemons_run():
+    note = plan("-n 2 x", HOROVOD_THREAD_AFFINITY="0").notes[0]
+    assert note == "2 ranks of 3 threads on 8 cores: they compute on 1-3 and 4-7, daemons on 0"
 
 
 @pytest.mark.parametrize("line", ["-n 2 x", "-n 2 -x COORDD_CYCLE_MSS=3 x"])

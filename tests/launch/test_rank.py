@@ -85,8 +85,18 @@ def test_it_starts_quickly_because_it_imports_little():
 
 
 def test_an_order_survives_the_command_line():
-    order = Order(["python", "--", "-x", ""], "hydra", 3, bind=False)
+    order = Order(["python", "--", "-x", ""], "hydra", 3, bind=False, as_horovod=True)
     assert Order.parse(order.arguments) == order
+
+
+@pytest.mark.parametrize("as_horovod", [False, True])
+def test_a_command_is_told_its_place_in_horovods_words_if_asked_for(as_horovod):
+    source = "import os; print({name: value for name, value in os.environ.items() if name.startswith('HOROVOD_')})"
+    with RankProcess(source, order=("alone", 0, True, as_horovod)) as rank:
+        rank.ended()
+    places = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
+    crossing = {"HOROVOD_HOSTNAME": os.uname().nodename, "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"}
+    assert rank.text == [str(places | crossing if as_horovod else {})]
 
 
 def test_a_command_that_ends_well():

@@ -35,7 +35,7 @@ def launch(
         size: number of ranks.
         script: a file, or the text of a program.
         arguments: the script's own.
-        launcher: ``"mpirun"``, ``"coordd"``, or ``"python"`` for one process without a launcher.
+        launcher: ``"mpirun"``, ``"coordd"``, ``"as-horovod"``, or ``"python"`` for one process without a launcher.
         timeout: seconds after which the job counts as hanging.
         variables: added to the environment.
 
@@ -57,6 +57,8 @@ def command(launcher: str, size: int) -> list[str]:
         return []
     if launcher == "coordd":
         return [sys.executable, "-m", "coordd.cli", "run", "-n", str(size)]
+    if launcher == "as-horovod":
+        return [sys.executable, "-m", "coordd.cli", "run", "--as-horovod", "-np", str(size)]
     return [*_mpirun(), "-n", str(size)]
 
 

@@ -8,7 +8,6 @@ from coordd.absence import Absence
 from coordd.latch import Latch
 from coordd.member import Member
 from coordd.messages import Kind
-from coordd.negotiation import Negotiator
 from coordd.stand_in import stand_in
 from coordd.tally import Tally
 
@@ -39,19 +38,6 @@ def counts_joins_that_a_lock_has_overtaken(monkeypatch):
         "overtakes",
         lambda self, request, seen: request.kind is not Kind.JOIN and overtakes(self, request, seen),
     )
-
-
-@mutant
-def locks_while_somebody_has_joined(monkeypatch):
-    lock = Negotiator._lock
-
-    def _lock(self, hits, responses):
-        absence, self._absence = self._absence, Absence()
-        found = lock(self, hits, responses)
-        self._absence = absence
-        return found
-
-    monkeypatch.setattr(Negotiator, "_lock", _lock)
 
 
 @mutant

@@ -16,6 +16,7 @@ from coordd.negotiation import Negotiator
 from coordd.owed import Owed
 from coordd.table import TensorTable
 from coordd.verdict import _sizes
+from coordd.wire import bits
 
 Mutant = Callable[..., None]
 MUTANTS: dict[str, Mutant] = {}
@@ -196,9 +197,10 @@ def fills_buckets_beyond_the_limit(monkeypatch):
 
 @mutant
 def compares_only_names(monkeypatch):
-    def credulous(parts):
+    def credulous(parts, absent):
         first = parts[min(parts, key=lowest)].request
-        return negotiation.Response(first, sizes=_sizes(parts) if first.kind is negotiation.Kind.ALLGATHER else ())
+        sizes = _sizes(parts, absent) if first.kind is negotiation.Kind.ALLGATHER else ()
+        return negotiation.Response(first, sizes=sizes, absent=tuple(bits(absent)))
 
     monkeypatch.setattr(negotiation, "verdict", credulous)
 

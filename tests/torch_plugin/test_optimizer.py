@@ -354,5 +354,5 @@ def test_bad_choices_are_refused(text):
 
 
 def test_without_init_it_says_so():
-    with pytest.raises(cd.NotInitializedError, match="use init"):
+    with pytest.raises(cd.NotInitializedError, match=r"use hvd\.init\(\)"):
         cd.DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1))

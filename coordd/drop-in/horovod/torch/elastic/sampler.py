@@ -1,0 +1,5 @@
+"""The path from which some scripts take `ElasticSampler`."""
+
+from horovod.torch.elastic import ElasticSampler
+
+__all__ = ["ElasticSampler"]

@@ -1,0 +1,3 @@
+"""The path from which some scripts take `SyncBatchNorm`."""
+
+from coordd.torch import *  # noqa: F403
