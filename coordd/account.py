@@ -12,7 +12,7 @@ from typing import NamedTuple
 from coordd.messages import Account
 from coordd.table import Site, show_site
 
-__all__ = ["THREAD", "Place", "account", "await_end", "places", "process_state"]
+__all__ = ["THREAD", "Account", "Place", "account", "await_end", "places", "process_state"]
 
 THREAD = "coordd"
 """How the names of coordd's own threads begin."""

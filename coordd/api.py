@@ -18,10 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from coordd.config import LAUNCHED, Config, aliased, unread
+from coordd.config import LAUNCHED, Config, aliased, timeline_folder, unread
 from coordd.crowd import Crowd
 from coordd.daemon import Daemon
-from coordd.errors import ConfigError, CoorddError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError
+from coordd.errors import (
+    ArgumentError,
+    ConfigError,
+    CoorddError,
+    ForkedProcessError,
+    NotInitializedError,
+    PeerError,
+    ShutdownError,
+)
 from coordd.exits import ExitWatch
 from coordd.handles import Handle
 from coordd.messages import ReduceOp
@@ -47,6 +55,8 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "using",
 ]
 
@@ -269,6 +279,34 @@ def barrier(*, process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have come; raises like `allreduce`."""
     handle: Handle[Any] = operations().barrier(process_set=process_set)
     handle.result()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's signature
+    """Records a timeline from now on, on this rank at once, on the others when they hear of it or call it themselves.
+
+    Args:
+        file_path: a folder, which gets one file a rank, or a file, ``x.json``, in whose place there will be a folder
+            ``x``; `coordd timeline` makes one file of it. It begins anew, even if something is being recorded.
+        mark_cycles: whether to record the daemon's cycles, too.
+
+    Raises:
+        ArgumentError: there is no path.
+        PeerError, NotInitializedError: see `coordd.errors`.
+    """
+    folder = timeline_folder(os.fspath(file_path))
+    if not folder:
+        text = "start_timeline needs a folder to record in"
+        raise ArgumentError(text)
+    operations().daemon.start_timeline(folder, mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Ends the recording on all ranks; does nothing if there is none. This rank's file is complete on return.
+
+    Raises:
+        PeerError, NotInitializedError: see `coordd.errors`.
+    """
+    operations().daemon.stop_timeline()
 
 
 def _advise(daemon: Daemon) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `coordd run`, `coordd tune`, `coordd status`, `coordd doctor`, and what is smaller."""
+"""The command line: `coordd run`, `tune`, `status`, `timeline`, `doctor`, `drop-in-path` and `version`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from coordd.errors import ConfigError, CoorddError
 from coordd.launch.drop_in import FOLDER
 from coordd.launch.options import EPILOG, add_options, joined
 from coordd.launch.run import run
+from coordd.launch.timeline import TIMELINE_EPILOG, add_timeline_options, timeline
 from coordd.launch.tune import TUNE_EPILOG, add_tune_options, tune
 from coordd.version import VERSION
 
@@ -77,6 +78,16 @@ def _parser() -> argparse.ArgumentParser:
     add_tune_options(search)
     search.set_defaults(action=tune, parser=search)
     _add_status(commands)
+    look = commands.add_parser(
+        "timeline",
+        help="say where the time of a step went",
+        description="Makes one file of what all ranks have recorded, and says where the time of a step went.",
+        epilog=TIMELINE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_timeline_options(look)
+    look.set_defaults(action=timeline, parser=look)
     check = commands.add_parser(
         "doctor",
         help="tell what is installed, and try it",

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from coordd import horovod
 from coordd.errors import ConfigError
 
-__all__ = ["LAUNCHED", "Config", "Knob", "aliased", "knobs", "unread"]
+__all__ = ["LAUNCHED", "Config", "Knob", "aliased", "knobs", "timeline_folder", "unread"]
 
 LAUNCHED = "COORDD_LAUNCHED"  # set by `coordd run` for its ranks; no setting
 
@@ -44,6 +44,11 @@ def _adaptive_if_zero(text: str) -> str:
 def _nearest_level(text: str) -> str:
     """Names our level for one of Horovod's, which has two more."""
     return _HOROVOD_LEVELS.get(text.lower(), text)
+
+
+def timeline_folder(text: str) -> str:
+    """Makes a folder of what Horovod has as one file; what it calls ``DYNAMIC`` is always possible here."""
+    return "" if text.upper() == "DYNAMIC" else text.removesuffix(".json")
 
 
 def _switch(word: str) -> bool:
@@ -178,6 +183,15 @@ class Config:
         low=0,
         high=1 << 40,
     )
+    timeline: str = _knob(
+        "",
+        "folder in which every rank records its operations and waits, for `coordd timeline`; empty: none is recorded",
+        alias="HOROVOD_TIMELINE",
+        convert=timeline_folder,
+    )
+    timeline_mark_cycles: bool = _knob(
+        False, "record the daemon's cycles in the timeline, too", alias="HOROVOD_TIMELINE_MARK_CYCLES"
+    )
     log_level: str = _knob(
         "warning",
         "least severe message that is printed",
@@ -193,7 +207,7 @@ class Config:
     @property
     def digest(self) -> str:
         """What must be equal on all ranks, as far as it is not the default; for people, too, if it is not."""
-        own = {"log_level", "interface", "daemon_cores"}
+        own = {"log_level", "interface", "daemon_cores", "timeline", "timeline_mark_cycles"}
         found = {knob.name: getattr(self, knob.name) for knob in knobs() if knob.name not in own}
         defaults = Config()
         changed = [f"{name}={value}" for name, value in found.items() if value != getattr(defaults, name)]

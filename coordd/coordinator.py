@@ -25,6 +25,7 @@ from coordd.messages import (
     Muster,
     Overdue,
     Plan,
+    Recording,
     Report,
     StallReport,
     Waiting,
@@ -96,6 +97,7 @@ class Coordinator:
         self._failure: Failure | None = None
         self._stopped = False
         self._plans = 0
+        self._recordings = 0
         self._out: Outgoing = []
         self._heard = False
 
@@ -123,9 +125,11 @@ class Coordinator:
             case Overdue():
                 self._investigate(self._speakers(voice, message.ranks), message, now)
             case Inquiry() | Account():
-                self._pass_on(message)
+                self._mediate(message)
             case Lost() | Loss():
                 self._lose(message.rank if isinstance(message, Loss) else voice)
+            case _:
+                self._pass_on(message)
 
     def turn(self, now: float) -> Outgoing:
         """Returns what is to be sent to which voice, in order; messages to rank 0 itself included."""
@@ -170,6 +174,12 @@ class Coordinator:
         pids, hosts = tuple(hello.pid for hello in everybody), tuple(hello.host for hello in everybody)
         self._tell(range(len(self._voices)), Welcome(pids, hosts, refusal))
 
+    def _pass_on(self, message: Message) -> None:
+        """Tells everybody to record, or to stop, as the first rank wants it."""
+        if isinstance(message, Recording) and message.number > self._recordings:
+            self._recordings = message.number
+            self._tell(range(len(self._voices)), message)
+
     def _lose(self, rank: int) -> None:
         if not self._stopped:
             self._fail(Failure.death(rank, self._place(rank)))
@@ -200,7 +210,7 @@ class Coordinator:
                 alone = span == 1 << voice
                 self._tell([voice], msgspec.structs.replace(question, ranks=() if alone else mine))
 
-    def _pass_on(self, message: Inquiry | Account) -> None:
+    def _mediate(self, message: Inquiry | Account) -> None:
         """Hands a rank's question on to those whom it asks, and an answer to who has asked."""
         if isinstance(message, Inquiry):
             self._ask(message.ranks, message)

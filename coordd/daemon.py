@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,10 +81,10 @@ class Daemon:
             text = f"the ranks did not find each other within {self.config.start_seconds:g} s (start_seconds)"
             raise StartError(text)
         if self._status.start_error is not None:
-            self.end(
-                _END_SECONDS
-            )  # or the interpreter would end MPI while the thread still gives back what it has of it
+            self.end(_END_SECONDS)  # or the interpreter would end MPI while the thread still uses it
             raise self._status.start_error
+        if self.config.timeline:
+            self.start_timeline(self.config.timeline, mark_cycles=self.config.timeline_mark_cycles)
 
     def allocate(self, size: int) -> np.ndarray:
         """Returns new memory of ``size`` bytes, zero, which the ranks of this host have in common where they can."""
@@ -114,17 +116,46 @@ class Daemon:
 
     def say(self, message: Message) -> None:
         """Sends a message of another thread to the coordinator, or to whom it is for by way of it."""
-        self._do(lambda: self._loop.say(message))
+        self._do(lambda: self._loop.recorder.tell(message))
 
-    def hurry(self) -> None:
-        """Ends the batching window: somebody waits.
+    def hurry(self, name: str) -> Callable[[], None] | None:
+        """Ends the batching window: somebody waits for an operation.
+
+        Returns:
+            what is to be called when the wait is over; None while no timeline is recorded.
 
         Raises:
             ForkedProcessError: in a forked child nothing is ever done.
         """
         if os.getpid() != self._pid:
             raise ForkedProcessError
+        tape = self._loop.recorder.deck.tape
+        over = tape.pause(name) if tape is not None else None
         self._inbox.hurry()
+        return over
+
+    def start_timeline(self, folder: str, *, mark_cycles: bool = False) -> None:
+        """Records a timeline from now on; so do the other ranks when they hear of it.
+
+        Args:
+            folder: gets one file a rank.
+            mark_cycles: whether to record the daemon's cycles, too.
+
+        Raises:
+            PeerError, NotInitializedError, ForkedProcessError: like `submit`.
+        """
+        self._record(folder, cycles=mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """Ends the recording, on all ranks; this rank's file is complete when this returns. Raises like `submit`."""
+        self._record("", cycles=False)
+        self._loop.recorder.finish()
+
+    def _record(self, folder: str, *, cycles: bool) -> None:
+        self._check_usable()
+        recording = self._loop.recorder.call(folder and str(Path(folder).absolute()), cycles=cycles)
+        if recording is not None:
+            self._do(lambda: self._loop.recorder.tell(recording))
 
     def handle(self, name: str) -> Handle[Any]:
         """Makes a handle whose waiters hurry this daemon."""

@@ -21,6 +21,7 @@ __all__ = [
     "RemoteTraceback",
     "ShutdownError",
     "StartError",
+    "TimelineError",
 ]
 
 
@@ -189,3 +190,10 @@ def spans(ranks: Iterable[int]) -> str:
         else:
             pieces.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in pieces)
+
+
+class TimelineError(CoorddError):
+    """A recording that cannot be read."""
+
+    def __init__(self, place: object, reason: str) -> None:
+        super().__init__(f"no timeline can be made of {place}: {reason}")

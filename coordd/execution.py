@@ -75,10 +75,14 @@ class Flights:
 
     def start(self, bucket: Bucket) -> None:
         """Puts a negotiated bucket in line, behind those of its process set."""
+        if (tape := self._plane.deck.tape) is not None:
+            tape.queued(Spot.of_bucket(bucket, self._plane.lane))
         self._queues.setdefault(bucket.request.members, deque()).append(bucket)
 
     def give(self, word: Locked) -> None:
         """Gives this rank's word on a locked bucket."""
+        if (tape := self._plane.deck.tape) is not None and word.bucket is not None:
+            tape.queued(Spot.of_word(word, self._plane.lane))
         flight = _Flight(word.bucket, iter(()), word)  # type: ignore[arg-type]
         line = self._lines.setdefault(word.index, deque())
         line.append(flight)
@@ -100,7 +104,7 @@ class Flights:
             for members, queue in self._queues.items()
             for _ in range(min(_ACTIVE - flying[members], len(queue)))
         ]
-        self._active += [_Flight(bucket, self._steps(bucket)) for bucket in ready]
+        self._active += [_Flight(bucket, self._turn(bucket)) for bucket in ready]
         self._queues = {members: queue for members, queue in self._queues.items() if queue}
         return bool(ready)
 
@@ -134,6 +138,12 @@ class Flights:
             gone.clear()
         return [entry for bucket in buckets if bucket is not None for entry in bucket.entries]
 
+    def _turn(self, bucket: Bucket) -> Steps:
+        """Carries a negotiated bucket out, whose turn has come."""
+        if (tape := self._plane.deck.tape) is not None:
+            tape.mark(Spot.of_bucket(bucket, self._plane.lane))
+        yield from self._steps(bucket)
+
     def _steps(self, bucket: Bucket) -> Steps:
         spot = Spot.of_bucket(bucket, self._plane.lane)
         match bucket.request.kind:
@@ -148,12 +158,14 @@ class Flights:
             case Kind.REDUCESCATTER:
                 return self._reduce_scatter(spot, bucket)
             case Kind.BARRIER | Kind.JOIN:
-                return self._meet(bucket)
+                return self._meet(spot, bucket)
 
     def _locked(self, word: Locked, flight: _Flight, line: deque[_Flight]) -> Steps:
         while line[0] is not flight:
             yield
         spot = Spot.of_word(word, self._plane.lane)
+        if (tape := self._plane.deck.tape) is not None:
+            tape.mark(spot)
         if word.bucket is None:
             yield from self._plane.refuse(spot)
         else:
@@ -176,11 +188,17 @@ class Flights:
                 flat[...] = buffer[start:stop]
                 start = stop
         if moved:
-            self._outcomes.landed(bucket.entries)
+            self._land(spot, bucket.entries)
         if word is not None:
             self._outcomes.settled(word, moved=moved)
         if moved:
             self._finish(bucket.entries, flats)
+
+    def _land(self, spot: Spot, entries: Sequence[Entry]) -> None:
+        """Notes that results are where they belong, before anybody is told."""
+        if (tape := self._plane.deck.tape) is not None:
+            tape.landed(spot, [(entry.request, entry.handle.submitted) for entry in entries])
+        self._outcomes.landed(entries)
 
     def _finish(self, entries: Sequence[Entry], flats: Sequence[np.ndarray]) -> None:
         """Hands over the results of operations in place, whose values may have travelled in a copy."""
@@ -197,7 +215,7 @@ class Flights:
         flat = _flat(entry.array)
         members = bucket.request.members or self._plane.world
         yield from self._plane.broadcast(spot, members, flat, members.index(entry.request.root))
-        self._outcomes.landed([entry])
+        self._land(spot, [entry])
         self._finish([entry], [flat])
 
     def _allgather(self, spot: Spot, bucket: Bucket) -> Steps:
@@ -210,7 +228,7 @@ class Flights:
         blocks[members.index(self._plane.rank)][...] = entry.array.reshape(-1)
         yield from self._plane.allgather(spot, members, blocks)
         self.bytes_moved += gathered.nbytes
-        self._outcomes.landed([entry])
+        self._land(spot, [entry])
         entry.finish(gathered)
 
     def _alltoall(self, spot: Spot, bucket: Bucket) -> Steps:
@@ -224,7 +242,7 @@ class Flights:
         entry.splits = np.array(rows, np.int64)
         received = np.concatenate(parts).view(array.dtype).reshape(sum(rows), *array.shape[1:])
         self.bytes_moved += received.nbytes
-        self._outcomes.landed([entry])
+        self._land(spot, [entry])
         entry.finish(received)
 
     def _reduce_scatter(self, spot: Spot, bucket: Bucket) -> Steps:
@@ -237,13 +255,13 @@ class Flights:
         slices = [block.reshape(-1) for block in blocks]
         yield from self._plane.reduce_scatter(spot, bucket.request, slices, result.reshape(-1), absent=bucket.absent)
         self.bytes_moved += array.nbytes
-        self._outcomes.landed([entry])
+        self._land(spot, [entry])
         entry.finish(result)
 
-    def _meet(self, bucket: Bucket) -> Steps:
+    def _meet(self, spot: Spot, bucket: Bucket) -> Steps:
         """That all members have announced it is all there is to a barrier; who joined last is known by the plan."""
         entry = bucket.entries[0]
-        self._outcomes.landed([entry])
+        self._land(spot, [entry])
         entry.finish(np.array(bucket.request.root))
         return
         yield

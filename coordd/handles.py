@@ -13,6 +13,7 @@ __all__ = ["Handle", "call_site", "wait_all"]
 
 log = logging.getLogger("coordd")
 Result = TypeVar("Result")
+Hurry = Callable[[str], Callable[[], None] | None]
 
 
 class Handle(Generic[Result]):
@@ -23,12 +24,13 @@ class Handle(Generic[Result]):
 
     __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_gates", "_hurry", "_result", "name", "submitted")
 
-    def __init__(self, name: str, hurry: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str, hurry: Hurry | None = None) -> None:
         """Makes a pending handle.
 
         Args:
             name: what is in flight.
-            hurry: called when somebody starts to wait, so that the daemon stops waiting for company.
+            hurry: called with the name when somebody starts to wait, so that the daemon stops waiting for company; what
+                it returns, if anything, is called when the wait is over.
         """
         self.name = name
         self.submitted = time.monotonic()
@@ -57,9 +59,11 @@ class Handle(Generic[Result]):
             if self._done:
                 return True
             self._gates.append(gate)
-        if self._hurry is not None:
-            self._hurry()
-        return gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)) or self._done
+        over = self._hurry(self.name) if self._hurry is not None else None
+        done = gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)) or self._done
+        if over is not None:
+            over()
+        return done
 
     def result(self, timeout: float | None = None) -> Result:
         """Waits, and returns what the operation produced.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from coordd.account import account
+from coordd.account import Account, account
 from coordd.affinity import keep_to
 from coordd.bell import Bell
 from coordd.bucket import Locked
@@ -21,20 +21,21 @@ from coordd.config import Config
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
 from coordd.crowd import Crowd, oversubscribed
+from coordd.departures import Departures
 from coordd.errors import ShutdownError, StartError
 from coordd.execution import Flights
 from coordd.foreman import hub
 from coordd.inbox import Inbox
 from coordd.lookout import Delay, Lookout
-from coordd.losses import Losses
 from coordd.mailbox import Letter, Mailbox
 from coordd.member import Due, Member
-from coordd.messages import Abort, Account, Failure, Goodbye, Hello, Inquiry, Message, Plan, StallReport, Welcome
+from coordd.messages import Abort, Failure, Goodbye, Hello, Inquiry, Message, Plan, Recording, StallReport, Welcome
 from coordd.patience import Patience, nap_precisely
 from coordd.plane import Plane
 from coordd.rendezvous import Link, Rendezvous
 from coordd.status import Parts, Status, peer_error
 from coordd.table import Entry
+from coordd.timeline.recorder import Recorder
 from coordd.tree import post
 from coordd.version import VERSION
 from coordd.world import World
@@ -69,11 +70,12 @@ class Loop:
         self._bell = bell
         self._status = status
         self._link: Link | None = None
-        self._losses = Losses()
+        self._departures = Departures()
         self._parting: float | None = None
         self._patience = Patience()
         self._wreck: list[object] = []
         self._dues: list[Due] = []
+        self.recorder = Recorder()
 
     def run(self) -> None:
         """Runs until all ranks have left, the job has failed and nobody is waited for, or it is told to stop."""
@@ -109,10 +111,6 @@ class Loop:
         if not entries[0].patient:
             self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
 
-    def say(self, message: Message) -> None:
-        """Sends what another thread of this process wants to know, or to tell."""
-        self._tell(message)
-
     def settled(self, word: Locked, *, moved: bool) -> None:
         """Notes how an occurrence of a locked bucket has ended."""
         if moved and word.bucket is not None:
@@ -126,7 +124,7 @@ class Loop:
 
     def watch_for(self, rank: int, gone: threading.Event) -> None:
         """Sets ``gone`` once the neighbour on the way to a rank is gone, who goes after that rank's process."""
-        self._losses.watch(self._own_post.toward(rank), gone)
+        self._departures.watch(self._own_post.toward(rank), gone)
 
     def _cycle(self) -> None:
         self._announce()
@@ -137,6 +135,7 @@ class Loop:
         moved = self._flights.advance() | self._mailbox.advance()
         while self._dues:
             self._carry_out(self._dues.pop(0))
+        self.recorder.look()
         self._rest(moved=moved)
 
     def _connect(self) -> None:
@@ -152,13 +151,15 @@ class Loop:
             rank=transport.rank,
             hosts=self._link.hosts,
             chunk=self._config.chunk_kb << 10,
+            deck=self.recorder.deck,
         )
         self._flights = Flights(plane, self)
-        self._mailbox = Mailbox(transport.matched, transport.rank)
+        self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck)
         self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
         self._status.parts = Parts(self._member, self._flights, self._mailbox, self._link.commons, self._inbox)
         self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
         self._hub = hub(self._own_post, self._coordinate)
+        self.recorder.connect(self._tell, self._control.send, parent=self._own_post.parent)
         self._tell(Hello(VERSION, self._config.digest, os.getpid(), self._link.hosts[transport.rank]))
 
     def _coordinate(self, voices: Sequence[int] | None) -> Coordinator:
@@ -225,7 +226,7 @@ class Loop:
 
     def _listen(self) -> None:
         """Takes control messages in; where others report to this rank, its hub hears them and says what to do."""
-        arrived = self._control.receive()
+        arrived = self.recorder.sift(self._control.receive())
         if self._hub is None:
             for sender, message in arrived:
                 self._obey(sender, message)
@@ -234,7 +235,7 @@ class Loop:
         own = self._own_post.rank
         for sender, message in arrived:
             if isinstance(message, Lost):
-                self._losses.note(sender)
+                self._departures.note(sender)
             self._hub.hear(sender, message, now=now)
         while said := self._hub.turn(now):  # what this rank is told, it may answer at once
             for rank, message in sorted(said, key=lambda told: told[0] == own):  # others need not wait for its work
@@ -250,17 +251,23 @@ class Loop:
                 self._follow(message)
             case Abort():
                 self._break(message.failure)
-            case Inquiry(number=number) | Account(number=number) if number:
-                self._status.desk(message)
-            case Inquiry():
-                self._tell(account(self._status.world.rank, self._member.table.last))
+            case Inquiry() | Account():
+                self._answer(message)
             case StallReport():
                 self._lookout.answer(message)
             case Welcome():
                 self._enter(message)
+            case Recording():
+                self.recorder.hear(message)
             case Lost() if not self._member.stopped:
-                self._losses.note(sender)
-                self._break(Failure.death(sender, self._place(sender)))
+                self._departures.note(sender)
+                self._break(Failure.death(sender, self._status.place(sender)))
+
+    def _answer(self, message: Inquiry | Account) -> None:
+        if message.number:
+            self._status.desk(message)
+        else:
+            self._tell(account(self._status.world.rank, self._member.table.last))
 
     def _follow(self, plan: Plan) -> None:
         if self._status.failure is not None:
@@ -270,6 +277,7 @@ class Loop:
     def _enter(self, welcome: Welcome) -> None:
         self._status.world = World(self._status.world.rank, welcome.hosts)
         self._status.pids = welcome.pids
+        self.recorder.enter(self._status.world, welcome.pids)
         neighbours = [welcome.pids[rank] for rank in self._status.world.neighbours]
         self._patience.crowded = oversubscribed(*Crowd.of(neighbours, os.environ))
         self._lookout.coordinator = (welcome.pids[0], welcome.hosts[0], self._status.world.host)
@@ -277,13 +285,6 @@ class Loop:
             self._status.start_error = StartError(welcome.refusal)
             self._status.stopping = True
         self._status.started.set()
-
-    def _place(self, rank: int) -> str:
-        return (
-            f"pid {self._status.pids[rank]} on {self._status.world.hosts[rank]}"
-            if self._status.pids
-            else "not yet arrived"
-        )
 
     def _break(self, failure: Failure) -> None:
         """Ends everything that is under way with the cause; the thread lives on to see the others go."""
@@ -335,6 +336,7 @@ class Loop:
     def _finish(self) -> None:
         """Closes the link; nobody waits any more."""
         self._status.leaving = True
+        self.recorder.close()
         if self._link is not None:
             unmatched = bool(self._mailbox)
             self._fail_all(ShutdownError)
@@ -343,7 +345,7 @@ class Loop:
             self._link.transport.close(failed=self._status.failure is not None or unmatched)
             if self._link.commons is not None:
                 self._link.commons.close()
-        self._losses.end()
+        self._departures.end()
         self._bell.close()
         self._status.over.set()
         self._status.ended.set()
@@ -389,9 +391,8 @@ class Loop:
     def _deadline(self) -> float | None:
         """Seconds until time itself gives the daemon something to do; None for never."""
         now = time.monotonic()
-        times = []
-        if self._hub is not None and self._hub.deadline is not None:
-            times.append(self._hub.deadline - now)
+        deadlines = (self._hub.deadline if self._hub is not None else None, self.recorder.deadline)
+        times = [deadline - now for deadline in deadlines if deadline is not None]
         if (remaining := self._lookout.remaining(now)) is not None:
             times.append(remaining)
         return max(_SHORTEST_SLEEP, min(times)) if times else None

@@ -17,6 +17,7 @@ from coordd.errors import ArgumentError, MismatchError
 from coordd.fusion import item_size
 from coordd.handles import Handle
 from coordd.messages import Waiting
+from coordd.timeline.tape import Deck
 from coordd.transport.collectives import Steps
 from coordd.transport.protocol import ANY, Lane, Ticket
 
@@ -75,8 +76,9 @@ class Letter:
 class Mailbox:
     """The sends and receives of one rank."""
 
-    def __init__(self, lane: Lane, rank: int) -> None:
+    def __init__(self, lane: Lane, rank: int, deck: Deck | None = None) -> None:
         self._lane = lane
+        self._deck = deck or Deck()
         self._rank = rank
         self._serial = 0
         self._wanted: dict[tuple[int, str], deque[Letter]] = {}
@@ -143,7 +145,13 @@ class Mailbox:
         tickets += [self._lane.isend(part, letter.peer, self._serial) for part in _parts(payload)]
         while not self._lane.done(tickets):
             yield
-        self._count(letter, payload)
+        self._finish(letter, array)
+
+    def _finish(self, letter: Letter, array: np.ndarray) -> None:
+        self.done[letter.word] += 1
+        self.bytes[letter.word] += array.nbytes
+        if (tape := self._deck.tape) is not None:
+            tape.delivered(letter.word, letter.name, letter.peer, nbytes=array.nbytes, since=letter.handle.submitted)
         letter.finish(array)
 
     def _listen(self) -> None:
@@ -181,21 +189,16 @@ class Mailbox:
         tickets = [self._lane.irecv(part, letter.peer, header.serial) for part in _parts(raw)]
         while not self._lane.done(tickets):
             yield
-        self._count(letter, raw)
         if wanted is None:
-            letter.finish(raw.view(np.dtype(header.dtype)).reshape(header.shape))
+            self._finish(letter, raw.view(np.dtype(header.dtype)).reshape(header.shape))
         elif fits:
             if not direct:
                 wanted[...] = raw.view(wanted.dtype).reshape(wanted.shape)
-            letter.finish(wanted)
+            self._finish(letter, wanted)
         else:
             here = _describe(wanted.dtype.name, wanted.shape)
             values: Disagreement = [(sent, [letter.peer], []), (here, [self._rank], [])]
             letter.handle.fail(MismatchError(letter.name, "tensor that is sent and received", values))
-
-    def _count(self, letter: Letter, moved: np.ndarray) -> None:
-        self.done[letter.word] += 1
-        self.bytes[letter.word] += moved.nbytes
 
 
 def _header(header: _Header) -> np.ndarray:

@@ -23,7 +23,10 @@ __all__ = [
     "Message",
     "Muster",
     "Overdue",
+    "Ping",
     "Plan",
+    "Pong",
+    "Recording",
     "ReduceOp",
     "Report",
     "Request",
@@ -273,4 +276,41 @@ class StallReport(msgspec.Struct, frozen=True, array_like=True, tag="stall"):
     silent: tuple[int, ...] = ()
 
 
-Message = Report | Plan | Hello | Muster | Welcome | Goodbye | Loss | Abort | Overdue | Inquiry | Account | StallReport
+class Recording(msgspec.Struct, frozen=True, array_like=True, tag="recording"):
+    """From now on all ranks record a timeline in a folder, or, without one, do not; ``number`` counts such orders."""
+
+    number: int
+    folder: str = ""
+    cycles: bool = False
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """What time is it on rank 0? Here it is ``sent``."""
+
+    sent: float
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    """The answer to what was asked at ``sent``: on rank 0 it is ``now``."""
+
+    sent: float
+    now: float
+
+
+Message = (
+    Report
+    | Plan
+    | Hello
+    | Muster
+    | Welcome
+    | Goodbye
+    | Loss
+    | Abort
+    | Overdue
+    | Inquiry
+    | Account
+    | StallReport
+    | Recording
+    | Ping
+    | Pong
+)

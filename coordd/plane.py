@@ -7,13 +7,14 @@ import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
 from coordd.bucket import Bucket, Locked
 from coordd.messages import ReduceOp, Request
 from coordd.routes import Route, route
+from coordd.timeline.tape import Deck
 from coordd.transport import collectives, exchange, rounds, shared
 from coordd.transport.adasum import adasum
 from coordd.transport.collectives import Group, Pulse, Reduction, Scratch, Steps
@@ -24,6 +25,8 @@ from coordd.transport.shared import Terms
 __all__ = ["Outcome", "Plane", "Spot"]
 
 _NEGOTIATED = 64
+P = ParamSpec("P")
+Ended = TypeVar("Ended")
 _TAGS = Group.tags_per_operation + 1
 Outcome = Generator[None, None, bool]
 """Steps that end with whether anything has moved."""
@@ -49,10 +52,31 @@ class Spot(NamedTuple):
         return cls(_NEGOTIATED + word.index, word.lock << 32 | word.occurrence, lane.tags // 2 + word.index * _TAGS)
 
 
+def _timed(method: Callable[Concatenate[Plane, Spot, P], Generator[None, None, Ended]]) -> Any:
+    """Has the tape, if one runs, note when a transfer begins and ends."""
+
+    @functools.wraps(method)
+    def timed(plane: Plane, spot: Spot, *args: P.args, **kwargs: P.kwargs) -> Generator[None, None, Ended]:
+        steps = method(plane, spot, *args, **kwargs)
+        tape = plane.deck.tape
+        return steps if tape is None else tape.transfer(spot, steps)
+
+    return timed
+
+
 class Plane:
     """Moves arrays between the members of operations; flat, contiguous, and of equal size on all of them."""
 
-    def __init__(self, lane: Lane, commons: Commons | None, *, rank: int, hosts: Sequence[str], chunk: int) -> None:
+    def __init__(  # noqa: PLR0913 - what there is on the way
+        self,
+        lane: Lane,
+        commons: Commons | None,
+        *,
+        rank: int,
+        hosts: Sequence[str],
+        chunk: int,
+        deck: Deck | None = None,
+    ) -> None:
         """Describes the ways.
 
         Args:
@@ -61,8 +85,10 @@ class Plane:
             rank: this rank.
             hosts: the host of every rank.
             chunk: bytes in which large tensors travel.
+            deck: where the tape runs that notes transfers.
         """
         self.lane = lane
+        self.deck = deck or Deck()
         self.world = tuple(range(len(hosts)))
         self.pulse = Pulse()
         self._commons = commons
@@ -87,6 +113,7 @@ class Plane:
         if self._commons is not None:
             self._commons.mine.wake_up()
 
+    @_timed
     def reduce(
         self, spot: Spot, request: Request, arrays: Sequence[np.ndarray], *, absent: int = 0, agreed: bool = True
     ) -> Outcome:
@@ -178,6 +205,7 @@ class Plane:
                 terms = dataclasses.replace(terms, between=between, owners=way.owners, partial=inner.sums)
             return (yield from shared.allreduce(meeting, arrays, inner, terms, doubtful=outer is None and not agreed))
 
+    @_timed
     def broadcast(self, spot: Spot, members: Sequence[int], array: np.ndarray, root: int) -> Steps:
         """Copies the array of the member with index ``root`` into everybody's."""
         if (meeting := self._meeting(spot, members)) is None:
@@ -187,6 +215,7 @@ class Plane:
         blocks = [array if index == root else nothing for index in range(len(members))]
         yield from self._spread(meeting, blocks)
 
+    @_timed
     def allgather(self, spot: Spot, members: Sequence[int], blocks: Sequence[np.ndarray]) -> Steps:
         """Fills the others' blocks from what they hold in theirs; blocks may differ in size."""
         if (meeting := self._meeting(spot, members)) is None:
@@ -200,6 +229,7 @@ class Plane:
         with self._lending() as lend:
             yield from rounds.spread(meeting, blocks, Terms(self._chunk, self.pulse, lend))
 
+    @_timed
     def alltoall(
         self, spot: Spot, members: Sequence[int], array: np.ndarray, splits: Sequence[int], row: int
     ) -> Generator[None, None, tuple[list[int], list[np.ndarray]]]:
@@ -224,6 +254,7 @@ class Plane:
         yield from exchange.exchange(group, outgoing, incoming)
         return received.tolist(), incoming
 
+    @_timed
     def reduce_scatter(
         self, spot: Spot, request: Request, slices: Sequence[np.ndarray], result: np.ndarray, *, absent: int = 0
     ) -> Steps:

@@ -50,6 +50,10 @@ class Status:
         """Set when nothing can be completed any more: the thread has ended, or the job has failed."""
         self.ended = threading.Event()
 
+    def place(self, rank: int) -> str:
+        """Says where a rank's process is."""
+        return f"pid {self.pids[rank]} on {self.world.hosts[rank]}" if self.pids else "not yet arrived"
+
 
 def peer_error(failure: Failure) -> PeerError:
     """Makes the error that those get who wait; a new one each time, for exceptions collect tracebacks."""

@@ -15,6 +15,7 @@ from coordd.messages import (
     Inquiry,
     Overdue,
     Plan,
+    Recording,
     StallReport,
     Waiting,
     Welcome,
@@ -95,6 +96,16 @@ def test_one_plan_goes_to_everybody():
     [plan] = star.down[0]
     assert plan.sequence == 1
     assert star.down[0] == star.down[1] == star.down[2]
+
+
+def test_the_first_order_to_record_goes_to_everybody_once():
+    coordinator = empty(2)
+    start, stop = Recording(1, "folder"), Recording(2)
+    told = []
+    for rank, order in [(1, start), (0, start), (0, stop), (1, stop), (1, start)]:
+        coordinator.hear(rank, order, now=0.0)
+        told += coordinator.turn(0.0)
+    assert told == [(0, start), (1, start), (0, stop), (1, stop)]
 
 
 def test_without_news_nothing_is_said():

@@ -17,6 +17,7 @@ from coordd.execution import Flights
 from coordd.messages import Kind, Request
 from coordd.plane import Spot
 from coordd.table import Entry
+from coordd.timeline.tape import Deck
 from coordd.transport.collectives import Pulse
 from coordd.transport.local import LocalWorld
 from tests.neighbours import in_random_order, planes
@@ -78,6 +79,7 @@ class Doubling:
 
     def __init__(self) -> None:
         self.lane = LocalWorld(1).join(0).collective
+        self.deck = Deck()
         self.pulse = Pulse()
         self.started: list[Spot] = []
         self.arrays: list[list[np.ndarray]] = []

@@ -20,6 +20,7 @@ from coordd.messages import (
     Muster,
     Overdue,
     Plan,
+    Recording,
     Report,
     StallReport,
     Waiting,
@@ -35,6 +36,7 @@ ABOVE, HERE, BELOW, OTHER = 0, 2, 3, 4
 CHILDREN = (BELOW, OTHER)
 MINE = mask(0b111100)
 FAILURE = Failure(5, "raised ValueError", "Traceback")
+RECORDING = Recording(1, "folder")
 
 
 def hello(rank: int) -> Hello:
@@ -142,6 +144,7 @@ def test_answers_and_losses_go_up_as_they_come():
     assert stand.hear(OTHER, account) == [(ABOVE, account)]
     assert stand.hear(BELOW, LOST) == [(ABOVE, Loss(3))]
     assert stand.hear(OTHER, Loss(5)) == [(ABOVE, Loss(5))]
+    assert stand.hear(OTHER, RECORDING) == [(ABOVE, RECORDING)]
 
 
 def test_a_failure_goes_both_ways_at_once():
@@ -152,7 +155,7 @@ def test_a_failure_goes_both_ways_at_once():
 # Downwards
 
 
-@pytest.mark.parametrize("message", [Plan(1), Welcome(), Abort(FAILURE), StallReport(1.0, (), ())])
+@pytest.mark.parametrize("message", [Plan(1), Welcome(), Abort(FAILURE), StallReport(1.0, (), ()), RECORDING])
 def test_what_concerns_all_goes_to_all_and_to_this_rank_last(message):
     assert Stand().hear(ABOVE, message) == to_all(message)
 

@@ -69,14 +69,26 @@ def test_a_result_that_does_not_come_in_time_says_so():
 
 def test_waiting_hurries_the_daemon_but_asking_does_not():
     calls = []
-    handle = Handle("x", hurry=lambda: calls.append("hurry"))
+    handle = Handle("x", hurry=lambda name: calls.append(f"hurry {name}"))
     handle.poll()
     assert calls == []
     handle.wait(0.0)
-    assert calls == ["hurry"]
+    assert calls == ["hurry x"]
     handle.resolve(1)
     handle.wait()
-    assert calls == ["hurry"]
+    assert calls == ["hurry x"]
+
+
+def test_who_hurries_may_hear_of_the_end_of_the_wait():
+    ends = []
+    handle = Handle("x", hurry=lambda name: lambda: ends.append((name, handle.poll())))
+    handle.wait(0.0)
+    assert ends == [("x", False)]
+    waiting = threading.Thread(target=handle.wait)
+    waiting.start()
+    handle.resolve(1)
+    waiting.join()
+    assert ends[1:] in ([], [("x", True)]), "a wait that need not wait does not hurry"
 
 
 def test_callbacks_run_once_before_and_after_it_is_done():

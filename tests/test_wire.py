@@ -25,7 +25,10 @@ from coordd.messages import (
     Message,
     Muster,
     Overdue,
+    Ping,
     Plan,
+    Pong,
+    Recording,
     ReduceOp,
     Report,
     Request,
@@ -77,6 +80,9 @@ by_type = {
     Inquiry: st.builds(Inquiry, ranks),
     Account: accounts,
     StallReport: st.builds(StallReport, finite, some(waitings), some(accounts), ranks),
+    Recording: st.builds(Recording, whole, texts, st.booleans()),
+    Ping: st.builds(Ping, finite),
+    Pong: st.builds(Pong, finite, finite),
 }
 messages = st.one_of(*by_type.values())
 

@@ -11,6 +11,8 @@ from coordd.api import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from coordd.errors import (
     ArgumentError,
@@ -147,5 +149,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

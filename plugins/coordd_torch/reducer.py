@@ -391,5 +391,7 @@ class Reducer:
         while self._landed < self._started:
             self._all_landed.clear()
             if self._landed < self._started:
-                self._operations.daemon.hurry()
+                over = self._operations.daemon.hurry("gradients")
                 self._all_landed.wait()
+                if over is not None:
+                    over()

@@ -1,0 +1,108 @@
+"""`coordd timeline`: makes one file of what all ranks have recorded, and says where a step's time went."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordd.config import timeline_folder
+
+if TYPE_CHECKING:
+    from coordd.timeline.summary import Summary
+    from coordd.timeline.trace import Trace
+
+__all__ = ["TIMELINE_EPILOG", "add_timeline_options", "timeline"]
+
+_DOUBTFUL = 1e-3
+"""Seconds from which the doubt about a clock is worth a word."""
+
+TIMELINE_EPILOG = """\
+examples:
+  coordd run -n 4 --timeline trace python train.py   record
+  coordd timeline trace                              then look
+
+Writes DIR/timeline.json, for https://ui.perfetto.dev and chrome://tracing, DIR/step.svg, a picture of one step, and
+DIR/steps.csv, all steps of all ranks. Recordings that were cut off are read as far as they go.
+"""
+
+
+def add_timeline_options(parser: argparse.ArgumentParser) -> None:
+    """Adds all options."""
+    parser.add_argument("folder", metavar="DIR", help="what was given to --timeline, or to start_timeline")
+    parser.add_argument(
+        "--step", metavar="NAME", help="a tensor that comes once a step; default: one that repeats, and carries much"
+    )
+
+
+def timeline(options: argparse.Namespace) -> int:
+    """Carries out `coordd timeline`; returns the exit code.
+
+    Raises:
+        TimelineError: there is no recording, or nothing that could be read.
+        OSError: a file cannot be read or written.
+    """
+    from rich.console import Console
+
+    from coordd.timeline.journal import Journal
+    from coordd.timeline.merge import merge
+    from coordd.timeline.picture import picture
+    from coordd.timeline.summary import summarize
+    from coordd.timeline.terminal import show
+    from coordd.timeline.trace import find
+
+    folder = Path(timeline_folder(options.folder))
+    traces = find(folder)
+    target = folder / "timeline.json"
+    merge(traces, target)
+    for sentence in _flaws(traces):
+        sys.stderr.write(f"coordd: {sentence}\n")
+    journals = [Journal(trace.rank, trace.events()) for trace in traces]
+    console = Console(highlight=False)
+    summary = summarize(journals, options.step)
+    if summary is None:
+        text = "no step was found: nothing comes twice on all ranks" if not options.step else "that tensor never comes"
+        console.print(text)
+    else:
+        show(summary, console)
+        (folder / "step.svg").write_text(picture(summary, journals), "utf-8")
+        _save(summary, folder / "steps.csv")
+        console.print(f"\nthe step in the middle: {folder / 'step.svg'}", soft_wrap=True, markup=False)
+    console.print(f"all events, for https://ui.perfetto.dev: {target}", soft_wrap=True, markup=False)
+    return 0
+
+
+def _flaws(traces: Sequence[Trace]) -> list[str]:
+    """Says what the recordings lack."""
+    found = []
+    size, ranks = traces[0].about["size"], [trace.rank for trace in traces]
+    if missing := sorted(set(range(size)) - set(ranks)):
+        found.append(f"{len(missing)} of {size} ranks have no usable recording here, rank {missing[0]} for one")
+    for trace in traces:
+        if trace.damaged:
+            found.append(f"rank {trace.rank}: {trace.damaged} damaged or cut off lines are left out")
+        if trace.dropped:
+            found.append(f"rank {trace.rank}: {trace.dropped} items are missing; the file was too slow for them")
+        if trace.guessed:
+            found.append(
+                f"rank {trace.rank}: its clock was not compared with rank 0's; the hosts' time of day is taken"
+            )
+        elif trace.doubt > _DOUBTFUL:
+            found.append(f"rank {trace.rank}: its times may be off by up to {1e3 * trace.doubt:.1f} ms")
+    return found
+
+
+def _save(summary: Summary, path: Path) -> None:
+    """Writes all steps of all ranks as a table, in milliseconds."""
+    from coordd.timeline.breakdown import Part
+
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["step", "rank", "since_s", "step_ms", *(f"{part.name.lower()}_ms" for part in Part)])
+        for number, found in enumerate(summary.steps):
+            for one in found:
+                parts = [f"{1e3 * one.spent(part):.4f}" for part in Part]
+                table.writerow([number, one.rank, f"{one.step.since:.6f}", f"{1e3 * one.seconds:.4f}", *parts])

@@ -1,0 +1,112 @@
+"""All ranks' steps together: where they went, and for whom they waited. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, median
+from typing import NamedTuple
+
+from coordd.timeline.breakdown import Breakdown, Coming, Part, breakdowns, comings
+from coordd.timeline.journal import Journal
+from coordd.timeline.spans import length
+from coordd.timeline.steps import anchor, steps
+
+__all__ = ["Lateness", "Share", "Summary", "summarize"]
+
+
+class Share(NamedTuple):
+    """What one rank spends in a step on average over the steps in the middle; seconds by part."""
+
+    rank: int
+    seconds: float
+    spent: Mapping[Part, float]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that nothing hid."""
+        return self.seconds - self.spent[Part.COMPUTE]
+
+
+class Lateness(NamedTuple):
+    """How often a rank came last, how long after the one before as a rule, and what a step of the others lost by it."""
+
+    rank: int
+    times: int
+    share: float
+    behind: float
+    cost: float
+
+
+class Summary(NamedTuple):
+    """What a timeline says.
+
+    ``steps`` are the breakdowns of each step that all ranks have, by rank; ``middle`` the numbers of those whose length
+    is in the middle half, on which all averages are made; ``typical`` is the one of median length.
+    """
+
+    anchor: str
+    steps: list[list[Breakdown]]
+    middle: list[int]
+    typical: int
+    shares: list[Share]
+    late: list[Lateness]
+
+    @property
+    def seconds(self) -> float:
+        """How long a step takes."""
+        return mean(share.seconds for share in self.shares)
+
+    def spent(self, part: Part) -> float:
+        """Seconds a step, averaged over the ranks."""
+        return mean(share.spent[part] for share in self.shares)
+
+
+def summarize(journals: Sequence[Journal], name: str | None = None) -> Summary | None:
+    """Takes all steps apart.
+
+    Args:
+        journals: one a rank.
+        name: the tensor that tells steps apart; by default one that repeats.
+
+    Returns:
+        None if nothing repeats on all ranks.
+    """
+    name = name or anchor(journals)
+    if name is None:
+        return None
+    come = comings(journals)
+    by_rank = [{one.step.key: one for one in breakdowns(journal, steps(journal, name), come)} for journal in journals]
+    keys = [key for key in by_rank[0] if all(key in found for found in by_rank)]
+    if not keys:
+        return None
+    rows = [[found[key] for found in by_rank] for key in keys]
+    order = sorted(range(len(rows)), key=lambda number: mean(one.seconds for one in rows[number]))
+    middle = order[len(order) // 4 : len(order) - len(order) // 4]
+    shares = [_share([rows[number][place] for number in middle]) for place in range(len(journals))]
+    late = _late(come.values(), [one for number in middle for one in rows[number]], steps=len(middle))
+    return Summary(name, rows, sorted(middle), order[len(order) // 2], shares, late)
+
+
+def _share(found: Sequence[Breakdown]) -> Share:
+    spent = {part: mean(one.spent(part) for one in found) for part in Part}
+    return Share(found[0].rank, mean(one.seconds for one in found), spent)
+
+
+def _late(come: Iterable[Coming], found: Iterable[Breakdown], *, steps: int) -> list[Lateness]:
+    """Counts who came last; the dearest first."""
+    behind: defaultdict[int, list[float]] = defaultdict(list)
+    for coming in come:
+        if coming.rank >= 0:
+            behind[coming.rank].append(coming.behind)
+    lost: defaultdict[int, float] = defaultdict(float)
+    for one in found:
+        for piece in one.pieces:
+            if piece.part is Part.LATE:
+                lost[piece.culprit] += length(piece.spans)
+    total = sum(map(len, behind.values()))
+    rows = [
+        Lateness(rank, len(times), len(times) / total, median(times), lost[rank] / steps)
+        for rank, times in behind.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.cost, -row.times))
