@@ -22,6 +22,7 @@ from coordd.errors import (
     PeerError,
     ShutdownError,
     StartError,
+    TimelineError,
     spans,
 )
 
@@ -39,6 +40,7 @@ EVERY = [
     ShutdownError("w", (1, 2)),
     ShutdownError("w"),
     StartError("too late"),
+    TimelineError("there", "no ranks"),
 ]
 
 

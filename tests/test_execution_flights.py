@@ -88,7 +88,8 @@ class Doubling:
         self.doubts: list[bool] = []
         self.invalid: set[int] = set()
 
-    def reduce(self, spot, request, arrays, *, agreed):
+    def reduce(self, spot, request, arrays, *, absent, agreed):
+        assert not absent
         self.started.append(spot)
         self.arrays.append(list(arrays))
         self.doubts.append(not agreed)

@@ -19,7 +19,7 @@ from coordd.transport.board import SLOTS
 from coordd.transport.collectives import Group
 from coordd.transport.local import LocalWorld
 from tests.neighbours import planes
-from tests.transport.arithmetic import expected, same_bits, values
+from tests.transport.arithmetic import COMBINE, expected, same_bits, values
 
 Steps = Generator[None, None, Any]
 
@@ -61,7 +61,7 @@ def on_levels(names: Sequence[str], inputs: dict[int, np.ndarray], request: Requ
 @given(
     names=worlds,
     dtype=st.sampled_from(["float32", "float64", "float16"]),
-    op=st.sampled_from(list(ReduceOp)),
+    op=st.sampled_from(list(COMBINE)),
     lengths=st.lists(sizes, min_size=1, max_size=4),
     scales=st.sampled_from([(1.0, 1.0), (0.5, 2.0)]),
     agreed=st.booleans(),

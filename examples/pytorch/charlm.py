@@ -26,6 +26,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="sequences a step, all ranks together")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--compression", type=lambda name: getattr(cd.Compression, name)(), default="none")
     parser.add_argument("--max-steps", type=int, default=300)
     return parser.parse_args()
 
@@ -89,7 +90,7 @@ def main() -> None:
     train, held_out = text.split([len(text) * 9 // 10, len(text) - len(text) * 9 // 10])
     model = GPT(args.width, args.layers, args.heads, args.context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    optimizer = cd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    optimizer = cd.DistributedOptimizer(optimizer, model.named_parameters(), compression=args.compression)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.max_steps)
     cd.broadcast_parameters(model.state_dict(), root_rank=0)
 
@@ -105,11 +106,11 @@ def main() -> None:
         if step % 20 == 0:
             bar.set_postfix(loss=f"{cd.allreduce(loss.detach()):.3f}")
     speed = args.max_steps * args.batch_size * args.context / (time.perf_counter() - start)
-
     with torch.no_grad():
         loss = cd.allreduce(model.loss(windows(held_out, 4 * args.batch_size, args.context + 1, draw)))
     if cd.rank() == 0:
         print(f"held-out loss {loss:.3f} nats a byte, {speed:,.0f} tokens/s on {cd.size()} rank(s)")
+        print(f"{args.compression.ratio:.1f} times fewer bytes, {args.compression.error:.1%} lost or late")
         print(sample(model, b"def ", 200, args.context))
     cd.shutdown()
 

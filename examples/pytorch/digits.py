@@ -26,6 +26,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="images a step, all ranks together")
     parser.add_argument("--lr", type=float, default=0.07, help="learning rate")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--compression", type=lambda name: getattr(cd.Compression, name)(), default="none")
     parser.add_argument("--max-steps", type=int, default=10_000, help="stop after so many steps at the latest")
     parser.add_argument("--save", metavar="PATH", help="write the parameters there at the end")
     return parser.parse_args()
@@ -77,7 +78,7 @@ def main() -> None:
     train_images, test_images, train_labels, test_labels = digits(args.seed)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    optimizer = cd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    optimizer = cd.DistributedOptimizer(optimizer, model.named_parameters(), compression=args.compression)
     cd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     steps = min(args.epochs * (len(train_images) // args.batch_size), args.max_steps)
@@ -94,6 +95,7 @@ def main() -> None:
     score = accuracy(model, test_images, test_labels)
     if cd.rank() == 0:
         print(f"test accuracy {score:.2%} after {steps} steps on {cd.size()} rank(s)")
+        print(f"{args.compression.ratio:.1f} times fewer bytes, {args.compression.error:.1%} lost or late")
         if args.save:
             torch.save(model.state_dict(), args.save)
     cd.shutdown()

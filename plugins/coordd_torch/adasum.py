@@ -10,7 +10,7 @@ import torch
 from coordd import api
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet
-from coordd_torch.compression import Compressor
+from coordd_torch.compressor import Compressor
 from coordd_torch.operations import allreduce_async_
 
 __all__ = ["AdasumStep"]
@@ -23,11 +23,11 @@ class AdasumStep:
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, torch.Tensor]], *, compression: type[Compressor], process_set: ProcessSet
+        self, named: Iterable[tuple[str, torch.Tensor]], *, compressor: Compressor, process_set: ProcessSet
     ) -> None:
         self._prefix = api.operations().namespace()
         self._named = list(named)
-        self._compression = compression
+        self._compressor = compressor
         self._process_set = process_set
         self._before: list[torch.Tensor] = []
 
@@ -40,11 +40,11 @@ class AdasumStep:
         before, self._before = self._before, []
         changes = []
         for (name, parameter), kept in zip(self._named, before, strict=True):
-            small, context = self._compression.compress(parameter.detach() - kept)
+            small, context = self._compressor.compress(parameter.detach() - kept)
             handle = allreduce_async_(
                 small, name=f"{self._prefix}adasum.{name}", op=ReduceOp.ADASUM, process_set=self._process_set
             )
             changes.append((handle, context))
         with torch.no_grad():
             for (_, parameter), kept, (handle, context) in zip(self._named, before, changes, strict=True):
-                parameter.copy_(kept + self._compression.decompress(handle.result(), context))
+                parameter.copy_(kept + self._compressor.decompress(handle.result(), context))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from coordd.table import Entry
+from coordd_torch.courier import Courier
 from coordd_torch.tensors import view
 from coordd_torch.tuning import SIGNALS
 
@@ -82,7 +83,7 @@ class Bucket:
         stride = _ALIGNMENT // first.element_size()
         sizes = [-(-gradient.parameter.numel() // stride) * stride for gradient in gradients]
         stops = np.cumsum(sizes).tolist()
-        self._flat = reducer.memory(stops[-1] + len(gradients) + SIGNALS, first)
+        self._flat = reducer.channel.memory(stops[-1] + len(gradients) + SIGNALS, first)
         self._marks = self._flat[stops[-1] : -SIGNALS]
         self.signals = self._flat[-SIGNALS:]
         """What autotune says; see `coordd_torch.tuning`."""
@@ -96,6 +97,11 @@ class Bucket:
         self._absent: list[tuple[int, Gradient, torch.Tensor | None]] = []
         self._missing = len(gradients)
         self._entry: Entry | None = None
+        self._values = stops[-1]
+        self._courier: Courier | None = None
+        if reducer.channel.carries(first) and stops[-1]:
+            places = {gradient.name: place for gradient, place in self._places.items()}
+            self._courier = Courier(reducer, name, self._flat, stops[-1], places)
         for gradient in gradients:
             gradient.bucket = self
 
@@ -198,14 +204,17 @@ class Bucket:
         for index, _, _ in self._absent:
             self._marks[index] = 0.0
         reducer = self._reducer
+        if self._courier is not None:
+            self._courier.start()
+            return
         land = None
-        if reducer.plain and self._flat.is_cpu:
+        if reducer.channel.plain and self._flat.is_cpu:
             array = view(self._flat)
         else:
-            array, land = reducer.compressed(self._flat)
+            array, land = reducer.channel.compressed(self._flat, values=self._values)
         entry = self._entry
         if entry is None or entry.array.dtype != array.dtype:
-            entry = self._entry = Entry(reducer.request(self.name, array), array, self)
+            entry = self._entry = Entry(reducer.channel.request(self.name, array), array, self)
         entry.array, entry.land, entry.site = array, land, reducer.site
         self.submitted = time.monotonic()
         reducer.submit(entry)
@@ -222,8 +231,15 @@ class Bucket:
                     place.copy_(saved)
                 yield gradient
 
+    def commit(self) -> None:
+        """Keeps what a compressor has to remember, for the step has been made."""
+        if self._courier is not None:
+            self._courier.commit()
+
     def reset(self) -> None:
         """Gets ready for the next step."""
+        if self._courier is not None:
+            self._courier.reset()
         self.open = True
         self._missing = len(self._gradients)
         self._absent.clear()

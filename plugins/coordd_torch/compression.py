@@ -1,71 +1,60 @@
-"""What travels instead of a gradient: itself, or the same in sixteen bits.
+"""The compressions under their names, and those that keep numbers as numbers: themselves, or the same in sixteen bits.
 
 The values are added in fp32 whatever travels.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+from coordd.errors import ArgumentError
+from coordd_torch.compressor import Compressor
+from coordd_torch.int8 import Int8Compressor
+from coordd_torch.powersgd import PowerSGDCompressor
+from coordd_torch.topk import TopKCompressor
 
-
-class Compressor(Protocol):
-    """A way to make a tensor smaller, and back."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Returns what travels, and what `decompress` needs to know."""
-        ...
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """Returns the tensor in its own type."""
-        ...
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor", "made"]
 
 
-class NoneCompressor:
+class NoneCompressor(Compressor):
     """Leaves tensors as they are."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Returns the tensor itself."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:  # noqa: ARG004 - the protocol's
-        """Returns the tensor itself."""
-        return tensor
+    elementwise = True
 
 
-def _to(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
+def _to(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, torch.dtype | None]:
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize <= dtype.itemsize:
         return tensor, None
     return tensor.to(dtype), tensor.dtype
 
 
-def _back(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+def _back(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
     return tensor if ctx is None else tensor.to(ctx)
 
 
-class FP16Compressor:
-    """Halves fp32: eleven bits of precision, values up to 65504."""
+class FP16Compressor(Compressor):
+    """Halves fp32: eleven bits of precision, values up to 65504; what is larger becomes infinite on all ranks."""
+
+    elementwise = True
 
     @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
         """Returns the tensor in fp16."""
         return _to(tensor, torch.float16)
 
     decompress = staticmethod(_back)
 
 
-class BF16Compressor:
+class BF16Compressor(Compressor):
     """Halves fp32: eight bits of precision, the range of fp32."""
 
+    elementwise = True
+
     @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
         """Returns the tensor in bf16."""
         return _to(tensor, torch.bfloat16)
 
@@ -73,8 +62,39 @@ class BF16Compressor:
 
 
 class Compression:
-    """The compressors, under Horovod's names."""
+    """The compressors, under Horovod's names; each may be given as it is, or as an object made with its parameters."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Int8Compressor
+    topk = TopKCompressor
+    powersgd = PowerSGDCompressor
+
+
+class _Foreign(Compressor):
+    """A compressor that was written for Horovod: two functions."""
+
+    def __init__(self, functions: Any) -> None:
+        super().__init__()
+        self.compress = functions.compress  # type: ignore[method-assign]
+        self.decompress = functions.decompress  # type: ignore[method-assign]
+
+
+def made(compression: Any) -> Compressor:
+    """Makes an object of whatever a user may give as a compression.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if isinstance(compression, Compressor):
+        return compression
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        return compression()
+    if not callable(getattr(compression, "compress", None)) or not callable(getattr(compression, "decompress", None)):
+        text = (
+            f"compression={compression!r} is no compression: give one of Compression, an object of a subclass of "
+            "Compressor, or a class with the functions compress and decompress"
+        )
+        raise ArgumentError(text)
+    return _Foreign(compression)

@@ -6,7 +6,8 @@ that ranks whose backward passes differ hear of it, instead of adding up what do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from coordd import api
 from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd_torch.compression import Compression, Compressor
+from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.operations import (
     Average,
     Max,
@@ -30,6 +31,7 @@ from coordd_torch.operations import (
     places,
     reduce_op,
 )
+from coordd_torch.single import check_single, in_rounds
 
 __all__ = ["allgather", "allreduce", "broadcast", "grouped_allgather", "grouped_allreduce"]
 
@@ -38,7 +40,7 @@ def allreduce(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Compressor | type = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -46,29 +48,48 @@ def allreduce(  # noqa: PLR0917 - Horovod's signature
 ) -> Tensor:
     """Returns the reduction of a tensor over all ranks; differentiable.
 
-    ``compression`` says what travels; the other arguments are those of `allreduce_async_`.
+    ``compression`` says what travels: one of `Compression` that needs no memory, as a class or an object; gradients
+    travel as they are. The other arguments are those of `allreduce_async_`.
+
+    Raises:
+        ArgumentError: the compression sends in later steps what it leaves out, or does not fit ``op``.
     """
     details = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
     return _reduced([tensor], [name], compression, op=reduce_op(op, average), **details)[0]
 
 
 def _reduced(
-    tensors: Tensors, names: Sequence[str | None], compression: type[Compressor], **details: Any
+    tensors: Tensors, names: Sequence[str | None], compression: Compressor | type, **details: Any
 ) -> tuple[Tensor, ...]:
     if not tensors:
         return ()
-    small = [compression.compress(tensor) for tensor in tensors]
-    found = _Allreduce.apply(names, details, *(tensor for tensor, _ in small))  # type: ignore[no-untyped-call]
-    return tuple(compression.decompress(tensor, context) for tensor, (_, context) in zip(found, small, strict=True))
+    compressor = made(compression)
+    if not compressor.simple:
+        check_single(compressor, details["op"])
+        carried: tuple[Tensor, ...] = _Allreduce.apply(partial(in_rounds, compressor), names, details, *tensors)  # type: ignore[no-untyped-call]
+        return carried
+    small = [compressor.compress(tensor) for tensor in tensors]
+    found = _Allreduce.apply(_as_they_are, names, details, *(tensor for tensor, _ in small))  # type: ignore[no-untyped-call]
+    return tuple(compressor.decompress(tensor, context) for tensor, (_, context) in zip(found, small, strict=True))
+
+
+def _as_they_are(tensors: Tensors, names: Sequence[str | None], **details: Any) -> tuple[Tensor, ...]:
+    return each(allreduce_async, tensors, names, **details).result()
 
 
 class _Allreduce(torch.autograd.Function):
     """The gradient of a reduction is the same reduction of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, names: Sequence[str | None], details: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        reduce: Callable[..., tuple[Tensor, ...]],
+        names: Sequence[str | None],
+        details: dict[str, Any],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.names, ctx.details = names, details
-        return each(allreduce_async, tensors, names, **details).result()
+        return reduce(tensors, names, **details)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -76,14 +97,14 @@ class _Allreduce(torch.autograd.Function):
         if op in {Max, Min, Product}:
             text = f"{op.name.capitalize()} has no gradient here: reduce tensor.detach(), or use Sum or Average"
             raise ArgumentError(text)
-        return None, None, *_reduced(gradients, _backward(ctx.names), Compression.none, **ctx.details)
+        return None, None, None, *_reduced(gradients, _backward(ctx.names), Compression.none, **ctx.details)
 
 
 def grouped_allreduce(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Compressor | type = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

@@ -182,13 +182,13 @@ class Gradient:
         reducer = self.reducer
         self._travelling = value
         land = None
-        if reducer.plain and value.is_cpu and value.layout is torch.strided:
+        if reducer.channel.plain and value.is_cpu and value.layout is torch.strided:
             array = view(value)
         else:
-            array, land = reducer.compressed(value)
+            array, land = reducer.channel.compressed(value)
         entry = self._entry
         if entry is None or entry.request.shape != array.shape or self._dtype != array.dtype:
-            entry = self._entry = Entry(reducer.request(self.name, array), array, self)
+            entry = self._entry = Entry(reducer.channel.request(self.name, array), array, self)
             self._dtype = array.dtype
         entry.array = array
         entry.land = land

@@ -19,7 +19,8 @@ from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.adasum import AdasumStep
-from coordd_torch.compression import Compression, Compressor
+from coordd_torch.channel import Channel, check_combines
+from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.grouping import Grouping
 from coordd_torch.operations import Average, join
 from coordd_torch.reducer import Reducer
@@ -93,7 +94,7 @@ class _Distributed(torch.optim.Optimizer):
 def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Compressor | type = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -112,7 +113,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     Args:
         optimizer: any optimizer of PyTorch's interface.
         named_parameters: usually ``model.named_parameters()``; names must be equal on all ranks.
-        compression: what travels instead of the gradients.
+        compression: what travels instead of the gradients: one of `Compression`, as a class or an object, or a class
+            with Horovod's functions ``compress`` and ``decompress``. Give each optimizer its own object.
         backward_passes_per_step: passes whose gradients are summed locally before they are averaged.
         op: `Average`, `AveragePresent`, `Sum` or `Adasum`, which combines the steps that the ranks would have made.
         gradient_predivide_factor: splits the averaging: gradients are divided by it before, multiplied after.
@@ -124,8 +126,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
             ``optimizer.join()``, takes part with nothing until all are.
 
     Raises:
-        ArgumentError: parameters without a name, names used twice, an optimizer that is distributed already, an
-            argument that is none of these.
+        ArgumentError: parameters without a name, names used twice, an optimizer that is distributed already, a
+            compression that does not fit ``op``, an argument that is none of these.
         NotInitializedError: `init` was not called.
     """
     _check_passes(backward_passes_per_step)
@@ -140,6 +142,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
         text = f'uneven is None or "join", not {uneven!r}'
         raise ArgumentError(text)
     grouping = Grouping(num_groups, groups)
+    compressor = made(compression)
+    check_combines(compressor, op)
     operations = api.operations()
     operations.uneven |= uneven == "join"
     world = operations.daemon.world
@@ -148,21 +152,15 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     reducer = None
     takes_part = not alone and world.rank in (process_set.ranks or range(world.size))
     if takes_part and op is ReduceOp.ADASUM:
-        adasum = AdasumStep(named, compression=compression, process_set=process_set)
+        adasum = AdasumStep(named, compressor=compressor, process_set=process_set)
         optimizer.register_step_pre_hook(adasum.before)
         optimizer.register_step_post_hook(adasum.after)
     elif takes_part:
-        reducer = Reducer(
-            operations,
-            named,
-            compression=compression,
-            passes_per_step=backward_passes_per_step,
-            op=op,
-            predivide=gradient_predivide_factor,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-            grouping=grouping,
+        channel = Channel(
+            operations, compressor=compressor, op=op, predivide=gradient_predivide_factor, process_set=process_set
         )
+        passes = backward_passes_per_step
+        reducer = Reducer(channel, named, passes_per_step=passes, sparse_as_dense=sparse_as_dense, grouping=grouping)
         weakref.finalize(optimizer, reducer.detach)
         optimizer.register_step_pre_hook(_before_step)
         optimizer.register_step_post_hook(_after_step)
@@ -206,7 +204,8 @@ def _agreed(loss: Any, reducer: Reducer) -> Any:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
-    optimizer._coordd.end_step()  # noqa: SLF001 - set above
+    found = getattr(optimizer, "found_inf", None)  # a loss scaler lets fused optimizers skip the step themselves
+    optimizer._coordd.end_step(made=found is None or not found.item())  # noqa: SLF001 - set above
 
 
 def _named(

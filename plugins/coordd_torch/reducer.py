@@ -17,20 +17,16 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from coordd.arguments import check_reducible
 from coordd.errors import ArgumentError, CoorddError
 from coordd.handles import call_site
-from coordd.messages import Kind, ReduceOp, Request
-from coordd.operations import Operations
-from coordd.process_sets import ProcessSet
+from coordd.messages import ReduceOp
 from coordd.settings import Settings
 from coordd.table import Entry, Site
 from coordd_torch.bucket import Bucket
-from coordd_torch.compression import Compression, Compressor
+from coordd_torch.channel import Channel
 from coordd_torch.devices import overlaps
 from coordd_torch.gradient import Gradient, nested, release
 from coordd_torch.grouping import Grouping
-from coordd_torch.tensors import borrow, empty_common
 from coordd_torch.tuning import AT_END, OVERLAP, Tuning
 
 __all__ = ["Reducer"]
@@ -43,35 +39,25 @@ class Reducer:
 
     def __init__(
         self,
-        operations: Operations,
+        channel: Channel,
         parameters: Iterable[tuple[str, torch.Tensor]],
         *,
-        compression: type[Compressor],
         passes_per_step: int,
-        op: ReduceOp,
-        predivide: float,
         sparse_as_dense: bool,
-        process_set: ProcessSet,
         grouping: Grouping,
     ) -> None:
-        self._operations = operations
-        self.compression = compression
-        self.plain = compression is Compression.none
+        self.channel = channel
         self.passes_per_step = passes_per_step
         self.sparse_as_dense = sparse_as_dense
-        self._op = op
-        self._predivide = predivide
-        self._process_set = process_set
         self._grouping = grouping
-        self._joins = operations.joins(process_set.ranks)
-        self._chosen = compression
-        config = operations.daemon.config
+        self._joins = channel.joins
+        config = channel.daemon.config
         self._settings = Settings(
             fusion_mb=config.fusion_mb,
             cycle_ms=config.cycle_ms,
             buckets=1,
             algorithm=OVERLAP if config.overlap else AT_END,
-            compression="none" if self.plain else "chosen",
+            compression="none" if channel.plain else "chosen",
         )
         self._first_settings = self._settings
         self._tuning: Tuning | None = None
@@ -90,7 +76,6 @@ class Reducer:
         self._replaced = False
         self.touched = False
         """Whether this backward pass has made a gradient."""
-        self._prefix = operations.namespace()
         self._buckets: list[Bucket] = []
         self._loose: list[Gradient] = []
         self._gone_round = False
@@ -107,7 +92,7 @@ class Reducer:
         """Takes parameters in: at the start, and those that are added or thawed later."""
         for name, parameter in parameters:
             release(parameter)
-            gradient = Gradient(self, self._prefix + name, parameter)
+            gradient = Gradient(self, self.channel.prefix + name, parameter)
             self._loose.append(gradient)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient.ready))
             self.known.add(id(parameter))
@@ -137,25 +122,11 @@ class Reducer:
             )
             raise ArgumentError(text)
 
-    def request(self, name: str, array: Any) -> Request:
-        """Makes the request of one gradient, once."""
-        scaled = self._predivide != 1.0
-        check_reducible(array.dtype, self._op, scaled=scaled)
-        return self._operations.request(
-            Kind.ALLREDUCE,
-            name,
-            array,
-            self._process_set,
-            op=self._op,
-            prescale=1.0 / self._predivide,
-            postscale=self._predivide,
-        )
-
     def expect_end_of_backward(self, task: int, first: Gradient) -> None:
         """Has autograd call us when the backward pass with this number ends; it has made this gradient first."""
         if self._begun and self._given_up(first):
             self.drop()
-        if not self._begun and self._joins != self._operations.joins(self._process_set.ranks):
+        if not self._begun and self._joins != self.channel.joins:
             self._start_over()
         self._begun = True
         self.expected.add(task)
@@ -205,25 +176,8 @@ class Reducer:
 
     def submit(self, entry: Entry) -> None:
         """Announces one gradient."""
-        self._operations.daemon.submit(entry)
+        self.channel.daemon.submit(entry)
         self._started += 1
-
-    def memory(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Makes a flat tensor of a parameter's type and device; on a CPU in memory that all ranks of the host see."""
-        if like.device.type != "cpu":
-            return torch.zeros(count, dtype=like.dtype, device=like.device)
-        return empty_common(count, dtype=like.dtype, daemon=self._operations.daemon)
-
-    def compressed(self, gradient: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
-        """Makes what travels instead of a gradient, and what puts it back."""
-        small, context = self.compression.compress(gradient)
-        array, back = borrow(small)
-
-        def land(finished: np.ndarray) -> torch.Tensor:
-            result = self.compression.decompress(back(finished), context)
-            return gradient if result is gradient else gradient.copy_(result)
-
-        return array, land
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Takes over what has arrived; on the daemon's thread."""
@@ -278,15 +232,11 @@ class Reducer:
         self._reduced = True
 
     def _any(self, more: bool) -> bool:
-        return bool(self._agree(np.array(more), "another backward pass", ReduceOp.MAX))
+        return bool(self.channel.agree(np.array(more), "another backward pass", ReduceOp.MAX))
 
     def reduced(self, loss: float) -> float:
         """Reduces a loss as its gradients are."""
-        return float(self._agree(np.array(loss), "loss", self._op))
-
-    def _agree(self, array: np.ndarray, about: str, op: ReduceOp) -> Any:
-        handle = self._operations.allreduce(array, name=self._prefix + about, op=op, process_set=self._process_set)
-        return handle.result()
+        return float(self.channel.agree(np.array(loss), "loss", self.channel.op))
 
     def finish_step(self) -> None:
         """Makes sure that everything is reduced, on ranks with fewer backward passes than others, too."""
@@ -307,8 +257,10 @@ class Reducer:
         if self._change is not None:
             self._rearrange(self._change)
 
-    def end_step(self) -> None:
-        """Gets ready for the next step after this one has been made."""
+    def end_step(self, *, made: bool) -> None:
+        """Gets ready for the next step, after this one has been made, or skipped by the optimizer itself."""
+        for bucket in self._buckets if made else ():
+            bucket.commit()
         self.drop()
         if self._tuning is not None:
             self._tuning.step_done()
@@ -323,7 +275,7 @@ class Reducer:
     def _listen(self) -> None:
         """Hears what autotune says, the same on all ranks in the same step."""
         if self._tuning is not None and self._buckets:
-            scale = self._operations.daemon.world.size if self._op.averages else 1
+            scale = self.channel.members if self.channel.op.averages else 1
             self._change = self._tuning.hear((self._buckets[0].signals.double() * scale).tolist())
 
     def _move_in(self) -> None:
@@ -331,8 +283,8 @@ class Reducer:
         moving, self._moving = sorted(self._moving, key=lambda gradient: gradient.turn), []
         self._loose = [gradient for gradient in self._loose if gradient not in moving]
         self._settle_in(moving)
-        daemon = self._operations.daemon
-        if daemon.config.autotune and self._tuning is None and not self._process_set.ranks:
+        daemon = self.channel.daemon
+        if daemon.config.autotune and self._tuning is None and self.channel.members == daemon.world.size:
             requests = [gradient.request for gradient in moving]
             self._tuning = Tuning(daemon.config, daemon.world, requests, self._settings)
 
@@ -345,11 +297,12 @@ class Reducer:
         limit = settings.bucket_bytes(total) if early else sys.maxsize
         last = min(limit, _LAST_BUCKET_BYTES) if early else limit
         for group in self._grouping.buckets(gradients, limit=limit, last=last):
-            self._buckets.append(Bucket(self, f"{self._prefix}gradients.{len(self._buckets)}", group, early=early))
+            name = f"{self.channel.prefix}gradients.{len(self._buckets)}"
+            self._buckets.append(Bucket(self, name, group, early=early))
 
     def _start_over(self) -> None:
         """Makes the next step a first one, as on ranks that have joined and missed what the others did meanwhile."""
-        self._joins = self._operations.joins(self._process_set.ranks)
+        self._joins = self.channel.joins
         for bucket in self._buckets:
             for gradient in bucket:
                 gradient.leave_bucket()
@@ -360,9 +313,8 @@ class Reducer:
     def _rearrange(self, settings: Settings) -> None:
         """Carries a choice of autotune out, between two steps."""
         self._settings, self._change = settings, None
-        self._operations.daemon.set_window(settings.cycle_ms / 1e3)
-        self.compression = Compression.none if settings.compression == "none" else self._chosen
-        self.plain = self.compression is Compression.none
+        self.channel.daemon.set_window(settings.cycle_ms / 1e3)
+        self.channel.compress(wanted=settings.compression != "none")
         gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
         self._buckets = []
         self._settle_in(gradients)
@@ -391,7 +343,7 @@ class Reducer:
         while self._landed < self._started:
             self._all_landed.clear()
             if self._landed < self._started:
-                over = self._operations.daemon.hurry("gradients")
+                over = self.channel.daemon.hurry("gradients")
                 self._all_landed.wait()
                 if over is not None:
                     over()

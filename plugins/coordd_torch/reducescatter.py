@@ -12,7 +12,7 @@ from coordd.errors import ArgumentError
 from coordd.handles import Handle
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd_torch.compression import Compression, Compressor
+from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, Tensors, allgather_async, each, places
 from coordd_torch.tensors import borrow, from_array
 
@@ -70,7 +70,7 @@ def grouped_reducescatter_async(  # noqa: PLR0917 - Horovod's signature
 def reducescatter(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Compressor | type = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -86,7 +86,7 @@ def reducescatter(  # noqa: PLR0917 - Horovod's signature
 def grouped_reducescatter(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Compressor | type = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -103,13 +103,17 @@ def _details(op: ReduceOp, process_set: ProcessSet, prescale: float, postscale: 
 
 
 def _scattered(
-    tensors: Tensors, names: Sequence[str | None], compression: type[Compressor], details: dict[str, Any]
+    tensors: Tensors, names: Sequence[str | None], compression: Compressor | type, details: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     if not tensors:
         return ()
-    small = [compression.compress(tensor) for tensor in tensors]
+    compressor = made(compression)
+    if not compressor.simple:
+        text = f"{type(compressor).__name__} reduces whole tensors: use Compression.fp16 or bf16, or allreduce"
+        raise ArgumentError(text)
+    small = [compressor.compress(tensor) for tensor in tensors]
     found = _Reducescatter.apply(names, details, *(tensor for tensor, _ in small))  # type: ignore[no-untyped-call]
-    return tuple(compression.decompress(tensor, context) for tensor, (_, context) in zip(found, small, strict=True))
+    return tuple(compressor.decompress(tensor, context) for tensor, (_, context) in zip(found, small, strict=True))
 
 
 class _Reducescatter(torch.autograd.Function):

@@ -147,7 +147,7 @@ SURFACE: dict[str, tuple[Name, ...]] = {
     ),
     "Compression": (
         Name("Compression.none"),
-        Name("Compression.fp16", None, "sums are made in fp32; `Compression.bf16` beside it"),
+        Name("Compression.fp16", None, "sums are made in fp32; `bf16`, `int8`, `topk` and `powersgd` beside it"),
     ),
     "Errors": (
         Name("HorovodInternalError", None, "every error of coordd's is one, and says who, what and where"),

@@ -1,0 +1,150 @@
+"""Carries a bucket's gradients in the rounds of a compressor, while backward goes on.
+
+Its one rule: what is kept from one step to the next changes when the step is made, and not before. A step that is
+skipped, because a loss scaler found an infinity or the user thought better of it, leaves no trace.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coordd.table import Entry
+from coordd_torch.channel import share
+from coordd_torch.compressor import Cargo, Place
+from coordd_torch.journey import Journey, calmly
+
+if TYPE_CHECKING:
+    from coordd_torch.reducer import Reducer
+
+__all__ = ["Courier"]
+
+
+class Courier:
+    """Of one bucket; towards the daemon the handle of every round."""
+
+    def __init__(self, reducer: Reducer, name: str, flat: Tensor, stop: int, places: Mapping[str, Tensor]) -> None:
+        """Takes over what earlier buckets have left to be sent of these gradients.
+
+        Args:
+            reducer: whose gradients they are.
+            name: the bucket's.
+            flat: the gradients, and behind them their marks and what else has to arrive as it is.
+            stop: where the gradients end.
+            places: by name, where each gradient lies in ``flat``, in the order of the marks.
+        """
+        self.name = name
+        self.submitted = 0.0
+        self._reducer = reducer
+        self._channel = reducer.channel
+        self._compressor = self._channel.compressor
+        self._body, self._tail = flat[:stop], flat[stop:]
+        self._homes = tuple(places.values())
+        offset = flat.storage_offset()
+        self._layout: dict[str, Place] = {
+            key: (int(place.storage_offset() - offset), _shape(place)) for key, place in places.items()
+        }
+        self._cargo = self._room()
+        self._kept = self._room() if self._compressor.feedback else None
+        """What is still to be sent, as of the last step that was made."""
+        self._journey: Journey | None = None
+        if self._kept is not None:
+            self._inherit(self._kept)
+
+    def _room(self) -> Cargo:
+        flat = torch.zeros_like(self._body, dtype=torch.promote_types(self._body.dtype, torch.float32))
+        memory = self._compressor.memory
+        return Cargo(flat, self._layout, dtype=self._body.dtype, size=self._channel.members, memory=memory)
+
+    def _inherit(self, kept: Cargo) -> None:
+        for name, part in zip(kept.names, kept.parts, strict=True):
+            before = self._compressor.residuals.get(name)
+            if before is not None and before.shape == part.shape:
+                part.copy_(before)
+            self._compressor.residuals[name] = part
+
+    def start(self) -> None:
+        """Begins with what lies in the bucket; on the thread of backward."""
+        cargo = self._cargo
+        with calmly(cargo.flat):
+            cargo.news.clear()
+            cargo.flat.copy_(self._body)
+            if self._kept is not None:
+                cargo.flat += self._kept.flat
+            self._journey = Journey(self._compressor, cargo)
+            self._reducer.submit(self._entry(self._journey, self._journey.begin(self._tail)))
+
+    def _entry(self, journey: Journey, array: np.ndarray) -> Entry:
+        self.submitted = time.monotonic()
+        request = self._channel.round(self.name, journey.number, journey.kind, array)
+        entry = Entry(request, array, self, self._reducer.site)
+        entry.splits = journey.splits
+        return entry
+
+    def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:  # noqa: ARG002 - a handle's
+        """Runs on the daemon's thread when a round has arrived: begins the next, or ends."""
+        assert self._journey is not None  # noqa: S101 - it has begun
+        try:
+            with calmly(self._body):
+                following = self._journey.land(value)
+                if following is None:
+                    self._arrive(self._journey)
+                else:
+                    self._channel.daemon.submit(self._entry(self._journey, following))
+                    self._channel.daemon.lose_no_time()
+        except Exception as error:  # noqa: BLE001 - the thread that waits gets it
+            self._reducer.fail(error)
+        else:
+            if following is None:
+                self._reducer.landed()
+
+    def _arrive(self, journey: Journey) -> None:
+        """Puts the gradients in their places, and what travelled beside them."""
+        op, members = self._channel.op, self._channel.members
+        factor = share(op, present=journey.present, members=members)
+        if journey.tail is not None:
+            self._tail.copy_(journey.tail * (factor / journey.present))
+        if journey.mean is None:
+            for home in self._homes:
+                home.fill_(math.nan)
+            return
+        self._body.copy_(journey.mean if factor == 1.0 else journey.mean * factor)
+        if self._kept is not None:
+            for mark, part, kept in zip(self._tail.tolist(), journey.cargo.parts, self._kept.parts, strict=False):
+                if not mark:  # no rank has had this gradient, so nobody gets what was sent of it
+                    part.copy_(kept)
+
+    def commit(self) -> None:
+        """Keeps what was remembered, for the step has been made."""
+        if self._journey is None or self._journey.mean is None:
+            return
+        self._compressor.memory.update(self._cargo.news)
+        if self._kept is not None:
+            self._cargo, self._kept = self._kept, self._cargo
+            self._compressor.residuals.update(zip(self._kept.names, self._kept.parts, strict=True))
+        self._journey = None
+
+    def reset(self) -> None:
+        """Forgets a step that was not made."""
+        self._journey = None
+
+    def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
+        """Never runs: a bucket is no filler."""
+        self._reducer.landed()
+
+    def fail(self, error: BaseException) -> None:
+        """Runs on the daemon's thread when a round has failed."""
+        self._reducer.fail(error)
+
+
+def _shape(place: Tensor) -> tuple[int, ...]:
+    """Returns a gradient's dimensions in the order in which they lie in memory."""
+    strides = place.stride()
+    order = sorted(range(place.ndim), key=lambda dimension: -strides[dimension])
+    return tuple(place.shape[dimension] for dimension in order)

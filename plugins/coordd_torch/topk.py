@@ -1,0 +1,51 @@
+"""The largest values only; the others wait until they have grown large enough.
+
+Source: Stich et al., Sparsified SGD with Memory, NeurIPS 2018.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from coordd.errors import ArgumentError
+from coordd_torch.compressor import Cargo, Compressor
+from coordd_torch.rounds import Gather, Rounds
+
+__all__ = ["TopKCompressor"]
+
+
+class TopKCompressor(Compressor):
+    """Sends the largest values of each bucket with their places; the rest is added to the next step's gradients.
+
+    Everybody gets everybody's, eight bytes for a value of fp32: 2 (n - 1) times ``ratio`` of the tensor for n ranks.
+    """
+
+    feedback = True
+
+    def __init__(self, *, ratio: float = 0.01) -> None:
+        """Makes one.
+
+        Args:
+            ratio: share of the values that is sent, above 0 and at most 1; always at least one value.
+
+        Raises:
+            ArgumentError: there is no such share.
+        """
+        super().__init__()
+        if not 0 < ratio <= 1:
+            text = f"the share of values that top-k sends is above 0 and at most 1, not {ratio}"
+            raise ArgumentError(text)
+        self._share = ratio
+
+    def exchange(self, cargo: Cargo) -> Rounds:
+        """Gathers values and places."""
+        flat = cargo.flat
+        count = max(1, round(self._share * sum(part.numel() for part in cargo.parts)))
+        places = flat.abs().topk(min(count, flat.numel()), sorted=False).indices
+        values = flat[places].to(cargo.dtype)
+        members = yield Gather(values, places.to(torch.int32 if flat.numel() <= 1 << 31 else torch.int64))
+        flat[places] -= values.to(flat)
+        mean = torch.zeros_like(flat)
+        for theirs, where in members:
+            mean[where.long()] += theirs.to(flat)
+        return mean.div_(len(members))
