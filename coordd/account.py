@@ -7,34 +7,74 @@ import sys
 import threading
 import traceback
 from types import FrameType
+from typing import NamedTuple
 
 from coordd.messages import Account
 from coordd.table import Site, show_site
 
-__all__ = ["account", "await_end", "process_state"]
+__all__ = ["THREAD", "Account", "Place", "account", "await_end", "places", "process_state"]
+
+THREAD = "coordd"
+"""How the names of coordd's own threads begin."""
 
 _DEPTH = 8
 _OURS = ("coordd", "threading")
 
 
-def account(rank: int, last: tuple[str, Site] | None) -> Account:
+class Place(NamedTuple):
+    """Where a thread is, innermost call last; ``inside`` is the call of coordd that it has made, if it has."""
+
+    thread: str
+    lines: list[str]
+    inside: str
+
+
+def account(rank: int, last: tuple[str, Site, float] | None) -> Account:
     """Describes the main thread's stack, without coordd's own frames at its end, and the last submission."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way
     told = "nothing yet" if last is None else f"{last[0]!r} at {show_site(last[1])}"
     return Account(rank, _stack(frame), told)
 
 
+def places(depth: int) -> list[Place]:
+    """Says where all threads are but coordd's own, the main thread first; at most ``depth`` calls of each."""
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):  # noqa: SLF001 - as above
+        name = names.get(ident, f"thread {ident}")  # what native code has started has no name
+        if not name.startswith(THREAD):
+            outside = _outside(frame)
+            found.append(Place(name, _lines(outside, depth), _inside(frame, outside)))
+    return found
+
+
 def _stack(frame: FrameType | None) -> str:
-    if frame is None:
-        return "(the main thread has ended)"
+    return "(the main thread has ended)" if frame is None else "\n".join(_lines(_outside(frame), _DEPTH))
+
+
+def _outside(frame: FrameType) -> FrameType:
+    """The innermost frame that is not coordd's."""
     outside: FrameType | None = frame
     while outside is not None and outside.f_globals.get("__name__", "").startswith(_OURS):
         outside = outside.f_back
-    lines = [
-        f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}"
-        for entry in traceback.extract_stack(outside or frame)
-    ]
-    return "\n".join(lines[-_DEPTH:])
+    return outside or frame
+
+
+def _inside(frame: FrameType, outside: FrameType) -> str:
+    """Names the outermost call of coordd further in than a frame; not a lambda, which has no name to tell."""
+    found = ""
+    inner: FrameType | None = frame
+    while inner is not None and inner is not outside:
+        module, name = inner.f_globals.get("__name__", ""), inner.f_code.co_name
+        found = f"{module}.{name}" if module.startswith(THREAD) and name[0] != "<" else found
+        inner = inner.f_back
+    return found
+
+
+def _lines(frame: FrameType, depth: int) -> list[str]:
+    found = traceback.extract_stack(frame, limit=depth)
+    return [f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}" for entry in found]
 
 
 def process_state(pid: int, host: str, here: str) -> str:

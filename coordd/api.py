@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import itertools
 import logging
 import os
 import sys
@@ -35,6 +36,8 @@ from coordd.messages import ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd.rendezvous import meet
+from coordd.survey.address import identity
+from coordd.survey.desk import Desk
 
 __all__ = [
     "allgather",
@@ -70,7 +73,13 @@ class _Default:
         self.config = config
         self.pid = os.getpid()
         self.operations = Operations(Daemon(config, meet(config)))
-        self.daemon.start()
+        self._desk = Desk(self.daemon, identity(os.environ, turn=next(_turns)))
+        try:
+            self.daemon.start()
+        except BaseException:
+            self._desk.close()
+            raise
+        self._desk.settle()
 
     @property
     def daemon(self) -> Daemon:
@@ -90,6 +99,7 @@ class _Default:
                 self.operations.join().result()
         if self.daemon.failing or not self.daemon.stop():
             self._leave_the_wreck()
+        self._desk.close()
 
     def _leave_the_wreck(self) -> None:
         """Lets the culprit go first, so that the launcher sees its exit code before its consequences'.
@@ -115,6 +125,7 @@ def _fail(reason: str, traceback: str, error: BaseException | None) -> None:
 
 
 _guard = threading.Lock()
+_turns = itertools.count(step=2)  # of the desks: each uses two
 # Set up at import, for in ``sys.exit(main())`` the function is looked up before ``main`` calls `init`.
 _exits = ExitWatch(_fail)
 _default: _Default | None = None

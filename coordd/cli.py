@@ -1,4 +1,4 @@
-"""The command line: `coordd run`, `tune`, `timeline`, `doctor`, `drop-in-path` and `version`."""
+"""The command line: `coordd run`, `tune`, `status`, `timeline`, `doctor`, `drop-in-path` and `version`."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_tune_options(search)
     search.set_defaults(action=tune, parser=search)
+    _add_status(commands)
     look = commands.add_parser(
         "timeline",
         help="say where the time of a step went",
@@ -104,6 +105,49 @@ def _parser() -> argparse.ArgumentParser:
     version = commands.add_parser("version", help="tell the version")
     version.set_defaults(action=_version, parser=version)
     return parser
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    look = commands.add_parser(
+        "status",
+        help="show what a running job is doing",
+        description="Asks a running job of yours, also one that hangs, what each rank waits for.",
+        allow_abbrev=False,
+    )
+    look.add_argument(
+        "job",
+        nargs="?",
+        default="",
+        metavar="PID|JOB",
+        help="a rank, what has started it, or the job's name; default: the only job here",
+    )
+    look.add_argument("--json", action="store_true", help="print everything as JSON")
+    look.add_argument("--threads", action="store_true", help="show threads that wait for work, too")
+    look.add_argument(
+        "--watch",
+        nargs="?",
+        type=_interval,
+        const=1.0,
+        metavar="SECONDS",
+        help="look again and again until the job ends; default: every second",
+    )
+    look.set_defaults(action=_status, parser=look)
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.1 <= seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86400")
+    return seconds
+
+
+def _status(options: argparse.Namespace) -> int:
+    from coordd.launch.status import status  # as below
+
+    return status(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -207,10 +206,12 @@ class Config:
 
     @property
     def digest(self) -> str:
-        """A short print of what must be equal on all ranks."""
+        """What must be equal on all ranks, as far as it is not the default; for people, too, if it is not."""
         own = {"log_level", "interface", "daemon_cores", "timeline", "timeline_mark_cycles"}
-        text = ";".join(f"{knob.name}={getattr(self, knob.name)}" for knob in knobs() if knob.name not in own)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        found = {knob.name: getattr(self, knob.name) for knob in knobs() if knob.name not in own}
+        defaults = Config()
+        changed = [f"{name}={value}" for name, value in found.items() if value != getattr(defaults, name)]
+        return ", ".join(changed) or "the defaults"
 
     @classmethod
     def load(cls, environment: Mapping[str, str], **arguments: Any) -> Config:

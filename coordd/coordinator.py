@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from coordd.ballot import lowest
 from coordd.control.protocol import Lost
 from coordd.errors import spans
@@ -37,6 +39,8 @@ _PATIENCE = 1.0
 """Seconds that ranks have to say what they are doing."""
 _ASKED = 64
 """How many ranks are asked at most: their stacks have to be read by somebody."""
+
+_STALLED = Inquiry()
 
 Outgoing = list[tuple[int, Message]]
 
@@ -120,8 +124,8 @@ class Coordinator:
                 self._fail(message.failure)
             case Overdue():
                 self._investigate(self._speakers(voice, message.ranks), message, now)
-            case Account() if self._investigation is not None:
-                self._investigation.accounts[message.rank] = message
+            case Inquiry() | Account():
+                self._mediate(message)
             case Lost() | Loss():
                 self._lose(message.rank if isinstance(message, Loss) else voice)
             case _:
@@ -200,12 +204,20 @@ class Coordinator:
         self._ask(new)
         case.asked = dict.fromkeys(new, now) | case.asked
 
-    def _ask(self, ranks: list[int]) -> None:
+    def _ask(self, ranks: Sequence[int], question: Inquiry = _STALLED) -> None:
         for voice, span in enumerate(self._voices):
-            if span == 1 << voice and voice in ranks:
-                self._tell([voice], Inquiry())
-            elif mine := tuple(rank for rank in ranks if span >> rank & 1):
-                self._tell([voice], Inquiry(mine))
+            if mine := tuple(rank for rank in ranks if span >> rank & 1):
+                alone = span == 1 << voice
+                self._tell([voice], msgspec.structs.replace(question, ranks=() if alone else mine))
+
+    def _mediate(self, message: Inquiry | Account) -> None:
+        """Hands a rank's question on to those whom it asks, and an answer to who has asked."""
+        if isinstance(message, Inquiry):
+            self._ask(message.ranks, message)
+        elif message.number:
+            self._tell([voice for voice, span in enumerate(self._voices) if span >> message.asker & 1], message)
+        elif self._investigation is not None:
+            self._investigation.accounts[message.rank] = message
 
     def _intolerable(self, seconds: float) -> bool:
         return 0 < self._abort_seconds <= seconds

@@ -21,13 +21,15 @@ from coordd.handles import Handle
 from coordd.inbox import Inbox
 from coordd.loop import Loop, Work
 from coordd.mailbox import Letter
-from coordd.messages import Failure
+from coordd.messages import Failure, Message
 from coordd.rendezvous import Rendezvous
 from coordd.status import Status, peer_error
 from coordd.table import Entry
 from coordd.world import World
 
 __all__ = ["Daemon"]
+
+_END_SECONDS = 3.0
 
 
 class Daemon:
@@ -54,6 +56,11 @@ class Daemon:
         return self._status.world
 
     @property
+    def status(self) -> Status:
+        """What its thread lets others see."""
+        return self._status
+
+    @property
     def neighbours(self) -> tuple[int, ...]:
         """Processes of the ranks on this host, this one's included."""
         return tuple(self._status.pids[rank] for rank in self.world.neighbours)
@@ -74,6 +81,7 @@ class Daemon:
             text = f"the ranks did not find each other within {self.config.start_seconds:g} s (start_seconds)"
             raise StartError(text)
         if self._status.start_error is not None:
+            self.end(_END_SECONDS)  # or the interpreter would end MPI while the thread still uses it
             raise self._status.start_error
         if self.config.timeline:
             self.start_timeline(self.config.timeline, mark_cycles=self.config.timeline_mark_cycles)
@@ -105,6 +113,10 @@ class Daemon:
         self._do(letter)
         if self._status.ended.is_set():
             self._loop.turn_away()
+
+    def say(self, message: Message) -> None:
+        """Sends a message of another thread to the coordinator, or to whom it is for by way of it."""
+        self._do(lambda: self._loop.recorder.tell(message))
 
     def hurry(self, name: str) -> Callable[[], None] | None:
         """Ends the batching window: somebody waits for an operation.

@@ -12,6 +12,7 @@ from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator, Outgoing
 from coordd.messages import (
     Abort,
+    Account,
     Failure,
     Goodbye,
     Hello,
@@ -152,8 +153,8 @@ class Foreman:
                 self._stopped = self._stopped or message.stop
             case Welcome():
                 self._welcome = message
-            case Inquiry():
-                ranks = sum(1 << rank for rank in message.ranks)
+            case Inquiry() | Account():
+                ranks = _audience(message)
             case Lost() if self._stopped:
                 return
             case Lost():
@@ -165,6 +166,11 @@ class Foreman:
     def _place(self, rank: int) -> str:
         welcome = self._welcome
         return f"pid {welcome.pids[rank]} on {welcome.hosts[rank]}" if welcome and welcome.pids else "not yet arrived"
+
+
+def _audience(message: Inquiry | Account) -> int:
+    """For whom a message is that is not for all, as a bit mask."""
+    return 1 << message.asker if isinstance(message, Account) else sum(1 << rank for rank in message.ranks)
 
 
 class Root:

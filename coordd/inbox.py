@@ -47,6 +47,14 @@ class Inbox(Generic[Item]):
     def __bool__(self) -> bool:
         return bool(self._items)
 
+    def look(self) -> list[Item]:
+        """Lists the items without taking them.
+
+        Raises:
+            RuntimeError: they have changed meanwhile; look again.
+        """
+        return list(self._items)
+
     def put(self, item: Item, weight: int = 0) -> None:
         """Adds an item; wakes the reader only from deep sleep, for in the window it comes by itself."""
         self._items.append(item)

@@ -52,6 +52,16 @@ class Lock:
         return list(self._line_of)
 
     @property
+    def buckets(self) -> int:
+        """How many buckets there are."""
+        return len(self._lines)
+
+    @property
+    def held(self) -> list[Entry]:
+        """What waits here for the rest of its bucket."""
+        return [entry for line in self._lines for entry in line.entries.values()]
+
+    @property
     def partial(self) -> bool:
         """Whether entries are held back because others of their bucket are missing."""
         return any(line.entries for line in self._lines)
@@ -81,7 +91,7 @@ class Lock:
     def dissolve(self) -> tuple[list[Locked], list[Entry]]:
         """Breaks the lock; returns the invalid words that are due now, and the entries that were gathered."""
         self._broken = True
-        entries = [entry for line in self._lines for entry in line.entries.values()]
+        entries = self.held
         for line in self._lines:
             line.entries = {}
         return [self._end(line) for line in self._lines if not (line.flying or line.ended)], entries

@@ -11,12 +11,15 @@ from coordd.messages import Message, Overdue, StallReport, Waiting
 from coordd.stall import StallWatch, tell
 from coordd.table import TensorTable
 
-__all__ = ["Lookout"]
+__all__ = ["Delay", "Lookout"]
 
 log = logging.getLogger("coordd")
 
 _ANSWER_SECONDS = 2.0
 _SHOWN = 6
+
+Delay = tuple[float, Waiting]
+"""Since when an operation waits, and for whom."""
 
 
 class Lookout:
@@ -26,7 +29,7 @@ class Lookout:
         self,
         config: Config,
         table: TensorTable,
-        elsewhere: Callable[[], list[tuple[float, Waiting]]],
+        elsewhere: Callable[[], list[Delay]],
         *,
         ask: Callable[[Callable[[], Message]], None],
     ) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from coordd.account import account
+from coordd.account import Account, account
 from coordd.affinity import keep_to
 from coordd.bell import Bell
 from coordd.bucket import Locked
@@ -26,26 +26,14 @@ from coordd.errors import ShutdownError, StartError
 from coordd.execution import Flights
 from coordd.foreman import hub
 from coordd.inbox import Inbox
-from coordd.lookout import Lookout
+from coordd.lookout import Delay, Lookout
 from coordd.mailbox import Letter, Mailbox
 from coordd.member import Due, Member
-from coordd.messages import (
-    Abort,
-    Failure,
-    Goodbye,
-    Hello,
-    Inquiry,
-    Message,
-    Plan,
-    Recording,
-    StallReport,
-    Waiting,
-    Welcome,
-)
+from coordd.messages import Abort, Failure, Goodbye, Hello, Inquiry, Message, Plan, Recording, StallReport, Welcome
 from coordd.patience import Patience, nap_precisely
 from coordd.plane import Plane
 from coordd.rendezvous import Link, Rendezvous
-from coordd.status import Status, peer_error
+from coordd.status import Parts, Status, peer_error
 from coordd.table import Entry
 from coordd.timeline.recorder import Recorder
 from coordd.tree import post
@@ -119,11 +107,14 @@ class Loop:
         """Notes that results have arrived."""
         for entry in entries:
             self._member.table.release(entry)
+        self._status.traffic.count(entries)
         if not entries[0].patient:
             self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
 
     def settled(self, word: Locked, *, moved: bool) -> None:
         """Notes how an occurrence of a locked bucket has ended."""
+        if moved and word.bucket is not None:
+            self._status.traffic.locked += len(word.bucket.entries)
         self._dues.append(self._member.landed(word) if moved else self._member.refused(word))
 
     def allocate(self, size: int) -> np.ndarray:
@@ -165,6 +156,7 @@ class Loop:
         self._flights = Flights(plane, self)
         self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck)
         self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
+        self._status.parts = Parts(self._member, self._flights, self._mailbox, self._link.commons, self._inbox)
         self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
         self._hub = hub(self._own_post, self._coordinate)
         self.recorder.connect(self._tell, self._control.send, parent=self._own_post.parent)
@@ -180,7 +172,7 @@ class Loop:
             voices=voices,
         )
 
-    def _elsewhere(self) -> list[tuple[float, Waiting]]:
+    def _elsewhere(self) -> list[Delay]:
         """What waits for other ranks without the coordinator knowing, and since when."""
         return [*self._mailbox.waiting(), *self._flights.waiting()]
 
@@ -259,8 +251,8 @@ class Loop:
                 self._follow(message)
             case Abort():
                 self._break(message.failure)
-            case Inquiry():
-                self._tell(account(self._status.world.rank, self._member.table.last))
+            case Inquiry() | Account():
+                self._answer(message)
             case StallReport():
                 self._lookout.answer(message)
             case Welcome():
@@ -270,6 +262,12 @@ class Loop:
             case Lost() if not self._member.stopped:
                 self._departures.note(sender)
                 self._break(Failure.death(sender, self._status.place(sender)))
+
+    def _answer(self, message: Inquiry | Account) -> None:
+        if message.number:
+            self._status.desk(message)
+        else:
+            self._tell(account(self._status.world.rank, self._member.table.last))
 
     def _follow(self, plan: Plan) -> None:
         if self._status.failure is not None:

@@ -63,6 +63,11 @@ class Letter:
         self.outgoing = outgoing
         self.land = land
 
+    @property
+    def word(self) -> str:
+        """What it is: ``send`` or ``recv``."""
+        return "send" if self.outgoing else "recv"
+
     def finish(self, array: np.ndarray) -> None:
         """Hands the result over."""
         self.handle.land(array, self.land)
@@ -82,6 +87,10 @@ class Mailbox:
         self._abandoned: list[tuple[Letter, Steps]] = []
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
         self._listening: Ticket | None = None
+        self.done = {"send": 0, "recv": 0}
+        """How many are done."""
+        self.bytes = {"send": 0, "recv": 0}
+        """What they have moved."""
 
     def __len__(self) -> int:
         return len(self._moving) + sum(len(queue) for queue in self._wanted.values())
@@ -113,8 +122,7 @@ class Mailbox:
         letters = [letter for letter, _ in self._moving]
         letters += [letter for queue in self._wanted.values() for letter in queue]
         for letter in letters:
-            word = "send" if letter.outgoing else "recv"
-            yield letter.handle.submitted, Waiting(letter.name, word, (letter.peer,))
+            yield letter.handle.submitted, Waiting(letter.name, letter.word, (letter.peer,))
 
     def clear(self) -> list[Letter]:
         """Abandons everything, and returns what was under way."""
@@ -140,9 +148,10 @@ class Mailbox:
         self._finish(letter, array)
 
     def _finish(self, letter: Letter, array: np.ndarray) -> None:
+        self.done[letter.word] += 1
+        self.bytes[letter.word] += array.nbytes
         if (tape := self._deck.tape) is not None:
-            word = "send" if letter.outgoing else "recv"
-            tape.delivered(word, letter.name, letter.peer, nbytes=array.nbytes, since=letter.handle.submitted)
+            tape.delivered(letter.word, letter.name, letter.peer, nbytes=array.nbytes, since=letter.handle.submitted)
         letter.finish(array)
 
     def _listen(self) -> None:

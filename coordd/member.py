@@ -55,11 +55,23 @@ class Member:
         self._locks: dict[int, Lock] = {}
         self._untold: list[Entry] = []
         self._words: list[Locked] = []
+        self.hits = self.misses = 0
+        """How many tensors were announced that all ranks knew, and how many were spelled out."""
         self._unlock: tuple[int, int] | None = None
         self._left = False
         self._joined: set[tuple[int, ...]] = set()
         self._joining: list[Entry] = []
         self.stopped = False
+
+    @property
+    def seen(self) -> int:
+        """The last plan that was carried out."""
+        return self._seen
+
+    @property
+    def lock(self) -> Lock | None:
+        """The locked plan, if one is in force."""
+        return self._lock
 
     def announce(self, entries: Iterable[Entry]) -> Due:
         """Takes new tensors in."""
@@ -155,6 +167,9 @@ class Member:
                 self.table.take(entry.request.name).handle.fail(ShutdownError(entry.request.name, (self.rank,)))
             untold, unlock = [], None
         report = announced(untold, self._cache, seen=self._seen)
+        if report is not None:
+            self.hits += int.from_bytes(report.hits, "little").bit_count()
+            self.misses += len(report.fresh)
         if unlock is not None:
             number, lasted = unlock
             report = msgspec.structs.replace(report or Report(self._seen), unlock=number, lasted=lasted)

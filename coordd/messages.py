@@ -222,17 +222,28 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class Inquiry(msgspec.Struct, frozen=True, array_like=True, tag="inquiry"):
-    """Others wait for you: what are you doing? It is for ``ranks``, or, without any, for who gets it."""
+    """Others wait for you: what are you doing? It is for ``ranks``, or, without any, for who gets it.
+
+    One with a ``number`` is not of the coordinator but of the rank ``asker``, and wants all that there is to tell.
+    """
 
     ranks: tuple[int, ...] = ()
+    number: int = 0
+    asker: int = 0
 
 
 class Account(msgspec.Struct, frozen=True, array_like=True, tag="account"):
-    """What a rank is doing: its main thread's stack, innermost call last, and what it submitted last."""
+    """What a rank is doing: its main thread's stack, innermost call last, and what it submitted last.
+
+    To an inquiry with a ``number`` it is an ``answer`` instead, in JSON, for the rank ``asker``.
+    """
 
     rank: int
-    stack: str
-    last: str
+    stack: str = ""
+    last: str = ""
+    number: int = 0
+    asker: int = 0
+    answer: bytes = b""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):

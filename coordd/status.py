@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from coordd.errors import PeerError
-from coordd.messages import Failure
+from coordd.execution import Flights
+from coordd.inbox import Inbox
+from coordd.mailbox import Mailbox
+from coordd.member import Member
+from coordd.messages import Account, Failure, Inquiry
+from coordd.traffic import Traffic
+from coordd.transport.commons import Commons
 from coordd.world import World
 
-__all__ = ["Status", "peer_error"]
+__all__ = ["Parts", "Status", "peer_error"]
+
+
+class Parts(NamedTuple):
+    """What the thread works with, for others to look at without touching."""
+
+    member: Member
+    flights: Flights
+    mailbox: Mailbox
+    commons: Commons | None
+    inbox: Inbox[Any]
 
 
 class Status:
@@ -19,6 +37,10 @@ class Status:
         self.pids: tuple[int, ...] = ()
         self.start_error: BaseException | None = None
         self.failure: Failure | None = None
+        self.parts: Parts | None = None
+        self.traffic = Traffic()
+        self.desk: Callable[[Inquiry | Account], None] = lambda _: None
+        """Takes what other ranks ask of this one and answer to it; called by the thread, so it must not block."""
         self.failing = False
         """Whether the job has failed, or this rank is about to tell that it has."""
         self.leaving = False

@@ -103,8 +103,8 @@ class TensorTable:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self.last: tuple[str, Site] | None = None
-        """What was submitted last, and where; not the entry, whose memory is nobody's business once it is done."""
+        self.last: tuple[str, Site, float] | None = None
+        """What was submitted last, where and when; not the entry, whose memory is nobody's business once it is done."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -127,7 +127,8 @@ class TensorTable:
                 sites = {"site": show_site(entry.site), "first_site": show_site(first.site)}
                 entry.handle.fail(DuplicateNameError(request.name, **sites))
         if admitted:
-            self.last = admitted[-1].request.name, admitted[-1].site
+            last = admitted[-1]
+            self.last = last.request.name, last.site, last.handle.submitted
         return admitted
 
     def release(self, entry: Entry) -> None:

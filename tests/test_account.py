@@ -5,7 +5,7 @@ import sys
 import threading
 
 from coordd import account as module
-from coordd.account import account, process_state
+from coordd.account import account, places, process_state
 
 HERE = os.uname().nodename
 
@@ -42,10 +42,39 @@ def test_a_main_thread_that_has_ended_is_told(monkeypatch):
 
 def test_the_last_submission_is_named_with_its_line():
     site = (sys._getframe().f_code, 31)
-    assert account(0, ("w", site)).last == f"'w' at {__file__}:31"
+    assert account(0, ("w", site, 0.0)).last == f"'w' at {__file__}:31"
 
 
 def test_the_operating_system_is_asked_about_processes_of_this_host_only():
     assert process_state(os.getpid(), HERE, HERE) == "running"
     assert process_state(os.getpid(), "elsewhere", HERE) == ""
     assert process_state(2**22 + 1, HERE, HERE) == "gone"
+
+
+def test_the_threads_that_are_not_coordds_are_told_the_main_thread_first():
+    found, go = [], threading.Event()
+    idle = threading.Thread(target=go.wait, name="loader")
+    own = threading.Thread(target=go.wait, name="coordd")
+    asker = threading.Thread(target=lambda: found.extend(places(48)), name="asker")
+    for thread in (own, idle, asker):
+        thread.start()
+    asker.join()
+    go.set()
+    for thread in (own, idle):
+        thread.join()
+    names = [place.thread for place in found]
+    assert names[0] == "MainThread"
+    assert {"loader", "asker"} <= set(names)
+    assert "coordd" not in names
+    assert f"in {test_the_threads_that_are_not_coordds_are_told_the_main_thread_first.__name__}: " in found[0].lines[-1]
+    assert found[0].inside == ""
+
+
+def test_the_outermost_call_of_coordd_is_what_a_thread_is_in():
+    place = {"__name__": "coordd_torch.operations", "found": (found := [])}
+    source = "import sys\ndef inner(): found.append(sys._getframe())\ndef synchronize(): inner()"
+    exec(source, place)  # noqa: S102 - in a module of that name
+    place["synchronize"]()
+    frame = found[0]
+    assert module._inside(frame, module._outside(frame)) == "coordd_torch.operations.synchronize"
+    assert len(module._lines(frame, 2)) == 2

@@ -94,7 +94,8 @@ def test_a_configuration_is_a_value():
 
 def test_the_digest_tells_settings_apart_that_must_be_equal_on_all_ranks():
     assert Config(interface="eth0", daemon_cores="3").digest == DEFAULTS.digest
-    assert Config(fusion_mb=8).digest != DEFAULTS.digest
+    assert DEFAULTS.digest == "the defaults"
+    assert Config(fusion_mb=8, stall_check=False).digest == "fusion_mb=8, stall_check=False"
 
 
 @pytest.mark.parametrize(

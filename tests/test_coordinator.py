@@ -319,3 +319,14 @@ def test_a_stall_that_is_too_long_ends_the_job():
     assert said(star, Abort) == []
     complain(star, 0, "w", seconds=10.0)
     assert said(star, Abort) == [Abort(Failure(2, "kept 'w' waiting for 10 s (stall_abort_seconds)"))]
+
+
+def test_a_question_of_one_rank_to_others_and_their_answers_are_handed_on():
+    coordinator = empty()
+    coordinator.hear(1, Inquiry((0, 2), number=7, asker=1), now=0.0)
+    question = Inquiry(number=7, asker=1)
+    assert coordinator.turn(0.0) == [(0, question), (2, question)]
+    answer = Account(2, number=7, asker=1, answer=b"{}")
+    coordinator.hear(2, answer, now=0.0)
+    assert coordinator.turn(0.0) == [(1, answer)]
+    assert coordinator.deadline is None

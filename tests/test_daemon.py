@@ -226,8 +226,8 @@ def test_after_leaving_nothing_can_be_submitted():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ([{}, {"fusion_mb": 1.0}, {}], "the ranks have different settings (ranks 0, 2: "),
-        ([{"cycle_ms": 0.0}, {}, {}], "the ranks have different settings (ranks 0: "),
+        ([{}, {"fusion_mb": 1.0}, {}], "different settings (ranks 0, 2: the defaults; ranks 1: fusion_mb=1.0)"),
+        ([{"cycle_ms": 0.0}, {}, {}], "different settings (ranks 0: cycle_ms=0.0; ranks 1-2: the defaults)"),
     ],
 )
 def test_ranks_that_do_not_fit_together_do_not_start(settings, text):
@@ -237,6 +237,7 @@ def test_ranks_that_do_not_fit_together_do_not_start(settings, text):
     def body(rank):
         with pytest.raises(StartError, match=re.escape(text)):
             daemons[rank].start()
+        assert daemons[rank].status.ended.is_set()  # so that it uses nothing any more that the interpreter may end
 
     ranks.each(body)
 

@@ -166,6 +166,17 @@ def test_a_question_goes_to_those_who_are_asked():
     assert stand.hear(ABOVE, Inquiry((2, 3))) == [(BELOW, Inquiry((2, 3))), (HERE, Inquiry((2, 3)))]
 
 
+def test_an_answer_goes_down_to_the_rank_that_has_asked():
+    stand, answer = Stand(), Account(0, number=7, asker=5, answer=b"{}")
+    assert stand.hear(ABOVE, answer) == [(OTHER, answer)]
+    assert stand.hear(ABOVE, Account(0, number=7, asker=2, answer=b"{}"))[0][0] == HERE
+
+
+def test_a_question_of_a_rank_goes_up():
+    stand, question = Stand(), Inquiry((0, 5), number=7, asker=3)
+    assert stand.hear(BELOW, question) == [(ABOVE, question)]
+
+
 def test_the_loss_of_the_parent_is_a_failure_of_its_rank():
     stand = Stand()
     lost = Abort(Failure(0, "(not yet arrived) died: its connection closed without a goodbye"))
@@ -236,6 +247,12 @@ def test_a_stall_names_the_one_that_is_missing():
     assert stand.moment() == [(2, Inquiry((4,)))]
     [(_, report), *_] = stand.hear(2, Account(4, "stack", "v"))
     assert report == StallReport(5.0, (Waiting("w", "allreduce", (4,)),), (Account(4, "stack", "v"),))
+
+
+def test_a_question_of_one_rank_to_another_passes_the_root():
+    root, question, answer = welcomed(), Inquiry((4,), number=7, asker=3), Account(4, number=7, asker=3, answer=b"{}")
+    assert root.hear(2, question) == [(2, question)]
+    assert root.hear(2, answer) == [(2, answer)]
 
 
 def test_a_loss_below_is_told_with_its_place():

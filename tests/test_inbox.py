@@ -122,3 +122,9 @@ def test_items_of_enough_weight_end_the_window_and_wake_the_reader(bell):
     assert inbox.take() == ["light", "heavy"]
     inbox.put("light again", 60)
     assert inbox.take() == []
+
+
+def test_a_look_takes_nothing():
+    inbox = Inbox(Bell(), window=0.0)
+    inbox.put("a")
+    assert (inbox.look(), inbox.take(), inbox.look()) == (["a"], ["a"], [])

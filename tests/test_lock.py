@@ -119,3 +119,10 @@ def test_all_ranks_give_the_same_number_of_words(size, turns):
     assert all(rank.open is None for rank in ranks)
     assert all(word.bucket for rank in ranks for word in rank.given[:-1])
     assert any(rank.given[-1].bucket is None for rank in ranks)
+
+
+def test_what_is_held_and_how_many_buckets_there_are_can_be_seen():
+    lock, held = Lock(7, BUCKETS), entry(0)
+    assert (lock.buckets, lock.held) == (len(BUCKETS), [])
+    lock.gather(0, held)
+    assert lock.held == [held]

@@ -98,7 +98,7 @@ def test_entries_are_found_until_they_are_taken():
     table, old, young = TensorTable(), entry(W), entry(V)
     assert table.oldest() is None
     admit(table, old, young, cache=ResponseCache(8), seen=0)
-    assert (table.oldest(), table.last, len(table)) == (old, ("v", young.site), 2)
+    assert (table.oldest(), table.last, len(table)) == (old, ("v", young.site, young.handle.submitted), 2)
     assert table.find("w") is old
     assert table.take("w") is old
     assert table.oldest() is young

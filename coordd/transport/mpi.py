@@ -7,6 +7,7 @@ exits, and never after a failure, because ``MPI_Finalize`` may then wait for eve
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -121,7 +122,7 @@ def _library() -> Any:
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _initialise(MPI)
         global _finalizing  # noqa: PLW0603 - MPI itself is one a process
         _finalizing = True
         atexit.register(_finalize, os.getpid())
@@ -132,6 +133,24 @@ def _library() -> Any:
         )
         raise StartError(text)
     return MPI
+
+
+def _initialise(mpi: Any) -> None:
+    """Initialises MPI with threads; waits for the other ranks, but lets this process's other threads go on.
+
+    mpi4py's own call keeps Python's lock while it waits, so that nobody could give up, be interrupted, or be asked.
+
+    Raises:
+        StartError: MPI gives an error.
+    """
+    begin = getattr(ctypes.CDLL(mpi.__file__), "MPI_Init_thread", None)
+    if begin is None:  # linked in such a way that its functions cannot be found
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        return
+    if code := begin(None, None, ctypes.c_int(mpi.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int())):
+        raise StartError(f"MPI cannot be initialised: {mpi.Get_error_string(code)}")
+    for communicator in (mpi.COMM_WORLD, mpi.COMM_SELF):  # as mpi4py does, whose errors are exceptions
+        communicator.Set_errhandler(mpi.ERRORS_RETURN)
 
 
 def _finalize(pid: int) -> None:

@@ -62,6 +62,11 @@ class Heap:
         weakref.finalize(memory, self._free, number, descriptor).atexit = False
         return np.frombuffer(memoryview(memory), np.uint8)
 
+    @property
+    def size(self) -> int:
+        """Bytes in use, or freed a moment ago."""
+        return sum([size for _, size, _ in self._places])
+
     def locate(self, array: np.ndarray) -> tuple[int, int] | None:
         """Finds the block in which a contiguous array lies, and the offset in bytes; None if it lies elsewhere."""
         if not self._places:

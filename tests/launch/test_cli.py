@@ -25,8 +25,9 @@ def test_the_drop_in_path_can_be_put_on_a_path(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--help"], ["run", "doctor", "version"]),
+        (["--help"], ["run", "status", "doctor", "version"]),
         (["run", "--help"], ["--fusion-mb", "--hosts", "coordd run -n 4 python train.py", "exit code"]),
+        (["status", "--help"], ["PID|JOB", "--json", "--watch"]),
         (["doctor", "--help"], ["--json"]),
     ],
 )

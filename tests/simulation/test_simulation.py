@@ -83,6 +83,8 @@ PURE = (absence, ballot, cache, foreman, latch, lock, member, negotiation, owed,
 BEFORE_A_LOCK = 297  # a rank speaks of what is locked before it knows of the lock, which is rare
 # Signs of life come after 256 plans; the long run has them.
 SIGNS_OF_LIFE = ("report = Report(self._seen)", "out = [self._report()]")
+# `coordd status` looks at these from outside; the protocol itself does not.
+LOOKS = ("return self._seen", "return self._lock", "return len(self._lines)")
 
 
 def test_a_few_seeds_reach_every_line_of_the_protocol():
@@ -104,7 +106,7 @@ def test_a_few_seeds_reach_every_line_of_the_protocol():
     finally:
         sys.settrace(before)
     unseen = [linecache.getline(code.co_filename, line).strip() for code, lines in missed.items() for line in lines]
-    assert [line for line in unseen if not line.startswith(SIGNS_OF_LIFE)] == []
+    assert [line for line in unseen if not line.startswith((*SIGNS_OF_LIFE, *LOOKS))] == []
 
 
 def _functions(module: object) -> Iterator[CodeType]:

@@ -1,0 +1,111 @@
+"""`coordd status`: shows what a running job is doing, once or again and again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from coordd.survey import process
+from coordd.survey.address import Address, listed
+from coordd.survey.choice import Jobs, NoJobError, choose, jobs
+from coordd.survey.enquiry import survey
+from coordd.survey.picture import Speed, picture
+from coordd.survey.sighting import Life, Survey
+from coordd.survey.view import rows, verdict
+
+__all__ = ["status"]
+
+
+def status(options: argparse.Namespace) -> int:
+    """Carries out `coordd status`; returns the exit code.
+
+    Raises:
+        NoJobError: there is no such job, or there are several.
+    """
+    if options.watch is None:
+        found = _look(options.job)
+        if options.json:
+            sys.stdout.write(msgspec.json.format(_told(found), indent=2).decode() + "\n")
+        else:
+            Console(highlight=False).print(picture(found, every_thread=options.threads))
+        return 0
+    try:
+        _watch(options)
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _look(word: str) -> Survey:
+    return survey(choose(_jobs(), word, ancestors=process.ancestors))
+
+
+def _jobs() -> Jobs:
+    """The jobs of which a process lives; what a dead rank has forked may still hold its socket."""
+    found = jobs(listed())
+    return {job: ranks for job, ranks in found.items() if any(_lives(rank) for rank in ranks)}
+
+
+def _lives(address: Address) -> bool:
+    return process.glance(address.pid).life is not Life.DEAD
+
+
+def _watch(options: argparse.Namespace) -> None:
+    """Looks until the job has ended."""
+    job, before = "", None
+    with Live(auto_refresh=False, console=Console(highlight=False), vertical_overflow="crop") as live:
+        while True:
+            try:
+                found = _look(job or options.job)
+            except NoJobError:
+                if job:  # it was there
+                    return
+                raise
+            job = found.job
+            if options.json:
+                sys.stdout.write(_told(found).decode() + "\n")
+                sys.stdout.flush()
+            else:
+                live.update(_drawn(found, before, options), refresh=True)
+            before = found
+            time.sleep(options.watch)
+
+
+def _drawn(found: Survey, before: Survey | None, options: argparse.Namespace) -> RenderableType:
+    return picture(found, _speed(found, before), every_thread=options.threads)
+
+
+def _speed(found: Survey, before: Survey | None) -> Speed | None:
+    """Bytes a second between two looks; None at the first."""
+    if before is None:
+        return None
+    former = {seen.rank: seen.standing for seen in before.sightings}
+    speed = {}
+    for seen in found.sightings:
+        now, then = seen.standing, former.get(seen.rank)
+        if now is not None and then is not None and now.seconds > then.seconds:
+            moved = sum(now.traffic.bytes.values()) - sum(then.traffic.bytes.values())
+            speed[seen.rank] = moved / (now.seconds - then.seconds)
+    return speed
+
+
+def _told(found: Survey) -> bytes:
+    """Writes a survey for programs: all there is, and how it reads."""
+    states = {row.rank: row for row in rows(found)}
+    ranks = [
+        {
+            **msgspec.to_builtins(seen),
+            "state": states[seen.rank].state,
+            "waits_for": states[seen.rank].waits_for,
+            "trouble": states[seen.rank].trouble,
+        }
+        for seen in found.sightings
+    ]
+    whole = {**msgspec.to_builtins(found), "verdict": verdict(found), "ranks": ranks}
+    del whole["sightings"]
+    return msgspec.json.encode(whole)

@@ -1,0 +1,84 @@
+"""What the operating system says of a process of this host, from outside, whatever it is stuck in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from coordd.account import THREAD
+from coordd.survey.sighting import Life
+from coordd.survey.standing import Stack
+
+__all__ = ["Glance", "ancestors", "command", "glance", "stacks"]
+
+_LIVES = {"R": Life.RUNNING, "S": Life.SLEEPING, "I": Life.SLEEPING, "D": Life.BLOCKED, "T": Life.STOPPED}
+_LIVES |= {"t": Life.TRACED, "Z": Life.DEAD, "X": Life.DEAD}
+_TICK = os.sysconf("SC_CLK_TCK")
+_SPY_SECONDS = 5.0
+
+
+class Glance(NamedTuple):
+    """How a process is, and how many seconds of CPU it has used."""
+
+    life: Life
+    seconds: float = 0.0
+    parent: int = 0
+
+
+class _Frame(msgspec.Struct):
+    name: str
+    filename: str
+    line: int
+
+
+class _Thread(msgspec.Struct):
+    frames: list[_Frame]
+    thread_name: str | None = None
+
+
+def glance(pid: int) -> Glance:
+    """Looks at a process once."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return Glance(Life.DEAD)
+    return Glance(_LIVES.get(fields[0], Life.UNKNOWN), (int(fields[11]) + int(fields[12])) / _TICK, int(fields[1]))
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Lists a process and what has started it, and so on."""
+    while pid > 0:
+        yield pid
+        pid = glance(pid).parent
+
+
+def command(pid: int) -> str:
+    """Returns the command line of a process; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def stacks(pid: int) -> tuple[Stack, ...]:
+    """Reads the Python stacks of a process that does not answer, by way of ``py-spy`` where it is installed."""
+    if (spy := shutil.which("py-spy")) is None:
+        return ()
+    order = [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+    try:
+        told = subprocess.run(order, capture_output=True, timeout=_SPY_SECONDS, check=True).stdout
+        threads = msgspec.json.decode(told, type=list[_Thread])
+    except (OSError, subprocess.SubprocessError, msgspec.DecodeError):  # it may not be allowed to look
+        return ()
+    mine = [thread for thread in threads if not (thread.thread_name or "").startswith(THREAD)]
+    return tuple(Stack(thread.thread_name or "a thread", _lines(thread)) for thread in mine)
+
+
+def _lines(thread: _Thread) -> tuple[str, ...]:
+    return tuple(f"{frame.filename}:{frame.line} in {frame.name}" for frame in reversed(thread.frames))

@@ -1,0 +1,160 @@
+"""How ranks begin, fork and end: at different times, with children of their own, with settings that make no sense."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.mpi.launch import launch
+
+pytestmark = pytest.mark.mpi
+
+_FORKS = """
+import os, sys
+import torch
+import coordd.torch as cd
+from coordd.errors import ForkedProcessError
+
+cd.init()
+for leave in (sys.exit, lambda: sys.exit(7), lambda: os._exit(5)):
+    number = os.fork()
+    if number == 0:
+        try:
+            cd.allreduce(torch.ones(1))
+        except ForkedProcessError:
+            leave()
+        os._exit(99)
+    status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+    print("child", status, "sum", cd.allreduce(torch.ones(1), op=cd.Sum).item(), flush=True)
+"""
+_LOADER = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import coordd.torch as cd
+
+if __name__ == "__main__":
+    cd.init()
+    data = TensorDataset(torch.arange(8.0).reshape(8, 1))
+    for (rows,) in DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=sys.argv[1]):
+        print("sum", cd.allreduce(rows.sum(), op=cd.Sum).item(), flush=True)
+"""
+_LEAVING = """
+import sys, threading
+import torch
+import coordd.torch as cd
+
+cd.init()
+cd.allreduce_async(torch.ones(1000))
+cd.allreduce_async(torch.ones(1_000_000))
+if cd.rank() == int(sys.argv[1]):
+    threading.Event().wait(0.7)
+"""
+_MISSING = """
+import sys, threading
+import torch
+import coordd.torch as cd
+
+cd.init()
+cd.allreduce(torch.ones(1), name="first")
+if cd.rank() == int(sys.argv[1]):
+    threading.Event().wait(30)
+cd.allreduce(torch.ones(1), name="late")
+"""
+_NEVER = """
+import os, threading
+import coordd.torch as cd
+
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    threading.Event().wait(60)
+cd.init()
+"""
+_SETTING = """
+import os
+if "CULPRIT" in os.environ and os.environ["OMPI_COMM_WORLD_RANK"] == os.environ["CULPRIT"]:
+    os.environ.update([os.environ["SETTING"].split("=")])
+import coordd.torch as cd
+cd.init()
+"""
+
+
+def test_a_rank_that_never_begins_is_not_waited_for_for_ever() -> None:
+    outcome = launch(2, _NEVER, launcher="coordd", timeout=25, variables={"COORDD_START_SECONDS": "2"})
+    assert outcome.returncode == 1, str(outcome)
+    assert "the ranks did not find each other within 2 s (start_seconds)" in outcome.of_rank(0), str(outcome)
+
+
+def test_forked_children_cannot_use_coordd_and_leave_mpi_to_their_parents() -> None:
+    outcome = launch(2, _FORKS, launcher="coordd")
+    assert outcome.returncode == 0, str(outcome)
+    for status in (0, 7, 5):
+        assert outcome.stdout.count(f"child {status} sum 2.0") == 2, str(outcome)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_data_loaders_may_start_workers_in_any_way(method: str) -> None:
+    outcome = launch(2, _LOADER, method, launcher="coordd")
+    assert outcome.returncode == 0, str(outcome)
+    assert [outcome.stdout.count(f"sum {total}") for total in (12.0, 44.0)] == [2, 2], str(outcome)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_may_end_at_different_times_without_waiting_for_what_is_in_flight(launcher: str, late: int) -> None:
+    outcome = launch(2, _LEAVING, str(late), launcher=launcher)
+    assert outcome.returncode == 0, str(outcome)
+    assert "Fatal" not in outcome.stderr, str(outcome)
+    assert "improperly" not in outcome.stderr, str(outcome)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_does_not_come_is_named_with_its_line_and_ends_the_job_in_time(missing: int) -> None:
+    limits = {"COORDD_STALL_SECONDS": "0.3", "COORDD_STALL_ABORT_SECONDS": "2"}
+    outcome = launch(2, _MISSING, str(missing), launcher="coordd", timeout=25, variables=limits)
+    assert outcome.returncode != 0, str(outcome)
+    assert f"'late' (allreduce) waiting for rank {missing}" in outcome.stderr, str(outcome)
+    assert "script.py:9 in <module>: threading.Event().wait(30)" in outcome.stderr, str(outcome)
+    kept = rf"rank {missing} kept 'late' waiting for \d+ s \(stall_abort_seconds\)"
+    assert re.search(kept, outcome.stderr), str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("setting", "legal"),
+    [
+        ("COORDD_FUSION_MB=abc", "a number from"),
+        ("COORDD_FUSION_MB=-1", "a number from"),
+        ("COORDD_CYCLE_MS=1e99", "a number from"),
+        ("COORDD_LOCK_STEPS=2.5", "a whole number"),
+        ("HOROVOD_FUSION_THRESHOLD=much", "what COORDD_FUSION_MB can hold, a number from 0 to 65536"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused_by_its_name(setting: str, legal: str) -> None:
+    name, _, value = setting.partition("=")
+    outcome = launch(1, _SETTING, launcher="python", variables={name: value})
+    assert outcome.returncode == 1, str(outcome)
+    assert f"ConfigError: {name}=" in outcome.stderr, str(outcome)
+    assert f"is not usable: give {legal}" in outcome.stderr, str(outcome)
+
+
+def test_ranks_with_different_settings_do_not_start() -> None:
+    variables = {"CULPRIT": "1", "SETTING": "COORDD_FUSION_MB=3"}
+    outcome = launch(2, _SETTING, launcher="coordd", variables=variables)
+    assert outcome.returncode == 1, str(outcome)
+    for rank in range(2):
+        assert "different settings (ranks 0: the defaults; ranks 1: fusion_mb=3.0)" in outcome.of_rank(rank), str(
+            outcome
+        )
+    assert "MPI_FINALIZE" not in outcome.stderr, str(outcome)
+
+
+def test_a_rank_alone_with_a_setting_that_makes_no_sense_ends_the_job() -> None:
+    variables = {"CULPRIT": "1", "SETTING": "COORDD_FUSION_MB=abc"}
+    outcome = launch(2, _SETTING, launcher="coordd", variables=variables)
+    assert outcome.returncode != 0, str(outcome)
+    assert "COORDD_FUSION_MB='abc' is not usable" in outcome.of_rank(1), str(outcome)
+
+
+def test_more_ranks_than_cores_still_train() -> None:
+    outcome = launch(8, _LEAVING, "0", launcher="coordd")
+    assert outcome.returncode == 0, str(outcome)

@@ -1,0 +1,1 @@
+"""Tests of what `coordd status` finds and shows."""
