@@ -80,7 +80,7 @@ def test_the_run_does_not_depend_on_the_process():
 
 
 PURE = (absence, ballot, cache, foreman, latch, lock, member, negotiation, owed, repetition, roll, tally, verdict)
-BEFORE_A_LOCK = 297  # a rank speaks of what is locked before it knows of the lock, which is rare
+BEFORE_A_LOCK = 517  # a rank speaks of what is locked before it knows of the lock, which is rare
 # Signs of life come after 256 plans; the long run has them.
 SIGNS_OF_LIFE = ("report = Report(self._seen)", "out = [self._report()]")
 # `coordd status` looks at these from outside; the protocol itself does not.
