@@ -73,6 +73,10 @@ class Channel:
         scales = {"prescale": 1.0 / self._predivide, "postscale": self._predivide}
         return self._operations.request(Kind.ALLREDUCE, name, array, self._process_set, op=self.op, **scales)
 
+    def gathering(self, name: str, array: np.ndarray) -> Request:
+        """Makes the request of rows of which each member has as many as it likes."""
+        return self._operations.request(Kind.ALLGATHER, name, array, self._process_set)
+
     def round(self, name: str, number: int, kind: Kind, array: np.ndarray) -> Request:
         """Makes the request of a compressor's round.
 

@@ -14,6 +14,7 @@ import torch
 
 from coordd.messages import Request
 from coordd.table import Entry
+from coordd_torch.scattered import Scattered
 from coordd_torch.tensors import check_dense, view
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Gradient:
         self._dtype: np.dtype[Any] | None = None
         self.parameter = parameter
         self.bucket: Bucket | None = None
+        self.scattered: Scattered | None = None
+        """Its way, once it has been sparse."""
         self.name = name
         self.submitted = 0.0
         self.passes = 0
@@ -108,6 +111,10 @@ class Gradient:
             self.started = True
             bucket.take(self)
             return
+        value = self.parameter.grad
+        if value is not None and value.layout is torch.sparse_coo and not reducer.sparse_as_dense:
+            self._scatter(value)
+            return
         gradient = self.dense()
         if gradient is None:  # a hook of the user's has taken it away
             self.fill()
@@ -131,8 +138,20 @@ class Gradient:
         self.parameter.grad = gradient.to_dense()
         return self.parameter.grad
 
+    def _scatter(self, value: torch.Tensor | None) -> None:
+        """Takes part with a sparse gradient, or without one where others may have it."""
+        if self.scattered is None and value is not None:
+            self.scattered = Scattered(self, value)
+        assert self.scattered is not None  # noqa: S101 - for the type checker
+        self.started = True
+        self.remember()
+        self.scattered.start(value)
+
     def fill(self) -> None:
         """Takes part with zeros or what the user has kept, if any rank has something fresh for this parameter."""
+        if self.scattered is not None:
+            self._scatter(None)
+            return
         kept = self.parameter.grad
         if kept is None or kept.layout is not torch.strided:
             value = torch.zeros_like(self.parameter, requires_grad=False)
@@ -142,6 +161,9 @@ class Gradient:
 
     def settle(self) -> None:
         """Keeps what has arrived; if no rank had anything, there still is no gradient."""
+        if self.scattered is not None:
+            self._settle_scattered(self.scattered.result())
+            return
         own, self._own = self._own, None
         value, self._travelling = self._travelling, None
         if value is None or not self.started:
@@ -154,6 +176,13 @@ class Gradient:
         else:
             self.parameter.grad = value
             self.remember()
+
+    def _settle_scattered(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            self.started = False
+        else:
+            self.parameter.grad = value
+        self.remember()
 
     def reset(self) -> None:
         """Gets ready for the next step."""

@@ -226,7 +226,7 @@ class Reducer:
         if first:
             self._listen()
             self._adrift = [gradient for bucket in self._buckets for gradient in bucket.settle()]
-            self._moving = [gradient for gradient in self._loose if gradient.started]
+            self._moving = [gradient for gradient in self._loose if gradient.started and gradient.scattered is None]
         missing = [gradient for gradient in (*self._loose, *self._adrift) if not gradient.started]
         self._finished = not missing or not self._any(more)
         self._reduced = True

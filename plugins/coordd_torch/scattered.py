@@ -1,0 +1,107 @@
+"""A sparse gradient's way: the rows of all ranks are joined, for nobody knows how many the others have.
+
+A row is an index and its values, as bytes, so that one operation carries both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from coordd.errors import ArgumentError
+from coordd.messages import ReduceOp
+from coordd.table import Entry
+from coordd_torch.tensors import borrow, from_array
+
+if TYPE_CHECKING:
+    from coordd_torch.gradient import Gradient
+
+__all__ = ["Scattered"]
+
+_GIVEN, _NOTHING = -1, -2
+_OPERATIONS = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM})
+
+
+class Scattered:
+    """One sparse gradient, and its handle towards the daemon.
+
+    Each rank's rows begin with a row of zeros, whose index says whether the rank has a gradient. So all know whether
+    any has, and who takes part.
+    """
+
+    def __init__(self, gradient: Gradient, like: torch.Tensor) -> None:
+        """Describes it.
+
+        Raises:
+            ArgumentError: the optimizer combines gradients in a way in which these cannot be.
+        """
+        op = gradient.reducer.channel.op
+        if op not in _OPERATIONS:
+            text = (
+                f"the gradient of {gradient.name!r} is sparse, and can be summed or averaged only, not "
+                f"{op.name.lower()}: use sparse_as_dense=True"
+            )
+            raise ArgumentError(text)
+        self._op = op
+        self._reducer = gradient.reducer
+        self._shape = like.shape
+        self._sparse = like.sparse_dim()
+        self._dtype = like.dtype
+        self._device = like.device
+        self._rows: np.ndarray | None = None
+        self._values: np.dtype[Any] | None = None
+        self.name = gradient.name
+        self.submitted = 0.0
+
+    def start(self, value: torch.Tensor | None) -> None:
+        """Announces this rank's rows; without a gradient only that it has none."""
+        kind = _NOTHING if value is None else _GIVEN
+        indices = torch.full((1, self._sparse), kind)
+        values = torch.zeros(1, *self._shape[self._sparse :], dtype=self._dtype)
+        if value is not None:
+            entries: Any = value.detach()
+            # Without adding up what is there twice, which is what the result is like, too.
+            indices = torch.cat([indices, entries._indices().t().cpu()])  # noqa: SLF001 - there is no public way
+            values = torch.cat([values, entries._values().resolve_conj().cpu()])  # noqa: SLF001 - as above
+        array = borrow(values.flatten(1) if values.ndim > 1 else values[:, None])[0]
+        self._values, self._rows = array.dtype, None
+        packed = np.concatenate([indices.numpy().view(np.uint8), array.view(np.uint8)], axis=1)
+        self.submitted = time.monotonic()
+        self._reducer.submit(
+            Entry(self._reducer.channel.gathering(self.name, packed), packed, self, self._reducer.site)
+        )
+
+    def result(self) -> torch.Tensor | None:
+        """The gradient of all ranks, when it has arrived; None if no rank had one."""
+        rows, self._rows = self._rows, None
+        if rows is None:
+            return None
+        split = 8 * self._sparse
+        indices = torch.from_numpy(np.ascontiguousarray(rows[:, :split]).view(np.int64))
+        first = indices[:, 0]
+        if not (first == _GIVEN).any():
+            return None
+        values = from_array(np.ascontiguousarray(rows[:, split:]).view(self._values))
+        present, kept = int((first < 0).sum()), first >= 0
+        divisor = {ReduceOp.AVERAGE: self._reducer.channel.members, ReduceOp.AVERAGE_PRESENT: present}.get(self._op, 1)
+        values = values[kept].reshape(-1, *self._shape[self._sparse :])
+        values = values if divisor == 1 else values / divisor
+        found = torch.sparse_coo_tensor(indices[kept].t(), values, self._shape, check_invariants=False)
+        return found.to(self._device)
+
+    def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
+        """Runs on the daemon's thread when all ranks' rows have arrived."""
+        self._rows = value
+        self._reducer.land(value, convert)
+
+    def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
+        """Never runs: rows are no filler."""
+        self._reducer.landed()
+
+    def fail(self, error: BaseException) -> None:
+        """Runs on the daemon's thread when it has failed."""
+        self._reducer.fail(error)

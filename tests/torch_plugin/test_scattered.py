@@ -1,0 +1,137 @@
+"""Sparse gradients of an optimizer, on ranks that are threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import coordd.torch as cd
+from tests.local_ranks import each_rank, local_ranks
+from tests.torch_plugin.training import WAYS
+
+COUNT = 3
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+def table() -> nn.Embedding:
+    made = nn.Embedding(6, 2, sparse=True)
+    with torch.no_grad():
+        made.weight.copy_(torch.arange(12.0).reshape(6, 2) / 7)
+    return made
+
+
+def rows(rank: int, step: int) -> list[int]:
+    """What a rank looks up; sometimes nothing, sometimes the same twice."""
+    return [[], [step % 6, 3, 3], [5, step % 2]][(rank + step) % 3]
+
+
+def loss(made: nn.Embedding, rank: int, step: int) -> torch.Tensor:
+    return made(torch.tensor(rows(rank, step), dtype=torch.int64)).square().sum()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("op", [cd.Average, cd.Sum, cd.AveragePresent])
+def test_training_is_that_of_one_process(make, way, op):
+    def body(rank):
+        made = table()
+        optimizer = cd.DistributedOptimizer(make(made.parameters(), lr=0.1), made.named_parameters(), op=op)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss(made, rank, step).backward()
+            assert made.weight.grad.is_sparse
+            optimizer.step()
+        return made.weight.detach()
+
+    alone = table()
+    optimizer = make(alone.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        (sum(loss(alone, rank, step) for rank in range(COUNT)) / (1 if op is cd.Sum else COUNT)).backward()
+        optimizer.step()
+    for found in each_rank(COUNT, body, **way):
+        torch.testing.assert_close(found, alone.weight.detach())
+
+
+def test_a_rank_may_have_no_gradient_at_all_and_all_may():
+    def body(rank):
+        made, head = table(), nn.Linear(1, 1)
+        named = [("table", made.weight), *head.named_parameters()]
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD([value for _, value in named], lr=1.0), named)
+        for step in range(4):
+            optimizer.zero_grad()
+            total = head(torch.ones(1)).sum()
+            if step == 0 or (step % 2 == 0 and rank == 1):
+                total = total + made(torch.tensor([rank])).sum()
+            total.backward()
+            assert (made.weight.grad is None) == (step % 2 == 1)
+            optimizer.step()
+        return made.weight.detach()
+
+    wanted = table().weight.detach()
+    wanted[:2] -= 0.5
+    wanted[1] -= 0.5
+    for found in each_rank(2, body):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_several_passes_are_added_up_before():
+    def body(rank):
+        made = table()
+        plain = torch.optim.SGD(made.parameters(), lr=1.0)
+        optimizer = cd.DistributedOptimizer(plain, made.named_parameters(), backward_passes_per_step=2)
+        for index in (rank, 4):
+            made(torch.tensor([index])).sum().backward()
+        optimizer.step()
+        return made.weight.detach()
+
+    wanted = table().weight.detach()
+    wanted[:2] -= 0.5
+    wanted[4] -= 1.0
+    for found in each_rank(2, body):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_ranks_that_join_have_no_rows():
+    def body(rank):
+        made = table()
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(made.parameters(), lr=1.0), made.named_parameters())
+        for _ in range(1 + rank):
+            optimizer.zero_grad()
+            made(torch.tensor([rank])).sum().backward()
+            optimizer.step()
+        optimizer.join()
+        return made.weight.detach()
+
+    wanted = table().weight.detach()
+    wanted[0] -= 0.5
+    wanted[1] -= 1.0
+    for found in each_rank(2, body):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_what_cannot_be_combined_is_refused():
+    def body(_):
+        made = table()
+        plain = torch.optim.SGD(made.parameters(), lr=1.0)
+        optimizer = cd.DistributedOptimizer(plain, made.named_parameters(), op=cd.Max)
+        made(torch.tensor([0])).sum().backward()
+        optimizer.step()
+
+    with local_ranks(2) as ranks:
+        for error in ranks.errors(body, cd.ArgumentError):
+            assert "sparse_as_dense=True" in str(error)
+
+
+def test_sparse_here_and_dense_there_is_an_error_everywhere():
+    def body(rank):
+        made = table()
+        made.sparse = rank == 0
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(made.parameters(), lr=1.0), made.named_parameters())
+        made(torch.tensor([0])).sum().backward()
+        optimizer.step()
+
+    with local_ranks(2) as ranks:
+        for error in ranks.errors(body, cd.MismatchError):
+            assert "allgather" in str(error)
