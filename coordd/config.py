@@ -119,6 +119,17 @@ class Config:
     chunk_kb: int = _knob(
         1024, "piece in KiB in which large tensors travel; several are in flight at once", low=4, high=262_144
     )
+    check: str = _knob(
+        "shape",
+        "what must be equal on all ranks in a reduction or broadcast beside the type: shape, or number of elements",
+        choices=("shape", "numel"),
+    )
+    nonfinite: str = _knob(
+        "ignore",
+        "gradients with an infinity or NaN: ignore them, warn and name rank and parameter, skip the step on all ranks, "
+        "or raise",
+        choices=("ignore", "warn", "skip", "raise"),
+    )
     stall_check: bool = _knob(
         True, "report tensors that wait for other ranks", alias="HOROVOD_STALL_CHECK_DISABLE", convert=_inverted
     )

@@ -16,6 +16,7 @@ __all__ = [
     "ForkedProcessError",
     "HandleError",
     "MismatchError",
+    "NonFiniteError",
     "NotInitializedError",
     "PeerError",
     "RemoteTraceback",
@@ -190,6 +191,13 @@ def spans(ranks: Iterable[int]) -> str:
         else:
             pieces.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in pieces)
+
+
+class NonFiniteError(CoorddError, ArithmeticError):
+    """A gradient of this rank holds an infinity or a NaN."""
+
+    def __init__(self, name: str, rank: int, *, nans: int, infinities: int) -> None:
+        super().__init__(f"the gradient of {name!r} on rank {rank} is not finite: {nans} NaN, {infinities} infinite")
 
 
 class TimelineError(CoorddError):

@@ -25,6 +25,7 @@ from coordd.table import Entry, Site
 
 __all__ = ["Operations"]
 
+_LOOSE = frozenset({Kind.ALLREDUCE, Kind.BROADCAST})
 Land = Callable[[np.ndarray], Any]
 
 
@@ -255,11 +256,12 @@ class Operations:
         if array.dtype.hasobject or not array.dtype.isnative:
             text = f"{array.dtype!r} cannot travel as bytes: convert to a number type in this machine's byte order"
             raise ArgumentError(text)
+        loose = kind in _LOOSE and self.daemon.config.check == "numel"
         return Request(
             kind,
             self._number(kind, members) if name is None else check_name(name),
             name_of(array.dtype),
-            array.shape,
+            (array.size,) if loose else array.shape,
             members=members,
             transient=name is None,
             **details,

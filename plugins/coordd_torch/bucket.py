@@ -118,6 +118,11 @@ class Bucket:
         """Bytes that are reduced."""
         return self._flat.nbytes
 
+    @property
+    def sums(self) -> torch.Tensor:
+        """The reduced gradients, and what travels behind them."""
+        return self._flat
+
     def holds(self, gradient: Gradient, value: torch.Tensor) -> bool:
         """Says whether this is the gradient's place."""
         return value is self._places[gradient]

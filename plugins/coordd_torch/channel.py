@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coordd.arguments import check_reducible
 from coordd.errors import ArgumentError
+from coordd.handles import Handle
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
@@ -46,7 +47,7 @@ class Channel:
         self.op = op
         self.members = process_set.count(self.daemon.world.size)
         self._predivide = predivide
-        self._process_set = process_set
+        self.process_set = process_set
         self._chosen = compressor
         self._measured = 0
         self.compress(wanted=True)
@@ -54,7 +55,7 @@ class Channel:
     @property
     def joins(self) -> int:
         """How often all members have joined; equal on all of them."""
-        return self._operations.joins(self._process_set.ranks)
+        return self._operations.joins(self.process_set.ranks)
 
     def compress(self, *, wanted: bool) -> None:
         """Makes gradients smaller from now on, or leaves them as they are; what is still to be sent is kept."""
@@ -71,11 +72,11 @@ class Channel:
         scaled = self._predivide != 1.0
         check_reducible(array.dtype, self.op, scaled=scaled)
         scales = {"prescale": 1.0 / self._predivide, "postscale": self._predivide}
-        return self._operations.request(Kind.ALLREDUCE, name, array, self._process_set, op=self.op, **scales)
+        return self._operations.request(Kind.ALLREDUCE, name, array, self.process_set, op=self.op, **scales)
 
     def gathering(self, name: str, array: np.ndarray) -> Request:
         """Makes the request of rows of which each member has as many as it likes."""
-        return self._operations.request(Kind.ALLGATHER, name, array, self._process_set)
+        return self._operations.request(Kind.ALLGATHER, name, array, self.process_set)
 
     def round(self, name: str, number: int, kind: Kind, array: np.ndarray) -> Request:
         """Makes the request of a compressor's round.
@@ -84,7 +85,7 @@ class Channel:
         buckets, so no lock may hold them back: they are used once.
         """
         alike = array[:0] if kind is Kind.ALLTOALL else array  # what all members must agree on
-        request = self._operations.request(kind, name, alike, self._process_set, op=ReduceOp.AVERAGE)
+        request = self._operations.request(kind, name, alike, self.process_set, op=ReduceOp.AVERAGE)
         if number:
             request = msgspec.structs.replace(request, name=f"{name}.round{number}", transient=True)
         return request
@@ -122,8 +123,11 @@ class Channel:
 
     def agree(self, array: np.ndarray, about: str, op: ReduceOp) -> Any:
         """Reduces a few numbers at once."""
-        handle = self._operations.allreduce(array, name=self.prefix + about, op=op, process_set=self._process_set)
-        return handle.result()
+        return self.ask(array, about, op).result()
+
+    def ask(self, array: np.ndarray, about: str, op: ReduceOp) -> Handle[Any]:
+        """Starts to reduce a few numbers."""
+        return self._operations.allreduce(array, name=self.prefix + about, op=op, process_set=self.process_set)
 
 
 def share(op: ReduceOp, *, present: int, members: int) -> float:

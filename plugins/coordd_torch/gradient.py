@@ -106,6 +106,8 @@ class Gradient:
         """Starts the reduction of what has been accumulated, or tells its bucket."""
         reducer = self.reducer
         reducer.touched = True
+        if reducer.finiteness is not None:
+            reducer.finiteness.look(self.name, self.parameter.grad)
         bucket = self.bucket
         if bucket is not None and bucket.open:
             self.started = True

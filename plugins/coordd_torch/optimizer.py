@@ -183,6 +183,10 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if closure is None:
         if not reducer.skipped:
             reducer.finish_step()
+        if reducer.finiteness is not None and reducer.finiteness.skips:
+            reducer.finiteness.skips = False
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                parameter.grad = None  # then no optimizer does anything
         return None
     reducer.drop()
 

@@ -25,8 +25,10 @@ from coordd.table import Entry, Site
 from coordd_torch.bucket import Bucket
 from coordd_torch.channel import Channel
 from coordd_torch.devices import overlaps
+from coordd_torch.finiteness import Finiteness
 from coordd_torch.gradient import Gradient, nested, release
 from coordd_torch.grouping import Grouping
+from coordd_torch.inventory import Inventory
 from coordd_torch.tuning import AT_END, OVERLAP, Tuning
 
 __all__ = ["Reducer"]
@@ -84,7 +86,11 @@ class Reducer:
         self._hooks: list[RemovableHandle] = []
         self.known: set[int] = set()
         """The ids of the parameters whose gradients are reduced."""
-        self.adopt(parameters)
+        named = list(parameters)
+        self._inventory: Inventory | None = Inventory(self.channel, named)
+        wanted, rank = self.channel.daemon.config.nonfinite, self.channel.daemon.world.rank
+        self.finiteness = Finiteness(wanted, rank) if wanted != "ignore" else None
+        self.adopt(named)
         for gradient in self._loose:
             gradient.remember()
 
@@ -210,19 +216,16 @@ class Reducer:
             wanted: whether this rank still has a use for the gradients; else it takes part for the others' sake.
         """
         first, self._gone_round = not self._gone_round, True
+        inventory, self._inventory = self._inventory, None
+        if inventory is not None:
+            inventory.check()
         for bucket in self._buckets:
             bucket.close()
         alone = [*self._loose, *self._adrift]
-        for gradient in alone:
-            if not gradient.started:
-                if wanted and gradient.given:
-                    gradient.submit()
-                else:
-                    gradient.fill()
+        self._start(alone, wanted=wanted)
         self._land()
         if wanted:
-            for gradient in alone:
-                gradient.settle()
+            self._settle(alone)
         if first:
             self._listen()
             self._adrift = [gradient for bucket in self._buckets for gradient in bucket.settle()]
@@ -230,6 +233,30 @@ class Reducer:
         missing = [gradient for gradient in (*self._loose, *self._adrift) if not gradient.started]
         self._finished = not missing or not self._any(more)
         self._reduced = True
+
+    def _start(self, gradients: Iterable[Gradient], *, wanted: bool) -> None:
+        """Starts what has not started yet, on behalf of other ranks where this one has nothing."""
+        for gradient in gradients:
+            if not gradient.started:
+                if wanted and gradient.given:
+                    gradient.submit()
+                else:
+                    gradient.fill()
+
+    def _settle(self, gradients: Iterable[Gradient]) -> None:
+        """Takes over what has been reduced on its own, and looks at all sums if the user wants that."""
+        for gradient in gradients:
+            gradient.settle()
+        if self.finiteness is not None:
+            self.finiteness.judge(self._sums())
+
+    def _sums(self) -> Iterator[torch.Tensor]:
+        """What has been reduced."""
+        for bucket in self._buckets:
+            yield bucket.sums
+        for gradient in self._loose:
+            if gradient.started and (value := gradient.parameter.grad) is not None:
+                yield value if value.layout is torch.strided else value.coalesce().values()
 
     def _any(self, more: bool) -> bool:
         return bool(self.channel.agree(np.array(more), "another backward pass", ReduceOp.MAX))

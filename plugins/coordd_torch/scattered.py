@@ -78,7 +78,7 @@ class Scattered:
     def result(self) -> torch.Tensor | None:
         """The gradient of all ranks, when it has arrived; None if no rank had one."""
         rows, self._rows = self._rows, None
-        if rows is None:
+        if rows is None or self._values is None:
             return None
         split = 8 * self._sparse
         indices = torch.from_numpy(np.ascontiguousarray(rows[:, :split]).view(np.int64))
