@@ -124,6 +124,9 @@ class Config:
         "what must be equal on all ranks in a reduction or broadcast beside the type: shape, or number of elements",
         choices=("shape", "numel"),
     )
+    check_in_flight: bool = _knob(
+        False, "find tensors that are changed while they are in flight, by a checksum each; for debugging"
+    )
     nonfinite: str = _knob(
         "ignore",
         "gradients with an infinity or NaN: ignore them, warn and name rank and parameter, skip the step on all ranks, "

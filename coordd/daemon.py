@@ -23,6 +23,7 @@ from coordd.loop import Loop, Work
 from coordd.mailbox import Letter
 from coordd.messages import Failure, Message
 from coordd.rendezvous import Rendezvous
+from coordd.seal import seal
 from coordd.status import Status, peer_error
 from coordd.table import Entry
 from coordd.world import World
@@ -103,6 +104,8 @@ class Daemon:
             ForkedProcessError: this is a forked child.
         """
         self._check_usable()
+        if self.config.check_in_flight:
+            seal(entry, rank=self.world.rank)
         self._inbox.put(entry, entry.array.nbytes)
         if self._status.ended.is_set():  # it has ended since we looked
             self._loop.turn_away()

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 __all__ = [
     "ArgumentError",
+    "ChangedError",
     "ConfigError",
     "CoorddError",
     "DuplicateNameError",
@@ -39,6 +40,16 @@ def _copy(kind: type[CoorddError], args: tuple[object, ...], state: dict[str, ob
     error.args = args
     vars(error).update(state)
     return error
+
+
+class ChangedError(CoorddError):
+    """A tensor was written to while it was in flight (``check_in_flight``)."""
+
+    def __init__(self, name: str, site: str) -> None:
+        super().__init__(
+            f"{name!r}, submitted at {site}, was changed before its data moved: wait for its handle first, or submit a "
+            "copy"
+        )
 
 
 class ConfigError(CoorddError, ValueError):

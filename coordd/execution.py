@@ -13,6 +13,7 @@ import numpy as np
 from coordd.bucket import Bucket, Locked
 from coordd.messages import Kind, Waiting
 from coordd.plane import Plane, Spot
+from coordd.seal import check
 from coordd.table import Entry
 from coordd.transport.collectives import Steps
 
@@ -145,6 +146,7 @@ class Flights:
         yield from self._steps(bucket)
 
     def _steps(self, bucket: Bucket) -> Steps:
+        check(bucket.entries)
         spot = Spot.of_bucket(bucket, self._plane.lane)
         match bucket.request.kind:
             case Kind.ALLREDUCE:
@@ -169,6 +171,7 @@ class Flights:
         if word.bucket is None:
             yield from self._plane.refuse(spot)
         else:
+            check(word.bucket.entries)
             yield from self._allreduce(spot, word.bucket, word)
         line.popleft()
 

@@ -66,6 +66,7 @@ class Entry:
         "patient",
         "released",
         "request",
+        "seal",
         "site",
         "splits",
         "turn",
@@ -92,6 +93,8 @@ class Entry:
         self.awaited = False
         self.patient = False
         self.splits: np.ndarray | None = None
+        self.seal: int | None = None
+        """What it held when it was submitted, if that is checked; see `coordd.seal`."""
 
     def finish(self, array: np.ndarray) -> None:
         """Hands the result over."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coordd import errors
 from coordd.errors import (
     ArgumentError,
+    ChangedError,
     ConfigError,
     CoorddError,
     DuplicateNameError,
@@ -29,6 +30,7 @@ from coordd.errors import (
 
 EVERY = [
     ArgumentError("no such rank"),
+    ChangedError("w", "a.py:1"),
     ConfigError.illegal("COORDD_FUSION_MB", "x", "a number"),
     ConfigError.unknown(["fuse"], ["fusion_mb"]),
     CoorddError("bad"),

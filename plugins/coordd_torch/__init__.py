@@ -16,6 +16,7 @@ from coordd.api import (
 )
 from coordd.errors import (
     ArgumentError,
+    ChangedError,
     ConfigError,
     CoorddError,
     DuplicateNameError,
@@ -82,6 +83,7 @@ __all__ = [
     "ArgumentError",
     "Average",
     "AveragePresent",
+    "ChangedError",
     "Compression",
     "Compressor",
     "ConfigError",

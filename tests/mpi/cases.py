@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Case", "find", "ranks"]
+__all__ = ["EVERY", "Case", "find", "ranks"]
 
 SIZES = (2, 4)
+EVERY = (1, 2, 3, 4)
 DEADLINE = 20.0
 
 Function = Callable[[], None]

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import coordd.torch as cd
-from tests.mpi.cases import ranks
+from tests.mpi.cases import EVERY, ranks
 from tests.mpi.reference import everyones, mine, reduced
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -20,6 +20,7 @@ OPERATIONS = {
 }
 
 
+@ranks(*EVERY)
 def case_every_type_under_every_operation() -> None:
     for dtype, operations in OPERATIONS.items():
         for op in operations:

@@ -8,9 +8,11 @@ import torch
 from torch.testing import assert_close
 
 import coordd.torch as cd
+from tests.mpi.cases import EVERY, ranks
+from tests.mpi.cases_allreduce import OPERATIONS
 from tests.mpi.reference import everyones, mine, reduced
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+DTYPES = tuple(OPERATIONS)
 
 
 def case_the_process_knows_its_place() -> None:
@@ -27,6 +29,7 @@ def case_init_twice_is_one() -> None:
     assert cd.allreduce(torch.tensor(1), op=cd.Sum) == cd.size()
 
 
+@ranks(*EVERY)
 def case_broadcast_from_every_root() -> None:
     for root in range(cd.size()):
         for dtype in DTYPES:
@@ -52,11 +55,13 @@ def case_broadcasts_overlap() -> None:
         assert torch.equal(cd.synchronize(handles[seed]), everyones(seed=seed)[seed % cd.size()])
 
 
+@ranks(*EVERY)
 def case_broadcast_sends_gradients_to_the_root() -> None:
     tensor = mine(shape=(5,)).requires_grad_()
-    (cd.broadcast(tensor, 1) * (cd.rank() + 1)).sum().backward()
+    root = cd.size() - 1
+    (cd.broadcast(tensor, root) * (cd.rank() + 1)).sum().backward()
     average = sum(range(1, cd.size() + 1)) / cd.size()
-    assert tensor.grad.tolist() == [average if cd.rank() == 1 else 0.0] * 5
+    assert tensor.grad.tolist() == [average if cd.rank() == root else 0.0] * 5
 
 
 def case_broadcast_from_nobody_is_refused() -> None:
@@ -64,6 +69,7 @@ def case_broadcast_from_nobody_is_refused() -> None:
         cd.broadcast(mine(), cd.size())
 
 
+@ranks(*EVERY)
 def case_allgather_joins_different_numbers_of_rows() -> None:
     for dtype in DTYPES:
         parts = [tensor[: rank + 1] for rank, tensor in enumerate(everyones(dtype))]
@@ -91,6 +97,7 @@ def case_allgather_in_a_group() -> None:
             assert torch.equal(result, wanted)
 
 
+@ranks(*EVERY)
 def case_allgather_returns_gradients_to_their_rows() -> None:
     tensor = torch.ones(cd.rank() + 1, requires_grad=True)
     gathered = cd.allgather(tensor)

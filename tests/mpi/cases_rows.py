@@ -6,11 +6,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import coordd.torch as cd
-from tests.mpi.cases import ranks
+from tests.mpi.cases import EVERY, ranks
 from tests.mpi.cases_allreduce import OPERATIONS
 from tests.mpi.reference import everyones, mine, reduced
-
-EVERY = (1, 2, 3, 4)
 
 
 def scattered(tensor: torch.Tensor) -> torch.Tensor:

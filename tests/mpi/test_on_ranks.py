@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.mpi.cases import Case, find
+from tests.mpi.cases import EVERY, Case, find
 from tests.mpi.session import Session
 
 pytestmark = pytest.mark.mpi
@@ -20,14 +20,15 @@ _WAYS = {
     "hosts": {"COORDD_SIMULATE_HOSTS": "2"},
 }
 """How data travels: by default through memory; what is said of one way must hold on the others."""
-_ON_OTHER_WAYS = {"network": 2, "hosts": 4}
+_ON_OTHER_WAYS = {"network": (2,), "hosts": (4,)}
 
 
 def _items() -> Iterator[ParameterSet]:
     for way in _WAYS:
         for size in sorted({size for case in _CASES for size in case.sizes}):
             for case in _CASES:
-                wanted = way == "memory" or (size == _ON_OTHER_WAYS[way] and not case.module.endswith("large"))
+                wanted = way == "memory" or (size in _ON_OTHER_WAYS[way] and not case.module.endswith("large"))
+                wanted |= way == "network" and case.sizes == EVERY
                 if size in case.sizes and wanted:
                     yield pytest.param(way, size, case, id=f"{case}-{size}-{way}")
 
