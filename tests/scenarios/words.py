@@ -79,9 +79,10 @@ def _response(response: Response) -> str:
         return to + f"{spans(response.left)} left"
     if response.error:
         return to + response.error.replace("train.py:", "")
+    without = f" without {spans(response.absent)}" if response.absent else ""
     if response.void:
-        return f"{response.request.name} is void"
-    return _request(response.request) + (f" into slot {response.slot}" if response.slot >= 0 else "")
+        return f"{response.request.name} is void{without}"
+    return _request(response.request) + (f" into slot {response.slot}" if response.slot >= 0 else "") + without
 
 
 def _request(request: Request) -> str:
