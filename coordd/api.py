@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import itertools
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -29,6 +30,7 @@ from coordd.errors import (
     NotInitializedError,
     PeerError,
     ShutdownError,
+    WorkerProcessError,
 )
 from coordd.exits import ExitWatch
 from coordd.handles import Handle
@@ -124,6 +126,7 @@ def _fail(reason: str, traceback: str, error: BaseException | None) -> None:
         _default.fail(reason, traceback, error)
 
 
+_RANK_PID = "_COORDD_RANK_PID"  # inherited by a rank's workers, which are no ranks
 _guard = threading.Lock()
 _turns = itertools.count(step=2)  # of the desks: each uses two
 # Set up at import, for in ``sys.exit(main())`` the function is looked up before ``main`` calls `init`.
@@ -147,6 +150,8 @@ def init(**settings: Any) -> None:
     with _guard:
         if _default is not None and _default.pid != os.getpid():
             raise ForkedProcessError
+        if _RANK_PID in os.environ and _is_worker():
+            raise WorkerProcessError
         config = Config.load(os.environ, **settings)
         logging.getLogger("coordd").setLevel(config.log_level.upper())
         if _default is None:
@@ -154,9 +159,16 @@ def init(**settings: Any) -> None:
             _log_to_stderr(_default.daemon.world.rank)
             _advise(_default.daemon)
             atexit.register(_at_exit)
+            if _default.daemon.world.size > 1:
+                os.environ[_RANK_PID] = str(os.getpid())
         elif _default.config != config:
             text = "init() was called before, with other settings: call shutdown() first, or leave them equal"
             raise ConfigError(text)
+
+
+def _is_worker() -> bool:
+    """Says whether this process was started by `multiprocessing`; while it imports the script, that tells only so."""
+    return multiprocessing.parent_process() is not None or "__mp_main__" in sys.modules
 
 
 def shutdown() -> None:
@@ -164,6 +176,7 @@ def shutdown() -> None:
     global _default
     with _guard:
         leaving, _default = _default, None
+        os.environ.pop(_RANK_PID, None)
     atexit.unregister(_at_exit)
     if leaving is not None and leaving.pid == os.getpid():
         leaving.leave()

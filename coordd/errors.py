@@ -24,6 +24,7 @@ __all__ = [
     "ShutdownError",
     "StartError",
     "TimelineError",
+    "WorkerProcessError",
 ]
 
 
@@ -98,6 +99,16 @@ class ForkedProcessError(CoorddError):
         )
 
 
+class WorkerProcessError(CoorddError):
+    """`init` was called in a worker of a rank, such as a data loader's that imports the script again."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this process is a worker of one that has called init(), and is no rank: put what only the script itself "
+            "should do, init() included, under `if __name__ == '__main__':`"
+        )
+
+
 class StartError(CoorddError):
     """The ranks could not find each other."""
 
@@ -115,7 +126,7 @@ class ShutdownError(CoorddError):
         self.ranks = tuple(ranks)
         self.reason = (
             f"left the job while others still waited for {name!r}; give all ranks the same number of batches "
-            "(DistributedSampler, drop_last=True) and steps"
+            "(DistributedSampler, drop_last=True) and steps, or end the loop with optimizer.join()"
         )
         mine = f"{name!r} was not completed because this rank called shutdown() before it was done"
         super().__init__("coordd has been shut down: " + (f"{_ranks(ranks)} {self.reason}" if ranks else mine))

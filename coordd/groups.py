@@ -94,6 +94,9 @@ class Grid:
             ArgumentError: the lengths do not make up the number of ranks.
         """
         size = api.size()
+        if not axes or [*axes.values()].count(-1) > 1:
+            text = "a grid has axes, of which one may be -1 for whatever is left, as in Grid(dp=-1, tp=2)"
+            raise ArgumentError(text)
         known = math.prod(length for length in axes.values() if length != -1)
         self.axes = {name: size // max(known, 1) if length == -1 else length for name, length in axes.items()}
         wanted = math.prod(self.axes.values())

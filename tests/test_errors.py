@@ -25,6 +25,7 @@ from coordd.errors import (
     ShutdownError,
     StartError,
     TimelineError,
+    WorkerProcessError,
     spans,
 )
 
@@ -45,6 +46,7 @@ EVERY = [
     ShutdownError("w"),
     StartError("too late"),
     TimelineError("there", "no ranks"),
+    WorkerProcessError(),
 ]
 
 

@@ -7,9 +7,10 @@ import sys
 import time
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 
+from coordd.launch.console import wide_console
 from coordd.survey import process
 from coordd.survey.address import Address, listed
 from coordd.survey.choice import Jobs, NoJobError, choose, jobs
@@ -32,7 +33,7 @@ def status(options: argparse.Namespace) -> int:
         if options.json:
             sys.stdout.write(msgspec.json.format(_told(found), indent=2).decode() + "\n")
         else:
-            Console(highlight=False).print(picture(found, every_thread=options.threads))
+            wide_console().print(picture(found, every_thread=options.threads))
         return 0
     try:
         _watch(options)
@@ -58,7 +59,8 @@ def _lives(address: Address) -> bool:
 def _watch(options: argparse.Namespace) -> None:
     """Looks until the job has ended."""
     job, before = "", None
-    with Live(auto_refresh=False, console=Console(highlight=False), vertical_overflow="crop") as live:
+    console = wide_console()
+    with Live(auto_refresh=False, console=console, vertical_overflow="crop") as live:
         while True:
             try:
                 found = _look(job or options.job)
@@ -70,8 +72,11 @@ def _watch(options: argparse.Namespace) -> None:
             if options.json:
                 sys.stdout.write(_told(found).decode() + "\n")
                 sys.stdout.flush()
-            else:
+            elif console.is_terminal:
                 live.update(_drawn(found, before, options), refresh=True)
+            else:
+                console.print(_drawn(found, before, options))
+                sys.stdout.flush()
             before = found
             time.sleep(options.watch)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordd.config import timeline_folder
+from coordd.launch.console import wide_console
 
 if TYPE_CHECKING:
     from coordd.timeline.summary import Summary
@@ -45,8 +46,6 @@ def timeline(options: argparse.Namespace) -> int:
         TimelineError: there is no recording, or nothing that could be read.
         OSError: a file cannot be read or written.
     """
-    from rich.console import Console
-
     from coordd.timeline.journal import Journal
     from coordd.timeline.merge import merge
     from coordd.timeline.picture import picture
@@ -61,7 +60,7 @@ def timeline(options: argparse.Namespace) -> int:
     for sentence in _flaws(traces):
         sys.stderr.write(f"coordd: {sentence}\n")
     journals = [Journal(trace.rank, trace.events()) for trace in traces]
-    console = Console(highlight=False)
+    console = wide_console()
     summary = summarize(journals, options.step)
     if summary is None:
         text = "no step was found: nothing comes twice on all ranks" if not options.step else "that tensor never comes"

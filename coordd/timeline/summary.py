@@ -84,7 +84,9 @@ def summarize(journals: Sequence[Journal], name: str | None = None) -> Summary |
     order = sorted(range(len(rows)), key=lambda number: mean(one.seconds for one in rows[number]))
     middle = order[len(order) // 4 : len(order) - len(order) // 4]
     shares = [_share([rows[number][place] for number in middle]) for place in range(len(journals))]
-    late = _late(come.values(), [one for number in middle for one in rows[number]], steps=len(middle))
+    since, until = rows[0][0].step.since, rows[-1][0].step.until
+    there = [coming for coming in come.values() if since <= coming.at <= until]  # not what came before the first step
+    late = _late(there, [one for number in middle for one in rows[number]], steps=len(middle))
     return Summary(name, rows, sorted(middle), order[len(order) // 2], shares, late)
 
 

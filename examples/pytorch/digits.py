@@ -95,7 +95,8 @@ def main() -> None:
     score = accuracy(model, test_images, test_labels)
     if cd.rank() == 0:
         print(f"test accuracy {score:.2%} after {steps} steps on {cd.size()} rank(s)")
-        print(f"{args.compression.ratio:.1f} times fewer bytes, {args.compression.error:.1%} lost or late")
+        if args.compression.ratio > 1:
+            print(f"{args.compression.ratio:.1f} times fewer bytes, {args.compression.error:.1%} lost or late")
         if args.save:
             torch.save(model.state_dict(), args.save)
     cd.shutdown()

@@ -28,6 +28,7 @@ from coordd.errors import (
     PeerError,
     ShutdownError,
     StartError,
+    WorkerProcessError,
 )
 from coordd.groups import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
 from coordd_torch.alltoall import alltoall, alltoall_async
@@ -105,6 +106,7 @@ __all__ = [
     "StartError",
     "Sum",
     "SyncBatchNorm",
+    "WorkerProcessError",
     "add_process_set",
     "allgather",
     "allgather_async",

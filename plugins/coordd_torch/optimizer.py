@@ -131,6 +131,10 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
         NotInitializedError: `init` was not called.
     """
     _check_passes(backward_passes_per_step)
+    if not hasattr(optimizer, "param_groups"):
+        given = type(optimizer).__name__
+        text = f"DistributedOptimizer wants an optimizer, such as torch.optim.SGD(model.parameters()), not a {given}"
+        raise ArgumentError(text)
     if isinstance(optimizer, _Distributed):
         text = "this optimizer is a DistributedOptimizer already: wrap it once"
         raise ArgumentError(text)

@@ -99,6 +99,14 @@ def test_data_loaders_may_start_workers_in_any_way(method: str) -> None:
     assert [outcome.stdout.count(f"sum {total}") for total in (12.0, 44.0)] == [2, 2], str(outcome)
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_worker_that_runs_the_whole_script_again_is_told_that_it_is_no_rank(method: str) -> None:
+    everywhere = _LOADER.replace('if __name__ == "__main__":\n    cd.init()', 'cd.init()\nif __name__ == "__main__":')
+    outcome = launch(2, everywhere, method, launcher="coordd")
+    assert outcome.returncode != 0, str(outcome)
+    assert "under `if __name__ == '__main__':`" in outcome.stderr, str(outcome)
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
 @pytest.mark.parametrize("late", [0, 1])
 def test_ranks_may_end_at_different_times_without_waiting_for_what_is_in_flight(launcher: str, late: int) -> None:
