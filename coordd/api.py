@@ -150,7 +150,7 @@ def init(**settings: Any) -> None:
     with _guard:
         if _default is not None and _default.pid != os.getpid():
             raise ForkedProcessError
-        if _RANK_PID in os.environ and _is_worker():
+        if os.environ.get(_RANK_PID, here := str(os.getpid())) != here and _is_worker():
             raise WorkerProcessError
         config = Config.load(os.environ, **settings)
         logging.getLogger("coordd").setLevel(config.log_level.upper())

@@ -232,21 +232,20 @@ class Flights:
         yield from self._plane.allgather(spot, members, blocks)
         self.bytes_moved += gathered.nbytes
         self._land(spot, [entry])
-        entry.finish(gathered)
+        entry.finish_rows(gathered, sizes)
 
     def _alltoall(self, spot: Spot, bucket: Bucket) -> Steps:
-        """Makes an array of the rows that the members have for this one; its entry's splits become those received."""
+        """Makes an array of the rows that the members have for this one."""
         entry = bucket.entries[0]
         members = bucket.request.members or self._plane.world
         array = np.ascontiguousarray(entry.array)
         row = math.prod(array.shape[1:]) * array.itemsize
         splits = [0] * len(members) if entry.splits is None else entry.splits.tolist()
         rows, parts = yield from self._plane.alltoall(spot, members, array.reshape(-1), splits, row)
-        entry.splits = np.array(rows, np.int64)
         received = np.concatenate(parts).view(array.dtype).reshape(sum(rows), *array.shape[1:])
         self.bytes_moved += received.nbytes
         self._land(spot, [entry])
-        entry.finish(received)
+        entry.finish_rows(received, rows)
 
     def _reduce_scatter(self, spot: Spot, bucket: Bucket) -> Steps:
         """Makes an array of this member's rows of the reduction; the first members have one more where it is uneven."""

@@ -267,6 +267,8 @@ class Member:
         if self.rank not in response.recipients:
             return
         entry = self.table.take(response.request.name)
+        if entry.request.kind is Kind.JOIN:
+            self._joined.discard(entry.request.members)
         error: CoorddError = (
             ShutdownError(entry.request.name, response.left)
             if response.left

@@ -281,6 +281,8 @@ class Negotiator:
             self._complete.append(entry)
         elif gone := entry.wanted & self._left:
             self._drop(entry)
+            if entry.first.request.kind is Kind.JOIN:
+                self._absence.end(entry.wanted)
             ranks = tuple(bits(entry.told))
             self._refused.append(Response(entry.first.request, left=tuple(bits(gone)), recipients=ranks))
         else:

@@ -99,15 +99,24 @@ class Operations:
         *,
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
-        land: Land | None = None,
+        land: Callable[..., Any] | None = None,
+        sized: bool = False,
     ) -> Handle[Any]:
         """Joins the members' arrays along the first dimension, which may differ, in the order of ranks.
+
+        With ``sized``, ``land`` gets also how many rows each member had, of those that have joined none.
 
         Raises:
             ArgumentError: the array has no dimension.
         """
         check_rows(array, name, Kind.ALLGATHER)
-        return self.submit(self.request(Kind.ALLGATHER, name, array, process_set), array, land=land)
+        entry = self._entry(self.request(Kind.ALLGATHER, name, array, process_set), array)
+        entry.land = land
+        if sized and land is not None:
+            entry.sized = True
+            entry.land = lambda found: land(*found)
+        self.daemon.submit(entry)
+        return cast("Handle[Any]", entry.handle)
 
     def alltoall(
         self,
@@ -133,8 +142,8 @@ class Operations:
         given = check_rows(array, name, Kind.ALLTOALL)
         rows = check_splits(splits, given, process_set.count(self.daemon.world.size))
         entry = self._entry(self.request(Kind.ALLTOALL, name, array[:0], process_set), array)
-        entry.splits = rows
-        entry.land = lambda found: found if land is None else land(found, entry.splits)
+        entry.splits, entry.sized = rows, True
+        entry.land = _rows_of if land is None else lambda found: land(*found)
         self.daemon.submit(entry)
         return cast("Handle[Any]", entry.handle)
 
@@ -181,7 +190,7 @@ class Operations:
     def joins(self, members: tuple[int, ...]) -> int:
         """Counts how often all members of a set, or of one that contains it, have joined; equal on all of them."""
         return sum(
-            times for joined, times in self._joins.items() if not joined or (members and {*members} <= {*joined})
+            times for joined, times in list(self._joins.items()) if not joined or (members and {*members} <= {*joined})
         )
 
     def _joined(self, members: tuple[int, ...], last: np.ndarray) -> np.ndarray:
@@ -253,7 +262,7 @@ class Operations:
         """
         world = self.daemon.world
         members = process_set.members(rank=world.rank, size=world.size)
-        if array.dtype.hasobject or not array.dtype.isnative:
+        if array.dtype.hasobject or not array.dtype.isnative or array.dtype.kind in "SUMm":
             text = f"{array.dtype!r} cannot travel as bytes: convert to a number type in this machine's byte order"
             raise ArgumentError(text)
         loose = kind in _LOOSE and self.daemon.config.check == "numel"
@@ -288,3 +297,8 @@ class Operations:
         handle = self.daemon.handle(check_name(name))
         self.daemon.post(Letter(name, peer, array, handle, outgoing=outgoing, land=land))
         return handle
+
+
+def _rows_of(found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """The rows alone, without how many each member had."""
+    return found[0]

@@ -5,7 +5,7 @@ Pure bookkeeping on one thread. An entry stays until its operation is done or fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any, Protocol
 
@@ -68,6 +68,7 @@ class Entry:
         "request",
         "seal",
         "site",
+        "sized",
         "splits",
         "turn",
     )
@@ -78,7 +79,7 @@ class Entry:
         array: np.ndarray,
         handle: Promise,
         site: Site = None,
-        land: Callable[[np.ndarray], object] | None = None,
+        land: Callable[[Any], object] | None = None,
         filler: bool = False,  # noqa: FBT001, FBT002 - as above
     ) -> None:
         self.request = request
@@ -93,12 +94,18 @@ class Entry:
         self.awaited = False
         self.patient = False
         self.splits: np.ndarray | None = None
+        self.sized = False
+        """Whether ``land`` gets rows and how many each member had, in place of the rows."""
         self.seal: int | None = None
         """What it held when it was submitted, if that is checked; see `coordd.seal`."""
 
     def finish(self, array: np.ndarray) -> None:
         """Hands the result over."""
         self.handle.land(array, self.land)
+
+    def finish_rows(self, rows: np.ndarray, sizes: Sequence[int]) -> None:
+        """Hands rows over, and how many of them each member had."""
+        self.handle.land((rows, np.array(sizes, np.int64)) if self.sized else rows, self.land)
 
 
 class TensorTable:

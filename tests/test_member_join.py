@@ -142,3 +142,19 @@ def test_absence_holds_for_the_set_and_its_subsets_until_its_end():
     assert absence.of(0b1110) == 0
     assert absence.end(0b111) == 2
     assert not absence
+
+
+def test_a_join_that_fails_ends_the_absence():
+    star = Star(3)
+    failed = star.submit(0, JOIN)
+    star.settle()
+    star.leave(2)
+    star.settle()
+    star.settle()
+    assert "ShutdownError" in outcome(failed)
+    pair = [star.submit(rank, allreduce("w", members=(0, 1))) for rank in (1,)]
+    star.settle()
+    assert outcome(pair[0]) == "pending"
+    pair.append(star.submit(0, allreduce("w", members=(0, 1))))
+    star.settle()
+    assert [outcome(handle) for handle in pair] == ["done", "done"]

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from coordd import api
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet
 from coordd_torch.compressor import Compressor
@@ -23,9 +22,10 @@ class AdasumStep:
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, torch.Tensor]], *, compressor: Compressor, process_set: ProcessSet
+        self, prefix: str, named: Iterable[tuple[str, torch.Tensor]], *, compressor: Compressor, process_set: ProcessSet
     ) -> None:
-        self._prefix = api.operations().namespace()
+        self._prefix = prefix
+        self._steps = 0
         self._named = list(named)
         self._compressor = compressor
         self._process_set = process_set
@@ -39,11 +39,11 @@ class AdasumStep:
         """Adds the combined change to what was kept."""
         before, self._before = self._before, []
         changes = []
+        self._steps += 1  # a rank that skips a step must not be combined with another step of the others
+        prefix = f"{self._prefix}adasum.{self._steps % 2}"
         for (name, parameter), kept in zip(self._named, before, strict=True):
             small, context = self._compressor.compress(parameter.detach() - kept)
-            handle = allreduce_async_(
-                small, name=f"{self._prefix}adasum.{name}", op=ReduceOp.ADASUM, process_set=self._process_set
-            )
+            handle = allreduce_async_(small, name=f"{prefix}.{name}", op=ReduceOp.ADASUM, process_set=self._process_set)
             changes.append((handle, context))
         with torch.no_grad():
             for (_, parameter), kept, (handle, context) in zip(self._named, before, changes, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -67,20 +68,26 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
     ) -> tuple[Tensor, Tensor]:
-        if splits is None:
+        if splits is None and tensor.ndim:
             count = process_set.count(api.size())
-            even = len(tensor) // count if tensor.ndim and len(tensor) % count == 0 else None
-            splits = None if even is None else torch.full((count,), even, dtype=torch.int32)
-        result = alltoall_async(tensor, splits, name, process_set).result()
-        rows, received = result
-        ctx.received, ctx.name, ctx.process_set, ctx.rows = received, name, process_set, len(tensor)
+            if len(tensor) % count:
+                alltoall_async(tensor, None, name, process_set)  # which says what is wrong
+            splits = torch.full((count,), len(tensor) // count, dtype=torch.int32)
+        rows, received = alltoall_async(tensor, splits, name, process_set).result()
+        ctx.received, ctx.name, ctx.process_set = received, name, process_set
+        ctx.splits, ctx.rows = torch.as_tensor(splits).tolist(), len(tensor)
         ctx.mark_non_differentiable(received)
         return rows, received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
         name = ctx.name and f"{ctx.name}.grad"
-        back, _ = alltoall(gradient, ctx.received, name, ctx.process_set)
-        if len(back) < ctx.rows:  # rows that nobody got
-            back = torch.cat([back, back.new_zeros(ctx.rows - len(back), *back.shape[1:])])
-        return back, None, None, None
+        back, returned = alltoall(gradient, ctx.received, name, ctx.process_set)
+        if len(back) == ctx.rows:
+            return back, None, None, None
+        # Rows that nobody got, or whoever had joined, have no gradient.
+        found = back.new_zeros(ctx.rows, *back.shape[1:])
+        starts = itertools.accumulate(ctx.splits, initial=0)
+        for start, rows in zip(starts, back.split(returned.tolist()), strict=False):
+            found[start : start + len(rows)] = rows
+        return found, None, None, None

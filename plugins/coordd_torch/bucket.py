@@ -241,6 +241,10 @@ class Bucket:
         if self._courier is not None:
             self._courier.commit()
 
+    def retire(self) -> None:
+        """Lets go of its memory, which its handle towards the daemon would keep until garbage is collected."""
+        self._entry = self._courier = None
+
     def reset(self) -> None:
         """Gets ready for the next step."""
         if self._courier is not None:

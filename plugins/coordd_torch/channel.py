@@ -35,6 +35,7 @@ class Channel:
         self,
         operations: Operations,
         *,
+        prefix: str,
         compressor: Compressor,
         op: ReduceOp,
         predivide: float,
@@ -43,7 +44,7 @@ class Channel:
         """Describes it; arguments as those of `DistributedOptimizer`."""
         self._operations = operations
         self.daemon = operations.daemon
-        self.prefix = operations.namespace()
+        self.prefix = prefix
         self.op = op
         self.members = process_set.count(self.daemon.world.size)
         self._predivide = predivide

@@ -14,6 +14,7 @@ import torch
 
 from coordd import api
 from coordd.errors import ArgumentError
+from coordd.handles import wait_all
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor, made
@@ -24,10 +25,10 @@ from coordd_torch.operations import (
     Product,
     Tensor,
     Tensors,
-    allgather_async,
     allreduce_async,
     broadcast_async,
     each,
+    gathered_async,
     places,
     reduce_op,
 )
@@ -133,19 +134,19 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, names: Sequence[str | None], process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.names, ctx.process_set = names, process_set
-        found = each(allgather_async, tensors, names, process_set=process_set).result()
-        ctx.rows = [len(tensor) for tensor in tensors]
-        return found
+        handles = [gathered_async(tensor, name, process_set) for tensor, name in zip(tensors, names, strict=True)]
+        wait_all(handles)
+        found = [handle.result() for handle in handles]
+        me = (process_set.ranks or range(api.size())).index(api.rank())
+        ctx.starts, ctx.rows = [sum(sizes[:me]) for _, sizes in found], [len(tensor) for tensor in tensors]
+        return tuple(rows for rows, _ in found)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         names, process_set = _backward(ctx.names), ctx.process_set
         averaged = _reduced(gradients, names, Compression.none, op=Average, process_set=process_set)
-        first = names[0] and f"{names[0]}.rows"
-        rows = allgather_async(torch.tensor([ctx.rows], device="cpu"), first, process_set).result()
-        members = process_set.ranks or range(api.size())
-        starts = rows[: members.index(api.rank())].sum(0).tolist()
-        return None, None, *(all_[at : at + mine] for all_, at, mine in zip(averaged, starts, ctx.rows, strict=True))
+        mine = zip(averaged, ctx.starts, ctx.rows, strict=True)
+        return None, None, *(rows[start : start + count] for rows, start, count in mine)
 
 
 def grouped_allgather(

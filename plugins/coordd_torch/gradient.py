@@ -163,7 +163,7 @@ class Gradient:
 
     def settle(self) -> None:
         """Keeps what has arrived; if no rank had anything, there still is no gradient."""
-        if self.scattered is not None:
+        if self.scattered is not None and self._travelling is None:
             self._settle_scattered(self.scattered.result())
             return
         own, self._own = self._own, None

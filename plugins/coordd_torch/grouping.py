@@ -36,16 +36,31 @@ class Grouping:
     def buckets(self, gradients: Sequence[Gradient], *, limit: int, last: int) -> list[list[Gradient]]:
         """Divides gradients as the user wants, and the rest as `partition` does, whose arguments these are."""
         if self._count:
-            total = sum(gradient.parameter.nbytes for gradient in gradients)
-            limit = last = -(-total // self._count)
+            return [group for share in self._shares(gradients) for group in _whole(share)]
         by_group: dict[int, list[Gradient]] = {}
         for gradient in gradients:
             by_group.setdefault(self._group_of.get(id(gradient.parameter), -1), []).append(gradient)
         found = partition(by_group.pop(-1, []), limit=limit, last=last)
         for group in by_group.values():
-            size = sum(gradient.parameter.nbytes for gradient in group)
-            found += partition(group, limit=size, last=size)
+            found += _whole(group)
         return found
+
+    def _shares(self, gradients: Sequence[Gradient]) -> list[list[Gradient]]:
+        """So many shares of nearly equal bytes, in order; each gradient is where its middle lies."""
+        total = max(1, sum(gradient.parameter.nbytes for gradient in gradients))
+        shares: list[list[Gradient]] = [[] for _ in range(self._count)]
+        start = 0
+        for gradient in gradients:
+            size = gradient.parameter.nbytes
+            shares[min(self._count - 1, (2 * start + size) * self._count // (2 * total))].append(gradient)
+            start += size
+        return [share for share in shares if share]
+
+
+def _whole(group: Sequence[Gradient]) -> list[list[Gradient]]:
+    """One bucket for each type and device."""
+    size = sum(gradient.parameter.nbytes for gradient in group)
+    return partition(group, limit=size, last=size)
 
 
 def _lists(groups: Any) -> list[list[torch.Tensor]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from coordd import api
 from coordd.errors import MismatchError, spans
 from coordd.messages import ReduceOp
 from coordd_torch.channel import Channel
@@ -38,11 +39,10 @@ class Inventory:
         greatest, least = self._handle.result().tolist()
         if greatest == -least:
             return
-        process_set = self._channel.process_set
-        everybody = allgather_object(self._lines, f"{self._channel.prefix}inventory.lines", process_set)
-        ranks = process_set.ranks or range(len(everybody))
+        name, process_set = f"{self._channel.prefix}inventory.lines", self._channel.process_set
+        everybody = allgather_object((api.rank(), self._lines), name, process_set)
         had: dict[str, list[int]] = {}
-        for rank, lines in zip(ranks, everybody, strict=True):
+        for rank, lines in everybody:
             for line in lines:
                 had.setdefault(line, []).append(rank)
         partial = [

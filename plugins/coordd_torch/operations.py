@@ -37,6 +37,7 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "each",
+    "gathered_async",
     "grouped_allgather_async",
     "grouped_allreduce_",
     "grouped_allreduce_async",
@@ -186,6 +187,19 @@ def allgather_async(
         return from_array(gathered).to(device)
 
     return api.operations().allgather(array, name=name, process_set=process_set, land=land)
+
+
+def gathered_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[tuple[Tensor, list[int]]]:
+    """Starts an `allgather_async` that tells also how many rows each rank had; none of those that have joined."""
+    array, _ = borrow(tensor)
+    device = tensor.device
+
+    def land(gathered: Any, sizes: Any) -> tuple[Tensor, list[int]]:
+        return from_array(gathered).to(device), sizes.tolist()
+
+    return api.operations().allgather(array, name=name, process_set=process_set, land=land, sized=True)
 
 
 def broadcast_async_(

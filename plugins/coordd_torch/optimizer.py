@@ -22,7 +22,7 @@ from coordd_torch.adasum import AdasumStep
 from coordd_torch.channel import Channel, check_combines
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.grouping import Grouping
-from coordd_torch.operations import Average, join
+from coordd_torch.operations import Average, allreduce_, join
 from coordd_torch.reducer import Reducer
 from coordd_torch.state import broadcast_optimizer_state, broadcast_parameters
 
@@ -34,6 +34,8 @@ class _Distributed(torch.optim.Optimizer):
 
     _coordd: Reducer | None = None
     _process_set = global_process_set
+    _steps = 0
+    """Since all ranks have joined last."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Is copied and pickled as the plain optimizer that it was: nobody reduces a copy's parameters."""
@@ -58,14 +60,19 @@ class _Distributed(torch.optim.Optimizer):
             self._coordd.skipped = False
 
     def join(self) -> int:
-        """Waits until all ranks have joined, takes part with nothing until then, and ends equal to the last of them.
+        """Waits until all ranks have joined, takes part with nothing until then, and ends equal to who has done most.
+
+        What all have then are this optimizer's parameters and state; not buffers, schedulers or loss scalers.
 
         Returns:
-            the rank that joined last, whose parameters and state all have now.
+            the rank that has made the most steps, and whose parameters and state these are.
         """
         if self._coordd is not None:
             self._coordd.drop()
-        last = join(process_set=self._process_set)
+        join(process_set=self._process_set)
+        most = torch.tensor(self._steps * api.size() + api.rank())
+        last = int(allreduce_(most, op=ReduceOp.MAX, process_set=self._process_set)) % api.size()
+        self._steps = 0
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         broadcast_parameters(parameters, last, self._process_set)
         broadcast_optimizer_state(self, last, process_set=self._process_set)
@@ -131,14 +138,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
         NotInitializedError: `init` was not called.
     """
     _check_passes(backward_passes_per_step)
-    if not hasattr(optimizer, "param_groups"):
-        given = type(optimizer).__name__
-        text = f"DistributedOptimizer wants an optimizer, such as torch.optim.SGD(model.parameters()), not a {given}"
-        raise ArgumentError(text)
-    if isinstance(optimizer, _Distributed):
-        text = "this optimizer is a DistributedOptimizer already: wrap it once"
-        raise ArgumentError(text)
-    op = ReduceOp(op)  # Horovod's scripts may give its number
+    _check_optimizer(optimizer, op)
     if gradient_predivide_factor != 1.0 and op is not Average:
         text = "gradient_predivide_factor not supported with op != Average"
         raise ArgumentError(text)
@@ -152,27 +152,39 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     operations.uneven |= uneven == "join"
     world = operations.daemon.world
     named = _named(optimizer, named_parameters)
+    prefix = operations.namespace()  # of every rank that gets here, so that all count alike
     alone = world.size == 1 or len(process_set.ranks) == 1
     reducer = None
     takes_part = not alone and world.rank in (process_set.ranks or range(world.size))
     if takes_part and op is ReduceOp.ADASUM:
-        adasum = AdasumStep(named, compressor=compressor, process_set=process_set)
+        adasum = AdasumStep(prefix, named, compressor=compressor, process_set=process_set)
         optimizer.register_step_pre_hook(adasum.before)
         optimizer.register_step_post_hook(adasum.after)
     elif takes_part:
         channel = Channel(
-            operations, compressor=compressor, op=op, predivide=gradient_predivide_factor, process_set=process_set
+            operations,
+            prefix=prefix,
+            compressor=compressor,
+            op=op,
+            predivide=gradient_predivide_factor,
+            process_set=process_set,
         )
         passes = backward_passes_per_step
         reducer = Reducer(channel, named, passes_per_step=passes, sparse_as_dense=sparse_as_dense, grouping=grouping)
         weakref.finalize(optimizer, reducer.detach)
         optimizer.register_step_pre_hook(_before_step)
         optimizer.register_step_post_hook(_after_step)
+    if takes_part:
+        optimizer.register_step_post_hook(_count_step)
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     optimizer._coordd = reducer  # type: ignore[attr-defined]  # noqa: SLF001 - it is ours now
     optimizer._process_set = process_set  # type: ignore[attr-defined]  # noqa: SLF001 - as above
     return optimizer
+
+
+def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
+    optimizer._steps += 1  # noqa: SLF001 - it is ours
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,10 +199,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if closure is None:
         if not reducer.skipped:
             reducer.finish_step()
-        if reducer.finiteness is not None and reducer.finiteness.skips:
-            reducer.finiteness.skips = False
-            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-                parameter.grad = None  # then no optimizer does anything
+        _skip(optimizer, reducer)
         return None
     reducer.drop()
 
@@ -198,10 +207,19 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         reducer.reset()
         loss = closure()
         reducer.finish_step()
+        _skip(optimizer, reducer)
         return _agreed(loss, reducer)
 
     rest = {key: value for key, value in kwargs.items() if key != "closure"}
     return (optimizer, reduced, *args[2:]), rest
+
+
+def _skip(optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
+    """Has the optimizer do nothing if this step is to be skipped."""
+    if reducer.finiteness is not None and reducer.finiteness.skips:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def _agreed(loss: Any, reducer: Reducer) -> Any:
@@ -257,6 +275,21 @@ def _late(optimizer: torch.optim.Optimizer, reducer: Reducer) -> list[tuple[str,
         for place, parameter in enumerate(group["params"])
         if id(parameter) not in reducer.known and parameter.requires_grad
     ]
+
+
+def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:
+    """Refuses what is no optimizer, is wrapped already, or could not do what the settings want."""
+    if not hasattr(optimizer, "param_groups"):
+        given = type(optimizer).__name__
+        text = f"DistributedOptimizer wants an optimizer, such as torch.optim.SGD(model.parameters()), not a {given}"
+        raise ArgumentError(text)
+    if isinstance(optimizer, _Distributed):
+        text = "this optimizer is a DistributedOptimizer already: wrap it once"
+        raise ArgumentError(text)
+    op = ReduceOp(op)  # Horovod's scripts may give its number
+    if op is ReduceOp.ADASUM and api.operations().daemon.config.nonfinite != "ignore":
+        text = "nonfinite looks at gradients, and Adasum combines steps: leave nonfinite out, or use another op"
+        raise ArgumentError(text)
 
 
 def _check_passes(passes: int) -> None:

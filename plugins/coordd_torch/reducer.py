@@ -274,6 +274,8 @@ class Reducer:
         """Gets ready for the next step."""
         self._begun = self._reduced = self._finished = self._gone_round = False
         self.failed = None
+        if self.finiteness is not None:
+            self.finiteness.skips = False
         for gradient in (*self._loose, *self._adrift):
             gradient.reset()
         for bucket in self._buckets:
@@ -334,6 +336,7 @@ class Reducer:
             for gradient in bucket:
                 gradient.leave_bucket()
                 self._loose.append(gradient)
+            bucket.retire()
         self._buckets, self._moving, self._tuning, self._change = [], [], None, None
         self._settings = self._first_settings
 
@@ -343,6 +346,8 @@ class Reducer:
         self.channel.daemon.set_window(settings.cycle_ms / 1e3)
         self.channel.compress(wanted=settings.compression != "none")
         gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
+        for bucket in self._buckets:
+            bucket.retire()
         self._buckets = []
         self._settle_in(gradients)
 

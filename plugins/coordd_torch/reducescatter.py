@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from coordd import api
 from coordd.errors import ArgumentError
-from coordd.handles import Handle
+from coordd.handles import Handle, wait_all
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor, made
-from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, Tensors, allgather_async, each, places
+from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, Tensors, each, gathered_async, places
 from coordd_torch.tensors import borrow, from_array
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
@@ -121,10 +122,11 @@ class _Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, names: Sequence[str | None], details: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.names, ctx.details = names, details
+        ctx.names, ctx.details, ctx.shapes = names, details, [tensor.shape for tensor in tensors]
         return each(reducescatter_async, tensors, names, **details).result()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         details = ctx.details
         op, process_set = details["op"], details["process_set"]
@@ -134,5 +136,17 @@ class _Reducescatter(torch.autograd.Function):
         factor = details["prescale_factor"] * details["postscale_factor"]
         factor *= process_set.count(api.size()) if op is Sum else 1
         names = [name and f"{name}.grad" for name in ctx.names]
-        joined = each(allgather_async, gradients, names, process_set=process_set).result()
-        return None, None, *(rows * factor for rows in joined)
+        handles = [gathered_async(rows, name, process_set) for rows, name in zip(gradients, names, strict=True)]
+        wait_all(handles)
+        found = [_whole(*handle.result(), shape) for handle, shape in zip(handles, ctx.shapes, strict=True)]
+        return None, None, *(gradient * factor for gradient in found)
+
+
+def _whole(rows: Tensor, sizes: list[int], shape: torch.Size) -> Tensor:
+    """Joins the gradients of all ranks' rows; who has joined has none, so there they are zero."""
+    if len(rows) == shape[0]:
+        return rows
+    found = rows.new_zeros(shape)
+    for place, mine in zip(torch.tensor_split(found, len(sizes)), rows.split(sizes), strict=True):
+        place[: len(mine)] = mine
+    return found

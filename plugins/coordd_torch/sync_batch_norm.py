@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from coordd import api
 from coordd.errors import ArgumentError
@@ -93,6 +94,7 @@ class _Normalise(torch.autograd.Function):
         return normalised.to(values.dtype), mean, variance, count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None]:
         normalised, scale, count = ctx.saved_tensors
         exact = gradient.to(normalised.dtype)

@@ -81,3 +81,43 @@ def test_the_number_of_elements_may_be_all_that_counts():
             cd.allreduce(torch.ones(2 + rank), name="w")
 
     each_rank(2, body, check="numel")
+
+
+def test_what_was_thrown_away_does_not_skip_the_next_step():
+    def body(rank):
+        net = nn.ParameterDict({"a": nn.Parameter(torch.zeros(1))})
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
+        for value in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            (net["a"] * value).sum().backward()
+            if math.isfinite(value):
+                optimizer.step()
+        return net["a"].item()
+
+    assert each_rank(2, body, nonfinite="skip") == [-2.0] * 2
+
+
+def test_a_closure_s_step_is_skipped_too():
+    def body(rank):
+        net = nn.ParameterDict({"a": nn.Parameter(torch.zeros(1))})
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (net["a"] * (math.nan if rank else 1.0)).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return net["a"].item()
+
+    assert each_rank(2, body, nonfinite="skip") == [0.0] * 2
+
+
+def test_adasum_does_not_look_at_gradients():
+    def body(_):
+        net = nn.Linear(1, 1)
+        with pytest.raises(cd.ArgumentError, match="leave nonfinite out"):
+            cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), op=cd.Adasum)
+
+    each_rank(2, body, nonfinite="skip")

@@ -37,6 +37,8 @@ def trained(**details):
 def test_so_many_buckets_of_nearly_equal_size():
     assert trained(num_groups=3) == [[0, 1], [2, 3], [4, 5]]
     assert trained(groups=2) == [[0, 1, 2], [3, 4, 5]]
+    assert [len(group) for group in trained(num_groups=4)] == [2, 1, 2, 1]
+    assert trained(num_groups=9) == [[place] for place in range(6)]
 
 
 def test_the_user_s_own_groups_and_the_rest_as_usual():

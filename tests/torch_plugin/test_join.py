@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -161,3 +163,70 @@ def test_uneven_is_join_or_nothing():
 
     with local_ranks(1) as ranks:
         ranks.each(body)
+
+
+def test_gradients_while_somebody_has_joined_are_those_of_the_others():
+    def body(rank):
+        if rank == 0:
+            cd.join()
+            return None
+        tensor = torch.arange(1.0, 4.0)[:, None].requires_grad_()
+        rows, received = cd.alltoall(tensor, [1, 1, 1], name="a")
+        assert received.tolist() == [0, 1, 1]
+        (rows * 10**rank).sum().backward()
+        sent = tensor.grad.flatten().tolist()
+        tensor = torch.ones(rank, 1).requires_grad_()
+        gathered = cd.allgather(tensor, name="g")
+        (gathered * torch.tensor([[1.0], [10.0], [100.0]])).sum().backward()
+        mine = tensor.grad.flatten().tolist()
+        tensor = torch.ones(3, 1).requires_grad_()
+        (cd.reducescatter(tensor, name="r") * rank).sum().backward()
+        cd.join()
+        return sent, mine, tensor.grad.flatten().tolist()
+
+    _, first, second = each(body)
+    assert first[0] == second[0] == [0.0, 10.0, 100.0]
+    torch.testing.assert_close(first[1], [2 / 3])
+    torch.testing.assert_close(second[1], [20 / 3, 200 / 3])
+    assert first[2] == second[2] == [0.0, 1.0, 2.0]
+
+
+def test_of_two_optimizers_each_takes_the_model_that_has_gone_farthest():
+    def body(rank):
+        first, second = model(), model()
+        made = [
+            cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+            for net in (first, second)
+        ]
+        for net, optimizer, steps in ((first, made[0], 1 + rank), (second, made[1], 4 - rank)):
+            for step in range(steps):
+                optimizer.zero_grad()
+                loss(net, rank, 0, step).backward()
+                optimizer.step()
+            assert optimizer.join() == (COUNT - 1 if net is first else 0)
+
+    each(body)
+
+
+def test_old_buckets_go_without_the_garbage_collector():
+    def body(rank):
+        net = nn.Linear(200, 200)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+        old = []
+        for epoch in range(2):
+            for _ in range(3):
+                optimizer.zero_grad()
+                net(torch.ones(1, 200)).sum().backward()
+                optimizer.step()
+            old += [weakref.ref(bucket) for bucket in optimizer._coordd._buckets if not epoch]
+            optimizer.join()
+        optimizer.zero_grad()
+        net(torch.ones(1, 200)).sum().backward()
+        optimizer.step()
+        return [bucket() for bucket in old]
+
+    gc.disable()
+    try:
+        assert each(body) == [[None]] * COUNT
+    finally:
+        gc.enable()

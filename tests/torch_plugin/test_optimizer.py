@@ -356,3 +356,16 @@ def test_bad_choices_are_refused(text):
 def test_without_init_it_says_so():
     with pytest.raises(cd.NotInitializedError, match=r"use hvd\.init\(\)"):
         cd.DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1))
+
+
+def test_an_optimizer_of_other_ranks_only_is_counted_as_well():
+    def body(rank):
+        first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+        some = cd.ProcessSet([1, 2])
+        cd.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=1.0), first.named_parameters(), process_set=some)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(second.parameters(), lr=1.0), second.named_parameters())
+        second(torch.full((1, 2), float(rank))).sum().backward()
+        optimizer.step()
+        return second.weight.grad.tolist()
+
+    assert each_rank(3, body) == [[[1.0, 1.0]]] * 3

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -194,3 +197,15 @@ def test_rows_that_differ_in_length_are_refused_everywhere():
             cd.alltoall(torch.ones(2, 2 + rank), name="w")
 
     each_rank(2, body)
+
+
+def test_what_alltoall_has_made_goes_without_the_garbage_collector():
+    def body(_):
+        found = weakref.ref(cd.alltoall(torch.ones(4, 2)))
+        return found()
+
+    gc.disable()
+    try:
+        assert each_rank(2, body) == [None] * 2
+    finally:
+        gc.enable()

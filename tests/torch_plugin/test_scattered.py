@@ -135,3 +135,20 @@ def test_sparse_here_and_dense_there_is_an_error_everywhere():
     with local_ranks(2) as ranks:
         for error in ranks.errors(body, cd.MismatchError):
             assert "allgather" in str(error)
+
+
+def test_what_was_sparse_may_be_dense_later():
+    def body(rank):
+        made = table()
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(made.parameters(), lr=1.0), made.named_parameters())
+        for sparse in (True, False, False, True):
+            made.sparse = sparse
+            optimizer.zero_grad()
+            made(torch.tensor([rank])).sum().backward()
+            optimizer.step()
+        return made.weight.detach()
+
+    wanted = table().weight.detach()
+    wanted[:2] -= 4 * 0.5
+    for found in each_rank(2, body):
+        torch.testing.assert_close(found, wanted)
