@@ -110,8 +110,7 @@ def main() -> None:
         loss = cd.allreduce(model.loss(windows(held_out, 4 * args.batch_size, args.context + 1, draw)))
     if cd.rank() == 0:
         print(f"held-out loss {loss:.3f} nats a byte, {speed:,.0f} tokens/s on {cd.size()} rank(s)")
-        if args.compression.ratio > 1:
-            print(f"{args.compression.ratio:.1f} times fewer bytes, {args.compression.error:.1%} lost or late")
+        print(f"{args.compression.ratio:.1f} times fewer bytes, {args.compression.error:.1%} lost or late")
         print(sample(model, b"def ", 200, args.context))
     cd.shutdown()
 

@@ -84,6 +84,8 @@ BEFORE_A_LOCK = 517  # a rank speaks of what is locked before it knows of the lo
 # Signs of life come after 256 plans; the long run has them.
 SIGNS_OF_LIFE = ("report = Report(self._seen)", "out = [self._report()]")
 # `coordd status` looks at these from outside; the protocol itself does not.
+# A join fails when a rank leaves, and in scripts in which ranks leave none joins; `test_member_join` has it.
+JOIN_FAILS = ("self._joined.discard(", "self._absence.end(")
 LOOKS = ("return self._seen", "return self._lock", "return len(self._lines)")
 
 
@@ -106,7 +108,7 @@ def test_a_few_seeds_reach_every_line_of_the_protocol():
     finally:
         sys.settrace(before)
     unseen = [linecache.getline(code.co_filename, line).strip() for code, lines in missed.items() for line in lines]
-    assert [line for line in unseen if not line.startswith((*SIGNS_OF_LIFE, *LOOKS))] == []
+    assert [line for line in unseen if not line.startswith((*SIGNS_OF_LIFE, *JOIN_FAILS, *LOOKS))] == []
 
 
 def _functions(module: object) -> Iterator[CodeType]:
