@@ -83,9 +83,9 @@ PURE = (absence, ballot, cache, foreman, latch, lock, member, negotiation, owed,
 BEFORE_A_LOCK = 517  # a rank speaks of what is locked before it knows of the lock, which is rare
 # Signs of life come after 256 plans; the long run has them.
 SIGNS_OF_LIFE = ("report = Report(self._seen)", "out = [self._report()]")
-# `coordd status` looks at these from outside; the protocol itself does not.
 # A join fails when a rank leaves, and in scripts in which ranks leave none joins; `test_member_join` has it.
 JOIN_FAILS = ("self._joined.discard(", "self._absence.end(")
+# `coordd status` looks at these from outside; the protocol itself does not.
 LOOKS = ("return self._seen", "return self._lock", "return len(self._lines)")
 
 
