@@ -9,7 +9,7 @@ from coordd.account import process_state
 from coordd.config import Config
 from coordd.messages import Message, Overdue, StallReport, Waiting
 from coordd.stall import StallWatch, tell
-from coordd.table import TensorTable
+from coordd.table import Entry, TensorTable
 
 __all__ = ["Delay", "Lookout"]
 
@@ -51,9 +51,9 @@ class Lookout:
         self.coordinator = (0, "", "")
         """Process id and host of rank 0, and this host."""
 
-    def observe(self, seconds: float) -> None:
-        """Learns how long an operation has usually waited."""
-        self._watch.observe(seconds)
+    def observe(self, entry: Entry, now: float) -> None:
+        """Learns from an operation that has ended."""
+        self._watch.observe(entry, now)
 
     def answer(self, report: StallReport) -> None:
         """Prints what the coordinator has found out."""
@@ -87,18 +87,17 @@ class Lookout:
         return max(seconds, self._next - now)
 
     def _oldest(self) -> float | None:
-        """When the operation was submitted that has waited longest."""
+        """Since when the operation has waited that has waited longest."""
         times = [since for since, _ in self._elsewhere()]
-        if (entry := self._table.oldest()) is not None:
-            times.append(entry.handle.submitted)
+        if (oldest := self._watch.oldest(self._table)) is not None:
+            times.append(oldest)
         return min(times, default=None)
 
     def _overdue(self, now: float, oldest: float) -> Overdue:
         limit = now - self._watch.limit
         matched = tuple(waiting for since, waiting in self._elsewhere() if since <= limit)
         known = {waiting.name for waiting in matched}
-        late = (entry.request.name for entry in self._table if entry.handle.submitted <= limit and not entry.patient)
-        names = tuple(name for name in late if name not in known)
+        names = tuple(name for name in self._watch.late(self._table, now) if name not in known)
         return Overdue(now - oldest, names, matched)
 
     def _report_silence(self, waited: float) -> None:

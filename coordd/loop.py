@@ -108,8 +108,7 @@ class Loop:
         for entry in entries:
             self._member.table.release(entry)
         self._status.traffic.count(entries)
-        if not entries[0].patient:
-            self._lookout.observe(time.monotonic() - entries[0].handle.submitted)
+        self._lookout.observe(entries[0], time.monotonic())
 
     def settled(self, word: Locked, *, moved: bool) -> None:
         """Notes how an occurrence of a locked bucket has ended."""

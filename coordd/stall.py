@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from coordd.errors import spans
 from coordd.messages import StallReport, Waiting
+from coordd.table import Entry, TensorTable
 
 __all__ = ["StallWatch", "tell"]
 
@@ -25,6 +26,7 @@ class StallWatch:
         self._fixed = seconds
         self._usual = 0.0
         self._next: float | None = None
+        self._stirred = 0.0
 
     @property
     def limit(self) -> float:
@@ -33,10 +35,21 @@ class StallWatch:
             return self._fixed
         return min(_MOST, max(_LEAST, _TIMES * self._usual))
 
-    def observe(self, seconds: float) -> None:
-        """Learns from a wait that ended."""
-        self._usual = _MEMORY * self._usual + (1 - _MEMORY) * seconds
-        self._next = None
+    def observe(self, entry: Entry, now: float) -> None:
+        """Learns from an operation that ended; where this rank has joined, only that the others go on."""
+        if entry.patient:
+            self._stirred = now
+        else:
+            self._usual = _MEMORY * self._usual + (1 - _MEMORY) * (now - entry.handle.submitted)
+            self._next = None
+
+    def oldest(self, table: TensorTable) -> float | None:
+        """Since when an operation has waited that has waited longest; None if there is none."""
+        return min(map(self._since, table.oldest()), default=None)
+
+    def late(self, table: TensorTable, now: float) -> list[str]:
+        """Names what has waited for too long."""
+        return [entry.request.name for entry in table if self._since(entry) <= now - self.limit]
 
     def overdue(self, waited: float) -> bool:
         """Says whether it is time to ask, given how long the oldest operation has waited."""
@@ -53,10 +66,16 @@ class StallWatch:
         due = self.limit if self._next is None or waited < self.limit else self._next
         return max(0.0, due - waited)
 
+    def _since(self, entry: Entry) -> float:
+        """Since when nothing has come of an operation; to join begins anew with all that others do in the meantime."""
+        submitted = entry.handle.submitted
+        return max(submitted, self._stirred) if entry.patient else submitted
+
 
 def tell(report: StallReport) -> str:
     """Writes a stall report for people."""
-    lines = [f"no progress for {report.seconds:.1f} s:"]
+    who = ", waiting for remainder of ranks" if any(waiting.missing for waiting in report.waiting) else ""
+    lines = [f"no progress for {report.seconds:.1f} s{who}:"]
     by_missing: dict[tuple[int, ...], list[Waiting]] = {}
     for waiting in report.waiting:
         by_missing.setdefault(waiting.missing, []).append(waiting)

@@ -53,8 +53,8 @@ class Entry:
     ``array`` is reduced or filled in place; ``land`` runs on the daemon's thread after the data has arrived, and its
     value becomes the handle's result. A filler takes part with zeros if another rank has something; if nobody has, its
     result is None. ``released`` says that all ranks have it, so that its data may be on the way; ``awaited`` that
-    somebody may be waiting for it, ``patient`` that nobody minds how long it takes. ``splits`` are the rows for each
-    member of an alltoall.
+    somebody may be waiting for it, ``patient`` that it ends when others have done all that they do before. ``splits``
+    are the rows for each member of an alltoall.
     """
 
     __slots__ = (
@@ -157,9 +157,14 @@ class TensorTable:
         """Returns an entry."""
         return self._entries[name]
 
-    def oldest(self) -> Entry | None:
-        """Returns what has waited longest, of what somebody minds."""
-        return next((entry for entry in self._entries.values() if not entry.patient), None)
+    def oldest(self) -> list[Entry]:
+        """Returns what was submitted first, and, if that is patient, what comes behind it up to one that is not."""
+        found = []
+        for entry in self._entries.values():
+            found.append(entry)
+            if not entry.patient:
+                break
+        return found
 
     def clear(self) -> list[Entry]:
         """Removes and returns everything."""

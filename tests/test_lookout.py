@@ -76,6 +76,21 @@ def test_sends_and_receives_are_told_with_their_peers(log):
     assert each_rank(2, body, stall_seconds=0.1)[0] == [1.0]
 
 
+def test_who_has_joined_waits_while_the_others_go_on_and_no_longer(log, caplog):
+    def body(rank):
+        if rank == 0:
+            return api.operations().join().result(WAIT)
+        pause = threading.Event()
+        for step in range(10):
+            start(f"step {step}").result(WAIT)
+            pause.wait(0.1)
+        assert "(join)" not in caplog.text
+        log.await_text("(join) waiting for rank 1")
+        return api.operations().join().result(WAIT)
+
+    assert each_rank(2, body, stall_seconds=0.5) == [1, 1]
+
+
 def test_a_rank_that_does_not_answer_is_told(log, monkeypatch):
     """Its answer gets lost here; a process that is stopped would give none, either."""
     send = MemoryControl.send

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
-from coordd.messages import Account, StallReport, Waiting
+from coordd.messages import Account, Kind, Request, StallReport, Waiting
 from coordd.stall import StallWatch, tell
+from coordd.table import Entry, TensorTable
+
+
+def entry(name: str = "w", *, submitted: float = 0.0, patient: bool = False) -> Entry:
+    made = Entry(
+        Request(Kind.ALLREDUCE, name, "float32", (1,)), np.ones(1, np.float32), SimpleNamespace(submitted=submitted)
+    )
+    made.patient = patient
+    return made
+
+
+def table(*entries: Entry) -> TensorTable:
+    made = TensorTable()
+    made.admit(entries)
+    return made
 
 
 def test_a_fixed_limit_is_the_limit():
     watch = StallWatch(2.0)
-    watch.observe(100.0)
+    watch.observe(entry(), 100.0)
     assert watch.limit == 2.0
     assert not watch.overdue(1.9)
     assert watch.overdue(2.0)
@@ -20,13 +38,13 @@ def test_a_fixed_limit_is_the_limit():
 def test_without_one_it_is_twenty_times_the_usual_wait_within_bounds(usual, limit):
     watch = StallWatch(None)
     for _ in range(200):
-        watch.observe(usual)
+        watch.observe(entry(), usual)
     assert watch.limit == pytest.approx(limit)
 
 
 def test_one_long_wait_does_not_make_the_usual():
     watch = StallWatch(None)
-    watch.observe(2.0)
+    watch.observe(entry(), 2.0)
     assert watch.limit == 5.0
 
 
@@ -39,7 +57,7 @@ def test_it_asks_again_after_twice_the_time():
 def test_a_wait_that_ended_starts_it_over():
     watch = StallWatch(1.0)
     assert watch.overdue(6.0)
-    watch.observe(6.0)
+    watch.observe(entry(), 6.0)
     assert watch.overdue(1.0)
 
 
@@ -48,6 +66,29 @@ def test_a_wait_that_ended_without_a_result_starts_it_over_too():
     assert watch.overdue(6.0)
     assert not watch.overdue(0.5)  # something younger is the oldest now
     assert watch.overdue(1.0)
+
+
+def test_what_was_submitted_first_is_the_oldest():
+    watch = StallWatch(1.0)
+    assert watch.oldest(table()) is None
+    waiting = table(entry("a", submitted=2.0), entry("b", submitted=2.5), entry("c", submitted=3.0))
+    assert watch.oldest(waiting) == 2.0
+    assert watch.late(waiting, 3.5) == ["a", "b"]
+
+
+def test_who_has_joined_waits_anew_after_all_that_the_others_do():
+    watch = StallWatch(1.0)
+    joined = table(entry("join", submitted=2.0, patient=True))
+    assert (watch.oldest(joined), watch.late(joined, 3.0)) == (2.0, ["join"])
+    watch.observe(entry("w", patient=True), 5.0)
+    assert (watch.oldest(joined), watch.late(joined, 5.9), watch.late(joined, 6.0)) == (5.0, [], ["join"])
+
+
+def test_what_comes_behind_a_join_may_have_waited_longer():
+    watch = StallWatch(1.0)
+    watch.observe(entry(patient=True), 5.0)
+    waiting = table(entry("join", submitted=2.0, patient=True), entry("w", submitted=3.0))
+    assert (watch.oldest(waiting), watch.late(waiting, 4.0)) == (3.0, ["w"])
 
 
 def test_it_says_how_long_nothing_can_happen():
@@ -67,7 +108,7 @@ def test_a_report_groups_by_whom_is_waited_for():
         Waiting("y", "transfer"),
     )
     assert tell(StallReport(7.25, waiting, ())).splitlines() == [
-        "no progress for 7.2 s:",
+        "no progress for 7.2 s, waiting for remainder of ranks:",
         "  'w' (allreduce), 'x' (allgather) waiting for rank 1",
         "  'v' (broadcast) waiting for ranks 1-2",
         "  'y' (transfer) agreed by all ranks, data still on the way",

@@ -96,12 +96,12 @@ def test_a_name_can_be_used_again_when_it_is_done():
 
 def test_entries_are_found_until_they_are_taken():
     table, old, young = TensorTable(), entry(W), entry(V)
-    assert table.oldest() is None
+    assert table.oldest() == []
     admit(table, old, young, cache=ResponseCache(8), seen=0)
-    assert (table.oldest(), table.last, len(table)) == (old, ("v", young.site, young.handle.submitted), 2)
+    assert (table.oldest(), table.last, len(table)) == ([old], ("v", young.site, young.handle.submitted), 2)
     assert table.find("w") is old
     assert table.take("w") is old
-    assert table.oldest() is young
+    assert table.oldest() == [young]
     with pytest.raises(KeyError):
         table.take("w")
 

@@ -280,18 +280,17 @@ class Process:
     def _finish(self, bucket: Bucket) -> None:
         for entry in bucket.entries:
             self.member.table.release(entry)
-            if not entry.patient:
-                self._stall.observe(self._setting.agenda.now - entry.handle.submitted)
+            self._stall.observe(entry, self._setting.agenda.now)
             entry.finish(entry.array)
 
     def _watch(self) -> None:
         """Asks what the others do when something has waited too long."""
-        oldest = self.member.table.oldest()
+        oldest = self._stall.oldest(self.member.table)
         swarm = self._setting.swarm
         if not (swarm.stall or swarm.polling) or self.failure is not None or oldest is None:
             return
         now = self._setting.agenda.now
-        waited = now - oldest.handle.submitted
+        waited = now - oldest
         if self._stall.overdue(waited):
             if swarm.polling:  # else somebody has waited, and that must do
                 self._carry_out(self.member.unlock())
@@ -300,10 +299,7 @@ class Process:
 
     def _overdue(self, now: float, waited: float) -> Overdue:
         """What has waited too long; of what is locked only the data plane knows who is missing."""
-        limit = now - self._stall.limit
-        late = [
-            entry.request.name for entry in self.member.table if entry.handle.submitted <= limit and not entry.patient
-        ]
+        late = self._stall.late(self.member.table, now)
         words = {entry.request.name: word for word in self._open if word.bucket for entry in word.bucket.entries}
         locked = [Waiting(name, LOCKED, self._setting.words.missing(words[name])) for name in late if name in words]
         return Overdue(waited, tuple(name for name in late if name not in words), tuple(locked))
