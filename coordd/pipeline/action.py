@@ -1,0 +1,68 @@
+"""What a rank does at one moment of a pipeline. Pure: actions are values that print and parse."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from coordd.errors import ArgumentError
+
+__all__ = ["COMPUTE", "Action", "Kind"]
+
+
+class Kind(StrEnum):
+    """The kinds of actions; a ``BACKWARD`` is an ``INPUT`` and a ``WEIGHT`` in one."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+    SEND_FORWARD = "SEND_F"
+    RECV_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECV_BACKWARD = "RECV_B"
+    REDUCE = "REDUCE"
+    STEP = "STEP"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+"""The kinds that occupy the processor."""
+
+_FORM = re.compile(r"(\d+)([A-Z]+(?:_[A-Z])?)(\d+)?(?:[<>](\d+))?")
+_INWARD = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+
+
+class Action(NamedTuple):
+    """One action: of which stage, what, for which microbatch, with which other stage.
+
+    ``2F0`` is the forward pass of microbatch 0 through stage 2, ``2SEND_F0>3`` sends its result to stage 3, ``2REDUCE``
+    starts the reduction of the stage's gradients, and ``2STEP`` lets its optimizer step.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int = -1
+    peer: int = -1
+
+    def __str__(self) -> str:
+        microbatch = str(self.microbatch) if self.microbatch >= 0 else ""
+        arrow = "<" if self.kind in _INWARD else ">"
+        peer = f"{arrow}{self.peer}" if self.peer >= 0 else ""
+        return f"{self.stage}{self.kind}{microbatch}{peer}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads what `str` writes.
+
+        Raises:
+            ArgumentError: it is no action.
+        """
+        found = _FORM.fullmatch(text)
+        if found is None or found[2] not in _KINDS:
+            raise ArgumentError(f"{text!r} is no action of a pipeline; actions look like 2F0 or 2SEND_F0>3")
+        stage, kind, microbatch, peer = found.groups()
+        return cls(int(stage), _KINDS[kind], int(microbatch or -1), int(peer or -1))
+
+
+_KINDS = {str(kind): kind for kind in Kind}

@@ -1,0 +1,78 @@
+"""Who does what in which order: a schedule as a value. Pure.
+
+A plan is for all ranks of a pipeline, replicas included: microbatches are dealt out to the replicas of a stage in turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from coordd.errors import ArgumentError
+from coordd.pipeline.action import Action
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One training step, or, where steps overlap, several.
+
+    Attributes:
+        name: of the schedule.
+        microbatches: how many there are, of all replicas together.
+        placement: for each stage the ranks that have it; microbatch ``i`` goes to the ``i``-th of them, round and round.
+        actions: for each rank what it does, in order.
+        versions: which version of the weights each stage uses for each microbatch; empty if there is only one.
+    """
+
+    name: str
+    microbatches: int
+    placement: tuple[tuple[int, ...], ...]
+    actions: tuple[tuple[Action, ...], ...]
+    versions: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.placement)
+
+    def rank(self, stage: int, microbatch: int) -> int:
+        """The rank that takes a microbatch through a stage."""
+        ranks = self.placement[stage]
+        return ranks[microbatch % len(ranks)]
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank the stages that it has."""
+        held: list[list[int]] = [[] for _ in self.actions]
+        for stage, ranks in enumerate(self.placement):
+            for rank in ranks:
+                held[rank].append(stage)
+        return tuple(tuple(stages) for stages in held)
+
+    def __str__(self) -> str:
+        places = " | ".join(",".join(map(str, ranks)) for ranks in self.placement)
+        lines = [f"{self.name}, {self.microbatches} microbatches, stages on {places}"]
+        lines += [f"{rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions)]
+        return "\n".join(lines)
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Reads what `str` writes of a plan whose weights have one version.
+
+        Raises:
+            ArgumentError: it is no plan.
+        """
+        try:
+            head, *lines = text.strip().splitlines()
+            name, microbatches, places = head.split(", ", 2)
+            placement = [_numbers(ranks) for ranks in places.removeprefix("stages on ").split(" | ")]
+            actions = [tuple(map(Action.parse, line.partition(":")[2].split())) for line in lines]
+            return cls(name, int(microbatches.split()[0]), tuple(placement), tuple(actions))
+        except (ValueError, IndexError) as error:
+            raise ArgumentError(f"this is no plan of a pipeline ({error}): {text[:60]!r}") from error
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
