@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from coordd.errors import ArgumentError
 
-__all__ = ["COMPUTE", "Action", "Kind"]
+__all__ = ["COMPUTE", "DIRECTION", "RECEIVES", "SENDS", "Action", "Kind"]
 
 
 class Kind(StrEnum):
@@ -29,8 +29,22 @@ class Kind(StrEnum):
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
 """The kinds that occupy the processor."""
 
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+
+DIRECTION = {
+    Kind.FORWARD: "F",
+    Kind.SEND_FORWARD: "F",
+    Kind.RECV_FORWARD: "F",
+    Kind.BACKWARD: "B",
+    Kind.INPUT: "B",
+    Kind.SEND_BACKWARD: "B",
+    Kind.RECV_BACKWARD: "B",
+    Kind.WEIGHT: "W",
+}
+"""Which way a kind goes: forward, backward, or nowhere."""
+
 _FORM = re.compile(r"(\d+)([A-Z]+(?:_[A-Z])?)(\d+)?(?:[<>](\d+))?")
-_INWARD = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 
 
 class Action(NamedTuple):
@@ -47,7 +61,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         microbatch = str(self.microbatch) if self.microbatch >= 0 else ""
-        arrow = "<" if self.kind in _INWARD else ">"
+        arrow = "<" if self.kind in RECEIVES else ">"
         peer = f"{arrow}{self.peer}" if self.peer >= 0 else ""
         return f"{self.stage}{self.kind}{microbatch}{peer}"
 

@@ -21,7 +21,7 @@ class Plan:
     Attributes:
         name: of the schedule.
         microbatches: how many there are, of all replicas together.
-        placement: for each stage the ranks that have it; microbatch ``i`` goes to the ``i``-th of them, round and round.
+        placement: for each stage the ranks that have it; microbatches go to them in turn, round and round.
         actions: for each rank what it does, in order.
         versions: which version of the weights each stage uses for each microbatch; empty if there is only one.
     """

@@ -1,0 +1,274 @@
+"""What comes of a plan: whether it ends, how long it takes, who is idle, and what it keeps in memory. Pure.
+
+Ranks are processes that wait for messages and else go on, so what comes of a plan does not depend on who is looked at
+first: each rank is followed until it waits, and again when what it waits for has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from coordd.errors import CoorddError
+from coordd.pipeline.action import COMPUTE, DIRECTION, RECEIVES, SENDS, Action, Kind
+from coordd.pipeline.plan import Plan
+
+__all__ = ["Costs", "PlanError", "Span", "Timeline", "simulate"]
+
+_FREES = frozenset({Kind.BACKWARD, Kind.WEIGHT})
+_MADE_BY = {Kind.SEND_FORWARD: Kind.FORWARD, Kind.SEND_BACKWARD: Kind.INPUT}
+_PARTS = {
+    Kind.FORWARD: (Kind.FORWARD,),
+    Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT),
+    Kind.INPUT: (Kind.INPUT,),
+    Kind.WEIGHT: (Kind.WEIGHT,),
+}
+_FIRST = {Kind.INPUT: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
+_SHOWN = 4
+
+_Channel = tuple[int, int, int, int]
+"""From which rank and stage to which rank and stage."""
+
+_Message = tuple[_Channel, int]
+
+
+class PlanError(CoorddError):
+    """A plan that cannot be carried out; the text says who waits for what."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the actions of each stage cost, in seconds and bytes; by default one second for each pass.
+
+    Attributes:
+        forward: seconds of a forward pass, by stage.
+        inward: seconds of a backward pass's part that gives the gradients of the inputs.
+        weight: seconds of its other part, which gives those of the weights.
+        transfer: seconds from one stage to another, by pair; 0 where there is none.
+        volume: bytes from one stage to another, by pair, in each direction.
+        activation: bytes that a microbatch keeps between its passes, by stage.
+        reduce: seconds of the reduction of a stage's gradients.
+    """
+
+    forward: Sequence[float]
+    inward: Sequence[float]
+    weight: Sequence[float]
+    transfer: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    volume: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    activation: Sequence[float] = ()
+    reduce: Sequence[float] = ()
+
+    @classmethod
+    def even(cls, stages: int, *, forward: float = 1.0, inward: float = 1.0, weight: float = 1.0) -> Costs:
+        """The same for all stages, which keep one unit of memory for a microbatch."""
+        return cls([forward] * stages, [inward] * stages, [weight] * stages, activation=[1.0] * stages)
+
+    def seconds(self, action: Action) -> float:
+        """How long an action keeps its rank busy."""
+        match action.kind:
+            case Kind.FORWARD:
+                return self.forward[action.stage]
+            case Kind.BACKWARD:
+                return self.inward[action.stage] + self.weight[action.stage]
+            case Kind.INPUT:
+                return self.inward[action.stage]
+            case Kind.WEIGHT:
+                return self.weight[action.stage]
+            case _:
+                return 0.0
+
+
+class Span(NamedTuple):
+    """When a rank did something."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What came of a plan.
+
+    Attributes:
+        spans: for each rank what it computed, in order.
+        peaks: for each rank the most bytes of activations that were live.
+        volume: bytes that travelled between ranks.
+        makespan: when the last rank was done, in seconds.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    peaks: tuple[float, ...]
+    volume: int
+    makespan: float
+
+    def busy(self, rank: int) -> float:
+        """Seconds that a rank computed."""
+        return sum(span.end - span.begin for span in self.spans[rank])
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which nothing was computed."""
+        busy = sum(map(self.busy, range(len(self.spans))))
+        return 1 - busy / (self.makespan * len(self.spans)) if self.makespan else 0.0
+
+
+def simulate(plan: Plan, costs: Costs | None = None, *, depth: int | None = None) -> Timeline:
+    """Carries a lowered plan out in virtual time.
+
+    Args:
+        plan: with its sends and receives; see `lower`.
+        costs: of its actions; by default one second for each pass.
+        depth: how many messages a channel holds that are not wanted yet, before the sender has to wait; None for any
+            number, 0 for a sender that waits until its message is wanted.
+
+    Raises:
+        PlanError: it cannot be carried out: a result is used before it is there, something is done twice or not at all,
+            or ranks wait for each other for ever.
+    """
+    run = _Run(plan, costs or Costs.even(plan.stages), depth)
+    ready = list(range(len(plan.actions)))
+    while ready:
+        ready += run.follow(ready.pop())
+    run.check_end()
+    return run.timeline()
+
+
+class _Run:
+    """A plan being carried out."""
+
+    def __init__(self, plan: Plan, costs: Costs, depth: int | None) -> None:
+        self._plan = plan
+        self._costs = costs
+        self._depth = depth
+        ranks = range(len(plan.actions))
+        self._place = [0 for _ in ranks]
+        self._clock = [0.0 for _ in ranks]
+        self._spans: list[list[Span]] = [[] for _ in ranks]
+        self._live = [0.0 for _ in ranks]
+        self._peaks = [0.0 for _ in ranks]
+        self._volume = 0
+        self._done: set[tuple[int, Kind, int]] = set()
+        self._posted: dict[_Message, float] = {}
+        self._sent: dict[_Message, float] = {}
+        self._waited: dict[tuple[int, str, int], list[_Message]] = {}
+        self._held: dict[_Channel, int] = {}
+        self._reduced: dict[tuple[int, int], float] = {}
+        self._waiting: dict[object, int] = {}
+
+    def follow(self, rank: int) -> Iterator[int]:
+        """Follows a rank until it waits or is done; yields whom that sets free."""
+        actions = self._plan.actions[rank]
+        while self._place[rank] < len(actions):
+            action = actions[self._place[rank]]
+            wanted, given = self._attempt(rank, action)
+            if wanted is not None:
+                self._waiting[wanted] = rank
+                return
+            self._place[rank] += 1
+            if given in self._waiting:
+                yield self._waiting.pop(given)
+
+    def check_end(self) -> None:
+        """Raises `PlanError` if something waits for ever, or was not done."""
+        stuck = [rank for rank, actions in enumerate(self._plan.actions) if self._place[rank] < len(actions)]
+        if stuck:
+            told = [f"rank {rank} at {self._plan.actions[rank][self._place[rank]]}" for rank in stuck[:_SHOWN]]
+            more = f" and {len(stuck) - _SHOWN} more ranks" if len(stuck) > _SHOWN else ""
+            raise PlanError(f"the plan {self._plan.name} never ends: {', '.join(told)}{more} wait for each other")
+        for stage in range(self._plan.stages):
+            for microbatch in range(self._plan.microbatches):
+                if not {(stage, kind, microbatch) for kind in (Kind.FORWARD, Kind.WEIGHT)} <= self._done:
+                    raise PlanError(
+                        f"the plan {self._plan.name} leaves microbatch {microbatch} undone in stage {stage}"
+                    )
+
+    def timeline(self) -> Timeline:
+        """Says what came of it."""
+        return Timeline(tuple(map(tuple, self._spans)), tuple(self._peaks), self._volume, max(self._clock, default=0.0))
+
+    def _attempt(self, rank: int, action: Action) -> tuple[object, object]:
+        """Does something, if it can be done by now: returns what it waits for, or what it sets free."""
+        if action.kind in COMPUTE:
+            return self._compute(rank, action)
+        if action.kind in SENDS:
+            return self._send(rank, action)
+        if action.kind in RECEIVES:
+            return self._receive(rank, action)
+        return self._settle(rank, action)
+
+    def _compute(self, rank: int, action: Action) -> tuple[object, object]:
+        stage, kind, microbatch, _ = action
+        messages = self._waited.get((stage, DIRECTION[kind], microbatch), [])
+        for message in messages:
+            if message not in self._sent:
+                return message, None
+        for message in messages:
+            self._clock[rank] = max(self._clock[rank], self._arrival(message))
+        self._demand(self._plan.rank(stage, microbatch) == rank, rank, action, "it has no business with it")
+        for part in _PARTS[kind]:
+            self._demand((stage, part, microbatch) not in self._done, rank, action, "it was done before")
+            self._demand(
+                part is Kind.FORWARD or (stage, _FIRST[part], microbatch) in self._done, rank, action, "it is too early"
+            )
+            self._done.add((stage, part, microbatch))
+        begin = self._clock[rank]
+        self._clock[rank] += self._costs.seconds(action)
+        self._spans[rank].append(Span(action, begin, self._clock[rank]))
+        self._remember(rank, action)
+        return None, None
+
+    def _remember(self, rank: int, action: Action) -> None:
+        """Counts what is live."""
+        size = self._costs.activation[action.stage] if self._costs.activation else 0.0
+        if action.kind is Kind.FORWARD:
+            self._live[rank] += size
+            self._peaks[rank] = max(self._peaks[rank], self._live[rank])
+        elif action.kind in _FREES:
+            self._live[rank] -= size
+
+    def _send(self, rank: int, action: Action) -> tuple[object, object]:
+        stage, kind, microbatch, peer = action
+        self._demand((stage, _MADE_BY[kind], microbatch) in self._done, rank, action, "there is nothing to send yet")
+        channel = (rank, self._plan.rank(peer, microbatch), stage, peer)
+        message = (channel, microbatch)
+        if message not in self._posted:
+            held = self._held.get(channel, 0)
+            if self._depth is not None and held >= self._depth:
+                return ("room", channel), None
+            self._held[channel] = held + 1
+        self._sent[message] = self._clock[rank]
+        self._volume += self._costs.volume.get(_pair(channel), 0)
+        return None, message
+
+    def _receive(self, rank: int, action: Action) -> tuple[object, object]:
+        stage, kind, microbatch, peer = action
+        channel = (self._plan.rank(peer, microbatch), rank, peer, stage)
+        message = (channel, microbatch)
+        self._posted[message] = self._clock[rank]
+        self._waited.setdefault((stage, DIRECTION[kind], microbatch), []).append(message)
+        if message in self._sent:
+            self._held[channel] -= 1
+        return None, ("room", channel)
+
+    def _arrival(self, message: _Message) -> float:
+        """When a message is there: it moves once it is both sent and wanted."""
+        return max(self._sent[message], self._posted[message]) + self._costs.transfer.get(_pair(message[0]), 0.0)
+
+    def _settle(self, rank: int, action: Action) -> tuple[None, None]:
+        """Starts a reduction, or waits for one and lets the optimizer step."""
+        if action.kind is Kind.REDUCE:
+            seconds = self._costs.reduce[action.stage] if self._costs.reduce else 0.0
+            self._reduced[rank, action.stage] = self._clock[rank] + seconds
+        else:
+            self._clock[rank] = max(self._clock[rank], self._reduced.pop((rank, action.stage), 0.0))
+        return None, None
+
+    def _demand(self, fact: object, rank: int, action: Action, text: str) -> None:
+        if not fact:
+            raise PlanError(f"the plan {self._plan.name} has rank {rank} do {action}, but {text}")
+
+
+def _pair(channel: _Channel) -> tuple[int, int]:
+    return min(channel[2:]), max(channel[2:])
