@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.action import Action, Kind
+from coordd.pipeline.greedy import order_v
 from coordd.pipeline.placement import Placement, fold, loop, spread
 from coordd.pipeline.plan import Plan
-from coordd.pipeline.greedy import order_v
 
 __all__ = ["gpipe", "interleaved", "one_f_one_b", "pipedream", "two_buffered", "zero_bubble", "zero_bubble_v"]
 
