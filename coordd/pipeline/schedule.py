@@ -88,7 +88,7 @@ def two_buffered(stages: int, microbatches: int, *, steps: int = 1, replicas: in
             if action.kind is BACKWARD and (done := mine.index(action.microbatch) + 1) % each == 0:
                 yield Action(stage, Kind.STEP, done // each - 1)
 
-    versions = [[max(0, i // wide - 1) for i in range(count)] for _ in placement]
+    versions = [[i // wide - 1 for i in range(count)] for _ in placement]
     return _plan("2bw", count, placement, order, versions)
 
 

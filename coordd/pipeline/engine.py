@@ -1,0 +1,202 @@
+"""Carries a plan out on one rank, with the daemon's sends and receives.
+
+Its rules: computing never waits for a send; a receive is under way before it is needed, and only what needs it waits
+for it; what goes wrong in a stage is told on all ranks. What a stage is, is the business of a framework's plugin.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from coordd.errors import CoorddError
+from coordd.handles import Handle, wait_all
+from coordd.pipeline.action import COMPUTE, DIRECTION, RECEIVES, SENDS, Action, Kind
+from coordd.pipeline.plan import Plan
+from coordd.pipeline.simulate import Span
+
+__all__ = ["Engine", "Mail", "Stage"]
+
+
+class Stage(Protocol):
+    """One stage of a model, on this rank. Microbatches are numbers; what it keeps of each is its own business."""
+
+    def forward(self, microbatch: int, given: Mapping[int, Any]) -> None:
+        """Takes a microbatch through; ``given`` is what earlier stages have sent, by stage."""
+        ...
+
+    def output(self, microbatch: int, taker: int) -> Any:
+        """What a later stage gets of a microbatch's forward pass."""
+        ...
+
+    def backward(self, microbatch: int, given: Mapping[int, Any]) -> None:
+        """Takes a microbatch back; ``given`` are the gradients that later stages have sent, by stage."""
+        ...
+
+    def backward_input(self, microbatch: int, given: Mapping[int, Any]) -> None:
+        """Does the part of it that earlier stages wait for."""
+        ...
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Does the other part, the gradients of the weights."""
+        ...
+
+    def gradient(self, microbatch: int, giver: int) -> Any:
+        """What an earlier stage gets of a microbatch's backward pass."""
+        ...
+
+    def recall(self, version: int) -> None:
+        """Computes with the weights after so many steps of this run; -1 is for those before the last step of all."""
+        ...
+
+    def reduce(self) -> None:
+        """Starts to add its gradients up over all ranks that share them."""
+        ...
+
+    def step(self) -> None:
+        """Waits for that, and changes the weights."""
+        ...
+
+    def pack(self, value: Any) -> np.ndarray:
+        """Makes what travels of an output or a gradient."""
+        ...
+
+    def unpack(self, frame: np.ndarray) -> Any:
+        """Makes an output or a gradient of what has travelled."""
+        ...
+
+
+class Mail(Protocol):
+    """Matched sends and receives; `coordd.operations.Operations` has them."""
+
+    def send(self, array: np.ndarray, destination: int, *, name: str) -> Handle[Any]:
+        """Sends to the one rank that receives under this name."""
+        ...
+
+    def recv(self, array: None, source: int, *, name: str) -> Handle[Any]:
+        """Receives what a rank sends under this name."""
+        ...
+
+
+_Need = tuple[int, str, int]
+"""A stage, a direction, and a microbatch: what is given to one pass."""
+
+
+class Engine:
+    """One rank's part of a pipeline."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        flows: Iterable[tuple[int, int]],
+        mail: Mail,
+        *,
+        name: str,
+        fail: Callable[[str, str], None],
+    ) -> None:
+        """Prepares it.
+
+        Args:
+            stages: those of this rank.
+            flows: which stage's results which later stage takes.
+            mail: sends and receives.
+            name: begins the names of what is sent; the same on all ranks, and no other pipeline's.
+            fail: tells all ranks that the job has failed: why in one line, and the traceback.
+        """
+        self._stages = stages
+        self._others: dict[tuple[int, str], list[int]] = {}
+        for giver, taker in flows:
+            self._others.setdefault((giver, "F"), []).append(taker)
+            self._others.setdefault((taker, "B"), []).append(giver)
+        self._mail = mail
+        self._name = name
+        self._fail = fail
+        self._runs = 0
+        self._coming: dict[_Need, dict[int, Handle[Any]]] = {}
+        self._here: dict[_Need, dict[int, Any]] = {}
+        self._sent: list[Handle[Any]] = []
+        self._began = 0.0
+
+    def run(self, plan: Plan, rank: int) -> list[Span]:
+        """Carries out what a plan has this rank do, and returns when it computed what, in seconds from now on.
+
+        Raises:
+            PeerError: another rank has failed.
+        """
+        begin = time.perf_counter()
+        spans: list[Span] = []
+        for action in plan.actions[rank]:
+            try:
+                self._do(plan, action)
+            except CoorddError:
+                raise
+            except BaseException as error:
+                self._fail(f"failed in {action} of the pipeline: {error!r}", traceback.format_exc())
+                raise
+            if action.kind in COMPUTE:
+                spans.append(Span(action, self._began - begin, time.perf_counter() - begin))
+        sent, self._sent = self._sent, []
+        wait_all(sent)
+        self._runs += 1
+        return spans
+
+    def _do(self, plan: Plan, action: Action) -> None:
+        stage, kind, microbatch, peer = action
+        if kind in COMPUTE:
+            self._pass(plan, action)
+        elif kind in SENDS:
+            frame = self._stages[stage].pack(self._result(action, peer))
+            self._sent.append(
+                self._mail.send(frame, plan.rank(peer, microbatch), name=self._title(action, stage, peer))
+            )
+        elif kind in RECEIVES:
+            handle = self._mail.recv(None, plan.rank(peer, microbatch), name=self._title(action, peer, stage))
+            self._coming.setdefault((stage, DIRECTION[kind], microbatch), {})[peer] = handle
+        elif kind is Kind.REDUCE:
+            self._stages[stage].reduce()
+        else:
+            self._stages[stage].step()
+
+    def _pass(self, plan: Plan, action: Action) -> None:
+        """Computes, once all that it needs is there."""
+        stage, microbatch = self._stages[action.stage], action.microbatch
+        given = self._await(action)
+        self._began = time.perf_counter()
+        if plan.versions:
+            stage.recall(plan.versions[action.stage][microbatch])
+        if action.kind is Kind.FORWARD:
+            stage.forward(microbatch, given)
+        elif action.kind is Kind.BACKWARD:
+            stage.backward(microbatch, given)
+        elif action.kind is Kind.INPUT:
+            stage.backward_input(microbatch, given)
+        else:
+            stage.backward_weight(microbatch)
+        self._hand_over(plan, action)
+
+    def _await(self, action: Action) -> dict[int, Any]:
+        """Waits for what other stages give to a pass, and returns it by stage."""
+        need = (action.stage, DIRECTION[action.kind], action.microbatch)
+        coming = {peer: handle.result() for peer, handle in self._coming.pop(need, {}).items()}
+        unpack = self._stages[action.stage].unpack
+        return {peer: unpack(frame) for peer, frame in coming.items()} | self._here.pop(need, {})
+
+    def _hand_over(self, plan: Plan, action: Action) -> None:
+        """Gives the results of a pass to other stages of this rank."""
+        stage, kind, microbatch, _ = action
+        direction = DIRECTION[kind]
+        for other in self._others.get((stage, direction), ()):
+            if plan.rank(other, microbatch) == plan.rank(stage, microbatch):
+                self._here.setdefault((other, direction, microbatch), {})[stage] = self._result(action, other)
+
+    def _result(self, action: Action, taker: int) -> Any:
+        stage = self._stages[action.stage]
+        made = stage.output if DIRECTION[action.kind] == "F" else stage.gradient
+        return made(action.microbatch, taker)
+
+    def _title(self, action: Action, giver: int, taker: int) -> str:
+        return f"{self._name}.{self._runs}.{DIRECTION[action.kind]}{action.microbatch}.{giver}>{taker}"
