@@ -211,7 +211,9 @@ def _check(layers: Sequence[Layer], reuse: Collection[str]) -> None:
     known = dict.fromkeys(layer.module for layer in layers if layer.module)
     for name in reuse:
         if name not in known:
-            raise ArgumentError(f"reuse names {name!r}, which no layer calls; the modules are {', '.join(known) or 'none'}")
+            raise ArgumentError(
+                f"reuse names {name!r}, which no layer calls; the modules are {', '.join(known) or 'none'}"
+            )
 
 
 def _check_stages(layers: Sequence[Layer], stage_of_layer: Sequence[int]) -> None:
