@@ -20,7 +20,8 @@ import numpy as np
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.load import Load, Memory
-from coordd.pipeline.sweep import Cost, Even, Held, cheapest, lowest
+from coordd.pipeline.price import Cost, Held
+from coordd.pipeline.sweep import evenest, lowest
 
 __all__ = ["By", "regroup", "split", "split_counts"]
 
@@ -86,8 +87,8 @@ def split(
         raise ArgumentError(f"no layer has a cost to split by={by!r}: measure the layers, or split by='layers'")
     if memory is not None and memory.cap is not None:
         cost.limit(_held(loads, stages, memory), memory.cap)
-    highest = lowest(cost, len(loads), stages)
-    return cheapest(Even(cost, highest), len(loads), stages, bound=highest)
+    highest, ways = lowest(cost, len(loads), stages)
+    return evenest(cost, highest, ways)
 
 
 def regroup(groups: Sequence[range], stages: Sequence[range]) -> tuple[range, ...]:
@@ -115,7 +116,7 @@ def _held(loads: Sequence[Load], stages: int, memory: Memory) -> Held:
         np.array([memory.weight(stage, stages) for stage in range(stages)], float),
         np.array([memory.live(stage, stages) for stage in range(stages)], float),
     )
-    least = lowest(held, len(loads), stages)
+    least, _ = lowest(held, len(loads), stages)
     if memory.cap is not None and least > memory.cap:
         raise ArgumentError(
             f"no split in {stages} stages takes at most {memory.cap:,.0f} bytes on each: under {memory.schedule!r} "

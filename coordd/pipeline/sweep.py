@@ -5,165 +5,141 @@ One sweep for each stage finds, for each place where it may end, the best split 
     best(s, b)  =  min over a < b of  join(best(s - 1, a), price(s, a, b))        join: max, or +
 
 Prices need not be monotone (cuts differ) nor alike for all stages (early ones hold more), which greedy search would
-need. A sweep looks only at stages within a bound on the price. Stages that cost more are not in the answer if it lies
-within the bound, and otherwise the bound is raised. So the time is about ``items * stages * (items of the longest stage
-within the bound)``: seconds for 10,000 items in 2,500 stages of similar cost, more where one item outweighs thousands.
+need. A sweep looks only at stages within a bound on the price, and at single items, and only at places from which such
+stages lead to the end. If the answer is within the bound, or what no split undercuts, then nothing that was left out
+is better; otherwise the bound is raised. So the time is about ``items * stages * (items of the longest stage within the
+bound)`` at most: seconds for 10,000 items in 2,500 stages.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Cost", "Even", "Held", "Numbers", "Price", "cheapest", "lowest"]
+from coordd.pipeline.price import Cost, Floors, Numbers, Price
 
-Numbers = NDArray[np.float64]
-"""Whole numbers, so that sums of them do not depend on the order."""
+__all__ = ["Ways", "evenest", "lowest"]
+
+Places = NDArray[np.intp]
+
+_Rate = Callable[[int, slice, slice], Numbers]
 
 _GROWTH = 1.25
 _COARSE = 2.0**16  # units of the highest price, so that squares can be added exactly, and noise makes no difference
+_PATIENCE = 3e8  # steps, which take a few seconds
 
 
-class Price(Protocol):
-    """What stages cost."""
-
-    def __call__(self, stage: int, begins: slice, ends: slice) -> Numbers:
-        """The price of a stage from each of some places to each of as many others; infinite if it may not be."""
-        ...
-
-    def floor(self, stage: int) -> Numbers:
-        """For each place a number that grows from one to another at most by the price of the stage between them."""
-        ...
-
-
-@dataclass
-class Held:
-    """The price in memory.
+@dataclass(frozen=True)
+class Ways:
+    """The stages that a sweep looks at: within a bound or of one item, and on the way from the begin to the end.
 
     Attributes:
-        parameters: bytes of weights before each place.
-        activations: bytes for one microbatch before each place.
-        weight: for each stage how many bytes a byte of weights takes.
-        live: for each stage how many microbatches' activations it has.
+        places: where each stage may begin; the last is the end. None of them is empty if there is a way.
+        longest: how many items each stage may have at most.
     """
 
-    parameters: Numbers
-    activations: Numbers
-    weight: Numbers
-    live: Numbers
+    places: tuple[range, ...]
+    longest: tuple[int, ...]
 
-    def __call__(self, stage: int, begins: slice, ends: slice) -> Numbers:
-        """Bytes."""
-        weights = self.weight[stage] * (self.parameters[ends] - self.parameters[begins])
-        held: Numbers = np.ceil(weights + self.live[stage] * (self.activations[ends] - self.activations[begins]))
-        return held
+    @classmethod
+    def within(cls, price: Price, bound: float, *, items: int, stages: int) -> Ways:
+        """Finds them: forth as far as may be, and back."""
+        latest, earliest, longest = [0], [items], []
+        for stage in range(stages):
+            end = int(_ends(price.floors(stage, bound), np.array(latest[-1:]))[0])
+            latest.append(min(end, items - (stages - stage - 1)))
+        for stage in reversed(range(stages)):
+            floors = price.floors(stage, bound)
+            earliest.append(max(stage, _begin(floors, earliest[-1])))
+            begins = np.arange(earliest[-1], latest[stage] + 1)
+            longest.append(int(np.max(_ends(floors, begins) - begins, initial=1)))
+        places = (range(first, last + 1) for first, last in zip(reversed(earliest), latest, strict=True))
+        return cls(tuple(places), tuple(reversed(longest)))
 
-    def floor(self, stage: int) -> Numbers:
-        """What the items before each place would take."""
-        held: Numbers = self.weight[stage] * self.parameters + self.live[stage] * self.activations
-        return held
+    @property
+    def steps(self) -> int:
+        """How many stages those are, at most."""
+        return sum(len(places) * longest for places, longest in zip(self.places, self.longest, strict=False))
 
 
-@dataclass
-class Cost:
-    """The price in time, or in whatever else is to be even.
+def _ends(floors: Floors, begins: Places) -> Places:
+    """Where stages that begin there end at the latest; a unit more, for floors are rounded."""
+    ends = [np.searchsorted(floor, floor[begins] + limit + 1, side="right") - 1 for floor, limit in floors]
+    return np.maximum(np.minimum.reduce(ends), begins + 1)
 
-    Attributes:
-        work: that of the items before each place.
-        edges: what a stage pays that begins or ends at each place.
+
+def _begin(floors: Floors, end: int) -> int:
+    """Where a stage that ends there begins at the earliest."""
+    begin = max(int(np.searchsorted(floor, floor[end] - limit - 1)) for floor, limit in floors)
+    return min(begin, end - 1)
+
+
+def lowest(price: Price, items: int, stages: int) -> tuple[float, Ways]:
+    """Finds the split whose dearest stage is cheapest: that price, and the ways it was found on.
+
+    There must be a split of finite price.
     """
-
-    work: Numbers
-    edges: Numbers
-    _held: Held | None = field(default=None, init=False)
-    _cap: float = field(default=np.inf, init=False)
-
-    def limit(self, held: Held, cap: float) -> None:
-        """Forbids stages that hold more than that."""
-        self._held, self._cap = held, cap
-
-    def __call__(self, stage: int, begins: slice, ends: slice) -> Numbers:
-        """Units of cost; infinite above the limit."""
-        cost: Numbers = self.work[ends] - self.work[begins] + self.edges[ends] + self.edges[begins]
-        if self._held is not None:
-            cost[self._held(stage, begins, ends) > self._cap] = np.inf
-        return cost
-
-    def floor(self, stage: int) -> Numbers:  # noqa: ARG002 - all stages alike
-        """The work alone."""
-        return self.work
-
-
-@dataclass
-class Even:
-    """The square of a cost that is not above the highest: the sum is lowest where stages are even."""
-
-    cost: Cost
-    highest: float
-
-    def __call__(self, stage: int, begins: slice, ends: slice) -> Numbers:
-        """A whole number."""
-        cost = self.cost(stage, begins, ends)
-        square: Numbers = np.square(np.rint(cost * (_COARSE / self.highest)))
-        square[cost > self.highest] = np.inf
-        return square
-
-    def floor(self, stage: int) -> Numbers:
-        """That of the cost: the bound is one on the cost, too."""
-        return self.cost.floor(stage)
-
-
-def lowest(price: Price, items: int, stages: int) -> float:
-    """The highest price of a stage in the split for which that is lowest; there must be a split of finite price."""
-    totals = np.array([price.floor(stage)[-1] for stage in range(stages)])
+    totals = [price.floors(stage, np.inf)[0][0][-1] for stage in range(stages)]
     bound = float(1 / np.sum(1 / np.maximum(totals, 1)))  # what each would pay if items could be divided
+    least = price.least()
     while True:
         bound *= _GROWTH
-        best, _ = _sweep(price, items, stages, join=np.maximum, bound=bound)
-        if best <= bound:
-            return best
+        ways = Ways.within(price, bound, items=items, stages=stages)
+        best, _ = _sweep(price, ways, join=np.maximum)
+        if best <= max(bound, least):
+            return best, ways
 
 
-def cheapest(price: Price, items: int, stages: int, *, bound: float) -> tuple[range, ...]:
-    """The split whose prices have the lowest sum, within a bound on the floors of its stages; last stages are short."""
-    _, lengths = _sweep(price, items, stages, join=np.add, bound=bound)
-    found: list[range] = []
-    end = items
-    for stage in reversed(range(stages)):
-        begin = end - int(lengths[stage, end - stage - 1]) - 1
-        found.append(range(begin, end))
-        end = begin
-    return tuple(reversed(found))
+def evenest(cost: Cost, highest: float, ways: Ways) -> tuple[range, ...]:
+    """Finds the split with the lowest sum of squares, whose last stages are short where there are several.
 
-
-def _sweep(price: Price, items: int, stages: int, *, join: np.ufunc, bound: float) -> tuple[float, NDArray[np.uint64]]:
-    """Finds the best split, and for each stage and each place it may end how many items more than one it then has.
-
-    A stage begins at the earliest at its number, for those before it have an item each, and leaves one to each that
-    follows, so there are as many places as items to spare, and one. They are counted from the earliest.
+    Args:
+        cost: of a stage.
+        highest: what it may be at most.
+        ways: on which there is such a split; others are tried, too, if that takes no more than seconds.
     """
-    places = items - stages + 1
-    best = np.full(places, np.inf)
-    best[0] = 0
-    lengths = np.zeros((stages, places), np.min_scalar_type(places))
-    for stage in range(stages):
-        longest = _longest(price.floor(stage)[stage : stage + places + 1], bound)
-        following = np.full(places, np.inf)
-        for more in range(min(longest, places)):
-            rest = places - more
-            begins, ends = slice(stage, stage + rest), slice(stage + 1 + more, stage + 1 + places)
-            joined = join(best[:rest], price(stage, begins, ends))
-            better = joined < following[more:]
-            np.copyto(following[more:], joined, where=better)
-            lengths[stage, more:][better] = more
+    items, stages = ways.places[-1].start, len(ways.longest)
+    every = Ways.within(cost, highest, items=items, stages=stages)
+
+    def square(stage: int, begins: slice, ends: slice) -> Numbers:
+        prices = cost(stage, begins, ends)
+        squares: Numbers = np.square(np.rint(prices * (_COARSE / highest)))
+        squares[prices > highest] = np.inf
+        return squares
+
+    ways = every if every.steps < _PATIENCE else ways
+    _, lengths = _sweep(square, ways, join=np.add)
+    ends = [items]
+    for stage in reversed(range(stages)):
+        ends.append(ends[-1] - int(lengths[stage][ends[-1] - ways.places[stage + 1].start]))
+    return tuple(range(begin, end) for begin, end in pairwise(reversed(ends)))
+
+
+def _sweep(price: _Rate, ways: Ways, *, join: np.ufunc) -> tuple[float, list[Places]]:
+    """Finds the lowest price, and for each stage and each place it may end how many items it then has.
+
+    Of equally good lengths it takes the shortest.
+    """
+    lengths: list[Places] = []
+    if not all(ways.places):
+        return np.inf, lengths
+    best = np.zeros(1)
+    for stage, ((begins, ends), longest) in enumerate(zip(pairwise(ways.places), ways.longest, strict=True)):
+        following, chosen = np.full(len(ends), np.inf), np.zeros(len(ends), np.min_scalar_type(longest))
+        for length in range(1, longest + 1):
+            first, last = max(begins.start, ends.start - length), min(begins.stop, ends.stop - length)
+            if first >= last:
+                continue
+            there = slice(first + length - ends.start, last + length - ends.start)
+            prices = price(stage, slice(first, last), slice(first + length, last + length))
+            joined = join(best[first - begins.start : last - begins.start], prices)
+            better = joined < following[there]
+            np.copyto(following[there], joined, where=better)
+            chosen[there][better] = length
         best = following
+        lengths.append(chosen)
     return float(best[-1]), lengths
-
-
-def _longest(floor: Numbers, bound: float) -> int:
-    """The most items that a stage within the bound can have."""
-    ends = np.searchsorted(floor, floor + bound, side="right")
-    return int(np.max(ends - np.arange(len(floor)))) - 1
