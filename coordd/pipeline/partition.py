@@ -7,6 +7,7 @@ The slowest stage decides how fast a pipeline is, so the split makes its cost as
 where a cut's seconds are what *no* overlap hides: packing and unpacking what crosses it, there and back, on both sides.
 Bytes on their way while something else computes cost nothing here. Of equally good splits it takes the evenest (the
 least sum of squares), of equally even ones that whose last stages are shorter: ten equal layers in four are 3, 3, 2, 2.
+Only where one layer outweighs thousands is evenness, and evenness alone, not sought among all splits.
 """
 
 from __future__ import annotations
