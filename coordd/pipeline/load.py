@@ -1,0 +1,149 @@
+"""What layers cost, and what the stages made of them then cost and hold. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+
+from coordd.errors import ArgumentError
+
+__all__ = ["Load", "Memory", "Share", "shares"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a layer, or several that stay together, cost for one microbatch; loads can be added.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds.
+        parameters: bytes of weights; those of tied layers count in each of them.
+        activation: bytes kept from the forward pass for the backward pass.
+        layers: how many layers these are.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    parameters: int = 0
+    activation: int = 0
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        for value in astuple(self):
+            if not (math.isfinite(value) and value >= 0):
+                raise ArgumentError(f"{self} has a negative or endless cost: measure that layer again")
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward together."""
+        return self.forward + self.backward
+
+    def __add__(self, other: Load) -> Load:
+        return Load(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.parameters + other.parameters,
+            self.activation + other.activation,
+            self.layers + other.layers,
+        )
+
+    @classmethod
+    def total(cls, loads: Iterable[Load]) -> Load:
+        """Adds up loads."""
+        return sum(loads, cls(layers=0))
+
+
+# For each schedule how many microbatches' activations are live on a stage, and how many versions of its weights there
+# are: (microbatches m, stages p, stage s). Where ranks have several stages each, only the simulator knows.
+_LIVE: dict[str, Callable[[int, int, int], int]] = {
+    "gpipe": lambda m, p, s: m,  # noqa: ARG005 - the forms of a table share their arguments
+    "1f1b": lambda m, p, s: min(m, p - s),
+    "pipedream": lambda m, p, s: min(m, p - s),
+    "2bw": lambda m, p, s: min(m, p - s),
+    "zb-h1": lambda m, p, s: min(m, p),  # noqa: ARG005
+}
+_VERSIONS: dict[str, Callable[[int, int], int]] = {"pipedream": lambda p, s: p - s, "2bw": lambda p, s: 2}  # noqa: ARG005
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a stage holds: its weights, as much again of gradients, the optimizer's state, and live activations.
+
+    Attributes:
+        cap: bytes that a stage may take; `None` if that does not matter.
+        schedule: its name; GPipe keeps the activations of all microbatches, 1F1B those of as many as stages follow.
+        microbatches: how many one rank takes in a step.
+        state: bytes of the optimizer's state for a byte of weights: 0 for SGD, 1 with momentum, 2 for Adam.
+    """
+
+    cap: float | None = None
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    state: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in _LIVE:
+            known = ", ".join(_LIVE)
+            raise ArgumentError(f"what a stage holds under {self.schedule!r} has no closed form; choose one of {known}")
+        if self.cap is not None and not self.cap >= 0:
+            raise ArgumentError(f"a stage cannot be kept below {self.cap} bytes: give a cap in bytes, or none")
+        if self.microbatches < 1:
+            raise ArgumentError(f"a step of {self.microbatches} microbatches trains nothing: give one or more")
+        if not (math.isfinite(self.state) and self.state >= 0):
+            raise ArgumentError(f"an optimizer cannot have {self.state} bytes of state for a byte of weights")
+
+    def live(self, stage: int, stages: int) -> int:
+        """How many microbatches' activations are there at most at a time."""
+        return _LIVE[self.schedule](self.microbatches, stages, stage)
+
+    def weight(self, stage: int, stages: int) -> float:
+        """Bytes for a byte of weights: the weights, older versions of them, gradients, and the optimizer's state."""
+        versions = _VERSIONS[self.schedule](stages, stage) if self.schedule in _VERSIONS else 1
+        return versions + 1 + self.state
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one stage has to do and to hold.
+
+    Attributes:
+        items: which of the items that were split.
+        load: their loads together.
+        exchange: seconds per microbatch that its cuts cost.
+        live: how many microbatches' activations it holds at most.
+        memory: bytes in all.
+    """
+
+    items: range
+    load: Load
+    exchange: float
+    live: int
+    memory: int
+
+    @property
+    def seconds(self) -> float:
+        """Per microbatch: what the slowest stage has decides how fast the pipeline is."""
+        return self.load.seconds + self.exchange
+
+
+def shares(
+    loads: Sequence[Load], stages: Sequence[range], *, cuts: Sequence[float] = (), memory: Memory | None = None
+) -> tuple[Share, ...]:
+    """Reports what each stage costs and holds.
+
+    Args:
+        loads: of the items that were split.
+        stages: runs of items, one after the other, as `coordd.pipeline.partition.split` returns them.
+        cuts: seconds, as for `split`.
+        memory: as for `split`.
+    """
+    memory = memory or Memory()
+    edges = [0.0, *(cuts if len(cuts) else [0.0] * (len(loads) - 1)), 0.0]
+    found = []
+    for stage, items in enumerate(stages):
+        load = Load.total(loads[items.start : items.stop])
+        live = memory.live(stage, len(stages))
+        held = memory.weight(stage, len(stages)) * load.parameters + live * load.activation
+        found.append(Share(items, load, edges[items.start] + edges[items.stop], live, math.ceil(held)))
+    return tuple(found)

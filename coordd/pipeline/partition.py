@@ -1,0 +1,150 @@
+"""The split of a model in stages: runs of items (layers, or groups that stay together), none empty. Pure.
+
+The slowest stage decides how fast a pipeline is, so the split makes its cost as low as can be, exactly. A stage costs
+
+    the work of its items + the cut before it + the cut behind it
+
+where a cut's seconds are what *no* overlap hides: packing and unpacking what crosses it, there and back, on both sides.
+Bytes on their way while something else computes cost nothing here. Of equally good splits it takes the evenest (the
+least sum of squares), of equally even ones that whose last stages are shorter: ten equal layers in four are 3, 3, 2, 2.
+Only where one layer outweighs thousands is evenness, and evenness alone, not sought among all splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from numbers import Integral
+from typing import Literal, get_args
+
+import numpy as np
+
+from coordd.errors import ArgumentError
+from coordd.pipeline.load import Load, Memory
+from coordd.pipeline.price import Cost, Held
+from coordd.pipeline.sweep import evenest, lowest
+
+__all__ = ["By", "regroup", "split", "split_counts"]
+
+By = Literal["time", "parameters", "layers"]
+
+_FINE = 2.0**50  # units of the sum of all costs: equal times are equal whole numbers, in whatever order they are added
+_MOST_LISTED = 12
+
+
+def split_counts(names: Sequence[str], counts: Sequence[int]) -> tuple[range, ...]:
+    """Splits by the number of layers of each stage.
+
+    Args:
+        names: of the layers.
+        counts: for each stage how many layers it has.
+
+    Returns:
+        For each stage its layers.
+
+    Raises:
+        ArgumentError: a count is below one, or the counts do not add up to the number of layers.
+    """
+    told = f"layers_per_proc={list(counts)}"
+    if not counts:
+        raise ArgumentError(f"{told} makes no stage: give the number of layers of each, as in [{len(names)}]")
+    for stage, count in enumerate(counts):
+        if not isinstance(count, Integral) or count < 1:
+            raise ArgumentError(f"{told} gives stage {stage} {count!r} layers: each stage needs one or more")
+    missing = len(names) - sum(counts)
+    if missing:
+        change = f"add {missing}" if missing > 0 else f"take away {-missing}"
+        if len(counts) > len(names):
+            change = f"use at most {len(names)} stages"
+        raise ArgumentError(
+            f"{told} places {sum(counts)} layers, but the model has {len(names)}: {change}; they are {_listed(names)}"
+        )
+    return tuple(range(first, end) for first, end in pairwise(accumulate(counts, initial=0)))
+
+
+def split(
+    loads: Sequence[Load], stages: int, *, by: By = "time", cuts: Sequence[float] = (), memory: Memory | None = None
+) -> tuple[range, ...]:
+    """Splits so that the costliest stage costs as little as can be.
+
+    Args:
+        loads: of the items, in order.
+        stages: how many there are to be.
+        by: what a stage costs: the seconds of its items and cuts, or the bytes of its weights, or its layers.
+        cuts: for each cut, of which there is one less than there are items, the seconds per microbatch that a stage on
+            either side of it cannot hide; none costs anything if left out.
+        memory: what stages hold, and the most they may hold.
+
+    Returns:
+        For each stage its items. It is exact where costs are whole numbers, and to a 10¹⁵th of their sum where not.
+
+    Raises:
+        ArgumentError: there are fewer items than stages, or no split stays below the memory's cap.
+    """
+    _check(loads, stages, by, cuts)
+    edges = cuts if len(cuts) and by == "time" else [0.0] * (len(loads) - 1)
+    cost = _cost([_value(load, by) for load in loads], edges)
+    if not cost.work[-1]:
+        raise ArgumentError(f"no layer has a cost to split by={by!r}: measure the layers, or split by='layers'")
+    if memory is not None and memory.cap is not None:
+        cost.limit(_held(loads, stages, memory), memory.cap)
+    highest, ways = lowest(cost, len(loads), stages)
+    return evenest(cost, highest, ways)
+
+
+def regroup(groups: Sequence[range], stages: Sequence[range]) -> tuple[range, ...]:
+    """Turns stages whose items are groups of layers into stages of layers."""
+    return tuple(range(groups[items.start].start, groups[items.stop - 1].stop) for items in stages)
+
+
+def _value(load: Load, by: By) -> float:
+    return {"time": load.seconds, "parameters": load.parameters, "layers": load.layers}[by]
+
+
+def _cost(values: Sequence[float], edges: Sequence[float]) -> Cost:
+    work, ends = np.array(values, float), np.array([0.0, *edges, 0.0])
+    total = float(work.sum() + 2 * ends.sum())
+    whole = total < _FINE and all(value.is_integer() for value in (*work.tolist(), *ends.tolist()))
+    if not whole:
+        work, ends = np.rint(work / total * _FINE), np.rint(ends / total * _FINE)
+    return Cost(np.concatenate([[0.0], work.cumsum()]), ends)
+
+
+def _held(loads: Sequence[Load], stages: int, memory: Memory) -> Held:
+    held = Held(
+        np.array([0, *accumulate(load.parameters for load in loads)], float),
+        np.array([0, *accumulate(load.activation for load in loads)], float),
+        np.array([memory.weight(stage, stages) for stage in range(stages)], float),
+        np.array([memory.live(stage, stages) for stage in range(stages)], float),
+    )
+    least, _ = lowest(held, len(loads), stages)
+    if memory.cap is not None and least > memory.cap:
+        raise ArgumentError(
+            f"no split in {stages} stages takes at most {memory.cap:,.0f} bytes on each: under {memory.schedule!r} "
+            f"with {memory.microbatches} microbatches the least that works is {least:,.0f}; allow that much, change "
+            "the number of stages, make microbatches smaller, or recompute activations"
+        )
+    return held
+
+
+def _check(loads: Sequence[Load], stages: int, by: str, cuts: Sequence[float]) -> None:
+    if by not in get_args(By):
+        raise ArgumentError(f"a split by={by!r} is unknown; choose one of {', '.join(get_args(By))}")
+    if stages < 1:
+        raise ArgumentError(f"a model cannot be split in {stages} stages: give one or more")
+    if stages > len(loads):
+        raise ArgumentError(
+            f"{stages} stages need {stages} layers or groups of layers, and the model has {len(loads)} that a cut may "
+            f"separate: use at most {len(loads)} stages"
+        )
+    if len(cuts) not in (0, len(loads) - 1):
+        raise ArgumentError(f"{len(loads)} items have {len(loads) - 1} cuts between them, and {len(cuts)} have a cost")
+    wrong = next((seconds for seconds in cuts if not 0 <= seconds < float("inf")), None)
+    if wrong is not None:
+        raise ArgumentError(f"a cut cannot cost {wrong} seconds: measure it again")
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [repr(name) for name in names[:_MOST_LISTED]]
+    rest = [f"and {len(names) - _MOST_LISTED} more"] if len(names) > _MOST_LISTED else []
+    return ", ".join(shown + rest)
