@@ -1,0 +1,110 @@
+"""A batch as the model's forward takes it: named leaves.
+
+A batch is a tuple (positional arguments), a mapping (keyword arguments, where forward knows all of its keys), or the one
+argument. A leaf is named after the argument and its path in it: ``input_ids``, ``batch_image``, ``states_0``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from coordd.errors import ArgumentError
+
+__all__ = ["Call"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a model.
+
+    Attributes:
+        names: of the leaves.
+        leaves: tensors, numbers, None, whatever.
+        spec: the structure of ``(args, kwargs)``.
+    """
+
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The leaves by name."""
+        return dict(zip(self.names, self.leaves, strict=True))
+
+    def arguments(self, leaves: Sequence[Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments, with other leaves if any are given."""
+        args, kwargs = pytree.tree_unflatten(self.leaves if leaves is None else leaves, self.spec)
+        return args, kwargs
+
+    @classmethod
+    def bound(cls, model: nn.Module, batch: Any) -> Call:
+        """Takes a batch apart.
+
+        Raises:
+            ArgumentError: the model's forward takes other arguments.
+        """
+        signature = inspect.signature(model.forward)
+        try:
+            arguments = _bound(signature, batch)
+        except TypeError as error:
+            form = f"{type(model).__name__}.forward{signature}"
+            raise ArgumentError(f"{form} does not take this batch, a {type(batch).__name__}: {error}") from error
+        found, spec = pytree.tree_flatten_with_path((arguments.args, arguments.kwargs))
+        parameters = list(signature.parameters.values())
+        names = tuple(_name(parameters, path) for path, _ in found)
+        return cls(names, tuple(leaf for _, leaf in found), spec)
+
+    @classmethod
+    def assumed(cls, model: nn.Module) -> Call:
+        """Each argument without a default is one leaf; there is no example of it."""
+        signature = inspect.signature(model.forward)
+        plain = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        needed = [
+            name
+            for name, parameter in signature.parameters.items()
+            if parameter.kind in plain and parameter.default is parameter.empty
+        ]
+        return cls.bound(model, tuple(None for _ in needed))
+
+
+def _bound(signature: inspect.Signature, batch: Any) -> inspect.BoundArguments:
+    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+        return signature.bind(*batch)
+    if isinstance(batch, Mapping) and _knows(signature, batch):
+        return signature.bind(**batch)
+    return signature.bind(batch)
+
+
+def _knows(signature: inspect.Signature, batch: Mapping[Any, Any]) -> bool:
+    try:
+        signature.bind(**batch)
+    except TypeError:
+        return False
+    return True
+
+
+def _name(parameters: list[inspect.Parameter], path: pytree.KeyPath) -> str:
+    """The argument's name, then the keys on the way to the leaf, as one identifier."""
+    kind, argument, *rest = (_key(key) for key in path)
+    if kind == 0:
+        parameter = parameters[min(argument, len(parameters) - 1)]
+        several = parameter.kind is inspect.Parameter.VAR_POSITIONAL
+        first = f"{parameter.name}_{argument}" if several else parameter.name
+    else:
+        first = argument
+    joined = "_".join(map(str, [first, *rest]))
+    return "".join(letter if letter.isidentifier() or letter.isdigit() else "_" for letter in joined)
+
+
+def _key(key: Any) -> Any:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key

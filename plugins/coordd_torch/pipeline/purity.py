@@ -1,0 +1,78 @@
+"""What the nodes of a graph do besides computing: chance, and writing in place."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+__all__ = ["attribute", "free", "mutates", "writes_state"]
+
+_OPERATORS = {operator.__name__, "_operator", "builtins"}
+_STATISTICS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
+_QUERIES = {"dim", "numel", "size"}
+
+
+def attribute(root: nn.Module, path: str) -> Any:
+    """What lies at a dotted path, or None."""
+    found: Any = root
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether the node is an operator of ATen that writes to its first argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def writes_state(node: fx.Node) -> bool:
+    """Whether the node does nothing but write to a buffer."""
+    return mutates(node) and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
+
+
+def free(root: nn.Module, graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on the model's inputs and constants alone: sizes, positions, masks.
+
+    Every rank has the inputs, so what these give is computed again by each stage that needs it, and never travels.
+    """
+    written = {node.args[0] for node in graph.nodes if mutates(node)}
+    known: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = all(_given(root, each, written) or each in known for each in node.all_input_nodes)
+        if inputs and node not in written and node.op.startswith("call_") and _repeatable(root, node):
+            known.add(node)
+    return known
+
+
+def _given(root: nn.Module, node: fx.Node, written: set[Any]) -> bool:
+    if node.op == "get_attr":
+        return node not in written and not isinstance(attribute(root, str(node.target)), nn.Parameter)
+    return node.op == "placeholder"
+
+
+def _repeatable(root: nn.Module, node: fx.Node) -> bool:
+    """Whether the node gives the same each time, and changes nothing."""
+    target = node.target
+    if node.op == "call_method":
+        return target in _QUERIES
+    if node.op == "call_module":
+        return False
+    if isinstance(target, torch._ops.OpOverload):
+        writes = target._schema.is_mutable or target in _STATISTICS
+        return not writes and torch.Tag.nondeterministic_seeded not in target.tags
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _all_repeatable(root, node)
+    name = getattr(target, "__name__", "")
+    return getattr(target, "__module__", "") in _OPERATORS and not name.startswith(("i", "setitem", "delitem"))
+
+
+def _all_repeatable(root: nn.Module, node: fx.Node) -> bool:
+    """The same for all nodes of the graph that a higher-order operator such as `no_grad`'s runs."""
+    bodies = [attribute(root, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
+    graphs = [body.graph for body in bodies if isinstance(body, fx.GraphModule)]
+    return bool(graphs) and all(
+        _repeatable(root, each) for graph in graphs for each in graph.nodes if each.op.startswith("call_")
+    )
