@@ -1,13 +1,13 @@
 """A batch as the model's forward takes it: named leaves.
 
-A batch is a tuple (positional arguments), a mapping (keyword arguments, where forward knows all of its keys), or the one
-argument. A leaf is named after the argument and its path in it: ``input_ids``, ``batch_image``, ``states_0``.
+A batch is a tuple (positional arguments), a mapping (keyword arguments), or, where forward does not take it like that, the
+one argument. A leaf is named after the argument and its path in it: ``input_ids``, ``batch_image``, ``states_0``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
 
-__all__ = ["Call"]
+__all__ = ["Call", "only"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Call:
         args, kwargs = pytree.tree_unflatten(self.leaves if leaves is None else leaves, self.spec)
         return args, kwargs
 
+    def without_leaves(self) -> Call:
+        """How the arguments are passed, without keeping them."""
+        return Call(self.names, (), self.spec)
+
     @classmethod
     def bound(cls, model: nn.Module, batch: Any) -> Call:
         """Takes a batch apart.
@@ -50,14 +54,9 @@ class Call:
         Raises:
             ArgumentError: the model's forward takes other arguments.
         """
-        signature = inspect.signature(model.forward)
-        try:
-            arguments = _bound(signature, batch)
-        except TypeError as error:
-            form = f"{type(model).__name__}.forward{signature}"
-            raise ArgumentError(f"{form} does not take this batch, a {type(batch).__name__}: {error}") from error
+        arguments = _arguments(model, batch)
         found, spec = pytree.tree_flatten_with_path((arguments.args, arguments.kwargs))
-        parameters = list(signature.parameters.values())
+        parameters = list(arguments.signature.parameters.values())
         names = tuple(_name(parameters, path) for path, _ in found)
         return cls(names, tuple(leaf for _, leaf in found), spec)
 
@@ -74,20 +73,36 @@ class Call:
         return cls.bound(model, tuple(None for _ in needed))
 
 
-def _bound(signature: inspect.Signature, batch: Any) -> inspect.BoundArguments:
+def only(model: nn.Module, batch: Any) -> Any:
+    """The one argument that a batch is for a model that takes one.
+
+    Raises:
+        ArgumentError: the model's forward takes other arguments.
+    """
+    arguments = list(_arguments(model, batch).arguments.values())
+    if len(arguments) != 1:
+        raise ArgumentError(f"{type(model).__name__} is cut as a chain, which takes one argument, not {len(arguments)}")
+    return arguments[0]
+
+
+def _arguments(model: nn.Module, batch: Any) -> inspect.BoundArguments:
+    signature = inspect.signature(model.forward)
+    error: TypeError | None = None
+    for args, kwargs in _forms(batch):
+        try:
+            return signature.bind(*args, **kwargs)
+        except TypeError as refused:
+            error = error or refused
+    form = f"{type(model).__name__}.forward{signature}"
+    raise ArgumentError(f"{form} does not take this batch, a {type(batch).__name__}: {error}") from error
+
+
+def _forms(batch: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
-        return signature.bind(*batch)
-    if isinstance(batch, Mapping) and _knows(signature, batch):
-        return signature.bind(**batch)
-    return signature.bind(batch)
-
-
-def _knows(signature: inspect.Signature, batch: Mapping[Any, Any]) -> bool:
-    try:
-        signature.bind(**batch)
-    except TypeError:
-        return False
-    return True
+        yield batch, {}
+    elif isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
+        yield (), dict(batch)
+    yield (batch,), {}
 
 
 def _name(parameters: list[inspect.Parameter], path: pytree.KeyPath) -> str:

@@ -66,7 +66,7 @@ class StageModule(nn.Module):
 
     def interface(self, values: Mapping[str, Any]) -> Cut:
         """What it reads and writes for these inputs of the model, in its present mode."""
-        return Cut(self._traces.find(self.training, values), *self._span)
+        return Cut(self._traces.find(values, training=self.training), *self._span)
 
     def forward(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the layers.
@@ -80,7 +80,7 @@ class StageModule(nn.Module):
         Raises:
             ArgumentError: a value is missing.
         """
-        program = self._program(self._traces.find(self.training, values))
+        program = self._program(self._traces.find(values, training=self.training))
         cut = program.cut
         missing = [name for name in (*cut.inputs, *cut.reads) if name not in values]
         if missing:

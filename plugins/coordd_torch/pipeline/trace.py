@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import fx, nn
@@ -42,7 +43,19 @@ class Trace:
     together: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     layer: dict[fx.Node, int] = field(default_factory=dict)
 
-    def holds(self, training: bool, names: tuple[str, ...], values: Mapping[str, Any]) -> bool:
+    @cached_property
+    def inputs(self) -> dict[fx.Node, str]:
+        """The name of each placeholder."""
+        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
+        shown = self.names if len(nodes) == len(self.names) else [name for name in self.names if name not in self.fixed]
+        return dict(zip(nodes, shown, strict=True))
+
+    @cached_property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return 1 + max(self.layer.values(), default=0)
+
+    def holds(self, names: tuple[str, ...], values: Mapping[str, Any], *, training: bool) -> bool:
         """Whether the model would do the same for these inputs in this mode."""
         return (
             self.training in {None, training}

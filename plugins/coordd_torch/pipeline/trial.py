@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import DataDependentOutputException, GuardOnDataDependentSymNode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from coordd_torch.pipeline.inputs import Call
@@ -53,7 +54,7 @@ class Trial:
         return list(zip(self._call.names, self._stand.leaves, strict=True))
 
 
-_UNKNOWN = (DataDependentOutputException, GuardOnDataDependentSymNode)
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 def _shown(leaf: Any) -> str:
