@@ -38,7 +38,9 @@ class Cut:
         found: set[fx.Node] = set()
         open_ = list(ends)
         while open_:
-            for each in open_.pop().all_input_nodes:
+            node = open_.pop()
+            writers = [] if node in own else self._trace.aliases.writers(node)
+            for each in (*node.all_input_nodes, *writers):
                 if each not in own and each not in found:
                     found.add(each)
                     if each not in self._trace.layer:

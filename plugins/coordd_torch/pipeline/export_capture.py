@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
+from coordd_torch.pipeline.aliases import renamed
 from coordd_torch.pipeline.inputs import Call
-from coordd_torch.pipeline.purity import free, mutates, writes_state
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.twin import Stand
 
@@ -36,28 +36,15 @@ def trace(model: nn.Module, call: Call) -> Trace:
             shapes[leaf] = tuple(Dim.AUTO for _ in leaf.shape)  # type: ignore[assignment] # its stub says dict
     args, kwargs = call.arguments(stand.leaves)
     program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=shapes, strict=False)
-    module = _clean(program)
+    module = _tidied(program)
     fixed = {name: leaf for name, leaf in call.values.items() if not isinstance(leaf, torch.Tensor)}
     structure = module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined] # a _PyTreeCodeGen
     guards = _Guards(program, module.graph, call.names)
-    pairs = _stateful(module.graph)
-    return Trace(module, module.graph, call.names, structure, model.training, fixed, guards, pairs)
-
-
-def _clean(program: ExportedProgram) -> fx.GraphModule:
-    """The graph without what only watches, and without values that change after others have read them."""
-    module = _tidied(program)
-    cheap = free(module, module.graph)
-    written = [node for node in module.graph.nodes if mutates(node) and not writes_state(node)]
-    if any(node.args[0] in cheap or not _own(node) for node in written):
-        return _tidied(program.run_decompositions({}))
-    for node in written:
-        for user in _after(node):
-            user.replace_input_with(node.args[0], node)
-    return module
+    return Trace(module, module.graph, call.names, structure, model.training, fixed, guards)
 
 
 def _tidied(program: ExportedProgram) -> fx.GraphModule:
+    """The graph without what only watches."""
     module: fx.GraphModule = program.module(check_guards=False)  # type: ignore[assignment] # that is what it is
     for node in list(module.graph.nodes):
         if node.target is _ATEN.detach_.default:
@@ -65,38 +52,8 @@ def _tidied(program: ExportedProgram) -> fx.GraphModule:
         if node.target in {_ATEN.detach_.default, _ATEN._assert_tensor_metadata.default}:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
+    renamed(module.graph)
     return module
-
-
-def _own(node: fx.Node) -> bool:
-    """Whether what the node writes to has no other name: it is no view, and nobody has a view of it."""
-    target = node.args[0]
-    made = isinstance(target, fx.Node) and (not _aliases(target) or mutates(target))
-    return made and not any(_aliases(user) for user in target.users if user is not node and not mutates(user))
-
-
-def _aliases(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(argument.alias_info is not None for argument in schema.arguments)
-
-
-def _after(node: fx.Node) -> list[fx.Node]:
-    """Who reads what the node has written to, after it."""
-    later = set()
-    step = node.next
-    while step.op != "root":
-        later.add(step)
-        step = step.next
-    return [user for user in node.args[0].users if user in later]
-
-
-def _stateful(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs of nodes that use one buffer that the model itself writes to."""
-    pairs = []
-    for state in {node.args[0] for node in graph.nodes if writes_state(node)}:
-        users = [node for node in graph.nodes if node in state.users]
-        pairs += [(users[0], user) for user in users[1:]]
-    return pairs
 
 
 class _Guards:

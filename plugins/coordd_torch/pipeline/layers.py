@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from coordd.errors import ArgumentError
-from coordd_torch.pipeline.purity import free, writes_state
+from coordd_torch.pipeline.aliases import writes_state
+from coordd_torch.pipeline.purity import free
+from coordd_torch.pipeline.trace import Trace
 
 __all__ = ["Layer", "Layering", "units"]
 
@@ -89,27 +91,24 @@ class Layering:
         self._index: dict[str, int] = {}
         self._moved: list[int] = []
 
-    def assign(self, root: nn.Module, graph: fx.Graph, together: Sequence[tuple[fx.Node, fx.Node]]) -> dict[fx.Node, int]:
+    def assign(self, trace: Trace) -> dict[fx.Node, int]:
         """The layer of each node; what every stage can compute for itself from the inputs alone has none.
 
-        Args:
-            root: what has the modules and tensors that the graph names.
-            graph: the trace.
-            together: pairs of nodes between which no cut may be.
-
         Raises:
-            ArgumentError: this is not the first trace, and a pair lies in two layers.
+            ArgumentError: this is not the first trace, and a cut would separate a writer in place from a reader.
         """
         first = not self.names
-        found = self._walk(graph, free(root, graph), learn=first)
+        found = self._walk(trace.graph, free(trace.root, trace.graph, trace.aliases), learn=first)
+        pairs = [*trace.together, *trace.aliases.together()]
+        spans = [(found.get(early, 0), found[late], late) for early, late in pairs if late in found]
         if first:
-            self._settle(found, together)
-            found = {node: self._moved[layer] for node, layer in found.items()}
-        for early, late in together:
-            if found.get(early, 0) != found.get(late, found.get(early, 0)):
+            self._settle(set(found.values()) or {0}, [(early, late) for early, late, _ in spans])
+            return {node: self._moved[layer] for node, layer in found.items()}
+        for early, late, node in spans:
+            if early != late:
                 raise ArgumentError(
-                    f"{late.name!r} writes to {early.name!r} in place, and only in some modes or for some shapes: layers "
-                    f"{self.names[found[early]]!r} and {self.names[found[late]]!r} would have to stay together"
+                    f"{node.name!r} reads what was written in place, only in some modes or for some shapes: the layers "
+                    f"from {self.names[early]!r} to {self.names[late]!r} would have to stay together"
                 )
         return found
 
@@ -137,11 +136,10 @@ class Layering:
                 return f"{path}#{int(again[1]) + 1}" if again else path
         return ""
 
-    def _settle(self, found: dict[fx.Node, int], together: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+    def _settle(self, starts: set[int], spans: Sequence[tuple[int, int]]) -> None:
         """Numbers the layers anew, without those that are empty or joined to the one before."""
-        starts = set(found.values()) or {0}
-        for early, late in together:
-            starts -= set(range(found.get(early, 0) + 1, found[late] + 1))
+        for early, late in spans:
+            starts -= set(range(early + 1, late + 1))
         keys = list(self._index) or ["model"]
         self.names = [keys[start] for start in sorted(starts)]
         self._moved = [sum(start <= layer for start in starts) - 1 for layer in range(len(keys))]

@@ -1,4 +1,4 @@
-"""What the nodes of a graph do besides computing: chance, and writing in place."""
+"""Which nodes of a graph anybody can compute: they need no parameters, no chance and no state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-__all__ = ["attribute", "free", "mutates", "writes_state"]
+from coordd_torch.pipeline.aliases import Aliases
+
+__all__ = ["attribute", "free"]
 
 _OPERATORS = {operator.__name__, "_operator", "builtins"}
 _STATISTICS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
@@ -23,33 +25,38 @@ def attribute(root: nn.Module, path: str) -> Any:
     return found
 
 
-def mutates(node: fx.Node) -> bool:
-    """Whether the node is an operator of ATen that writes to its first argument."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def writes_state(node: fx.Node) -> bool:
-    """Whether the node does nothing but write to a buffer."""
-    return mutates(node) and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
-
-
-def free(root: nn.Module, graph: fx.Graph) -> set[fx.Node]:
+def free(root: nn.Module, graph: fx.Graph, aliases: Aliases) -> set[fx.Node]:
     """The nodes that depend on the model's inputs and constants alone: sizes, positions, masks.
 
-    Every rank has the inputs, so what these give is computed again by each stage that needs it, and never travels.
+    Every rank has the inputs, so what these give is computed again by each stage that needs it, and never travels. What
+    they write to in place must be theirs alone.
     """
-    written = {node.args[0] for node in graph.nodes if mutates(node)}
+    barred: set[fx.Node] = set()
+    while True:
+        known = _free(root, graph, barred)
+        torn = [group for group in aliases.groups if not known.issuperset(group)]
+        spoilt = {node for group in torn for node in group} & (known | _sources(graph)) - barred
+        if not spoilt:
+            return known
+        barred |= spoilt
+
+
+def _sources(graph: fx.Graph) -> set[fx.Node]:
+    return {node for node in graph.nodes if node.op in {"placeholder", "get_attr"}}
+
+
+def _free(root: nn.Module, graph: fx.Graph, barred: set[fx.Node]) -> set[fx.Node]:
     known: set[fx.Node] = set()
     for node in graph.nodes:
-        inputs = all(_given(root, each, written) or each in known for each in node.all_input_nodes)
-        if inputs and node not in written and node.op.startswith("call_") and _repeatable(root, node):
+        inputs = all((_given(root, each) or each in known) and each not in barred for each in node.all_input_nodes)
+        if inputs and node not in barred and node.op.startswith("call_") and _repeatable(root, node):
             known.add(node)
     return known
 
 
-def _given(root: nn.Module, node: fx.Node, written: set[Any]) -> bool:
+def _given(root: nn.Module, node: fx.Node) -> bool:
     if node.op == "get_attr":
-        return node not in written and not isinstance(attribute(root, str(node.target)), nn.Parameter)
+        return not isinstance(attribute(root, str(node.target)), nn.Parameter)
     return node.op == "placeholder"
 
 
@@ -61,8 +68,7 @@ def _repeatable(root: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
         return False
     if isinstance(target, torch._ops.OpOverload):
-        writes = target._schema.is_mutable or target in _STATISTICS
-        return not writes and torch.Tag.nondeterministic_seeded not in target.tags
+        return target not in _STATISTICS and torch.Tag.nondeterministic_seeded not in target.tags
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _all_repeatable(root, node)
     name = getattr(target, "__name__", "")

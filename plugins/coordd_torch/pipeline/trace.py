@@ -10,6 +10,8 @@ from typing import Any
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from coordd_torch.pipeline.aliases import Aliases
+
 __all__ = ["Trace"]
 
 
@@ -42,6 +44,11 @@ class Trace:
     shapes: Callable[[Mapping[str, Any]], bool] = _always
     together: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     layer: dict[fx.Node, int] = field(default_factory=dict)
+
+    @cached_property
+    def aliases(self) -> Aliases:
+        """What is written to in place."""
+        return Aliases(self.graph)
 
     @cached_property
     def inputs(self) -> dict[fx.Node, str]:

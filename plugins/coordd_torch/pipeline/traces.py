@@ -124,7 +124,7 @@ class Traces:
         return None
 
     def _add(self, trace: Trace) -> Trace:
-        trace.layer = self._layering.assign(trace.root, trace.graph, trace.together)
+        trace.layer = self._layering.assign(trace)
         self._found.append(trace)
         return trace
 
