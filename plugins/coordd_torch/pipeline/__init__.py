@@ -1,0 +1,1 @@
+"""Pipelines of PyTorch models: what a model is made of, and its stages."""

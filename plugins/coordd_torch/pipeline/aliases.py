@@ -1,0 +1,106 @@
+"""Which nodes of an ATen graph are names of one piece of memory, where somebody writes to it.
+
+A value that is written to once and read only through the writer's result afterwards needs no care: the result is a new
+value. Everything else must not be torn apart: who has a name of the memory must see the writing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+__all__ = ["Aliases", "mutates", "renamed", "writes_state"]
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether the node is an operator of ATen that writes to its first argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def writes_state(node: fx.Node) -> bool:
+    """Whether the node does nothing but write to a buffer."""
+    return mutates(node) and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
+
+
+def renamed(graph: fx.Graph) -> None:
+    """Lets those who read a written value later read the writer's result, where the value has no other name."""
+    for node in graph.nodes:
+        if mutates(node) and _sole(node):
+            for user in _later(node):
+                user.replace_input_with(node.args[0], node)
+
+
+class Aliases:
+    """The groups of nodes that share memory that is written to."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._parent: dict[fx.Node, fx.Node] = {}
+        self._order = {node: number for number, node in enumerate(graph.nodes)}
+        writers = [node for node in graph.nodes if mutates(node) and not (_sole(node) and not _later(node))]
+        for node in graph.nodes:
+            for other in _shared(node):
+                if not mutates(node) or node in writers:
+                    self._parent[self._root(node)] = self._root(other)
+        self._writers: dict[fx.Node, list[fx.Node]] = {}
+        for node in writers:
+            self._writers.setdefault(self._root(node), []).append(node)
+        self._members: dict[fx.Node, list[fx.Node]] = {root: [] for root in self._writers}
+        for node in graph.nodes:
+            if self._root(node) in self._members:
+                self._members[self._root(node)].append(node)
+
+    def writers(self, node: fx.Node) -> list[fx.Node]:
+        """Who writes to the memory that this node is a name of."""
+        return self._writers.get(self._root(node), [])
+
+    @property
+    def groups(self) -> list[list[fx.Node]]:
+        """The nodes of each piece of memory that is written to, in order."""
+        return list(self._members.values())
+
+    def together(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Pairs between which no cut may be: a name of written memory, and who uses a name of it after the writing."""
+        for root, members in self._members.items():
+            written = min(map(self._order.__getitem__, self._writers[root]))
+            first = next(node for node in members if node.op.startswith("call_"))
+            users = {user for node in members for user in (node, *node.users)}
+            yield from ((first, user) for user in users if self._order[user] >= written and user.op != "output")
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        while node in self._parent and self._parent[node] is not node:
+            node = self._parent[node]
+        return node
+
+
+def _shared(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory the node's result may be."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    arguments = node.target._schema.arguments
+    named = [node.args[i] if i < len(node.args) else node.kwargs.get(each.name) for i, each in enumerate(arguments)]
+    return [
+        value
+        for value, each in zip(named, arguments, strict=True)
+        if each.alias_info is not None and isinstance(value, fx.Node)
+    ]
+
+
+def _sole(writer: fx.Node) -> bool:
+    """Whether what the node writes to has no other name: it is no view, no input, no buffer, and has no view."""
+    target = writer.args[0]
+    if not isinstance(target, fx.Node) or target.op != "call_function":
+        return False
+    made = not _shared(target) or (mutates(target) and _sole(target))
+    return made and not any(_shared(user) for user in target.users if not mutates(user))
+
+
+def _later(writer: fx.Node) -> list[fx.Node]:
+    """Who reads what the node has written to, after it."""
+    target = writer.args[0]
+    assert isinstance(target, fx.Node)  # noqa: S101 - that is what operators write to
+    return [user for user in target.users if user is not writer and writer < user]

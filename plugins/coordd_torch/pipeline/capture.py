@@ -1,0 +1,155 @@
+"""An unchanged model as layers, of which any run of consecutive ones can be a stage.
+
+Three ways, in this order: a Sequential is a chain of its children, and nothing is traced; torch.fx traces what lies
+between the layers, which stay as they are; torch.export traces everything. Which layers a model has is told by
+`coordd_torch.pipeline.layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from coordd.errors import ArgumentError
+from coordd_torch.pipeline.chain import flattened, is_sequential
+from coordd_torch.pipeline.cut import Cut
+from coordd_torch.pipeline.inputs import Call, only
+from coordd_torch.pipeline.layers import Layer
+from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
+from coordd_torch.pipeline.traces import CUTS, SEQUENTIAL, Traces
+
+__all__ = ["Captured", "capture", "stage"]
+
+
+def capture(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = None, depth: int = 1) -> Captured:
+    """Finds the layers of a model.
+
+    Args:
+        model: any model, on whatever device, `meta` included; it is not run, and not changed.
+        example: a batch: a tuple of positional arguments, a dict of keyword arguments, or one argument. Without one,
+            arguments that have a default are taken to be left out, and torch.export cannot be used.
+        cuts: names of modules, for a model that cannot be traced: it is then taken to be the chain of these modules,
+            each called with what the one before returned, the first with the batch. A stage may begin at each of them.
+            If there is an example, and the model has data, it is compared with what the model itself gives.
+        depth: how many levels of ModuleLists, ModuleDicts and Sequentials are opened to find layers.
+
+    Raises:
+        CaptureError: the model cannot be cut by itself; it tells the line that prevents it.
+        ArgumentError: the model does not take this example, or is not the chain of its `cuts`.
+    """
+    if cuts is not None:
+        captured = Captured(model, Traces.of_chain(model, CUTS, cuts))
+        if example is not None and not any(tensor.is_meta for tensor in model.state_dict().values()):
+            _compare(captured, example)
+        return captured
+    if is_sequential(model):
+        return Captured(model, Traces.of_chain(model, SEQUENTIAL, list(flattened(model))))
+    call = Call.assumed(model) if example is None else Call.bound(model, example)
+    return Captured(model, Traces.of_model(model, call, example=example is not None, depth=depth))
+
+
+def stage(captured: Captured, first: int, last: int) -> StageModule:
+    """The layers from `first` to `last`, both included, as a module of their own.
+
+    Raises:
+        ArgumentError: there are no such layers.
+    """
+    count = len(captured.layers)
+    if not 0 <= first <= last < count:
+        raise ArgumentError(f"there are layers 0 to {count - 1}, so {first} to {last} are no stage")
+    return StageModule(captured.model, captured.traces, first, last)
+
+
+class Captured:
+    """A model's layers.
+
+    Attributes:
+        model: the model itself; whoever has made the stages that he needs can let go of it.
+        traces: the graphs.
+    """
+
+    def __init__(self, model: nn.Module, traces: Traces) -> None:
+        self.model = model
+        self.traces = traces
+
+    @property
+    def way(self) -> str:
+        """How it was captured: ``sequential``, ``cuts``, ``fx`` or ``export``."""
+        return self.traces.way
+
+    @cached_property
+    def layers(self) -> list[tuple[str, list[fx.Node]]]:
+        """Name and nodes of each layer."""
+        trace = self.traces.first
+        nodes: list[list[fx.Node]] = [[] for _ in self.traces.names]
+        for node in trace.graph.nodes:
+            if node in trace.layer:
+                nodes[trace.layer[node]].append(node)
+        return list(zip(self.traces.names, nodes, strict=True))
+
+    @cached_property
+    def table(self) -> list[Layer]:
+        """What a split must know of the layers."""
+        return [self._row(index, name, nodes) for index, (name, nodes) in enumerate(self.layers)]
+
+    def _row(self, index: int, name: str, nodes: list[fx.Node]) -> Layer:
+        layer = self.traces.first.layer
+        reads = {layer[each] for node in nodes for each in node.all_input_nodes if each in layer} - {index}
+        used = Cut(self.traces.first, index, index).tensors(self.model)
+        parameters = tuple(name for name, parameter in self.model.named_parameters() if id(parameter) in used)
+        return Layer(name, tuple(sorted(reads)), self._stateful(name), parameters)
+
+    def _stateful(self, name: str) -> str:
+        """The first name of the module that a layer is called after, if it has state."""
+        called = dict(self.model.named_modules(remove_duplicate=False)).get(name.partition("#")[0])
+        if called is None or not any(True for _ in (*called.parameters(), *called.buffers())):
+            return ""
+        return next(path for path, module in self.model.named_modules() if module is called)
+
+    @cached_property
+    def graph_module(self) -> fx.GraphModule:
+        """The whole model as one graph, its layers one after another; its result are the leaves of the output."""
+        return fx.GraphModule(stage(self, 0, len(self.layers) - 1), Cut(self.traces.first, 0, len(self.layers)).graph())
+
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        """A batch as the named values that stages take.
+
+        Raises:
+            ArgumentError: the model does not take it.
+        """
+        return self.traces.call(batch)
+
+
+def _compare(captured: Captured, example: Any) -> None:
+    """Refuses a chain that does not give what the model gives."""
+    model = captured.model
+    modes = [module.training for module in model.modules()]
+    model.eval()
+    whole = stage(captured, 0, len(captured.layers) - 1)
+    try:
+        with torch.no_grad():
+            wanted = model(only(model, example))
+            found = whole(captured.inputs(example))[OUTPUT]
+        same = _equal(wanted, found)
+    finally:
+        for module, mode in zip(model.modules(), modes, strict=True):
+            module.training = mode
+    if not same:
+        raise ArgumentError(
+            f"{type(model).__name__} does not give what the chain of its `cuts` {', '.join(captured.traces.names)} "
+            "gives: each of them must be called with exactly what the one before returned"
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    leaves, structure = pytree.tree_flatten(one)
+    others, same = pytree.tree_flatten(other)
+    return structure == same and all(
+        torch.allclose(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
+        for a, b in zip(leaves, others, strict=True)
+    )

@@ -1,0 +1,56 @@
+"""Models that are chains: each part is called with what the one before returned. Nothing is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from coordd.errors import ArgumentError
+from coordd_torch.pipeline.trace import Trace
+
+__all__ = ["INPUT", "chain", "flattened", "is_sequential"]
+
+INPUT = "input"
+"""The name of a chain's one input, which may be anything."""
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether the module does what `nn.Sequential` does."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def flattened(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The paths of a Sequential's children, those of Sequentials in it included."""
+    for name, child in model._modules.items():
+        if child is not None and is_sequential(child) and len(child._modules) > 0:
+            yield from flattened(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def chain(model: nn.Module, parts: Sequence[str]) -> Trace:
+    """Calls the parts one after another.
+
+    Raises:
+        ArgumentError: the model has no such module, or there is none.
+    """
+    known = dict(model.named_modules(remove_duplicate=False))
+    missing = [part for part in parts if part not in known or not part]
+    if missing or not parts:
+        raise ArgumentError(
+            f"{type(model).__name__} has no module {', '.join(map(repr, missing)) or 'to cut at'}; there are: "
+            f"{', '.join(filter(None, known))}"
+        )
+    graph = fx.Graph()
+    value = graph.placeholder(INPUT)
+    calls: dict[int, int] = {}
+    for part in parts:
+        module = known[part]
+        number = calls[id(module)] = calls.get(id(module), 0) + 1
+        value = graph.call_module(part, (value,))
+        scope = f"{part}@{number - 1}" if number > 1 else part
+        value.meta["nn_module_stack"] = {scope: (part, type(module))}
+    graph.output([value])
+    return Trace(model, graph, (INPUT,), pytree.tree_structure(0))

@@ -1,0 +1,91 @@
+"""Tracing with torch.export what cannot be traced otherwise: operators of ATen, guarded by shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+
+from coordd_torch.pipeline.aliases import renamed
+from coordd_torch.pipeline.inputs import Call
+from coordd_torch.pipeline.trace import Trace
+from coordd_torch.pipeline.twin import Stand
+
+__all__ = ["trace"]
+
+_ATEN = torch.ops.aten
+
+
+def trace(model: nn.Module, call: Call) -> Trace:
+    """Exports the model in its present mode, with all dimensions open that the model leaves open.
+
+    Args:
+        model: without data, as from `bare`.
+        call: the arguments.
+
+    Raises:
+        Exception: what torch.export raises.
+    """
+    stand = Stand(model, call.leaves)
+    shapes = ShapesCollection()
+    for leaf in stand.leaves:
+        if isinstance(leaf, torch.Tensor):
+            shapes[leaf] = tuple(Dim.AUTO for _ in leaf.shape)  # type: ignore[assignment] # its stub says dict
+    args, kwargs = call.arguments(stand.leaves)
+    program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=shapes, strict=False)
+    module = _tidied(program)
+    fixed = {name: leaf for name, leaf in call.values.items() if not isinstance(leaf, torch.Tensor)}
+    structure = module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined] # a _PyTreeCodeGen
+    guards = _Guards(program, module.graph, call.names)
+    return Trace(module, module.graph, call.names, structure, model.training, fixed, guards)
+
+
+def _tidied(program: ExportedProgram) -> fx.GraphModule:
+    """The graph without what only watches."""
+    module: fx.GraphModule = program.module(check_guards=False)  # type: ignore[assignment] # that is what it is
+    for node in list(module.graph.nodes):
+        if node.target is _ATEN.detach_.default:
+            node.replace_all_uses_with(node.args[0])
+        if node.target in {_ATEN.detach_.default, _ATEN._assert_tensor_metadata.default}:
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    renamed(module.graph)
+    return module
+
+
+class _Guards:
+    """Tells whether inputs have the shapes, types and devices that a trace was made for."""
+
+    def __init__(self, program: ExportedProgram, graph: fx.Graph, names: tuple[str, ...]) -> None:
+        nodes = [node for node in graph.nodes if node.op == "placeholder"]
+        self._wanted = {
+            name: node.meta["val"]
+            for name, node in zip(names, nodes, strict=True)
+            if isinstance(node.meta["val"], torch.Tensor)
+        }
+        self._ranges = dict(program.range_constraints)
+
+    def __call__(self, values: Mapping[str, Any]) -> bool:
+        found: dict[Any, int] = {}
+        pairs: list[tuple[Any, int]] = []
+        for name, wanted in self._wanted.items():
+            value = values[name]
+            if not isinstance(value, torch.Tensor) or _kind(value) != _kind(wanted):
+                return False
+            pairs += zip(wanted.shape, value.shape, strict=True)
+        for wanted, size in pairs:
+            if isinstance(wanted, torch.SymInt) and wanted.node.expr.is_Symbol:
+                found.setdefault(wanted.node.expr, size)
+        inside = all(symbol not in found or found[symbol] in bounds for symbol, bounds in self._ranges.items())
+        return inside and all(_size(wanted, found) == size for wanted, size in pairs)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dim(), tensor.dtype, tensor.device
+
+
+def _size(wanted: Any, found: Mapping[Any, int]) -> int:
+    return int(wanted.node.expr.subs(found)) if isinstance(wanted, torch.SymInt) else wanted

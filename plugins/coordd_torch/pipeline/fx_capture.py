@@ -1,0 +1,88 @@
+"""Tracing a model's own forward, with its layers as leaves: shapes stay open, and layers do as they like."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from coordd_torch.pipeline.inputs import Call
+from coordd_torch.pipeline.trace import Trace
+from coordd_torch.pipeline.trial import Trial
+
+__all__ = ["trace"]
+
+
+class _Proxy(fx.Proxy):
+    """A value that knows `x += y` from `x = x + y`."""
+
+
+def _in_place(target: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], fx.Proxy]:
+    def method(self: _Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", target, (self, other), {})
+
+    return method
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ipow", "imod", "ifloordiv", "iand", "ior", "ixor"):
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
+class _Tracer(fx.Tracer):
+    """Traces through open modules only, called as in a given call."""
+
+    def __init__(self, units: frozenset[str], call: Call, dynamic: frozenset[str]) -> None:
+        super().__init__()
+        self._units = units
+        self._call = call
+        self._dynamic = dynamic
+        self.output = pytree.tree_structure(0)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self._units
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        leaves = [
+            self.create_proxy("placeholder", name, (), {}) if name in self._dynamic else leaf
+            for name, leaf in self._call.values.items()
+        ]
+        args, kwargs = self._call.arguments(leaves)
+
+        def run(root: nn.Module) -> list[Any]:
+            found, self.output = pytree.tree_flatten(root.forward(*args, **kwargs))
+            return found
+
+        return run, [self.root]
+
+
+def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool) -> Trace:
+    """Traces the model in its present mode.
+
+    Args:
+        model: without data, as from `bare`.
+        units: the paths of the layers.
+        call: the arguments; tensors stay open, other leaves become constants.
+        example: whether the leaves of the call are real ones, with which the graph is tried; else all of them are open.
+
+    Raises:
+        Exception: whatever stops the tracing, or a trial's failure.
+    """
+    dynamic = frozenset(
+        name for name, leaf in call.values.items() if not example or isinstance(leaf, torch.Tensor)
+    )
+    tracer = _Tracer(units, call, dynamic)
+    graph = tracer.trace(model)
+    fixed = {name: leaf for name, leaf in call.values.items() if name not in dynamic}
+    found = Trace(model, graph, call.names, tracer.output, model.training, fixed)
+    if example:
+        found.together = Trial(found, call).run()
+    return found

@@ -1,0 +1,174 @@
+"""One stage of a model: the layers from one to another, with their own parameters and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from coordd.errors import ArgumentError
+from coordd_torch.pipeline.cut import Cut
+from coordd_torch.pipeline.trace import Trace
+from coordd_torch.pipeline.traces import Traces
+
+__all__ = ["OUTPUT", "StageModule"]
+
+OUTPUT = "output"
+"""The name of what the last stage gives: the model's output, in its own structure."""
+
+
+@dataclass(eq=False)
+class _Program:
+    """What a stage runs for one trace."""
+
+    cut: Cut
+    run: Callable[..., Any]
+    output: pytree.TreeSpec
+    written: set[str] | None = None
+    """The values that the stage writes to in place; known after the first run."""
+
+
+class StageModule(nn.Module):
+    """Consecutive layers of a model.
+
+    It shares parameters, buffers and modules with the model it was made from, under the names they have there: those of
+    its layers only, a tied parameter under all of its names.
+    """
+
+    def __init__(self, model: nn.Module, traces: Traces, first: int, last: int) -> None:
+        super().__init__()
+        self._traces = traces
+        self._span = (first, last)
+        self._programs: dict[Trace, _Program] = {}
+        self.training = model.training
+        cut = Cut(traces.first, first, last)
+        _furnish(self, model, cut)
+        self._program(traces.first)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The model's inputs that it reads, at shapes and in a mode like those of the example."""
+        return Cut(self._traces.first, *self._span).inputs
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values of earlier stages that it reads, likewise."""
+        return Cut(self._traces.first, *self._span).reads
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The values that it gives to later stages, likewise."""
+        return Cut(self._traces.first, *self._span).writes
+
+    def interface(self, values: Mapping[str, Any]) -> Cut:
+        """What it reads and writes for these inputs of the model, in its present mode."""
+        return Cut(self._traces.find(values, training=self.training), *self._span)
+
+    def forward(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs the layers.
+
+        Args:
+            values: all inputs of the model, as `Captured.inputs` names them, and what the stage reads of others.
+
+        Returns:
+            What it gives by name; of the last stage, the model's output is ``"output"``.
+
+        Raises:
+            ArgumentError: a value is missing.
+        """
+        program = self._program(self._traces.find(values, training=self.training))
+        cut = program.cut
+        missing = [name for name in (*cut.inputs, *cut.reads) if name not in values]
+        if missing:
+            raise ArgumentError(f"layers {self._span[0]} to {self._span[1]} also read {', '.join(missing)}")
+        received = _Received(program, values)
+        results = program.run(self, *(values[name] for name in cut.inputs), *received.values)
+        received.note(program)
+        given = dict(zip(cut.writes, results, strict=False))
+        if cut.is_last:
+            given[OUTPUT] = pytree.tree_unflatten(results, program.output)
+        return given
+
+    def _program(self, trace: Trace) -> _Program:
+        if trace not in self._programs:
+            cut = Cut(trace, *self._span)
+            _add_constants(self, trace, cut)
+            # The generated code names what it needs as attributes of the module that runs it.
+            run = type(fx.GraphModule(self, cut.graph())).forward
+            self._programs[trace] = _Program(cut, run, trace.output)
+        return self._programs[trace]
+
+
+class _Received:
+    """What a stage receives, guarded against being written to: who sent it, or will compute it again, needs it as it is.
+
+    What the first run writes to is copied in every run; in the first everything is.
+    """
+
+    def __init__(self, program: _Program, values: Mapping[str, Any]) -> None:
+        self.values = [
+            pytree.tree_map_only(torch.Tensor, torch.clone, values[name])
+            if program.written is None or name in program.written
+            else values[name]
+            for name in program.cut.reads
+        ]
+        self._versions = [self._version(value) for value in self.values] if program.written is None else []
+
+    def note(self, program: _Program) -> None:
+        """Remembers, after the first run, what was written to."""
+        if program.written is None:
+            told = zip(program.cut.reads, self.values, self._versions, strict=True)
+            program.written = {name for name, value, version in told if self._version(value) != version}
+
+    def _version(self, value: Any) -> list[int]:
+        return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _furnish(stage: nn.Module, model: nn.Module, cut: Cut) -> None:
+    """Gives a stage the modules and tensors of its layers, in the model's order and under the model's names."""
+    wanted = cut.tensors(model)
+    inside = "\0"
+    for path, module in model.named_modules(remove_duplicate=False):
+        if (path + ".").startswith(inside):
+            continue
+        if path in cut.modules:
+            inside = path + "."
+            _owner(stage, path).add_module(path.rpartition(".")[2], module)
+            continue
+        for name, parameter in module._parameters.items():
+            if id(parameter) in wanted:
+                _owner(stage, _join(path, name)).register_parameter(name, parameter)
+        for name, buffer in module._buffers.items():
+            if id(buffer) in wanted:
+                persistent = name not in module._non_persistent_buffers_set
+                _owner(stage, _join(path, name)).register_buffer(name, buffer, persistent=persistent)
+
+
+def _add_constants(stage: nn.Module, trace: Trace, cut: Cut) -> None:
+    """Adds tensors that are no part of the model's state, and the bodies of higher-order operators."""
+    for path, value in cut.constants(trace.root, known=stage):
+        name = path.rpartition(".")[2]
+        if isinstance(value, nn.Module):
+            _owner(stage, path).add_module(name, value)
+        elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            _owner(stage, path).register_buffer(name, value, persistent=False)
+        else:
+            raise ArgumentError(f"for inputs of this kind layers {cut.span} need {path!r}, which lies in another stage")
+
+
+def _owner(root: nn.Module, path: str) -> nn.Module:
+    """The module that an attribute belongs to, made if it does not exist."""
+    found = root
+    for name in path.split(".")[:-1]:
+        if name not in found._modules:
+            found.add_module(name, nn.Module())
+        found = found.get_submodule(name)
+    return found
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,137 @@
+"""All traces of one model: each mode and each kind of inputs gets its own when it first appears."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from coordd.errors import ArgumentError
+from coordd_torch.pipeline import export_capture, fx_capture
+from coordd_torch.pipeline.chain import INPUT, chain
+from coordd_torch.pipeline.failure import CaptureError
+from coordd_torch.pipeline.inputs import Call, only
+from coordd_torch.pipeline.layers import Layering, units
+from coordd_torch.pipeline.trace import Trace
+from coordd_torch.pipeline.twin import bare
+
+__all__ = ["Traces"]
+
+FX, EXPORT, SEQUENTIAL, CUTS = "fx", "export", "sequential", "cuts"
+
+
+class Traces:
+    """The traces of one model, and what makes new ones; holds no data of the model's.
+
+    Attributes:
+        way: how the model is traced: ``sequential``, ``cuts``, ``fx`` or ``export``.
+        names: of the layers.
+        first: the trace that says what the layers are.
+    """
+
+    def __init__(self, model: nn.Module, way: str, layering: Layering, first: Trace) -> None:
+        self.way = way
+        self.first = first
+        self._layering = layering
+        self._model = model
+        self._found: list[Trace] = []
+        self._calls: dict[tuple[str, ...], Call] = {}
+        self._add(first)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the layers."""
+        return self._layering.names
+
+    @classmethod
+    def of_chain(cls, model: nn.Module, way: str, parts: Sequence[str]) -> Traces:
+        """Calls the parts one after another, whatever the inputs are."""
+        return cls(model, way, Layering(frozenset(parts)), chain(model, parts))
+
+    @classmethod
+    def of_model(cls, model: nn.Module, call: Call, *, example: bool, depth: int) -> Traces:
+        """Traces any model.
+
+        Raises:
+            CaptureError: neither torch.fx nor torch.export could.
+        """
+        plain = bare(model)
+        known = units(model, depth)
+        errors: list[tuple[str, Exception]] = []
+        for way in (FX, EXPORT):
+            try:
+                first = _traced(way, plain, known, call, example=example)
+                return cls(plain, way, Layering(known), first)._knowing(call)
+            except Exception as error:  # noqa: BLE001 - user code, fx and export raise whatever they like
+                errors.append((way, error))
+        raise CaptureError.composed(model, errors) from errors[-1][1]
+
+    def call(self, batch: Any) -> dict[str, Any]:
+        """A batch as the values that stages take; it tells how such a batch is passed to the model, too.
+
+        Raises:
+            ArgumentError: the model does not take it.
+        """
+        if self.first.names == (INPUT,) and self.way in {SEQUENTIAL, CUTS}:
+            return {INPUT: only(self._model, batch)}
+        call = Call.bound(self._model, batch)
+        self._knowing(call)
+        return call.values
+
+    def find(self, values: Mapping[str, Any], *, training: bool) -> Trace:
+        """The trace for these inputs, made if there is none yet.
+
+        Raises:
+            ArgumentError: nobody asked `call` how a batch of this kind is passed to the model.
+            CaptureError: the model cannot be traced with them.
+        """
+        if self.way in {SEQUENTIAL, CUTS}:
+            return self.first
+        names = max((names for names in self._calls if values.keys() >= set(names)), key=len, default=None)
+        if names is None:
+            raise ArgumentError(f"the inputs {', '.join(values)} are not those of a batch that was given to `inputs`")
+        for trace in self._found:
+            if trace.holds(names, values, training=training):
+                return trace
+        return self._traced_again(replace(self._calls[names], leaves=tuple(values[name] for name in names)), training)
+
+    def _knowing(self, call: Call) -> Traces:
+        self._calls.setdefault(call.names, call.without_leaves())
+        return self
+
+    def _traced_again(self, call: Call, training: bool) -> Trace:
+        modes = [module.training for module in self._model.modules()]
+        if self._model.training != training:
+            self._model.train(training)
+        try:
+            trace = _traced(self.way, self._model, self._layering.units, call, example=True)
+        except Exception as error:
+            raise CaptureError.composed(self._model, [(self.way, error)]) from error
+        finally:
+            for module, mode in zip(self._model.modules(), modes, strict=True):
+                module.training = mode
+        return self._same_in_both_modes(trace, call) or self._add(trace)
+
+    def _same_in_both_modes(self, trace: Trace, call: Call) -> Trace | None:
+        """The trace of the other mode, if it is the same: layers that are leaves know their mode by themselves."""
+        for other in self._found if self.way == FX else ():
+            fits = other.holds(call.names, call.values, training=other.training is True)
+            if fits and str(other.graph) == str(trace.graph):
+                other.training = None
+                return other
+        return None
+
+    def _add(self, trace: Trace) -> Trace:
+        trace.layer = self._layering.assign(trace)
+        self._found.append(trace)
+        return trace
+
+
+def _traced(way: str, model: nn.Module, known: frozenset[str], call: Call, *, example: bool) -> Trace:
+    if way == FX:
+        return fx_capture.trace(model, known, call, example=example)
+    if not example:
+        raise ArgumentError("it needs an example of a batch")
+    return export_capture.trace(model, call)

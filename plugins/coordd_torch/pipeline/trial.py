@@ -1,0 +1,91 @@
+"""Running a graph without data, beside the model itself: does it do the same, and what does it write to in place?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+from coordd_torch.pipeline.inputs import Call
+from coordd_torch.pipeline.trace import Trace
+from coordd_torch.pipeline.twin import Stand
+
+__all__ = ["Trial", "TrialError"]
+
+
+class TrialError(RuntimeError):
+    """The traced graph does not do what the model does, so it must have taken another branch."""
+
+
+class Trial:
+    """One run of a graph on tensors that have no data."""
+
+    def __init__(self, trace: Trace, call: Call) -> None:
+        self._trace = trace
+        self._call = call
+        self._stand = Stand(trace.root, call.leaves)
+
+    def run(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Pairs of nodes between which no cut may be: what is written to in place, and who reads it after that.
+
+        Raises:
+            TrialError: the graph's output has another structure, other shapes or types than the model's.
+            Exception: what the graph raises where the model does not.
+        """
+        args, kwargs = self._call.arguments(self._stand.leaves)
+        with self._stand.mode, torch.no_grad():
+            try:
+                wanted = self._stand.model(*args, **kwargs)
+            except _UNKNOWN:
+                return []  # without data the model itself does not run
+            walk = _Walk(self._stand.model, self._trace.graph)
+            found = walk.run(*(leaf for name, leaf in self._named() if name not in self._trace.fixed))
+        expected, structure = pytree.tree_flatten(wanted)
+        shown, given = list(map(_shown, expected)), list(map(_shown, found))
+        if structure != self._trace.output or shown != given:
+            raise TrialError(f"the traced graph gives {given}, the model {shown}")
+        return walk.together
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return list(zip(self._call.names, self._stand.leaves, strict=True))
+
+
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+def _shown(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+
+class _Walk(fx.Interpreter):
+    """Watches the version counters of all values while a graph runs."""
+
+    def __init__(self, model: torch.nn.Module, graph: fx.Graph) -> None:
+        super().__init__(model, garbage_collect_values=False, graph=graph)
+        self._order = {node: number for number, node in enumerate(graph.nodes)}
+        self.together: list[tuple[fx.Node, fx.Node]] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = self._versions()
+        result = super().run_node(n)
+        if n.op.startswith("call_"):
+            self._written(n, before)
+        return result
+
+    def _written(self, by: fx.Node, before: dict[fx.Node, list[int]]) -> None:
+        after = self._versions()
+        for node, versions in before.items():
+            late = [user for user in node.users if self._order[user] > self._order[by]]
+            if versions != after[node] and late:
+                self.together.append((node, max(late, key=self._order.__getitem__)))
+
+    def _versions(self) -> dict[fx.Node, list[int]]:
+        return {
+            node: [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            for node, value in self.env.items()
+            if node.op != "get_attr"
+        }
