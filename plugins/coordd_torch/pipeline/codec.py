@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from coordd.errors import ArgumentError
 from coordd.pipeline.storage import laid
 from coordd_torch.tensors import check_dense, from_array, view
 
-__all__ = ["TorchCodec", "can_require_grad"]
+__all__ = ["TorchCodec", "leaf"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TorchCodec:
         device: where tensors arrive; on the CPU they are views of the frame.
     """
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def is_tensor(self, value: object) -> bool:
         """Says whether a value is a tensor."""
@@ -48,12 +48,34 @@ class TorchCodec:
             raise ArgumentError(text) from error
 
     def tensor(self, array: np.ndarray, *, differentiable: bool) -> torch.Tensor:
-        """Views an array as a leaf of a new graph, that requires a gradient if the sender's tensor did."""
+        """Views an array as a tensor that a new graph begins at, if gradients flow through the sender's.
+
+        It may be changed in place, unlike a leaf: a stage may well begin with ``ReLU(inplace=True)``.
+        """
         lying, axes = laid(array)
         tensor = from_array(lying).permute(axes).to(self.device)
-        return tensor.requires_grad_() if differentiable else tensor
+        if not differentiable:
+            return tensor
+        with torch.enable_grad():
+            entered: torch.Tensor = _Entrance.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
+            return entered
 
 
-def can_require_grad(value: Any) -> bool:
-    """Says whether a value is a tensor that could have a gradient."""
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the leaf that has the gradient of a tensor that entered, the tensor itself if it has none."""
+    if tensor.grad_fn is None:
+        return tensor
+    found: torch.Tensor = tensor.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]
+    return found
+
+
+class _Entrance(torch.autograd.Function):
+    """The identity, without a copy, and without being a view of a leaf."""
+
+    @staticmethod
+    def forward(_ctx: Any, entering: torch.Tensor) -> torch.Tensor:
+        return entering.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
