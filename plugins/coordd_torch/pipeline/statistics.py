@@ -58,9 +58,7 @@ class DeferredStatistics:
     def _watch(self, name: str, norm: nn.Module) -> None:
         watched = self._watched[name] = _Watched(norm)
         norm.register_forward_pre_hook(lambda _norm, _args: self._before(watched))
-        norm.register_forward_hook(
-            lambda _norm, args, _out: self._after(name, watched, args[0] if args else None), always_call=True
-        )
+        norm.register_forward_hook(lambda _norm, _args, result: self._after(name, watched, result), always_call=True)
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:
@@ -109,7 +107,7 @@ class DeferredStatistics:
             norm.running_var = torch.zeros_like(norm.running_var)
             norm.num_batches_tracked, norm.momentum = None, 1.0
 
-    def _after(self, name: str, watched: _Watched, values: Any) -> None:
+    def _after(self, name: str, watched: _Watched, result: Tensor | None) -> None:
         norm, own = watched.norm, watched.own
         if not own:
             return
@@ -117,9 +115,9 @@ class DeferredStatistics:
         for attribute, value in own.items():
             setattr(norm, attribute, value)
         watched.own = {}
-        if self._paused or not isinstance(values, Tensor):
+        if self._paused or result is None:  # None: the layer has failed
             return
-        count = values.numel() // values.shape[1]
+        count = result.numel() // result.shape[1]
         means, distances = mean.double(), variance.double() * (count - 1)
         row = torch.cat([means.new_tensor([count]), means, distances])
         key = f"{name}#{watched.calls}"
