@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from coordd_torch.pipeline.boundary import Boundary
+from coordd_torch.pipeline.shelf import Shelf
 from coordd_torch.pipeline.split import SplitBackward, divisible
 from tests.torch_pipeline.graphs import GRAPHS, multilayer
 from tests.torch_pipeline.stages import Stage
@@ -42,8 +43,10 @@ class Counted(TorchDispatchMode):
 
 
 def splitted(module, x, gradient):
-    output = module(x)
-    return SplitBackward([get_gradient_edge(output)], [gradient], [x])
+    shelf = Shelf()
+    with shelf.filling():
+        output = module(x)
+    return SplitBackward([get_gradient_edge(output)], [gradient], [x], shelf=shelf)
 
 
 def taken(module, x):

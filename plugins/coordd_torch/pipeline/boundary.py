@@ -6,7 +6,7 @@ Values of other stages enter as leaves; gradients of what other stages got leave
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from coordd.errors import ArgumentError
 from coordd.pipeline.frame import joined, pack, parted
 from coordd_torch.pipeline.codec import TorchCodec, leaf
+from coordd_torch.pipeline.shelf import Shelf
 from coordd_torch.pipeline.split import SplitBackward, divisible
 from coordd_torch.pipeline.statistics import DeferredStatistics
 from coordd_torch.pipeline.surroundings import Surroundings, seed_for, seeded
@@ -40,6 +41,7 @@ class _Passage:
     sent: dict[int, list[str]] = field(default_factory=dict)
     edges: dict[int, list[GradientEdge | None]] = field(default_factory=dict)
     again: Callable[[], dict[str, Any]] | None = None
+    shelf: Shelf | None = None
     split: SplitBackward | None = None
 
 
@@ -65,6 +67,7 @@ class Boundary:
         codec: TorchCodec | None = None,
         compress: str | None = None,
         recompute: bool = False,
+        split: bool = False,
         seed: int | None = None,
         stage: int = 0,
     ) -> None:
@@ -76,6 +79,7 @@ class Boundary:
             compress: the form in which tensors are stored that gradients flow through, ``"bf16"`` or ``"int8"``; all
                 others, such as masks, travel as they are.
             recompute: keeps no activations but what came in, and computes the others anew for the backward pass.
+            split: frees between `backward_input` and `backward_weight` what only the former needs.
             seed: of the random numbers of each microbatch.
             stage: its number, for the seed.
         """
@@ -86,6 +90,7 @@ class Boundary:
         self._codec = codec or TorchCodec()
         self._compress = compress
         self._recompute = recompute
+        self._split = split
         self._seed = seed
         self._stage = stage
         self._passages: dict[int, _Passage] = {}
@@ -111,10 +116,10 @@ class Boundary:
         passage = self._passages[microbatch] = _Passage(entered)
         with self.statistics.microbatch(), self._chance(microbatch):
             if self._recompute and torch.is_grad_enabled():
-                passage.again = self._replay({**inputs, **values})
+                passage.again = self._replay(passage, {**inputs, **values})
                 passage.outputs = self._forgetful({**inputs, **_copied(values, self._codec)})
             else:
-                passage.outputs = self._module({**inputs, **values})
+                passage.outputs = self._built(passage, {**inputs, **values})
         return dict(passage.outputs)
 
     def forget(self) -> None:
@@ -167,7 +172,7 @@ class Boundary:
         edges, given = self._roots(passage, gradients)
         if divisible(edges):
             inputs = [tensor for tensors in passage.entered.values() for tensor in tensors]
-            passage.split = SplitBackward(edges, given, inputs)
+            passage.split = SplitBackward(edges, given, inputs, shelf=passage.shelf)
             passage.split.first()
         else:
             self.undivided += 1
@@ -191,6 +196,13 @@ class Boundary:
             with seeded(seed_for(self._seed, self.step, self._stage, microbatch), self._codec.device):
                 yield
 
+    def _built(self, passage: _Passage, values: dict[str, Any]) -> dict[str, Any]:
+        """Computes outputs, and the graph to them."""
+        passage.shelf = Shelf() if self._split else None
+        with passage.shelf.filling() if passage.shelf else nullcontext():
+            outputs: dict[str, Any] = self._module(values)
+        return outputs
+
     def _forgetful(self, values: dict[str, Any]) -> dict[str, Any]:
         """Computes outputs that are leaves, and know which of them have gradients; the graph to them is not kept."""
         with torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten):
@@ -199,13 +211,12 @@ class Boundary:
         found: dict[str, Any] = joined(structure, leaves)
         return found
 
-    def _replay(self, values: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-        surroundings, kept = Surroundings(self._codec.device), dict(values)
+    def _replay(self, passage: _Passage, values: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+        surroundings = Surroundings(self._codec.device)
 
         def again() -> dict[str, Any]:
             with surroundings.again(), self.statistics.paused(), torch.enable_grad():
-                outputs: dict[str, Any] = self._module(kept)
-                return outputs
+                return self._built(passage, values)
 
         return again
 

@@ -24,6 +24,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
+from coordd_torch.pipeline.shelf import Shelf
+
 __all__ = ["SplitBackward", "divisible"]
 
 _INDIVISIBLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
@@ -58,7 +60,12 @@ class SplitBackward:
     """The two passes over one graph."""
 
     def __init__(
-        self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None], inputs: Iterable[Tensor]
+        self,
+        roots: Sequence[GradientEdge],
+        gradients: Sequence[Tensor | None],
+        inputs: Iterable[Tensor],
+        *,
+        shelf: Shelf | None = None,
     ) -> None:
         """Finds out what is to be done in which pass.
 
@@ -66,6 +73,7 @@ class SplitBackward:
             roots: of the graph, `divisible`.
             gradients: of the roots.
             inputs: the leaves whose gradients the first pass finds.
+            shelf: has what the graph has saved.
         """
         graph = _graph(edge.node for edge in roots)
         self._inputs = [leaf for leaf in inputs if leaf.requires_grad and _accumulator(leaf) in graph]
@@ -74,6 +82,9 @@ class SplitBackward:
         self._roots = [pair for pair in edges if pair[0].node in toward]
         self._rest = [pair for pair in edges if pair[0].node not in toward]
         self._branches, self._own, self._early = _sorted(graph, toward, [edge.node for edge, _ in self._rest])
+        self._shelf = shelf or Shelf()
+        self._again = [branch.node for branch in self._branches]
+        self._again += [node for node in graph if node not in toward and not hasattr(node, "variable")]
 
     def first(self) -> None:
         """Accumulates the gradients of the inputs, and of parameters that several branches lead to."""
@@ -81,9 +92,9 @@ class SplitBackward:
             branch.handle = branch.node.register_prehook(branch.kept)
         targets = self._inputs + self._early
         if targets:
-            _run(self._roots + self._rest, targets, retain_graph=True)
-        self._roots.clear()
-        self._inputs.clear()
+            with self._shelf.clearing(self._again):
+                _run(self._roots + self._rest, targets, retain_graph=True)
+        self._roots, self._inputs, self._early, self._again = [], [], [], []
 
     def second(self) -> None:
         """Accumulates the gradients of all other parameters; the graph is freed bit by bit."""
