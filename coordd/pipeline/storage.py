@@ -100,14 +100,15 @@ class _Eight:
         if array.dtype.name not in self._floating or array.size < SMALL:
             return None
         blocks = _blocks(array)
-        scales = (np.abs(blocks).max(1) / _LARGEST).astype(np.float32)
+        scales = (np.maximum(blocks.max(1), -blocks.min(1)) / _LARGEST).astype(np.float32)
         if not np.isfinite(scales).all():
             return None  # no block has a scale for what is infinite, or no number
         np.maximum(scales, _TINY, out=scales)
 
         def write(out: Array) -> None:
             out[: scales.nbytes].view(np.float32)[:] = scales
-            steps = np.rint(blocks / scales[:, None])
+            steps = blocks / scales[:, None]
+            np.rint(steps, out=steps)
             np.clip(steps, -_LARGEST, _LARGEST, out=steps)
             out[scales.nbytes :].view(np.int8)[:] = steps.reshape(-1)[: array.size]
 

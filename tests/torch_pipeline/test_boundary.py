@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.frame import unpack
@@ -168,6 +169,52 @@ def test_what_was_sent_is_freed_if_the_graph_does_not_need_it(recompute):
     assert unpack(frame, CODEC)[1][0].shape == (4, 3)
 
 
+class Inside(nn.Module):
+    """Remembers, without keeping it, an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = self.linear(x).exp()
+        self.memory = weakref.ref(h.untyped_storage())
+        return h.sin()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_are_kept_unless_they_are_recomputed(recompute):
+    inside = Inside()
+    stage = Boundary(Stage(inside, ["x"], ["y"]), recompute=recompute)
+    stage.forward(0, {}, {"x": torch.randn(4, 3)})
+    stage.frames(0, {1: ["y"]})
+    gc.collect()
+    assert (inside.memory() is None) is recompute
+    stage.backward(0, {1: [torch.ones(4, 3)]})
+    gc.collect()
+    assert inside.memory() is None
+
+
+def test_a_layer_that_returns_something_else_the_second_time_is_noticed():
+    class Changing(nn.Linear):
+        def forward(self, values):
+            y = super().forward(values["x"])
+            self.times = getattr(self, "times", 0) + 1
+            return {"y": [y] * self.times + [y * 2] * (self.times - 1)}
+
+    stage = Boundary(Changing(3, 3), recompute=True)
+    stage.forward(0, {}, {"x": torch.randn(4, 3)})
+    stage.frames(0, {1: ["y"]})
+    with pytest.raises(ArgumentError, match="stage 1 was sent 2 tensors, and has sent back gradients for 1"):
+        stage.backward(0, {1: [torch.ones(4, 3)]})
+
+
+def test_an_old_pytorch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.4.1"))
+    with pytest.raises(ArgumentError, match=r"need PyTorch 2\.5 or newer, this is 2\.4\.1"):
+        Boundary(nn.Linear(1, 1))
+
+
 def test_only_outputs_are_wanted():
     stage = Boundary(Stage(nn.Linear(3, 3), ["x"], ["y"]))
     with torch.no_grad():
@@ -189,18 +236,16 @@ def test_gradients_for_something_else_are_refused():
 
 
 def test_activations_are_compressed_and_what_has_no_gradient_is_not():
-    line = skipping(compress="int8")
-    frames = []
-    for rows in (1000,):
-        line.boundaries[0].forward(0, {}, {"x": torch.randn(rows, 6)})
-        frames = line.boundaries[0].frames(0, {1: ["h"]})
-    assert len(frames[1]) < 1000 * 6 * 2.2
-    values, _ = unpack(frames[1], CODEC)
-    assert values["h"]["h"].dtype == torch.float64
-    assert values["h"]["mask"].dtype == torch.bool
+    first = skipping(compress="int8").boundaries[0]
+    sent = first.forward(0, {}, {"x": torch.randn(1000, 6)})["h"]
+    frame = first.frames(0, {1: ["h"]})[1]
+    assert len(frame) < 1000 * 6 * 2.2  # a byte for each value, one for each truth value
+    found = unpack(frame, CODEC)[0]["h"]
+    torch.testing.assert_close(found["h"], sent["h"], atol=sent["h"].abs().max().item() / 254, rtol=0)
+    assert torch.equal(found["mask"], sent["mask"])
 
 
-def test_a_parity_in_reach_of_plain_runs_the_seed_alone_decides():
+def test_with_a_seed_nothing_else_decides_what_is_drawn():
     line, inputs = skipping(seed=5), {"x": torch.randn(4, 6)}
     found = []
     for noise in (1, 2):

@@ -82,7 +82,14 @@ class Boundary:
             split: frees between `backward_input` and `backward_weight` what only the former needs.
             seed: of the random numbers of each microbatch.
             stage: its number, for the seed.
+
+        Raises:
+            ArgumentError: a layer needs several ranks at a time, or this PyTorch cannot go back from the middle of a
+                graph.
         """
+        if torch.__version__ < "2.5":
+            text = f"pipelines need PyTorch 2.5 or newer, this is {torch.__version__}"
+            raise ArgumentError(text)
         self.statistics = DeferredStatistics(module)
         self.step = 0
         self.undivided = 0
