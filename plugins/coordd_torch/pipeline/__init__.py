@@ -1,1 +1,1 @@
-"""Pipelines of PyTorch models: what a model is made of, and its stages."""
+"""Pipelines of PyTorch models: how a model is cut into stages, built in parts, run, and saved."""

@@ -1,0 +1,221 @@
+"""A value that travels between stages, as one array of bytes that describes itself.
+
+A frame is a head, and then the bytes of each tensor, each at a multiple of 64::
+
+    b"coordd-f" | bytes of the head | bytes of the frame | head | tensor | tensor | ...
+
+The head is a pickle: of each tensor the type, the shape, the order of its axes in memory, the form it is stored in and
+whether gradients flow through it; and the pickled structure of the value, in which tensors are but numbers. So any
+value that can be pickled travels: tuples, dictionaries, dataclasses, None, numbers, a model's own output classes. A
+tensor that occurs twice arrives as one tensor. Like every pickle, a frame must come from somebody trusted: here from
+a rank of the same job.
+
+A gradient frame is the frame of a list with a gradient, or None, for each tensor of the forward frame, in its order.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from coordd.errors import ArgumentError
+from coordd.pipeline.culprit import culprit
+from coordd.pipeline.storage import FORMS, PLAIN, Stored, laid, plain
+
+__all__ = ["Codec", "blank", "joined", "pack", "parted", "unpack"]
+
+_MAGIC = b"coordd-f"
+_START = struct.Struct("<8sQQ")
+_ALIGNMENT = 64
+_LEAST_ALIGNMENT = 16  # what any allocator gives, and the widest number of a tensor needs
+
+
+class Codec(Protocol):
+    """What a frame must know of a framework's tensors."""
+
+    def is_tensor(self, value: object) -> bool:
+        """Says whether a value is a tensor."""
+
+    def differentiable(self, tensor: Any) -> bool:
+        """Says whether gradients flow through a tensor."""
+
+    def array(self, tensor: Any) -> np.ndarray:
+        """Returns a tensor's values: a view, if its memory can be viewed."""
+
+    def tensor(self, array: np.ndarray, *, differentiable: bool) -> Any:
+        """Returns a tensor, without a past, in an array's memory."""
+
+
+class _Entry(NamedTuple):
+    """What the head says of a tensor."""
+
+    form: str
+    dtype: str
+    shape: tuple[int, ...]  # of the array as it lies in memory
+    axes: tuple[int, ...]  # which of them is the tensor's first, second, ...
+    differentiable: bool
+
+    @property
+    def nbytes(self) -> int:
+        return FORMS[self.form].nbytes(np.dtype(self.dtype), int(np.prod(self.shape, dtype=np.int64)))
+
+
+def pack(
+    value: Any, codec: Codec, *, compress: Callable[[Any], str | None] | None = None
+) -> tuple[np.ndarray, list[Any]]:
+    """Makes a frame; each tensor is copied once.
+
+    Args:
+        value: whatever can be pickled, with tensors anywhere in it.
+        codec: of the framework that the tensors belong to.
+        compress: says for a tensor in which form it shall be stored, ``"bf16"`` or ``"int8"``, or None for as it is.
+            Tensors that a form is not for (integers, few values, infinite ones) are stored as they are.
+
+    Returns:
+        the frame, of uint8, and the tensors in the order in which they lie in it.
+
+    Raises:
+        ArgumentError: something in the value cannot be pickled; the error says what and where.
+    """
+    structure, tensors = parted(value, codec)
+    entries, parts = [], []
+    for tensor in tensors:
+        entry, part = _entry(tensor, codec, compress)
+        entries.append(entry)
+        parts.append(part)
+    head = pickle.dumps(([tuple(entry) for entry in entries], structure), protocol=5)
+    places, total = _places(len(head), [part.nbytes for part in parts])
+    frame = blank(total)
+    frame[: _START.size] = np.frombuffer(_START.pack(_MAGIC, len(head), total), np.uint8)
+    frame[_START.size : _START.size + len(head)] = np.frombuffer(head, np.uint8)
+    for place, part in zip(places, parts, strict=True):
+        part.write(frame[place : place + part.nbytes])
+    return frame, tensors
+
+
+def unpack(frame: np.ndarray, codec: Codec) -> tuple[Any, list[Any]]:
+    """Reads a frame; tensors that are stored as they are, are views of its memory.
+
+    A frame that does not start at a multiple of 16 in memory is copied first, as tensors cannot lie just anywhere.
+
+    Returns:
+        the value, and the tensors in the order in which they lie in the frame.
+
+    Raises:
+        ArgumentError: the array is no frame, or not all of one.
+    """
+    head = _head(frame)
+    if frame.ctypes.data % _LEAST_ALIGNMENT:
+        frame = _aligned(frame)
+    listed, structure = pickle.loads(head)  # noqa: S301 - from a rank of this job
+    entries = [_Entry(*entry) for entry in listed]
+    places, _ = _places(len(head), [entry.nbytes for entry in entries])
+    tensors = []
+    for place, entry in zip(places, entries, strict=True):
+        stored = frame[place : place + entry.nbytes]
+        array = FORMS[entry.form].read(stored, np.dtype(entry.dtype), entry.shape).transpose(entry.axes)
+        tensors.append(codec.tensor(array, differentiable=entry.differentiable))
+    return joined(structure, tensors), tensors
+
+
+def blank(nbytes: int) -> np.ndarray:
+    """Allocates memory for a frame, so that its tensors start at multiples of 64; its contents are anything."""
+    block = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -block.ctypes.data % _ALIGNMENT
+    return block[start : start + nbytes]
+
+
+def parted(value: Any, codec: Codec) -> tuple[bytes, list[Any]]:
+    """Takes a value apart: its structure, and its tensors, each once, in the order in which they occur.
+
+    Raises:
+        ArgumentError: something in the value cannot be pickled; the error says what and where.
+    """
+    pickler = _Pickler(codec)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        path, found = culprit(value, lambda part: _Pickler(codec).dump(part))
+        kind = f"{type(found).__module__}.{type(found).__qualname__}"
+        raise ArgumentError(f"{path}, of type {kind}, cannot travel between stages: {error}") from error
+    return pickler.file.getvalue(), pickler.tensors
+
+
+def joined(structure: bytes, tensors: Sequence[Any]) -> Any:
+    """Puts a value together again, with these tensors in place of those that it was taken apart into."""
+    return _Unpickler(structure, tensors).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes numbers for tensors, and collects these."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file, protocol=5)
+        self.tensors: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._is_tensor = codec.is_tensor
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not self._is_tensor(obj):
+            return None
+        number = self._numbers.setdefault(id(obj), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(obj)
+        return number
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors where numbers stand for them."""
+
+    def __init__(self, structure: bytes, tensors: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(structure))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._tensors[pid]
+
+
+def _entry(tensor: Any, codec: Codec, compress: Callable[[Any], str | None] | None) -> tuple[_Entry, Stored]:
+    # A transposed tensor that arrived in another order in memory could not be viewed as the sender's can.
+    array, axes = laid(codec.array(tensor))
+    form = (compress and compress(tensor)) or PLAIN
+    if form not in FORMS:
+        raise ArgumentError(f"there is no form {form!r}; there are {', '.join(sorted(FORMS.keys() - {PLAIN}))}")
+    part = FORMS[form].stored(array)
+    if part is None:
+        form, part = PLAIN, plain(array)
+    return _Entry(form, array.dtype.name, array.shape, axes, codec.differentiable(tensor)), part
+
+
+def _aligned(frame: np.ndarray) -> np.ndarray:
+    copy = blank(len(frame))
+    copy[:] = frame
+    return copy
+
+
+def _places(head: int, sizes: list[int]) -> tuple[list[int], int]:
+    """Says where each tensor starts, and how long the whole frame is."""
+    places, end = [], _START.size + head
+    for size in sizes:
+        places.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = places[-1] + size
+    return places, end
+
+
+def _head(frame: np.ndarray) -> bytes:
+    if frame.dtype != np.uint8 or frame.ndim != 1 or not frame.flags.c_contiguous:
+        raise ArgumentError(f"a frame is a contiguous row of bytes, not {frame.dtype} of shape {frame.shape}")
+    if len(frame) < _START.size:
+        raise ArgumentError(f"a frame has at least {_START.size} bytes, this one has {len(frame)}")
+    magic, head, total = _START.unpack(frame[: _START.size].tobytes())
+    if magic != _MAGIC:
+        raise ArgumentError(f"these {len(frame)} bytes are no frame: they start with {magic!r}, not {_MAGIC!r}")
+    if len(frame) != total:
+        raise ArgumentError(f"this frame was packed with {total} bytes, {len(frame)} have come")
+    return frame[_START.size : _START.size + head].tobytes()

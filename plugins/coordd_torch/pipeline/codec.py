@@ -1,0 +1,81 @@
+"""PyTorch's tensors in frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from coordd.errors import ArgumentError
+from coordd.pipeline.storage import laid
+from coordd_torch.tensors import check_dense, from_array, view
+
+__all__ = ["TorchCodec", "leaf"]
+
+
+@dataclass(frozen=True)
+class TorchCodec:
+    """The `coordd.pipeline.frame.Codec` of PyTorch.
+
+    Attributes:
+        device: where tensors arrive; on the CPU they are views of the frame.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def is_tensor(self, value: object) -> bool:
+        """Says whether a value is a tensor."""
+        return isinstance(value, torch.Tensor)
+
+    def differentiable(self, tensor: torch.Tensor) -> bool:
+        """Says whether gradients flow through a tensor."""
+        return tensor.requires_grad
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray:
+        """Views a tensor's values; those on another device are copied.
+
+        Raises:
+            ArgumentError: the tensor is sparse, or of a type that NumPy does not have.
+        """
+        check_dense(tensor)
+        host = tensor.detach().resolve_conj().resolve_neg().cpu()
+        try:
+            return view(host)
+        except TypeError as error:
+            text = f"a tensor of {tensor.dtype} cannot travel between stages"
+            raise ArgumentError(text) from error
+
+    def tensor(self, array: np.ndarray, *, differentiable: bool) -> torch.Tensor:
+        """Views an array as a tensor that a new graph begins at, if gradients flow through the sender's.
+
+        It may be changed in place, unlike a leaf: a stage may well begin with ``ReLU(inplace=True)``.
+        """
+        lying, axes = laid(array)
+        tensor = from_array(lying).permute(axes).to(self.device)
+        if not differentiable:
+            return tensor
+        with torch.enable_grad():
+            entered: torch.Tensor = _Entrance.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
+            return entered
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the leaf that has the gradient of a tensor that entered, the tensor itself if it has none."""
+    if tensor.grad_fn is None:
+        return tensor
+    found: torch.Tensor = tensor.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]
+    return found
+
+
+class _Entrance(torch.autograd.Function):
+    """The identity, without a copy, and without being a view of a leaf."""
+
+    @staticmethod
+    def forward(_ctx: Any, entering: torch.Tensor) -> torch.Tensor:
+        return entering.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient

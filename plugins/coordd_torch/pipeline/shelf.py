@@ -1,0 +1,77 @@
+"""What a graph has saved for its backward pass, where one can let go of a part of it.
+
+Between the two halves of a split backward pass the second half's nodes hold on to the whole graph below them, and so to
+activations that only the first half needed: what goes into a GELU, what comes out of a softmax, masks of dropout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+__all__ = ["Shelf"]
+
+
+class _Slot:
+    """One saved tensor."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()  # with its graph, it would keep itself alive
+        self.version = tensor._version  # noqa: SLF001 - as PyTorch does, to notice changes in place
+
+
+class Shelf:
+    """Has the tensors that a graph saves while it is built."""
+
+    def __init__(self) -> None:
+        self._clearing = False
+        self._used: list[_Slot] = []
+        self._needed = threading.local()  # an engine thread for each device
+
+    def filling(self) -> saved_tensors_hooks:
+        """Returns a context in which what is saved comes here."""
+        return saved_tensors_hooks(_Slot, self._tensor)
+
+    @contextmanager
+    def clearing(self, needed: Iterable[Node]) -> Iterator[None]:
+        """Lets go afterwards of what nodes use meanwhile, but for those nodes that are needed again."""
+        with ExitStack() as stack:
+            for node in needed:
+                stack.callback(node.register_prehook(self._begin).remove)
+                stack.callback(node.register_hook(self._end).remove)
+            self._clearing = True
+            try:
+                yield
+            finally:
+                self._clearing = False
+        for slot in self._used:
+            slot.tensor = None
+        self._used.clear()
+
+    def _begin(self, _: Any) -> None:
+        self._needed.now = True
+
+    def _end(self, _: Any, __: Any) -> None:
+        self._needed.now = False
+
+    def _tensor(self, slot: _Slot) -> Tensor:
+        tensor = slot.tensor
+        if tensor is None:
+            text = "this part of a graph has been gone back through already"
+            raise RuntimeError(text)
+        if tensor._version != slot.version:  # noqa: SLF001 - as above
+            text = (
+                f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} that is needed for the backward pass was "
+                "changed in place"
+            )
+            raise RuntimeError(text)
+        if self._clearing and not getattr(self._needed, "now", False):
+            self._used.append(slot)
+        return tensor

@@ -1,0 +1,183 @@
+"""A backward pass in two: first the gradients of a stage's inputs, for which another rank waits, later the parameters'.
+
+Both passes would go through the same nodes of the graph, and compute all that lies between them twice. But where the
+ways to the inputs and to the parameters part, each node has a half for either::
+
+    output ─▶ MatMul ─▶ GELU ─▶ MatMul ─▶ input        first pass: along the line
+                │ T               │ T                   second: from each node that the line passes, down
+              weight            weight
+
+The first pass keeps the gradients that arrive at the nodes where a way branches off; the second starts there, from one
+node after the other, and takes the branches. Nothing is computed twice, and sums are formed in the same order as in one
+pass. That holds for branches of their own. What several nodes lead to (a weight used twice) is done in the first pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
+
+from coordd_torch.pipeline.shelf import Shelf
+
+__all__ = ["SplitBackward", "divisible"]
+
+_INDIVISIBLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
+"""What can be gone through only once, and only as a whole: reentrant checkpoints, what `torch.compile` made."""
+
+
+@dataclass
+class _Kept:
+    """The gradients that arrived at a node. Its hook knows them and not the node, which would never be freed then."""
+
+    gradients: tuple[Tensor | None, ...] | None = None
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        """Keeps them the first time; the second time, gives them back, as other hooks have seen to them already."""
+        if self.gradients is None:
+            self.gradients = gradients
+            return None
+        return self.gradients
+
+
+@dataclass
+class _Branch:
+    """What leads from a node to parameters that only it leads to."""
+
+    node: Node
+    leaves: list[Tensor]
+    kept: _Kept = field(default_factory=_Kept)
+    handle: RemovableHandle | None = None
+
+
+class SplitBackward:
+    """The two passes over one graph."""
+
+    def __init__(
+        self,
+        roots: Sequence[GradientEdge],
+        gradients: Sequence[Tensor | None],
+        inputs: Iterable[Tensor],
+        *,
+        shelf: Shelf | None = None,
+    ) -> None:
+        """Finds out what is to be done in which pass.
+
+        Args:
+            roots: of the graph, `divisible`.
+            gradients: of the roots.
+            inputs: the leaves whose gradients the first pass finds.
+            shelf: has what the graph has saved.
+        """
+        graph = _graph(edge.node for edge in roots)
+        self._inputs = [leaf for leaf in inputs if leaf.requires_grad and _accumulator(leaf) in graph]
+        toward = _toward({_accumulator(leaf) for leaf in self._inputs}, graph)
+        edges = list(zip(roots, gradients, strict=True))
+        self._roots = [pair for pair in edges if pair[0].node in toward]
+        self._rest = [pair for pair in edges if pair[0].node not in toward]
+        self._branches, self._own, self._early = _sorted(graph, toward, [edge.node for edge, _ in self._rest])
+        self._shelf = shelf or Shelf()
+        self._again = [branch.node for branch in self._branches]
+        self._again += [node for node in graph if node not in toward and not hasattr(node, "variable")]
+
+    def first(self) -> None:
+        """Accumulates the gradients of the inputs, and of parameters that several branches lead to."""
+        for branch in self._branches:
+            branch.handle = branch.node.register_prehook(branch.kept)
+        targets = self._inputs + self._early
+        if targets:
+            with self._shelf.clearing(self._again):
+                _run(self._roots + self._rest, targets, retain_graph=True)
+        self._roots, self._inputs, self._early, self._again = [], [], [], []
+
+    def second(self) -> None:
+        """Accumulates the gradients of all other parameters; the graph is freed bit by bit."""
+        if self._own:
+            _run(self._rest, self._own)
+        self._rest.clear()
+        for branch in self._branches:
+            pairs = [
+                (GradientEdge(branch.node, number), gradient)
+                for number, gradient in enumerate(branch.kept.gradients or ())
+                if gradient is not None
+            ]
+            if pairs:
+                _run(pairs, branch.leaves)
+            assert branch.handle is not None  # noqa: S101 - for the type checker
+            branch.handle.remove()
+        self._branches.clear()
+
+
+def divisible(roots: Iterable[GradientEdge]) -> bool:
+    """Says whether a graph's backward pass can be split."""
+    return not any(node.name() in _INDIVISIBLE for node in _graph(edge.node for edge in roots))
+
+
+def _run(
+    pairs: Sequence[tuple[GradientEdge, Tensor | None]], targets: list[Tensor], *, retain_graph: bool = False
+) -> None:
+    edges, gradients = zip(*pairs, strict=True)
+    torch.autograd.backward(edges, gradients, retain_graph=retain_graph, inputs=targets)
+
+
+def _accumulator(leaf: Tensor) -> Node:
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def _graph(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Returns all nodes with those they lead to; each comes before these."""
+    children: dict[Node, list[Node]] = {}
+    finished: list[Node] = []
+    waiting = [(root, False) for root in roots]
+    while waiting:
+        node, seen = waiting.pop()
+        if seen:
+            finished.append(node)
+        elif node not in children:
+            children[node] = [child for child, _ in node.next_functions if child is not None]
+            waiting.append((node, True))
+            waiting.extend((child, False) for child in children[node] if child not in children)
+    return {node: children[node] for node in reversed(finished)}
+
+
+def _toward(targets: set[Node], graph: dict[Node, list[Node]]) -> set[Node]:
+    """Returns the nodes that lead to a target, and the targets."""
+    found = set(targets)
+    for node, children in reversed(graph.items()):
+        if not found.isdisjoint(children):
+            found.add(node)
+    return found
+
+
+_SEVERAL: Any = object()
+_ROOT: Any = object()
+
+
+def _sorted(
+    graph: dict[Node, list[Node]], toward: set[Node], roots: list[Node]
+) -> tuple[list[_Branch], list[Tensor], list[Tensor]]:
+    """Sorts the leaves that are no inputs.
+
+    Returns:
+        those that one node on the way to the inputs leads to, by node; those that have nothing to do with the inputs;
+        and those of the first pass.
+    """
+    owners: dict[Node, Any] = dict.fromkeys(roots, _ROOT)
+    leaves: dict[Any, list[Tensor]] = {}
+    for node, children in graph.items():
+        owner = node if node in toward else owners[node]
+        for child in children:
+            if child not in toward:
+                owners[child] = owner if owners.get(child, owner) is owner else _SEVERAL
+        if node not in toward and hasattr(node, "variable"):
+            leaves.setdefault(owner, []).append(node.variable)
+    own, early = leaves.pop(_ROOT, []), leaves.pop(_SEVERAL, [])
+    for owner in [owner for owner in leaves if isinstance(owner, BackwardCFunction)]:
+        early += leaves.pop(owner)  # functions in Python compute both halves each time they run
+    return [_Branch(node, leaves[node]) for node in graph if node in leaves], own, early

@@ -1,0 +1,72 @@
+"""What a forward pass depends on besides its values: random numbers and autocast. A second pass finds them again."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Surroundings", "seed_for", "seeded"]
+
+
+def seed_for(seed: int, step: int, stage: int, microbatch: int) -> int:
+    """Derives a seed from a run's seed; different for all steps, stages and microbatches, equal on all machines."""
+    digest = hashlib.blake2b(struct.pack("<4q", seed, step, stage, microbatch), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seeds the generators for a while; afterwards they go on where they were."""
+    with _forked(device):
+        torch.manual_seed(seed)
+        yield
+
+
+class Surroundings:
+    """Those of the moment when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Notes them.
+
+        Args:
+            device: on which is computed.
+        """
+        self._device = device
+        self._chance = torch.get_rng_state()
+        self._chance_there = None if device.type == "cpu" else _module(device).get_rng_state(device)
+        self._autocast = [_autocast(kind) for kind in dict.fromkeys(["cpu", device.type])]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Has them again for a while; afterwards the generators go on where they were."""
+        with _forked(self._device), ExitStack() as stack:
+            torch.set_rng_state(self._chance)
+            if self._chance_there is not None:
+                _module(self._device).set_rng_state(self._chance_there, self._device)
+            for settings in self._autocast:
+                stack.enter_context(torch.autocast(**settings))
+            yield
+
+
+def _forked(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def _autocast(kind: str) -> dict[str, Any]:
+    return {
+        "device_type": kind,
+        "dtype": torch.get_autocast_dtype(kind),
+        "enabled": torch.is_autocast_enabled(kind),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
