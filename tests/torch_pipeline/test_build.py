@@ -54,9 +54,8 @@ def transformer() -> nn.Module:
 
 
 def parametrized() -> nn.Module:
-    return nn.Sequential(
-        parametrizations.spectral_norm(nn.Linear(6, 6)), parametrizations.weight_norm(nn.Linear(6, 6)), nn.Conv2d(3, 4, 3)
-    )
+    layers = [parametrizations.spectral_norm(nn.Linear(6, 6)), parametrizations.weight_norm(nn.Linear(6, 6))]
+    return nn.Sequential(*layers, nn.Conv2d(3, 4, 3))
 
 
 def mlp() -> nn.Module:
@@ -212,7 +211,7 @@ def test_a_builder_that_changes_its_mind_is_refused() -> None:
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="returned list, not a torch.nn.Module"):
+    with pytest.raises(ArgumentError, match=r"returned list, not a torch\.nn\.Module"):
         outline(lambda: [nn.Linear(2, 2)])
 
 

@@ -9,7 +9,7 @@ from tests.torch_pipeline.test_build import check_quarters
 
 transformers = pytest.importorskip("transformers")
 
-_SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
+_SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=40)  # noqa: C408
 
 
 def gpt2() -> nn.Module:

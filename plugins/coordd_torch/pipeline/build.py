@@ -7,7 +7,8 @@ real, with ghosts in the place of what is not wanted.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from coordd_torch.pipeline.ghosts import Ghosts, UnreadableError
 __all__ = ["Builder", "Wanted", "keep", "materialise", "outline"]
 
 Builder = Callable[[], nn.Module]
-Wanted = Callable[[str], bool] | Set[str]
+Wanted = Callable[[str], bool] | AbstractSet[str]
 """Names of parameters and buffers, or what says of each name whether it is one of them."""
 
 _SHOWN = 5
@@ -134,7 +135,9 @@ def _rehearsed(builder: Builder, *, draw: bool) -> _Rehearsal:
         raise ArgumentError(f"the builder returned {type(model).__name__}, not a torch.nn.Module")
     places = list(_places(model))
     made = {id(tensor) for tensor in ghosts.made}
-    foreign = [place.name for place in places if isinstance(place.tensor, nn.Parameter) and id(place.tensor) not in made]
+    foreign = [
+        place.name for place in places if isinstance(place.tensor, nn.Parameter) and id(place.tensor) not in made
+    ]
     if foreign:
         raise ArgumentError(
             f"the builder returns parameters that it has not made itself, or not as torch.nn.Parameter: "
@@ -142,9 +145,7 @@ def _rehearsed(builder: Builder, *, draw: bool) -> _Rehearsal:
         )
     # What was replaced by `parameter.data = ...` has other sources than itself, and must still be there to take them.
     itself = {id(tensor): frozenset({number}) for number, tensor in enumerate(ghosts.made)}
-    needs = {
-        place.name: ghosts.sources(place.tensor) | itself.get(id(place.tensor), frozenset()) for place in places
-    }
+    needs = {place.name: ghosts.sources(place.tensor) | itself.get(id(place.tensor), frozenset()) for place in places}
     keep(model, frozenset())
     return _Rehearsal(model, needs, [tensor.shape for tensor in ghosts.made])
 
@@ -159,7 +160,7 @@ def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     return empty
 
 
-def _select(names: Set[str] | list[str] | dict[str, Any], wanted: Wanted) -> frozenset[str]:
+def _select(names: Collection[str], wanted: Wanted) -> frozenset[str]:
     if callable(wanted):
         return frozenset(filter(wanted, names))
     unknown = sorted(wanted - set(names))

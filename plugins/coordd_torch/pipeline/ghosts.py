@@ -8,7 +8,7 @@ until the next one's turn comes, for some initialisers look at what they have dr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ _READING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 _OVERWRITING = frozenset({torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_})
 _CPU = torch.device("cpu")
 _unmasked = torch._C.DisableTorchFunction  # noqa: SLF001 - how PyTorch's own code looks behind a guise
-_Layout = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+_Layout = tuple[torch.dtype, int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 
 class UnreadableError(ArgumentError):
@@ -58,7 +58,7 @@ class Ghosts(TorchDispatchMode):
             kept: the numbers of those that are real.
             draw: whether random numbers are drawn for ghosts.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[torch.Tensor] = []
         self._kept = kept
         self._draw = draw
@@ -71,21 +71,21 @@ class Ghosts(TorchDispatchMode):
         self._homes: dict[StorageWeakRef, torch.device] = {}
         self._lent: dict[StorageWeakRef, tuple[_Layout, torch.Tensor]] = {}
 
-    def __enter__(self) -> Ghosts:
+    def __enter__(self) -> Self:
         # Copying a module makes parameters, too, which no hook of PyTorch's shows before they have been registered.
         self._plain_new = nn.Parameter.__dict__["__new__"]
         nn.Parameter.__new__ = staticmethod(self._new)  # type: ignore[method-assign,assignment]
         self._hooks = (
-            register_module_buffer_registration_hook(self._register),
+            register_module_buffer_registration_hook(self._register),  # type: ignore[arg-type]
             register_module_parameter_registration_hook(self._own),
         )
-        self._guise.__enter__()
-        super().__enter__()
+        self._guise.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._guise.__exit__(*exception)
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._guise.__exit__(*exception)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
         nn.Parameter.__new__ = self._plain_new  # type: ignore[method-assign]
@@ -243,7 +243,7 @@ class Ghosts(TorchDispatchMode):
 
 
 class _Guise(TorchFunctionMode):
-    """Shows ghosts as what they stand for, since initialisers leave out tensors that say they are on the meta device."""
+    """Shows ghosts as what they stand for: some initialisers leave out what says that it is on the meta device."""
 
     def __init__(self, ghosts: Ghosts) -> None:
         super().__init__()
@@ -257,12 +257,13 @@ class _Guise(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SHOWN: Any = torch.Tensor
+_SET_DATA = _SHOWN.data.__set__
 _GUISES: dict[Any, Callable[[torch.device], Any]] = {
-    torch.Tensor.device.__get__: lambda home: home,  # type: ignore[attr-defined]
-    torch.Tensor.is_cpu.__get__: lambda home: home.type == "cpu",  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__: lambda home: home.type == "cuda",  # type: ignore[attr-defined]
-    torch.Tensor.is_meta.__get__: lambda _: False,  # type: ignore[attr-defined]
+    _SHOWN.device.__get__: lambda home: home,
+    _SHOWN.is_cpu.__get__: lambda home: home.type == "cpu",
+    _SHOWN.is_cuda.__get__: lambda home: home.type == "cuda",
+    _SHOWN.is_meta.__get__: lambda _: False,
 }
 
 
