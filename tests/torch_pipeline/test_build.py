@@ -62,7 +62,20 @@ def mlp() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(12, 12), nn.ReLU())))
 
 
-BUILDERS = [mlp, Tied, Handmade, copies, transformer, parametrized]
+def recurrent() -> nn.Module:
+    return nn.Sequential(nn.LSTM(5, 6, num_layers=2), nn.GRU(6, 3))
+
+
+def filled() -> nn.Module:
+    """Its values come from elsewhere, as a file's do."""
+    generator = torch.Generator().manual_seed(8)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    state = {name: torch.randn(value.shape, generator=generator) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    return model
+
+
+BUILDERS = [filled, recurrent, mlp, Tied, Handmade, copies, transformer, parametrized]
 
 
 def seed() -> None:
@@ -162,6 +175,12 @@ def test_keep_frees_what_is_not_wanted_and_leaves_ties() -> None:
     keep(model, {"blocks.1.bias"})
     assert model.head.weight is model.embedding.weight
     assert model.head.weight.is_meta
+
+
+def test_keep_leaves_nothing_in_recurrent_modules() -> None:
+    model = recurrent()
+    keep(model, {"0.weight_hh_l0"})
+    assert [weight.is_meta for weight in model[0]._flat_weights] == [True, False] + [True] * 6
 
 
 def test_keep_leaves_what_was_noted_on_a_parameter() -> None:

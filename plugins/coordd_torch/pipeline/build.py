@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -88,7 +88,8 @@ def keep(model: nn.Module, wanted: Wanted) -> None:
     ghosts: dict[int, torch.Tensor] = {}
     for place in places:
         if id(place.tensor) not in held:
-            place.put(ghosts.setdefault(id(place.tensor), _emptied(place.tensor)))
+            empty = ghosts.setdefault(id(place.tensor), _emptied(place.tensor))
+            setattr(place.module, place.attribute, empty)  # recurrent modules note it when this is done
 
 
 @dataclass(frozen=True)
@@ -98,27 +99,19 @@ class _Rehearsal:
     shapes: list[torch.Size]
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     name: str
-    held: dict[str, Any]
-    key: str
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.held[self.key]
-        return tensor
-
-    def put(self, tensor: torch.Tensor) -> None:
-        self.held[self.key] = tensor
+    tensor: torch.Tensor
+    module: nn.Module
+    attribute: str
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for held in (module._parameters, module._buffers):  # noqa: SLF001 - assigning would run the hooks of others
-            for key, tensor in held.items():
+        for held in (module._parameters, module._buffers):  # noqa: SLF001 - nothing else tells modules' own under all names
+            for attribute, tensor in held.items():
                 if tensor is not None:
-                    yield _Place(f"{prefix}.{key}" if prefix else key, held, key)
+                    yield _Place(f"{prefix}.{attribute}" if prefix else attribute, tensor, module, attribute)
 
 
 def _rehearse(builder: Builder) -> _Rehearsal:

@@ -40,7 +40,7 @@ def save_stage(
     folder: str | Path,
     stage: int,
     stages: int,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Any],
     *,
     aliases: Mapping[str, str] | None = None,
 ) -> None:
@@ -72,12 +72,15 @@ def save_stage(
     archive.write(Path(folder), stage_file(stage, stages), renamed, {_ALIASES: json.dumps(known)})
 
 
-def write_manifest(folder: str | Path, stages: int, metadata: Mapping[str, Any] | None = None) -> None:
+def write_manifest(
+    folder: str | Path, stages: int, *, optimizer: bool = False, metadata: Mapping[str, Any] | None = None
+) -> None:
     """Makes a checkpoint of what all stages have saved.
 
     Args:
         folder: where they have.
         stages: how many there are.
+        optimizer: whether they have saved the state of their optimizers, too.
         metadata: what else is to be noted, such as the number of the step; anything that JSON can tell.
 
     Raises:
@@ -86,20 +89,10 @@ def write_manifest(folder: str | Path, stages: int, metadata: Mapping[str, Any] 
     folder = Path(folder)
     weights, notes, size = _gather(folder, [stage_file(stage, stages) for stage in range(stages)])
     further = {alias: name for note in notes for alias, name in json.loads(note.get(_ALIASES, "{}")).items()}
-    states = [file for stage in range(stages) if (folder / (file := stage_file(stage, stages, "optimizer"))).exists()]
-    archive.replace_manifest(
-        folder,
-        {
-            "metadata": {
-                **(metadata or {}),
-                "total_size": size,
-                "stages": stages,
-                "aliases": further,
-                "optimizer": states,
-            },
-            "weight_map": weights,
-        },
-    )
+    states = [stage_file(stage, stages, "optimizer") for stage in range(stages)] if optimizer else []
+    _gather(folder, states)
+    noted = {**(metadata or {}), "total_size": size, "stages": stages, _ALIASES: further, "optimizer": states}
+    archive.replace_manifest(folder, {"metadata": noted, "weight_map": weights})
 
 
 def load(
@@ -141,10 +134,10 @@ def load_into(model: nn.Module, folder: str | Path) -> None:
     saved, alike = weights.keys() | further.keys(), aliases(model)
     missing = [name for name in held if name not in saved and alike.get(name) not in saved]
     unexpected = saved - held.keys()
-    if missing or unexpected:
-        complaints = [f"it has no {some(missing)}"] * bool(missing) + [f"the model has no {some(unexpected)}"] * bool(
-            unexpected
-        )
+    complaints = [f"it has no {some(missing)}"] * bool(missing) + [f"the model has no {some(unexpected)}"] * bool(
+        unexpected
+    )
+    if complaints:
         raise ArgumentError(f"the checkpoint in {folder} is not of this model: {'; '.join(complaints)}")
     real = {name: value for name, value in held.items() if not value.is_meta and name in saved}
     loaded = load(folder, real)

@@ -6,7 +6,7 @@ Tensors lie in ``optimizer-<k>-of-<n>.safetensors``; numbers and the settings of
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def save_optimizer(
     folder: str | Path,
     stage: int,
     stages: int,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     names: Mapping[str, torch.Tensor],
 ) -> None:
     """Saves the state of one stage's optimizer; before the manifest is written, like the stage's weights.
@@ -35,7 +35,7 @@ def save_optimizer(
         folder: is made if need be.
         stage: its number, from 0.
         stages: how many there are.
-        optimizer: of which those parameters are saved that are named.
+        optimizer: of which those parameters are saved that are named; none where a stage has no parameters.
         names: the parameters by their names in the whole model; what a lower stage saves is left out.
 
     Raises:
@@ -44,15 +44,13 @@ def save_optimizer(
     called = {id(parameter): name for name, parameter in names.items()}
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
-    for parameter, state in optimizer.state.items():
-        if id(parameter) not in called:
-            continue
-        name = called[id(parameter)]
-        tensors |= {f"{name}.{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
-        plain[name] = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+    for parameter, state in optimizer.state.items() if optimizer else ():
+        if name := called.get(id(parameter)):
+            tensors |= {f"{name}.{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            plain[name] = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
     groups = [
         {"names": [called[id(one)] for one in group["params"] if id(one) in called], "settings": _settings(group)}
-        for group in optimizer.param_groups
+        for group in (optimizer.param_groups if optimizer else ())
     ]
     try:
         notes = {"plain": json.dumps(plain), "groups": json.dumps(groups)}
@@ -78,19 +76,20 @@ def load_optimizer(folder: str | Path, optimizer: torch.optim.Optimizer, names: 
             had different settings and are now in one group.
     """
     folder = Path(folder)
-    called = {id(parameter): name for name, parameter in names.items()}
-    order = [called.get(id(one)) for group in optimizer.param_groups for one in group["params"]]
-    if None in order:
-        raise ArgumentError(f"the optimizer has {order.count(None)} parameters that are not named")
-    saved = _Saved(folder)
+    saved = _Saved(Path(folder))
+    called = {id(parameter): saved.name(name) for name, parameter in names.items()}
+    order = [called.get(id(one), "") for group in optimizer.param_groups for one in group["params"]]
+    if "" in order:
+        raise ArgumentError(f"{order.count('')} of the optimizer's {len(order)} parameters have no name")
     missing = [name for name in order if name not in saved.settings]
     if missing:
-        raise ArgumentError(f"the checkpoint in {folder} has no optimizer state of {some(map(str, missing))}")
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        group |= saved.shared([str(order[index]) for index in group["params"]], group)
-    state["state"] = {index: found for index, name in enumerate(order) if (found := saved.state(str(name)))}
-    optimizer.load_state_dict(state)
+        raise ArgumentError(f"the checkpoint in {folder} has no optimizer state of {some(missing)}")
+    packed, states = optimizer.state_dict(), saved.states(order)
+    packed["param_groups"] = [
+        group | saved.shared([order[index] for index in group["params"]], group) for group in packed["param_groups"]
+    ]
+    packed["state"] = {index: states[name] for index, name in enumerate(order) if states[name]}
+    optimizer.load_state_dict(packed)
 
 
 class _Saved:
@@ -102,26 +101,34 @@ class _Saved:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._keys: dict[str, dict[str, str]] = {}
+        self._places: dict[str, str] = {}
         self._plain: dict[str, dict[str, Any]] = {}
         self.settings: dict[str, dict[str, Any]] = {}
-        for file in archive.read_manifest(folder)["metadata"].get("optimizer", []):
+        metadata = archive.read_manifest(folder)["metadata"]
+        self._aliases: dict[str, str] = metadata.get("aliases", {})
+        for file in metadata.get("optimizer", []):
             keys, notes, _ = archive.listed(folder, file)
-            for key in keys:
-                self._keys.setdefault(key.rpartition(".")[0], {})[key] = file
+            self._places |= dict.fromkeys(keys, file)
             self._plain |= json.loads(notes["plain"])
             for group in json.loads(notes["groups"]):
                 self.settings |= dict.fromkeys(group["names"], group["settings"])
 
-    def state(self, name: str) -> dict[str, Any]:
-        tensors = archive.read(self._folder, self._keys.get(name, {}), "cpu")
-        return {key.rpartition(".")[2]: tensor for key, tensor in tensors.items()} | self._plain.get(name, {})
+    def name(self, name: str) -> str:
+        """The name by which a parameter was saved; what is tied has several."""
+        return self._aliases.get(name, name)
 
-    def shared(self, names: list[str], group: Mapping[str, Any]) -> dict[str, Any]:
+    def states(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Reads what these parameters had."""
+        states = {name: dict(self._plain.get(name, {})) for name in names}
+        places = {key: file for key, file in self._places.items() if key.rpartition(".")[0] in states}
+        for key, tensor in archive.read(self._folder, places, "cpu").items():
+            name, _, key_ = key.rpartition(".")
+            states[name][key_] = tensor
+        return states
+
+    def shared(self, names: Sequence[str], group: Mapping[str, Any]) -> dict[str, Any]:
         """Finds the settings that all these parameters had, in the types that the group has now."""
-        if not names:
-            return {}
-        settings = self.settings[names[0]]
+        settings = self.settings[names[0]] if names else {}
         others = [name for name in names if self.settings[name] != settings]
         if others:
             raise ArgumentError(
