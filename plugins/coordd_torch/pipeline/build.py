@@ -82,9 +82,9 @@ def keep(model: nn.Module, wanted: Wanted) -> None:
     places = list(_places(model))
     names = _select([place.name for place in places], wanted)
     held = {id(place.tensor) for place in places if place.name in names}
-    empty = [place.name for place in places if place.name in names and place.tensor.is_meta]
-    if empty:
-        raise ArgumentError(f"what is wanted has no values, it is on the meta device: {_some(empty)}")
+    valueless = [place.name for place in places if place.name in names and place.tensor.is_meta]
+    if valueless:
+        raise ArgumentError(f"what is wanted has no values, it is on the meta device: {_some(valueless)}")
     ghosts: dict[int, torch.Tensor] = {}
     for place in places:
         if id(place.tensor) not in held:

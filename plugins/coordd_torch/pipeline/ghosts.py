@@ -27,6 +27,7 @@ __all__ = ["Ghosts", "UnreadableError"]
 
 _READING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _OVERWRITING = frozenset({torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_})
+_INDEXING = frozenset({torch.ops.aten.index, torch.ops.aten.index_put_})
 _CPU = torch.device("cpu")
 _unmasked = torch._C.DisableTorchFunction  # noqa: SLF001 - how PyTorch's own code looks behind a guise
 _Layout = tuple[torch.dtype, int | torch.SymInt, torch.Size, tuple[int, ...]]
@@ -154,11 +155,22 @@ class Ghosts(TorchDispatchMode):
             result = func(*args_, **kwargs_)
             if makes or not all(tensor.is_meta for tensor in written):
                 return tree_map_only(torch.Tensor, self._borrower, result) if makes else result
-        elif not _READING.isdisjoint(func.tags) or not all(tensor.is_meta for tensor in written):
+        elif not all(tensor.is_meta for tensor in written):
+            raise self._refusal(tensors)
+        elif func.overloadpacket in _INDEXING and self._known(_tensors(args[1])):
+            return self._index(func, args, kwargs, written)
+        elif not _READING.isdisjoint(func.tags):
             raise self._refusal(tensors)
         else:
             self._forget(written)
         return self._outline(func, args, kwargs)
+
+    def _index(self, func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
+        """How many elements a mask selects is known by the mask alone, but not on the meta device."""
+        args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
+        result = func(*args, **kwargs)
+        self._forget(written)
+        return written[0] if written else self.ghost(result)
 
     def _random(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = list(_written(func, args, kwargs))
