@@ -1,0 +1,140 @@
+"""A folder of safetensors files which one manifest makes a checkpoint.
+
+Files appear at once and whole, the manifest last: where there is a manifest, there is all that it names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordd.errors import ArgumentError
+
+__all__ = ["MANIFEST", "listed", "opened", "read", "read_manifest", "replace_manifest", "some", "withdraw", "write"]
+
+MANIFEST = "manifest.json"
+
+_SHOWN = 5
+
+
+def write(folder: Path, file: str, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> None:
+    """Writes a file of tensors, and what there is to note about them, in the place of an older one."""
+    _safetensors()
+    from safetensors.torch import save_file
+
+    with _replacing(folder / file) as draft:
+        save_file(_apart(tensors), draft, {"format": "pt", **notes})
+
+
+def read(folder: Path, files: Mapping[str, str], device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Reads tensors, of each file only those that are asked for.
+
+    Args:
+        folder: where the files are.
+        files: by name of a tensor the file that it is in.
+        device: where the tensors are to be.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(set(files.values())):
+        with opened(folder, file, device) as source:
+            found |= {name: source.get_tensor(name) for name, place in files.items() if place == file}
+    return found
+
+
+@contextmanager
+def opened(folder: Path, file: str, device: torch.device | str = "cpu") -> Iterator[Any]:
+    """Opens a file to read; a tensor is read when it is asked for.
+
+    Raises:
+        ArgumentError: there is no such file, or it is none of safetensors'.
+    """
+    safetensors = _safetensors()
+    try:
+        source = safetensors.safe_open(str(folder / file), framework="pt", device=str(device))
+    except (FileNotFoundError, safetensors.SafetensorError) as error:
+        raise ArgumentError(f"{file} of the checkpoint in {folder} cannot be read: {error}") from error
+    with source:
+        yield source
+
+
+def listed(folder: Path, file: str) -> tuple[list[str], dict[str, str], int]:
+    """Reads what a file holds: the names of the tensors, the notes, and how many bytes the tensors have."""
+    with opened(folder, file) as source:
+        names, notes = list(source.keys()), source.metadata() or {}
+    with (folder / file).open("rb") as stream:
+        header = int.from_bytes(stream.read(8), "little")
+    return names, notes, (folder / file).stat().st_size - header - 8
+
+
+def withdraw(folder: Path) -> None:
+    """Makes the folder, and takes an older manifest away, since the files that it names are about to change."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+
+
+def replace_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes the manifest."""
+    with _replacing(folder / MANIFEST) as draft:
+        draft.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Reads the manifest.
+
+    Raises:
+        ArgumentError: there is none, or it is none of a checkpoint.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        manifest["metadata"], manifest["weight_map"]
+    except FileNotFoundError:
+        reason = f"{folder} holds no complete checkpoint: it has no {MANIFEST}, which is written last"
+        raise ArgumentError(reason) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"{folder / MANIFEST} is no manifest of a checkpoint ({error})") from error
+    return manifest
+
+
+def some(names: Iterable[str]) -> str:
+    """Writes the first few names, and how many more there are."""
+    ordered = sorted(names)
+    rest = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return ", ".join(map(repr, ordered[:_SHOWN])) + rest
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        with draft.open("rb") as written:
+            os.fsync(written.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The format knows no strides, and no memory that two tensors have in common."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().contiguous()
+        apart[name] = plain.clone() if plain.untyped_storage().data_ptr() in seen else plain
+        seen.add(plain.untyped_storage().data_ptr())
+    return apart
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        reason = "checkpoints need safetensors, which is not installed: pip install 'coordd[pipeline]'"
+        raise ArgumentError(reason) from error
+    return safetensors

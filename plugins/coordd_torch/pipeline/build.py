@@ -1,0 +1,179 @@
+"""A model of which one rank makes its own part only, with the weights that the whole model would have got.
+
+The builder is run twice: once without any values, which shows what is made and what is computed from what, and once for
+real, with ghosts in the place of what is not wanted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from coordd.errors import ArgumentError
+from coordd_torch.pipeline.ghosts import Ghosts, UnreadableError
+
+__all__ = ["Builder", "Wanted", "keep", "materialise", "outline"]
+
+Builder = Callable[[], nn.Module]
+Wanted = Callable[[str], bool] | AbstractSet[str]
+"""Names of parameters and buffers, or what says of each name whether it is one of them."""
+
+_SHOWN = 5
+
+
+def outline(builder: Builder) -> nn.Module:
+    """Builds a model on the meta device; the state of the random generators stays as it is.
+
+    Args:
+        builder: makes the model, all of it, and the same each time.
+
+    Raises:
+        ArgumentError: the builder returns parameters that it has not made, or needs values that it has not just drawn.
+    """
+    return _rehearse(builder).model
+
+
+def materialise(builder: Builder, wanted: Wanted) -> nn.Module:
+    """Builds a model of which only the wanted parameters and buffers are real; the others are on the meta device.
+
+    What is real is bitwise equal to what ``builder()`` would have made, and so is the state of the random generators
+    afterwards. Never in memory at a time: more than what is wanted, what that is computed from, and one more parameter
+    with what its initialisation needs.
+
+    Args:
+        builder: makes the model, all of it, and the same each time.
+        wanted: by their names in the built model; one name of a tied parameter is enough.
+
+    Raises:
+        ArgumentError: no such name; or the builder makes something else each time, returns parameters that it has not
+            made, or needs values that are no longer there.
+    """
+    rehearsal = _rehearse(builder)
+    names = _select(rehearsal.needs, wanted)
+    kept = frozenset().union(*(rehearsal.needs[name] for name in names))
+    with Ghosts(kept, draw=True) as ghosts:
+        model = builder()
+    shapes = [tensor.shape for tensor in ghosts.made]
+    if shapes != rehearsal.shapes:
+        raise ArgumentError(
+            f"the builder makes something else each time it is called: {len(rehearsal.shapes)} parameters and buffers, "
+            f"then {len(shapes)}, or of other shapes; let it depend on nothing that changes"
+        )
+    keep(model, names)
+    return model
+
+
+def keep(model: nn.Module, wanted: Wanted) -> None:
+    """Moves all parameters and buffers that are not wanted to the meta device, which frees their memory.
+
+    Tied ones stay tied, and are wanted if any of their names is.
+
+    Raises:
+        ArgumentError: no such name, or a wanted one has no values.
+    """
+    places = list(_places(model))
+    names = _select([place.name for place in places], wanted)
+    held = {id(place.tensor) for place in places if place.name in names}
+    valueless = [place.name for place in places if place.name in names and place.tensor.is_meta]
+    if valueless:
+        raise ArgumentError(f"what is wanted has no values, it is on the meta device: {_some(valueless)}")
+    ghosts: dict[int, torch.Tensor] = {}
+    for place in places:
+        if id(place.tensor) not in held:
+            empty = ghosts.setdefault(id(place.tensor), _emptied(place.tensor))
+            setattr(place.module, place.attribute, empty)  # recurrent modules note it when this is done
+
+
+@dataclass(frozen=True)
+class _Rehearsal:
+    model: nn.Module
+    needs: dict[str, frozenset[int]]  # by name the numbers of what must be made for real
+    shapes: list[torch.Size]
+
+
+class _Place(NamedTuple):
+    name: str
+    tensor: torch.Tensor
+    module: nn.Module
+    attribute: str
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for held in (module._parameters, module._buffers):  # noqa: SLF001 - nothing else tells modules' own under all names
+            for attribute, tensor in held.items():
+                if tensor is not None:
+                    yield _Place(f"{prefix}.{attribute}" if prefix else attribute, tensor, module, attribute)
+
+
+def _rehearse(builder: Builder) -> _Rehearsal:
+    with _unchanged_randomness():
+        with suppress(UnreadableError):
+            return _rehearsed(builder, draw=False)
+        return _rehearsed(builder, draw=True)  # an initialiser looks at what it has drawn
+
+
+def _rehearsed(builder: Builder, *, draw: bool) -> _Rehearsal:
+    with Ghosts(frozenset(), draw=draw) as ghosts:
+        model = builder()
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"the builder returned {type(model).__name__}, not a torch.nn.Module")
+    places = list(_places(model))
+    made = {id(tensor) for tensor in ghosts.made}
+    foreign = [
+        place.name for place in places if isinstance(place.tensor, nn.Parameter) and id(place.tensor) not in made
+    ]
+    if foreign:
+        raise ArgumentError(
+            f"the builder returns parameters that it has not made itself, or not as torch.nn.Parameter: "
+            f"{_some(foreign)}; make all of the model in the builder, or give the built model instead"
+        )
+    # What was replaced by `parameter.data = ...` has other sources than itself, and must still be there to take them.
+    itself = {id(tensor): frozenset({number}) for number, tensor in enumerate(ghosts.made)}
+    needs = {place.name: ghosts.sources(place.tensor) | itself.get(id(place.tensor), frozenset()) for place in places}
+    keep(model, frozenset())
+    return _Rehearsal(model, needs, [tensor.shape for tensor in ghosts.made])
+
+
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    empty = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, tensor.requires_grad)
+    vars(empty).update(vars(tensor))
+    return empty
+
+
+def _select(names: Collection[str], wanted: Wanted) -> frozenset[str]:
+    if callable(wanted):
+        return frozenset(filter(wanted, names))
+    unknown = sorted(wanted - set(names))
+    if unknown:
+        raise ArgumentError(f"the model has no parameter or buffer named {_some(unknown)}")
+    return frozenset(wanted)
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + rest
+
+
+@contextmanager
+def _unchanged_randomness() -> Iterator[None]:
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - it is what a builder may use
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002

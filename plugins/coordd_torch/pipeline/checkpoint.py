@@ -1,0 +1,172 @@
+"""Weights under the names that they have in the whole model: saved by stage, loaded at any number of stages or without.
+
+The folder has ``stage-<k>-of-<n>.safetensors`` for each stage, and ``manifest.json`` in the form of the index that
+transformers writes beside several files, so that other tools read it, too. All stages save; when all have, one rank
+writes the manifest. What is tied is saved once, by its lowest stage, and the manifest lists its other names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from coordd.errors import ArgumentError
+from coordd_torch.pipeline import archive
+from coordd_torch.pipeline.archive import some
+
+__all__ = ["aliases", "load", "load_into", "save_stage", "stage_file", "write_manifest"]
+
+_ALIASES = "aliases"
+
+
+def stage_file(stage: int, stages: int, kind: str = "stage") -> str:
+    """Names the file of a stage."""
+    return f"{kind}-{stage}-of-{stages}.safetensors"
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Finds the further names of tied parameters: by each of them the name that comes first in the model."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name}
+
+
+def save_stage(
+    folder: str | Path,
+    stage: int,
+    stages: int,
+    tensors: Mapping[str, Any],
+    *,
+    aliases: Mapping[str, str] | None = None,
+) -> None:
+    """Saves what one stage has, and takes the folder's older manifest away.
+
+    Args:
+        folder: is made if need be.
+        stage: its number, from 0.
+        stages: how many there are.
+        tensors: by their names in the whole model; what is tied with a tensor of a lower stage is left to that one.
+        aliases: further names of tied parameters, as `aliases` finds them; what goes by those is not saved again.
+
+    Raises:
+        ArgumentError: something is no tensor, or has no values.
+    """
+    further = dict(aliases or {})
+    own = {name: value for name, value in tensors.items() if further.get(name) not in tensors}
+    renamed = {further.get(name, name): value for name, value in own.items()}
+    odd = [name for name, value in renamed.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise ArgumentError(f"only tensors can be saved in a checkpoint, and these are none: {some(odd)}")
+    empty = [name for name, value in renamed.items() if value.is_meta]
+    if empty:
+        raise ArgumentError(
+            f"stage {stage} is to save what it does not hold, but has on the meta device: {some(empty)}"
+        )
+    archive.withdraw(Path(folder))
+    known = {alias: name for alias, name in further.items() if name in renamed}
+    archive.write(Path(folder), stage_file(stage, stages), renamed, {_ALIASES: json.dumps(known)})
+
+
+def write_manifest(
+    folder: str | Path, stages: int, *, optimizer: bool = False, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Makes a checkpoint of what all stages have saved.
+
+    Args:
+        folder: where they have.
+        stages: how many there are.
+        optimizer: whether they have saved the state of their optimizers, too.
+        metadata: what else is to be noted, such as the number of the step; anything that JSON can tell.
+
+    Raises:
+        ArgumentError: a stage has not saved, or two have saved the same.
+    """
+    folder = Path(folder)
+    weights, notes, size = _gather(folder, [stage_file(stage, stages) for stage in range(stages)])
+    further = {alias: name for note in notes for alias, name in json.loads(note.get(_ALIASES, "{}")).items()}
+    states = [stage_file(stage, stages, "optimizer") for stage in range(stages)] if optimizer else []
+    _gather(folder, states)
+    noted = {**(metadata or {}), "total_size": size, "stages": stages, _ALIASES: further, "optimizer": states}
+    archive.replace_manifest(folder, {"metadata": noted, "weight_map": weights})
+
+
+def load(
+    folder: str | Path, names: Iterable[str] | None = None, *, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Loads tensors from a checkpoint, and opens only the files that have them.
+
+    Args:
+        folder: of the checkpoint.
+        names: in the whole model; by default all, further names of what is tied included.
+        device: where the tensors are to be.
+
+    Returns:
+        the tensors by name; where two names are of one tied tensor, both have the same.
+
+    Raises:
+        ArgumentError: the checkpoint is not complete, or has no such names.
+    """
+    folder = Path(folder)
+    weights, further = _contents(folder)
+    asked = [*weights, *further] if names is None else list(names)
+    sources = {name: further.get(name, name) for name in asked}
+    missing = [name for name, source in sources.items() if source not in weights]
+    if missing:
+        raise ArgumentError(f"the checkpoint in {folder} has no {some(missing)}")
+    found = archive.read(folder, {source: weights[source] for source in sources.values()}, device)
+    return {name: found[source] for name, source in sources.items()}
+
+
+def load_into(model: nn.Module, folder: str | Path) -> None:
+    """Fills a model from a checkpoint: the plain one, or one of which only a part is real, which alone is read.
+
+    Raises:
+        ArgumentError: the checkpoint is not complete, names other tensors than the model, or has them in other shapes.
+            The model is as it was then.
+    """
+    held = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    weights, further = _contents(Path(folder))
+    saved, alike = weights.keys() | further.keys(), aliases(model)
+    missing = [name for name in held if name not in saved and alike.get(name) not in saved]
+    unexpected = saved - held.keys()
+    complaints = [f"it has no {some(missing)}"] * bool(missing) + [f"the model has no {some(unexpected)}"] * bool(
+        unexpected
+    )
+    if complaints:
+        raise ArgumentError(f"the checkpoint in {folder} is not of this model: {'; '.join(complaints)}")
+    real = {name: value for name, value in held.items() if not value.is_meta and name in saved}
+    loaded = load(folder, real)
+    different = [
+        f"{name} (here {tuple(value.shape)}, there {tuple(loaded[name].shape)})"
+        for name, value in real.items()
+        if value.shape != loaded[name].shape
+    ]
+    if different:
+        raise ArgumentError(f"the checkpoint in {folder} has other shapes than the model: {some(different)}")
+    with torch.no_grad():
+        for name, value in real.items():
+            value.copy_(loaded[name])
+
+
+def _contents(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    manifest = archive.read_manifest(folder)
+    return manifest["weight_map"], manifest["metadata"].get(_ALIASES, {})
+
+
+def _gather(folder: Path, files: Iterable[str]) -> tuple[dict[str, str], list[dict[str, str]], int]:
+    places: dict[str, str] = {}
+    notes, size = [], 0
+    for file in files:
+        names, note, length = archive.listed(folder, file)
+        twice = [name for name in names if name in places]
+        if twice:
+            raise ArgumentError(f"{file} in {folder} has what {places[twice[0]]} has, too: {some(twice)}")
+        places |= dict.fromkeys(names, file)
+        notes.append(note)
+        size += length
+    return places, notes, size
