@@ -22,8 +22,8 @@ __all__ = ["WORDS", "draw"]
 WORDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
-    Kind.INPUT: "backward, inputs",
-    Kind.WEIGHT: "backward, weights",
+    Kind.INPUT: "backward of inputs",
+    Kind.WEIGHT: "backward of weights",
 }
 """The kinds of passes, in words."""
 
@@ -170,10 +170,12 @@ class _Canvas:
         for (kind, shade), boxes in sorted(paths.items()):
             opacity = _FAINT + (1 - _FAINT) * shade / _SHADES
             self.parts.append(
-                f'<path fill="{_colour(kind, 0, 1)}" fill-opacity="{opacity:.2f}" d="{"".join(boxes)}"/>'
+                f'<path shape-rendering="crispEdges" fill="{_colour(kind, 0, 1)}" fill-opacity="{opacity:.2f}" d="{"".join(boxes)}"/>'
             )
 
-    def _box(self, x: float, y: float, width: float, height: float, *, fill: str, hint: str = "", more: str = "") -> None:
+    def _box(
+        self, x: float, y: float, width: float, height: float, *, fill: str, hint: str = "", more: str = ""
+    ) -> None:
         place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"{more}'
         self.parts.append(f"<rect {place}><title>{escape(hint)}</title></rect>" if hint else f"<rect {place}/>")
 
