@@ -176,10 +176,15 @@ def _costs(options: argparse.Namespace, stages: int, chunks: int) -> Costs:
     from coordd.pipeline.simulate import Costs
 
     forward = 1.0 if options.forward is None else options.forward
-    given = (forward if time is None else time for time in (forward, options.backward, options.weight))
-    passes = [[time / chunks] * stages for time in given]
+    inward, weight = (forward if time is None else time for time in (options.backward, options.weight))
     transfer = {(stage, stage + 1): options.transfer or 0.0 for stage in range(stages - 1)}
-    return Costs(*passes, transfer=transfer, activation=[1 / chunks] * stages)
+    return Costs(
+        [forward / chunks] * stages,
+        [inward / chunks] * stages,
+        [weight / chunks] * stages,
+        transfer=transfer,
+        activation=[1 / chunks] * stages,
+    )
 
 
 def _count(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coordd.errors import spans
 from coordd.pipeline.action import Kind
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Timeline
@@ -25,7 +26,7 @@ def lanes(plan: Plan, most: int) -> list[range]:
 
 def name(lane: range) -> str:
     """Says of which ranks a lane is."""
-    return f"rank {lane[0]}" if len(lane) == 1 else f"ranks {lane[0]}–{lane[-1]}"
+    return f"rank{'s' * (len(lane) > 1)} {spans(lane)}"
 
 
 def busy(timeline: Timeline, cut: Sequence[range], *, cells: int, until: float) -> list[list[Busy]]:

@@ -70,7 +70,7 @@ def _busy(timeline: Timeline) -> float:
 
 
 def versions(plan: Plan) -> int:
-    """Counts the versions of its weights that a rank keeps at most: the newest, and those that microbatches still need."""
+    """Counts the versions of its weights that a rank keeps at most: the newest, and what microbatches still need."""
     if not plan.versions:
         return 1
     most = 1
