@@ -38,7 +38,7 @@ def gpipe(stages: int, microbatches: int, *, replicas: int | Sequence[int] = 1) 
 
 
 def one_f_one_b(stages: int, microbatches: int, *, replicas: int | Sequence[int] = 1) -> Plan:
-    """One forward, one backward (PipeDream-Flush): idle as GPipe, but stage ``s`` of ``p`` keeps ``p - s`` activations."""
+    """PipeDream-Flush, one forward, one backward: idle as GPipe, but stage ``s`` keeps ``stages - s`` activations."""
     placement, count = _spread(stages, microbatches, replicas)
 
     def order(stage: int, mine: Sequence[int]) -> Iterator[Action]:
