@@ -34,8 +34,11 @@ _COLOURS = {
     Kind.INPUT: (0xCC, 0x79, 0xA7),
     Kind.WEIGHT: (0x00, 0x9E, 0x73),
 }
+_IDLE = "#eef1f4"
 _PALEST = 0.6
 """How much white the last chunk of a rank has."""
+
+_Pair = tuple[float, float]
 
 _WIDTH, _MARGIN, _TOP = 1080, 16, 78
 _LABEL, _LETTER = 6.4, 5.8
@@ -100,17 +103,17 @@ class _Canvas:
         swatches = self._most if self.small else 1
         for kind in (kind for kind in WORDS if kind in used):
             for chunk in range(swatches):
-                self._box(x, 41, 11, 11, fill=_colour(kind, chunk, swatches))
+                self._box((x, 41), (11, 11), fill=_colour(kind, chunk, swatches))
                 x += 11
             x = self._text(x + 5, 51, WORDS[kind]) + 16
-        self._box(x, 41, 11, 11, fill="#eef1f4", more=' stroke="#c9d1d9"')
+        self._box((x, 41), (11, 11), fill=_IDLE, more=' stroke="#c9d1d9"')
         x = self._text(x + 16, 51, "idle") + 16
         self._text(x, 51, self._hint())
 
     def _hint(self) -> str:
         if not self.small:
-            many = math.ceil(len(self.plan.actions) / len(self._lanes))
-            lane = f"a lane is of {many} ranks; " if many > 1 else ""
+            many = sorted({len(lane) for lane in self._lanes})
+            lane = f"a lane is of {' or '.join(map(str, many))} ranks; " if many[-1] > 1 else ""
             return f"{lane}the paler, the fewer passes; colours share a cell as kinds share the work"
         numbers = "numbers: microbatches"
         return f"{numbers}; the paler, the later the rank's stage" if self._most > 1 else numbers
@@ -125,7 +128,7 @@ class _Canvas:
         self._axis(top, bottom)
         for place, lane in enumerate(self._lanes):
             y = top + place * self._height
-            self._box(self._left, y, self.until * self._scale, self._height - 1, fill="#eef1f4")
+            self._box((self._left, y), (self.until * self._scale, self._height - 1), fill=_IDLE)
             self._text(_MARGIN, y + self._height / 2 + 3.5, name(lane))
         if self.small:
             for rank, spans in enumerate(timeline.spans):
@@ -146,7 +149,7 @@ class _Canvas:
             x, width = self._left + begin * self._scale, (end - begin) * self._scale
             fill = _colour(action.kind, self._chunks[rank].get(action.stage, 0), self._most)
             hint = f"{action}, rank {rank}: {self.units.span(begin)} to {self.units.span(end)}"
-            self._box(x, y, max(width - 0.6, 0.4), self._height - 1, fill=fill, hint=hint)
+            self._box((x, y), (max(width - 0.6, 0.4), self._height - 1), fill=fill, hint=hint)
             number = str(action.microbatch)
             if width >= _LETTER * len(number) + _ROOM:
                 ink = f'text-anchor="middle" fill="{_ink(fill)}" pointer-events="none"'
@@ -169,19 +172,17 @@ class _Canvas:
                     down += tall
         for (kind, shade), boxes in sorted(paths.items()):
             opacity = _FAINT + (1 - _FAINT) * shade / _SHADES
-            self.parts.append(
-                f'<path shape-rendering="crispEdges" fill="{_colour(kind, 0, 1)}" fill-opacity="{opacity:.2f}" d="{"".join(boxes)}"/>'
-            )
+            look = f'fill="{_colour(kind, 0, 1)}" fill-opacity="{opacity:.2f}" shape-rendering="crispEdges"'
+            self.parts.append(f'<path {look} d="{"".join(boxes)}"/>')
 
-    def _box(
-        self, x: float, y: float, width: float, height: float, *, fill: str, hint: str = "", more: str = ""
-    ) -> None:
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"{more}'
-        self.parts.append(f"<rect {place}><title>{escape(hint)}</title></rect>" if hint else f"<rect {place}/>")
+    def _box(self, corner: _Pair, size: _Pair, *, fill: str, hint: str = "", more: str = "") -> None:
+        place = 'x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"'.format(*corner, *size)
+        rect = f'<rect {place} fill="{fill}"{more}'
+        self.parts.append(f"{rect}><title>{escape(hint)}</title></rect>" if hint else f"{rect}/>")
 
     def _text(self, x: float, y: float, text: str, more: str = "") -> float:
         """Writes something, and says where it ends, roughly."""
-        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'.replace(" >", ">"))
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{more and " " + more}>{escape(text)}</text>')
         return x + _LETTER * len(text)
 
     def svg(self) -> str:
