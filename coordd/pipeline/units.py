@@ -40,4 +40,5 @@ def _fitting(choice: tuple[tuple[float, str], ...], amount: float) -> tuple[floa
 
 
 def _write(amount: float, unit: tuple[float, str]) -> str:
-    return f"{amount / unit[0]:.4g} {unit[1]}".strip()
+    number, name = f"{amount / unit[0]:.4g}", unit[1]
+    return f"{number} {name.removesuffix('s') if number == '1' and len(name) > len('ms') else name}".strip()
