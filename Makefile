@@ -26,10 +26,12 @@ check: $(READY)  ## lints, checks types, layers, sizes and generated pages
 	$(IN) python -m coordd_tools.line_budget coordd plugins tools examples tests
 	$(IN) python -m coordd_tools.knob_table --check docs/knobs.md
 	$(IN) python -m coordd_tools.compatibility --check docs/horovod-compatibility.md
+	$(IN) python -m coordd_tools.pipeline_page --check docs/pipeline.md
 
 pages: $(READY)  ## writes the generated pages anew
 	$(IN) python -m coordd_tools.knob_table docs/knobs.md
 	$(IN) python -m coordd_tools.compatibility docs/horovod-compatibility.md
+	$(IN) python -m coordd_tools.pipeline_page docs/pipeline.md
 
 bench: $(READY)  ## measures coordd beside its peers, all five benchmarks
 	for name in allreduce step idle memory startup; do $(IN) python -m coordd_tools.bench $$name || exit; done

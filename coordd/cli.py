@@ -1,4 +1,4 @@
-"""The command line: `coordd run`, `tune`, `status`, `timeline`, `doctor`, `drop-in-path` and `version`."""
+"""The command line: `coordd run`, `tune`, `plan`, `status`, `timeline`, `doctor`, `drop-in-path` and `version`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import NoReturn
 from coordd.errors import ConfigError, CoorddError
 from coordd.launch.drop_in import FOLDER
 from coordd.launch.options import EPILOG, add_options, joined
+from coordd.launch.planning import PLAN_EPILOG, add_plan_options, plan
 from coordd.launch.run import run
 from coordd.launch.timeline import TIMELINE_EPILOG, add_timeline_options, timeline
 from coordd.launch.tune import TUNE_EPILOG, add_tune_options, tune
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_tune_options(search)
     search.set_defaults(action=tune, parser=search)
+    _add_plan(commands)
     _add_status(commands)
     look = commands.add_parser(
         "timeline",
@@ -105,6 +107,19 @@ def _parser() -> argparse.ArgumentParser:
     version = commands.add_parser("version", help="tell the version")
     version.set_defaults(action=_version, parser=version)
     return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    ahead = commands.add_parser(
+        "plan",
+        help="work out what a pipeline's schedule costs, and draw it",
+        description="Simulates a schedule of a pipeline: how long a step takes, who is idle, what is kept in memory.",
+        epilog=PLAN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_plan_options(ahead)
+    ahead.set_defaults(action=plan, parser=ahead)
 
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -30,7 +30,8 @@ _SHOWN = 4
 _Channel = tuple[int, int, int, int]
 """From which rank and stage to which rank and stage."""
 
-_Message = tuple[_Channel, int]
+_Message = tuple[int, int, int]
+"""From which stage to which, and of which microbatch."""
 
 
 class PlanError(CoorddError):
@@ -231,30 +232,36 @@ class _Run:
     def _send(self, rank: int, action: Action) -> tuple[object, object]:
         stage, kind, microbatch, peer = action
         self._demand((stage, _MADE_BY[kind], microbatch) in self._done, rank, action, "there is nothing to send yet")
-        channel = (rank, self._plan.rank(peer, microbatch), stage, peer)
-        message = (channel, microbatch)
-        if message not in self._posted:
+        message = (stage, peer, microbatch)
+        if self._depth is not None and message not in self._posted:
+            channel = self._channel(message)
             held = self._held.get(channel, 0)
-            if self._depth is not None and held >= self._depth:
+            if held >= self._depth:
                 return ("room", channel), None
             self._held[channel] = held + 1
         self._sent[message] = self._clock[rank]
-        self._volume += self._costs.volume.get(_pair(channel), 0)
+        self._volume += self._costs.volume.get(_pair(message), 0)
         return None, message
 
     def _receive(self, rank: int, action: Action) -> tuple[object, object]:
         stage, kind, microbatch, peer = action
-        channel = (self._plan.rank(peer, microbatch), rank, peer, stage)
-        message = (channel, microbatch)
+        message = (peer, stage, microbatch)
         self._posted[message] = self._clock[rank]
         self._waited.setdefault((stage, DIRECTION[kind], microbatch), []).append(message)
+        if self._depth is None:
+            return None, None
+        channel = self._channel(message)
         if message in self._sent:
             self._held[channel] -= 1
         return None, ("room", channel)
 
+    def _channel(self, message: _Message) -> _Channel:
+        source, target, microbatch = message
+        return self._plan.rank(source, microbatch), self._plan.rank(target, microbatch), source, target
+
     def _arrival(self, message: _Message) -> float:
         """When a message is there: it moves once it is both sent and wanted."""
-        return max(self._sent[message], self._posted[message]) + self._costs.transfer.get(_pair(message[0]), 0.0)
+        return max(self._sent[message], self._posted[message]) + self._costs.transfer.get(_pair(message), 0.0)
 
     def _settle(self, rank: int, action: Action) -> tuple[None, None]:
         """Starts a reduction, or waits for one and lets the optimizer step."""
@@ -270,5 +277,6 @@ class _Run:
             raise PlanError(f"the plan {self._plan.name} has rank {rank} do {action}, but {text}")
 
 
-def _pair(channel: _Channel) -> tuple[int, int]:
-    return min(channel[2:]), max(channel[2:])
+def _pair(message: _Message) -> tuple[int, int]:
+    source, target, _ = message
+    return min(source, target), max(source, target)

@@ -1,0 +1,93 @@
+"""The schedules by name, and what each makes of a number of ranks. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from coordd.errors import ArgumentError
+from coordd.pipeline import schedule
+from coordd.pipeline.plan import Plan
+
+__all__ = ["SCHEDULES", "Choice", "find"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule that can be chosen.
+
+    Attributes:
+        name: of it.
+        make: makes a plan of a number of ranks and of microbatches, with as many replicas; what more it takes is below.
+        chunks: how many stages a rank has; where it takes ``chunks``, by default.
+        takes: the names of its further arguments.
+        flushes: whether the pipeline runs empty before weights change, so that gradients are those of plain training.
+        slow: whether working it out takes long for many ranks.
+    """
+
+    name: str
+    make: Callable[..., Plan]
+    chunks: int = 1
+    takes: frozenset[str] = frozenset()
+    flushes: bool = True
+    slow: bool = False
+
+    def plan(
+        self, ranks: int, microbatches: int, *, chunks: int | None = None, replicas: int = 1, steps: int = 1
+    ) -> Plan:
+        """Makes a plan.
+
+        Args:
+            ranks: of each replica of the pipeline.
+            microbatches: of each replica, in a step.
+            chunks: stages of each rank; by default what the schedule does best with.
+            replicas: of the whole pipeline.
+            steps: how many follow each other, if the pipeline does not run empty between them.
+
+        Raises:
+            ArgumentError: the schedule cannot have these numbers.
+        """
+        chunks = chunks or self.chunks
+        if chunks != self.chunks and "chunks" not in self.takes:
+            raise ArgumentError(
+                f"{self.name} does not cut the layers of a rank into {chunks} stages but into {self.chunks}: leave "
+                "chunks out, or choose interleaved"
+            )
+        if steps > 1 and self.flushes:
+            raise ArgumentError(f"{self.name} has an empty pipeline between steps: plan one step, not {steps}")
+        given = {"chunks": chunks, "steps": steps}
+        more = {name: value for name, value in given.items() if name in self.takes}
+        return self.make(ranks, microbatches, replicas=replicas, **more)
+
+
+def _pipedream(ranks: int, microbatches: int, *, replicas: int, steps: int) -> Plan:
+    """PipeDream lets weights change after each microbatch, so steps are but more microbatches."""
+    return schedule.pipedream(ranks, microbatches * steps, replicas=replicas)
+
+
+_CHOICES = (
+    Choice("gpipe", schedule.gpipe),
+    Choice("1f1b", schedule.one_f_one_b),
+    Choice("interleaved", schedule.interleaved, chunks=2, takes=frozenset({"chunks"})),
+    Choice("zb-h1", schedule.zero_bubble),
+    Choice("zb-v", schedule.zero_bubble_v, chunks=2, slow=True),
+    Choice("pipedream", _pipedream, takes=frozenset({"steps"}), flushes=False, slow=True),
+    Choice("2bw", schedule.two_buffered, takes=frozenset({"steps"}), flushes=False, slow=True),
+)
+
+SCHEDULES: Mapping[str, Choice] = {choice.name: choice for choice in _CHOICES}
+"""All of them."""
+
+
+def find(name: str) -> Choice:
+    """Finds a schedule.
+
+    Raises:
+        ArgumentError: there is none of this name; the text has the nearest one.
+    """
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.4)
+        hint = f", did you mean {near[0]}?" if near else ":"
+        raise ArgumentError(f"there is no schedule {name!r}{hint} choose one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]

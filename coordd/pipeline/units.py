@@ -1,0 +1,44 @@
+"""In which units times and memory are shown. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Units"]
+
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_SIZES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+
+
+@dataclass(frozen=True)
+class Units:
+    """How numbers are written: seconds and bytes with a fitting prefix, other units as they are named.
+
+    Attributes:
+        time: of a `Timeline`'s moments; ``"s"`` for seconds.
+        memory: of its peaks; ``"B"`` for bytes.
+    """
+
+    time: str = "s"
+    memory: str = "B"
+
+    def clock(self, longest: float) -> tuple[float, str]:
+        """Finds how long the unit is in which a time is best shown, and its name."""
+        return _fitting(_TIMES, longest) if self.time == "s" else (1.0, self.time)
+
+    def span(self, time: float) -> str:
+        """Writes how long something takes."""
+        return _write(time, self.clock(time))
+
+    def size(self, amount: float) -> str:
+        """Writes how much memory something takes."""
+        return _write(amount, _fitting(_SIZES, amount) if self.memory == "B" else (1.0, self.memory))
+
+
+def _fitting(choice: tuple[tuple[float, str], ...], amount: float) -> tuple[float, str]:
+    return next((unit for unit in choice if amount >= unit[0]), choice[-1] if amount else choice[0])
+
+
+def _write(amount: float, unit: tuple[float, str]) -> str:
+    number, name = f"{amount / unit[0]:.4g}", unit[1]
+    return f"{number} {name.removesuffix('s') if number == '1' and len(name) > len('ms') else name}".strip()
