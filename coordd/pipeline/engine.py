@@ -23,21 +23,25 @@ __all__ = ["Engine", "Mail", "Stage"]
 
 
 class Stage(Protocol):
-    """One stage of a model, on this rank. Microbatches are numbers; what it keeps of each is its own business."""
+    """One stage of a model, on this rank.
 
-    def forward(self, microbatch: int, given: Mapping[int, Any]) -> None:
+    Microbatches are numbers; what it keeps of each is its own business. What goes from stage to stage is an array, which
+    whoever gets it understands.
+    """
+
+    def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Takes a microbatch through; ``given`` is what earlier stages have sent, by stage."""
         ...
 
-    def output(self, microbatch: int, taker: int) -> Any:
+    def output(self, microbatch: int, taker: int) -> np.ndarray:
         """What a later stage gets of a microbatch's forward pass."""
         ...
 
-    def backward(self, microbatch: int, given: Mapping[int, Any]) -> None:
+    def backward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Takes a microbatch back; ``given`` are the gradients that later stages have sent, by stage."""
         ...
 
-    def backward_input(self, microbatch: int, given: Mapping[int, Any]) -> None:
+    def backward_input(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Does the part of it that earlier stages wait for."""
         ...
 
@@ -45,7 +49,7 @@ class Stage(Protocol):
         """Does the other part, the gradients of the weights."""
         ...
 
-    def gradient(self, microbatch: int, giver: int) -> Any:
+    def gradient(self, microbatch: int, giver: int) -> np.ndarray:
         """What an earlier stage gets of a microbatch's backward pass."""
         ...
 
@@ -59,14 +63,6 @@ class Stage(Protocol):
 
     def step(self) -> None:
         """Waits for that, and changes the weights."""
-        ...
-
-    def pack(self, value: Any) -> np.ndarray:
-        """Makes what travels of an output or a gradient."""
-        ...
-
-    def unpack(self, frame: np.ndarray) -> Any:
-        """Makes an output or a gradient of what has travelled."""
         ...
 
 
@@ -117,7 +113,7 @@ class Engine:
         self._fail = fail
         self._runs = 0
         self._coming: dict[_Need, dict[int, Handle[Any]]] = {}
-        self._here: dict[_Need, dict[int, Any]] = {}
+        self._here: dict[_Need, dict[int, np.ndarray]] = {}
         self._sent: list[Handle[Any]] = []
         self._began = 0.0
 
@@ -149,7 +145,7 @@ class Engine:
         if kind in COMPUTE:
             self._pass(plan, action)
         elif kind in SENDS:
-            frame = self._stages[stage].pack(self._result(action, peer))
+            frame = self._result(action, peer)
             self._sent.append(
                 self._mail.send(frame, plan.rank(peer, microbatch), name=self._title(action, stage, peer))
             )
@@ -178,12 +174,11 @@ class Engine:
             stage.backward_weight(microbatch)
         self._hand_over(plan, action)
 
-    def _await(self, action: Action) -> dict[int, Any]:
+    def _await(self, action: Action) -> dict[int, np.ndarray]:
         """Waits for what other stages give to a pass, and returns it by stage."""
         need = (action.stage, DIRECTION[action.kind], action.microbatch)
         coming = {peer: handle.result() for peer, handle in self._coming.pop(need, {}).items()}
-        unpack = self._stages[action.stage].unpack
-        return {peer: unpack(frame) for peer, frame in coming.items()} | self._here.pop(need, {})
+        return coming | self._here.pop(need, {})
 
     def _hand_over(self, plan: Plan, action: Action) -> None:
         """Gives the results of a pass to other stages of this rank."""
@@ -193,7 +188,7 @@ class Engine:
             if plan.rank(other, microbatch) == plan.rank(stage, microbatch):
                 self._here.setdefault((other, direction, microbatch), {})[stage] = self._result(action, other)
 
-    def _result(self, action: Action, taker: int) -> Any:
+    def _result(self, action: Action, taker: int) -> np.ndarray:
         stage = self._stages[action.stage]
         made = stage.output if DIRECTION[action.kind] == "F" else stage.gradient
         return made(action.microbatch, taker)

@@ -21,6 +21,10 @@ from tests.pipeline.plans import ALL, FLUSHING
 RATE = 0.01
 
 
+def total(given):
+    return float(sum(given.values()))
+
+
 class Times:
     """A stage that multiplies the sum of what it is given by its weight; the loss is half the square of the result."""
 
@@ -38,14 +42,14 @@ class Times:
         self._sum = None
 
     def forward(self, microbatch, given):
-        self._inputs[microbatch] = sum(given.values()) if given else self._batch[microbatch]
+        self._inputs[microbatch] = total(given) if given else self._batch[microbatch]
         self.used[microbatch] = self._weight
 
     def output(self, microbatch, taker):
-        return self._inputs[microbatch] * self.used[microbatch]
+        return np.array(self._inputs[microbatch] * self.used[microbatch])
 
     def backward_input(self, microbatch, given):
-        self._errors[microbatch] = self.output(microbatch, -1) if self._last else sum(given.values())
+        self._errors[microbatch] = float(self.output(microbatch, -1)) if self._last else total(given)
 
     def backward_weight(self, microbatch):
         self._slope += self._errors[microbatch] * self._inputs[microbatch]
@@ -55,7 +59,7 @@ class Times:
         self.backward_weight(microbatch)
 
     def gradient(self, microbatch, giver):
-        return self._errors[microbatch] * self.used[microbatch]
+        return np.array(self._errors[microbatch] * self.used[microbatch])
 
     def recall(self, version):
         self._weight = self.weights[max(0, version)]
@@ -74,12 +78,6 @@ class Times:
         self._weight = self.weights[-1]
         self._slope = np.zeros(1)
         self._sum = None
-
-    def pack(self, value):
-        return np.array([value])
-
-    def unpack(self, frame):
-        return float(frame[0])
 
 
 def trained(plan, flows, batch, *, runs=1):

@@ -76,9 +76,7 @@ def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool)
     Raises:
         Exception: whatever stops the tracing, or a trial's failure.
     """
-    dynamic = frozenset(
-        name for name, leaf in call.values.items() if not example or isinstance(leaf, torch.Tensor)
-    )
+    dynamic = frozenset(name for name, leaf in call.values.items() if not example or isinstance(leaf, torch.Tensor))
     tracer = _Tracer(units, call, dynamic)
     graph = tracer.trace(model)
     fixed = {name: leaf for name, leaf in call.values.items() if name not in dynamic}
