@@ -55,7 +55,8 @@ def simulate_all(plan: Plan, depth: int | None) -> str:
         (["0F0 0F0"], "rank 0 do 0F0, but it was done before"),
         (["0B0 0F0"], "rank 0 do 0B0, but it is too early"),
         (["0F0 0W0 0I0"], "rank 0 do 0W0, but it is too early"),
-        (["0F0"], "leaves microbatch 0 undone in stage 0"),
+        (["0STEP"], "leaves microbatch 0 undone in stage 0"),
+        (["0F0 0I0 0W0", "1F0"], "leaves microbatch 0 undone in stage 1"),
         (["1F0", "0F0"], "rank 1 do 0F0, but it has no business with it"),
         (["0SEND_F0>1 0F0", "1F0"], "rank 0 do 0SEND_F0>1, but there is nothing to send yet"),
         (

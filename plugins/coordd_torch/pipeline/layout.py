@@ -1,0 +1,86 @@
+"""Which layers of a captured model make which stage, and what follows from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from torch import nn
+
+from coordd.pipeline import graph
+from coordd.pipeline.load import Load
+from coordd.pipeline.partition import regroup, split, split_counts
+from coordd_torch.pipeline.capture import Captured
+from coordd_torch.pipeline.config import PipelineConfig
+from coordd_torch.pipeline.cut import Cut
+from coordd_torch.pipeline.stage_module import StageModule
+from coordd_torch.pipeline.trace import Trace
+
+__all__ = ["Layout"]
+
+
+class Layout:
+    """The stages of a model.
+
+    Attributes:
+        captured: the model's layers.
+        spans: for each stage its layers.
+    """
+
+    def __init__(self, captured: Captured, spans: Sequence[range]) -> None:
+        self.captured = captured
+        self.spans = tuple(spans)
+        self._cut = lru_cache(maxsize=None)(self._uncached_cut)
+
+    @classmethod
+    def of(cls, captured: Captured, stages: int, config: PipelineConfig) -> Layout:
+        """Splits a model.
+
+        Raises:
+            ArgumentError: it cannot be split like this; the text says why, and what can be done.
+        """
+        layers = captured.table
+        if config.layers_per_proc != "auto":
+            spans = split_counts([layer.name for layer in layers], config.layers_per_proc)
+            graph.check_cuts(layers, [span.start for span in spans[1:]], config.reuse)
+            return cls(captured, spans)
+        sizes = {name: parameter.nbytes for name, parameter in captured.model.named_parameters()}
+        loads = [Load(0.0, 0.0, sum(sizes[key] for key in layer.parameters), 0.0) for layer in layers]
+        groups = graph.condense(layers, config.reuse)
+        items = [Load.total(loads[group.start : group.stop]) for group in groups]
+        return cls(captured, regroup(groups, split(items, stages, by=config.split)))
+
+    @cached_property
+    def flows(self) -> tuple[tuple[int, int], ...]:
+        """Which stage's results which later stage takes."""
+        return graph.flows(self.captured.table, self._stage_of_layer)
+
+    @cached_property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several stages have, and these stages."""
+        return graph.tied(self.captured.table, self._stage_of_layer)
+
+    @cached_property
+    def _stage_of_layer(self) -> list[int]:
+        return [stage for stage, span in enumerate(self.spans) for _ in span]
+
+    def module(self, stage: int, model: nn.Module) -> StageModule:
+        """The layers of a stage, with the parameters that they have in a model like the captured one."""
+        span = self.spans[stage]
+        return StageModule(model, self.captured.traces, span.start, span.stop - 1)
+
+    def route(self, stage: int, inputs: Mapping[str, Any], *, training: bool) -> dict[int, list[str]]:
+        """Says for inputs like these the names of the values that each later stage gets from a stage."""
+        trace = self.captured.traces.find(inputs, training=training)
+        writes = self._cut(trace, stage).writes
+        found = {}
+        for giver, taker in self.flows:
+            if giver == stage:
+                reads = set(self._cut(trace, taker).reads)
+                found[taker] = [name for name in writes if name in reads]
+        return found
+
+    def _uncached_cut(self, trace: Trace, stage: int) -> Cut:
+        span = self.spans[stage]
+        return Cut(trace, span.start, span.stop - 1)

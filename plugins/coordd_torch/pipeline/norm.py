@@ -1,0 +1,39 @@
+"""The norm of all gradients of a model whose parameters lie on many ranks, each counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from coordd.messages import ReduceOp
+from coordd.operations import Operations
+
+__all__ = ["clip"]
+
+
+def clip(
+    mine: Iterable[torch.Tensor], others: Iterable[torch.Tensor], most: float, operations: Operations, *, name: str
+) -> float:
+    """Scales gradients down so that the norm of all of them is at most so much.
+
+    Args:
+        mine: gradients that this rank counts.
+        others: those that another rank counts; they are scaled along.
+        most: the largest norm.
+        operations: of the daemon; all ranks call this at the same time.
+        name: of the reduction.
+
+    Returns:
+        the norm before.
+    """
+    counted = list(mine)
+    square = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in counted)
+    total = operations.allreduce(np.array([square], np.float64), name=name, op=ReduceOp.SUM).result()
+    norm = float(np.sqrt(total[0]))
+    scale = most / (norm + 1e-6)
+    if scale < 1:
+        for gradient in (*counted, *others):
+            gradient.mul_(scale)
+    return norm

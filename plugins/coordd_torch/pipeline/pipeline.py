@@ -1,0 +1,231 @@
+"""A model trained in stages, each on ranks of its own: ``cd.Pipeline``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd.messages import ReduceOp
+from coordd.pipeline.action import Kind
+from coordd.pipeline.engine import Engine
+from coordd.pipeline.lowering import lower
+from coordd.pipeline.microbatch import cut, fitting
+from coordd.pipeline.plan import Plan
+from coordd.pipeline.simulate import Span
+from coordd_torch.pipeline.batch import Batch, rows_of
+from coordd_torch.pipeline.boundary import Boundary
+from coordd_torch.pipeline.build import materialise, outline
+from coordd_torch.pipeline.capture import capture
+from coordd_torch.pipeline.config import PipelineConfig
+from coordd_torch.pipeline.layout import Layout
+from coordd_torch.pipeline.norm import clip
+from coordd_torch.pipeline.sharing import Sharing
+from coordd_torch.pipeline.stage import Loss, TorchStage
+from coordd_torch.pipeline.versions import Versions
+from coordd_torch.state import allgather_object
+
+__all__ = ["Pipeline"]
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Pipeline:
+    """Trains a model whose layers are dealt out to the ranks.
+
+    All ranks make it alike, and call its methods together with the same batches.
+
+    Attributes:
+        layout: which layers make which stage.
+        stages: those of this rank, by number.
+        spans: when this rank computed what in the last run, in seconds since it began.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        config: PipelineConfig | None = None,
+        *,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        example: Any = None,
+    ) -> None:
+        """Splits a model.
+
+        Args:
+            model: unchanged; or a function that builds it, so that no rank ever has all of it in memory.
+            config: how it is split and trained.
+            optimizer: makes the optimizer of some parameters.
+            loss: of an output and targets, the mean over their rows.
+            example: inputs as in `train_batch`, for models that can be captured only with some.
+
+        Raises:
+            ArgumentError: the model cannot be split like this.
+            NotInitializedError: `init` was not called.
+        """
+        self.config = config or PipelineConfig()
+        self._operations = api.operations()
+        world = self._operations.daemon.world
+        self._rank = world.rank
+        self._ranks = self.config.ranks(world.size)
+        self._name = f"{self._operations.namespace()}pipeline"
+        self._sketch = self._plan(1)
+        built = isinstance(model, nn.Module)
+        self._captured = capture(model if built else outline(model), example, cuts=self.config.cuts)
+        self.layout = Layout.of(self._captured, self._sketch.stages, self.config)
+        if len(self.layout.spans) != self._sketch.stages:
+            raise ArgumentError(
+                f"layers_per_proc has {len(self.layout.spans)} stages, but {self._ranks} ranks have "
+                f"{self._sketch.stages} under {self.config.schedule!r}: give as many numbers"
+            )
+        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._settled = False
+        self.spans: list[Span] = []
+        self.stages = self._made(model if built else self._materialised(model), optimizer, loss)
+        self._engine = Engine(
+            self.stages, self.layout.flows, self._operations, name=self._name, fail=self._operations.daemon.fail
+        )
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those of this rank's stages."""
+        return [stage.optimizer for stage in self.stages.values() if stage.optimizer is not None]
+
+    def train_batch(self, x: Any, y: Any) -> float:
+        """Takes one step, or, with a schedule whose weights are stale, one for each microbatch (``pipedream``).
+
+        Args:
+            x: inputs of the model: one argument, a tuple of them, or a dict of keyword arguments; tensors have equally
+                many rows.
+            y: what the loss compares the output with.
+
+        Returns:
+            the loss, on every rank: its mean over all rows.
+        """
+        self._run(x, y, training=True)
+        return self._loss()
+
+    def eval_batch(self, x: Any, y: Any) -> float:
+        """Finds the loss without training, on every rank."""
+        self._run(x, y, training=False)
+        return self._loss()
+
+    def predict(self, x: Any) -> Any:
+        """Returns the model's output for all rows, on every rank."""
+        self._run(x, None, training=False, keep=True)
+        mine = next((stage.outputs for stage in self.stages.values() if stage.outputs), {})
+        found: dict[int, Any] = {}
+        for outputs in allgather_object(mine, name=f"{self._name}.outputs"):
+            found |= outputs
+        parts = [found[microbatch] for microbatch in sorted(found)]
+        return pytree.tree_map(lambda *leaves: _joined(leaves), *parts)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of this rank's stages, under the names that they have in the model."""
+        found: dict[str, torch.Tensor] = {}
+        for stage in self.stages.values():
+            found |= stage.module.state_dict()
+        return found
+
+    def _run(self, x: Any, y: Any, *, training: bool, keep: bool = False) -> None:
+        rows, replicas = rows_of(x), self.config.data_parallel
+        plan = self._lowered(fitting(rows, self.config.microbatches, replicas), training=training)
+        steps = plan.microbatches // replicas if training and self.config.schedule == "pipedream" else 1
+        batch = Batch(x, y, cut(rows, plan.microbatches), steps=steps, named=self._captured.inputs)
+        self._settled = False
+        for stage in self.stages.values():
+            stage.begin(batch, training=training, keep=keep)
+        self.spans = self._engine.run(plan, self._rank)
+
+    def _loss(self) -> float:
+        mine = sum(stage.loss for stage in self.stages.values())
+        return float(self._operations.allreduce(np.array([mine], np.float64), name=f"{self._name}.loss", op=ReduceOp.SUM).result()[0])
+
+    def _plan(self, microbatches: int) -> Plan:
+        choice, config = self.config.choice, self.config
+        return choice.plan(self._ranks, microbatches, chunks=config.chunks, replicas=config.data_parallel)
+
+    def _lowered(self, microbatches: int, *, training: bool) -> Plan:
+        key = (microbatches, training)
+        if key not in self._plans:
+            plan = self._plan(microbatches)
+            if not training:
+                forward = [tuple(action for action in mine if action.kind is Kind.FORWARD) for mine in plan.actions]
+                plan = replace(plan, actions=tuple(forward), versions=())
+            tied = {stage for stages in self.layout.tied.values() for stage in stages}
+            self._plans[key] = lower(plan, self.layout.flows, tied=tied)
+        return self._plans[key]
+
+    def _materialised(self, builder: Callable[[], nn.Module]) -> nn.Module:
+        outlined = self._captured.model
+        modules = [self.layout.module(stage, outlined) for stage in self._sketch.held[self._rank]]
+        wanted = {
+            name
+            for module in modules
+            for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        }
+        return materialise(builder, wanted)
+
+    def _made(self, model: nn.Module, optimizer: MakeOptimizer, loss: Loss) -> dict[int, TorchStage]:
+        made = {}
+        for number in self._sketch.held[self._rank]:
+            made[number] = self._stage(number, self.layout.module(number, model), optimizer, loss)
+        return made
+
+    def _stage(self, number: int, module: nn.Module, make: MakeOptimizer, loss: Loss) -> TorchStage:
+        config = self.config
+        parameters = dict(module.named_parameters())
+        owners = {key: self._owners(key, number) for key in parameters}
+        sharing = Sharing(parameters, owners, self._operations, name=self._name)
+        sharing.align()
+        boundary = Boundary(
+            module,
+            compress=config.compression,
+            recompute=config.recompute,
+            split=config.schedule in {"zb-h1", "zb-v"},
+            seed=config.seed,
+            stage=number,
+        )
+        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        keep = {"pipedream": self._sketch.stages - number, "2bw": 2}.get(config.schedule, 1)
+        return TorchStage(
+            module,
+            boundary,
+            sharing,
+            optimizer=make(trained) if trained else None,
+            loss=loss if number == self._sketch.stages - 1 else None,
+            route=lambda inputs: self.layout.route(number, inputs, training=module.training),
+            versions=Versions(trained, keep) if keep > 1 else None,
+            settle=self._settle,
+        )
+
+    def _owners(self, key: str, stage: int) -> list[int]:
+        """The ranks that have a parameter of a stage."""
+        stages = self.layout.tied.get(key, (stage,))
+        return sorted({rank for each in stages for rank in self._sketch.placement[each]})
+
+    def _settle(self) -> None:
+        """Completes all gradients of this rank before the first of its stages steps."""
+        if self._settled or self.config.clip_norm is None:
+            return
+        self._settled = True
+        mine, others = [], []
+        for number, stage in self.stages.items():
+            stage.settled()
+            for key, parameter in stage.module.named_parameters():
+                if parameter.grad is not None:
+                    counts = self._owners(key, number)[0] == self._rank
+                    (mine if counts else others).append(parameter.grad)
+        clip(mine, others, self.config.clip_norm, self._operations, name=f"{self._name}.norm")
+
+
+def _joined(leaves: tuple[Any, ...]) -> Any:
+    tensors = isinstance(leaves[0], torch.Tensor) and leaves[0].dim() > 0
+    return torch.cat(leaves) if tensors else list(leaves)
