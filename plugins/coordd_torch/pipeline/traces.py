@@ -52,15 +52,15 @@ class Traces:
 
     @classmethod
     def of_model(cls, model: nn.Module, call: Call, *, example: bool, depth: int) -> Traces:
-        """Traces any model.
+        """Traces any model; as the last resort with its direct children as layers, whatever they hold.
 
         Raises:
             CaptureError: neither torch.fx nor torch.export could.
         """
         plain = bare(model)
-        known = units(model, depth)
         errors: list[tuple[str, Exception]] = []
-        for way in (FX, EXPORT):
+        for way, opened in ((FX, depth), (EXPORT, depth), (FX, 0)):
+            known = units(model, opened)
             try:
                 first = _traced(way, plain, known, call, example=example)
                 return cls(plain, way, Layering(known), first)._knowing(call)
