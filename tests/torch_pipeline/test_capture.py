@@ -111,7 +111,7 @@ def test_the_table_tells_reads_modules_and_parameters():
     table = capture(Tied(), tokens(3)).table
     assert [row.name for row in table] == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert [row.reads for row in table] == [(), (0,), (1,), (2,), (3,)]
-    assert table[0].parameters == ("embedding.weight", "position")
+    assert table[0].parameters == ("position", "embedding.weight")
     assert table[-1].parameters == ("embedding.weight",)
     assert [row.module for row in table][:2] == ["embedding", "blocks.0"]
 
@@ -140,8 +140,15 @@ def test_skips_go_straight_from_producer_to_consumer():
 
 
 def test_depth_opens_lists_in_lists():
-    model = nn.ModuleDict({"body": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))})
-    model.forward = lambda x: model["body"][1](model["body"][0](x))
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+
+        def forward(self, x):
+            return self.body[1](self.body[0](x))
+
+    model = Nested()
     assert [name for name, _ in capture(model).layers] == ["body.0", "body.1"]
     assert [name for name, _ in capture(model, depth=2).layers] == ["body.0.0", "body.0.1", "body.1.0", "body.1.1"]
 
@@ -189,7 +196,7 @@ def test_cuts_that_are_not_the_model_are_refused():
 def test_what_does_not_fit_is_refused():
     captured = capture(Tied(), tokens(3))
     with pytest.raises(ArgumentError, match="does not take this batch"):
-        captured.inputs({"words": 3})
+        captured.inputs((1, 2))
     with pytest.raises(ArgumentError, match="layers 0 to 4"):
         stage(captured, 2, 5)
     with pytest.raises(ArgumentError, match="also read"):
