@@ -7,7 +7,7 @@ between the layers, which stay as they are; torch.export traces everything. Whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -115,6 +115,13 @@ class Captured:
     def graph_module(self) -> fx.GraphModule:
         """The whole model as one graph, its layers one after another; its result are the leaves of the output."""
         return fx.GraphModule(stage(self, 0, len(self.layers) - 1), Cut(self.traces.first, 0, len(self.layers)).graph())
+
+    def interface(
+        self, first: int, last: int, *, values: Mapping[str, Any] | None = None, training: bool = True
+    ) -> Cut:
+        """What the layers from `first` to `last` would read and write, for these inputs or those of the example."""
+        trace = self.traces.first if values is None else self.traces.find(values, training=training)
+        return Cut(trace, first, last)
 
     def inputs(self, batch: Any) -> dict[str, Any]:
         """A batch as the named values that stages take.

@@ -38,8 +38,8 @@ class CaptureError(ArgumentError):
     @classmethod
     def composed(cls, model: nn.Module, errors: Sequence[tuple[str, Exception]]) -> Self:
         """Tells of the errors of all ways that were tried."""
-        reasons = [(way, _place(error), _why(error)) for way, error in errors]
-        return cls(type(model).__name__, reasons)
+        reasons = dict.fromkeys((way, _place(error), _why(error)) for way, error in errors)
+        return cls(type(model).__name__, list(reasons))
 
 
 def _place(error: BaseException) -> str:

@@ -7,7 +7,7 @@ one argument. A leaf is named after the argument and its path in it: ``input_ids
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,12 +74,13 @@ class Call:
 
 
 def only(model: nn.Module, batch: Any) -> Any:
-    """The one argument that a batch is for a model that takes one.
+    """The one argument that a batch is for a model that is a chain; several of a tuple are one argument.
 
     Raises:
         ArgumentError: the model's forward takes other arguments.
     """
-    arguments = list(_arguments(model, batch).arguments.values())
+    several = isinstance(batch, tuple) and len(batch) != 1
+    arguments = list(_arguments(model, (batch,) if several else batch).arguments.values())
     if len(arguments) != 1:
         raise ArgumentError(f"{type(model).__name__} is cut as a chain, which takes one argument, not {len(arguments)}")
     return arguments[0]
@@ -87,22 +88,24 @@ def only(model: nn.Module, batch: Any) -> Any:
 
 def _arguments(model: nn.Module, batch: Any) -> inspect.BoundArguments:
     signature = inspect.signature(model.forward)
-    error: TypeError | None = None
-    for args, kwargs in _forms(batch):
-        try:
-            return signature.bind(*args, **kwargs)
-        except TypeError as refused:
-            error = error or refused
-    form = f"{type(model).__name__}.forward{signature}"
-    raise ArgumentError(f"{form} does not take this batch, a {type(batch).__name__}: {error}") from error
+    try:
+        if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+            return signature.bind(*batch)
+        if isinstance(batch, Mapping) and _knows(signature, batch):
+            return signature.bind(**batch)
+        return signature.bind(batch)
+    except TypeError as error:
+        given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | Mapping) else type(batch).__name__
+        form = f"{type(model).__name__}.forward{signature}"
+        raise ArgumentError(f"{form} does not take this batch, a {given}: {error}") from error
 
 
-def _forms(batch: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
-        yield batch, {}
-    elif isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
-        yield (), dict(batch)
-    yield (batch,), {}
+def _knows(signature: inspect.Signature, batch: Mapping[Any, Any]) -> bool:
+    try:
+        signature.bind(**batch)
+    except TypeError:
+        return False
+    return True
 
 
 def _name(parameters: list[inspect.Parameter], path: pytree.KeyPath) -> str:

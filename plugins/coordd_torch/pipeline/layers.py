@@ -48,8 +48,10 @@ def units(model: nn.Module, depth: int = 1) -> frozenset[str]:
     Args:
         model: the model; it is no unit itself.
         depth: how many levels of lists are opened: with 1 a block of a transformer is one layer, with 2 the items of
-            lists inside blocks are layers.
+            lists inside blocks are layers, with 0 the model's children are.
     """
+    if depth == 0:
+        return frozenset(model._modules)
     return frozenset(_units(model, "", depth))
 
 
@@ -99,7 +101,7 @@ class Layering:
         """
         first = not self.names
         found = self._walk(trace.graph, free(trace.root, trace.graph, trace.aliases), learn=first)
-        pairs = [*trace.together, *trace.aliases.together()]
+        pairs = [*trace.together, *(pair for pair in trace.aliases.together() if pair[0] in found)]
         spans = [(found.get(early, 0), found[late], late) for early, late in pairs if late in found]
         if first:
             self._settle(set(found.values()) or {0}, [(early, late) for early, late, _ in spans])

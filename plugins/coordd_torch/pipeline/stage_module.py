@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,28 +45,27 @@ class StageModule(nn.Module):
         self._span = (first, last)
         self._programs: dict[Trace, _Program] = {}
         self.training = model.training
-        cut = Cut(traces.first, first, last)
-        _furnish(self, model, cut)
+        _furnish(self, model, Cut(traces.first, first, last))
         self._program(traces.first)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The model's inputs that it reads, at shapes and in a mode like those of the example."""
-        return Cut(self._traces.first, *self._span).inputs
+        """The model's inputs that it reads, in the mode and for shapes as at the capture."""
+        return self._program(self._traces.first).cut.inputs
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The values of earlier stages that it reads, likewise."""
-        return Cut(self._traces.first, *self._span).reads
+        return self._program(self._traces.first).cut.reads
 
     @property
     def writes(self) -> tuple[str, ...]:
         """The values that it gives to later stages, likewise."""
-        return Cut(self._traces.first, *self._span).writes
+        return self._program(self._traces.first).cut.writes
 
     def interface(self, values: Mapping[str, Any]) -> Cut:
         """What it reads and writes for these inputs of the model, in its present mode."""
-        return Cut(self._traces.find(values, training=self.training), *self._span)
+        return self._program(self._traces.find(values, training=self.training)).cut
 
     def forward(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the layers.

@@ -36,7 +36,7 @@ class Traces:
         self.first = first
         self._layering = layering
         self._model = model
-        self._found: list[Trace] = []
+        self.found: list[Trace] = []
         self._calls: dict[tuple[str, ...], Call] = {}
         self._add(first)
 
@@ -52,15 +52,15 @@ class Traces:
 
     @classmethod
     def of_model(cls, model: nn.Module, call: Call, *, example: bool, depth: int) -> Traces:
-        """Traces any model.
+        """Traces any model; as the last resort with its direct children as layers, whatever they hold.
 
         Raises:
             CaptureError: neither torch.fx nor torch.export could.
         """
         plain = bare(model)
-        known = units(model, depth)
         errors: list[tuple[str, Exception]] = []
-        for way in (FX, EXPORT):
+        for way, opened in ((FX, depth), (EXPORT, depth), (FX, 0)):
+            known = units(model, opened)
             try:
                 first = _traced(way, plain, known, call, example=example)
                 return cls(plain, way, Layering(known), first)._knowing(call)
@@ -92,7 +92,7 @@ class Traces:
         names = max((names for names in self._calls if values.keys() >= set(names)), key=len, default=None)
         if names is None:
             raise ArgumentError(f"the inputs {', '.join(values)} are not those of a batch that was given to `inputs`")
-        for trace in self._found:
+        for trace in self.found:
             if trace.holds(names, values, training=training):
                 return trace
         return self._traced_again(replace(self._calls[names], leaves=tuple(values[name] for name in names)), training)
@@ -116,7 +116,7 @@ class Traces:
 
     def _same_in_both_modes(self, trace: Trace, call: Call) -> Trace | None:
         """The trace of the other mode, if it is the same: layers that are leaves know their mode by themselves."""
-        for other in self._found if self.way == FX else ():
+        for other in self.found if self.way == FX else ():
             fits = other.holds(call.names, call.values, training=other.training is True)
             if fits and str(other.graph) == str(trace.graph):
                 other.training = None
@@ -125,7 +125,7 @@ class Traces:
 
     def _add(self, trace: Trace) -> Trace:
         trace.layer = self._layering.assign(trace)
-        self._found.append(trace)
+        self.found.append(trace)
         return trace
 
 
