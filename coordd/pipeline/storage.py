@@ -20,6 +20,7 @@ SMALL = 256
 """Tensors of fewer values travel as they are: their messages are short anyway, and so is what they save."""
 
 _BLOCK = 256  # values that share a scale of four bytes
+_AT_ONCE = 256  # blocks whose values stay in the processor's cache meanwhile
 _LARGEST = 127
 _TINY = np.finfo(np.float32).tiny
 
@@ -79,7 +80,8 @@ class _Brain:
             return None
 
         def write(out: Array) -> None:
-            np.copyto(out.view(ml_dtypes.bfloat16).reshape(array.shape), array, casting="unsafe")
+            with np.errstate(over="ignore"):  # what rounds to more than the largest becomes infinite, as in PyTorch
+                np.copyto(out.view(ml_dtypes.bfloat16).reshape(array.shape), array, casting="unsafe")
 
         return Stored(2 * array.size, write)
 
@@ -100,17 +102,20 @@ class _Eight:
         if array.dtype.name not in self._floating or array.size < SMALL:
             return None
         blocks = _blocks(array)
-        scales = (np.maximum(blocks.max(1), -blocks.min(1)) / _LARGEST).astype(np.float32)
+        with np.errstate(over="ignore"):  # what is too large for fp32 is infinite, and seen to below
+            scales = (np.maximum(blocks.max(1), -blocks.min(1)) / _LARGEST).astype(np.float32)
         if not np.isfinite(scales).all():
             return None  # no block has a scale for what is infinite, or no number
         np.maximum(scales, _TINY, out=scales)
 
         def write(out: Array) -> None:
             out[: scales.nbytes].view(np.float32)[:] = scales
-            steps = blocks / scales[:, None]
-            np.rint(steps, out=steps)
-            np.clip(steps, -_LARGEST, _LARGEST, out=steps)
-            out[scales.nbytes :].view(np.int8)[:] = steps.reshape(-1)[: array.size]
+            numbers = out[scales.nbytes :].view(np.int8)
+            for start in range(0, len(blocks), _AT_ONCE):
+                rows = slice(start, start + _AT_ONCE)
+                steps = blocks[rows] / scales[rows, None]
+                part = numbers[start * _BLOCK :][: steps.size]
+                part[:] = np.rint(steps, out=steps).reshape(-1)[: len(part)]
 
         return Stored(self.nbytes(array.dtype, array.size), write)
 

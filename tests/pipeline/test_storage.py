@@ -41,9 +41,9 @@ def test_int8_takes_a_quarter_of_fp32_and_a_little(dtype):
     assert np.abs(kept("int8", array).astype(float) - array.astype(float)).max() <= 3 / 127
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_is_not_for_int8(bad):
-    array = np.ones(1000, np.float32)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, 1e300])
+def test_what_fp32_has_no_number_for_is_not_for_int8(bad):
+    array = np.ones(1000)
     array[777] = bad
     assert INT8.stored(array) is None
 
@@ -61,3 +61,9 @@ def test_what_has_sixteen_bits_already_is_not_for_bf16():
 def test_bf16_rounds_to_the_nearest_of_any_strides():
     array = np.random.default_rng(1).normal(size=(40, 30)).T
     np.testing.assert_array_equal(kept("bf16", array), array.astype(ml_dtypes.bfloat16).astype(np.float64))
+
+
+def test_what_is_more_than_bf16s_largest_becomes_infinite():
+    array = np.full(300, 1.0)
+    array[7] = -1e300
+    assert kept("bf16", array)[7] == -np.inf

@@ -34,6 +34,17 @@ class Twice(nn.Module):
         return self.last(nn.functional.linear(h, weight, self.bias.exp()))
 
 
+class Mixed(nn.Module):
+    """A weight made of one parameter of its own and one that is used elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.common = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return (x @ (self.own * self.common)).tanh() @ self.common
+
+
 class Branches(nn.Module):
     """Ways that end nowhere, a frozen parameter, one that has nothing to do with the input, a detached one."""
 
@@ -51,7 +62,9 @@ class Branches(nn.Module):
 
 
 class Scaled(torch.autograd.Function):
-    """A function in Python on the way to the input and to a parameter."""
+    """A function in Python on the way to the input and to a parameter; it tells how often it is gone back through."""
+
+    times = 0
 
     @staticmethod
     def forward(ctx, x, scale):
@@ -60,6 +73,7 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        Scaled.times += 1
         x, scale = ctx.saved_tensors
         return gradient * scale, (gradient * x).sum(0)
 
@@ -121,6 +135,7 @@ GRAPHS = {
     "recurrent": Recurrent,
     "tied": Tied,
     "twice": Twice,
+    "mixed": Mixed,
     "branches": Branches,
     "custom": Custom,
     "normed": normed,

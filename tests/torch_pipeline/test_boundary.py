@@ -155,6 +155,22 @@ def test_an_output_that_only_passes_through_has_the_gradient_of_its_consumers_to
     same(line.gradients(), expected)
 
 
+class Product(nn.Module):
+    def forward(self, a, b):
+        return a.sin() * b
+
+
+def test_gradients_of_several_consumers_are_added_up_in_the_order_of_the_plain_run():
+    stages = [Stage(nn.Linear(50, 50), ["x"], ["a"]), Stage(nn.Tanh(), ["a"], ["b"])]
+    stages += [Stage(Product(), ["a", "b"], ["c"]), Stage(Product(), ["a", "c"], ["y"])]
+    line = Line(stages, {0: {1: ["a"], 2: ["a"], 3: ["a"]}, 1: {2: ["b"]}, 2: {3: ["c"]}})
+    inputs = {"x": torch.randn(50, 50)}
+    plain(line, inputs)
+    expected = line.gradients()
+    step(line, inputs, "backward")
+    same(line.gradients(), expected)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_was_sent_is_freed_if_the_graph_does_not_need_it(recompute):
     stage = Boundary(Stage(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["x"], ["y"]), recompute=recompute)
@@ -193,6 +209,20 @@ def test_activations_are_kept_unless_they_are_recomputed(recompute):
     stage.backward(0, {1: [torch.ones(4, 3)]})
     gc.collect()
     assert inside.memory() is None
+
+
+def test_between_the_halves_of_a_backward_pass_only_what_the_second_needs_is_kept():
+    for split in (False, True):
+        inside = Inside()
+        stage = Boundary(Stage(nn.Sequential(inside, nn.Linear(3, 3)), ["x"], ["y"]), split=split)
+        x = torch.randn(4, 3, requires_grad=True)
+        stage.forward(0, {1: ({"x": x}, [x])}, {})
+        stage.frames(0, {1: ["y"]})
+        stage.backward_input(0, {1: [torch.ones(4, 3)]})
+        gc.collect()
+        assert (inside.memory() is None) is split
+        stage.backward_weight(0)
+        assert inside.memory() is None
 
 
 def test_a_layer_that_returns_something_else_the_second_time_is_noticed():

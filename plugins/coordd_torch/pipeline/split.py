@@ -8,8 +8,11 @@ ways to the inputs and to the parameters part, each node has a half for either::
               weight            weight
 
 The first pass keeps the gradients that arrive at the nodes where a way branches off; the second starts there, from one
-node after the other, and takes the branches. Nothing is computed twice, and sums are formed in the same order as in one
-pass. That holds for branches of their own. What several nodes lead to (a weight used twice) is done in the first pass.
+node after the other, and takes the branches. Nothing is computed twice, sums are formed in the same order as in one
+pass, and saved tensors that the second does not need are freed.
+
+That holds for branches of their own. What several nodes lead to (a weight used twice) is done in the first pass; only
+where one way leads to such a parameter and to another one, it is gone along in both.
 """
 
 from __future__ import annotations
