@@ -33,7 +33,7 @@ def outline(builder: Builder) -> nn.Module:
     """Builds a model on the meta device; the state of the random generators stays as it is.
 
     Args:
-        builder: makes the model, all of it, and the same each time.
+        builder: makes the model, all of it, and the same each time that it is called; it is called several times.
 
     Raises:
         ArgumentError: the builder returns parameters that it has not made, or needs values that it has not just drawn.
@@ -49,7 +49,7 @@ def materialise(builder: Builder, wanted: Wanted) -> nn.Module:
     with what its initialisation needs.
 
     Args:
-        builder: makes the model, all of it, and the same each time.
+        builder: makes the model, all of it, and the same each time that it is called; it is called several times.
         wanted: by their names in the built model; one name of a tied parameter is enough.
 
     Raises:

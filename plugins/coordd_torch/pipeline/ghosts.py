@@ -193,7 +193,12 @@ class Ghosts(TorchDispatchMode):
 
     def _outline(self, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self.ghost, (args, kwargs))
-        return func(*args, **kwargs | {"device": torch.device("meta")} if kwargs.get("device") else kwargs)
+        device = kwargs.get("device")
+        if device is None:
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs | {"device": torch.device("meta")})
+        self._homes |= {_storage(tensor): torch.device(device) for tensor in _tensors(result)}
+        return result
 
     def _lend(self, tensor: torch.Tensor) -> None:
         if self.value(tensor) is not None:
