@@ -7,6 +7,7 @@ until the next one's turn comes, for some initialisers look at what they have dr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -44,9 +45,10 @@ class UnreadableError(ArgumentError):
 
 
 class Ghosts(TorchDispatchMode):
-    """While it is entered, the parameters and buffers that are made are numbered, and are ghosts unless kept.
+    """While it is entered, the parameters and buffers that this thread makes are numbered, and are ghosts unless kept.
 
-    Parameters are numbered when they are made, buffers when they are registered, in one sequence.
+    Only one is entered at a time in a process. Parameters are numbered when they are made, buffers when they are
+    registered, in one sequence.
 
     Attributes:
         made: by number what was made; ghosts in the place of those that are kept.
@@ -63,6 +65,7 @@ class Ghosts(TorchDispatchMode):
         self.made: list[torch.Tensor] = []
         self._kept = kept
         self._draw = draw
+        self._thread = threading.get_ident()
         self._owners: dict[int, str] = {}
         self._guise = _Guise(self)
         self._plain_new: Any = None
@@ -232,6 +235,9 @@ class Ghosts(TorchDispatchMode):
                 self._homes.setdefault(_storage(tensor), home)
 
     def _new(self, cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> torch.Tensor:
+        if self._elsewhere():
+            elsewhere: torch.Tensor = self._plain_new.__func__(cls, data, requires_grad)
+            return elsewhere
         with _unmasked():
             data = torch.empty(0) if data is None else data
             data = data if len(self.made) in self._kept else self.ghost(data)
@@ -240,10 +246,14 @@ class Ghosts(TorchDispatchMode):
             return self._number(made)
 
     def _register(self, _module: nn.Module, _name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
-        if buffer is None:
+        if buffer is None or self._elsewhere():
             return None
         with _unmasked():
             return self._number(buffer if len(self.made) in self._kept else self.ghost(buffer))
+
+    def _elsewhere(self) -> bool:
+        """Other threads make parameters of their own in the meantime; modes are a thread's, but not what is patched."""
+        return threading.get_ident() != self._thread
 
     def _number(self, made: torch.Tensor) -> torch.Tensor:
         self._sources[_storage(made)] = self.sources(made) | {len(self.made)}
@@ -251,7 +261,7 @@ class Ghosts(TorchDispatchMode):
         return made
 
     def _own(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
-        if parameter is not None:
+        if parameter is not None and not self._elsewhere():
             self._owners.setdefault(id(parameter), f"{type(module).__name__}.{name}")
 
     def _label(self, number: int) -> str:
