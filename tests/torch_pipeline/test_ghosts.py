@@ -119,6 +119,8 @@ def test_real_ones_do_not_take_values_that_are_not_there() -> None:
             real.copy_(ghost)
         with pytest.raises(ArgumentError, match=r"uses the values of a parameter \(number 0"):
             real.data = ghost.data * 2
+        with pytest.raises(ArgumentError, match=r"uses the values of a parameter \(number 0"):
+            real.bernoulli_(ghost)
         assert real.add_(ghost.uniform_(3.0, 4.0)) is real
         real.data = ghost.data
     assert real.min() >= 3

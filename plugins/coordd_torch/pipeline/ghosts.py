@@ -181,6 +181,8 @@ class Ghosts(TorchDispatchMode):
             self._lend(tensor)
         if self._known(_tensors((args, kwargs))):
             return self._haunt(func, args, kwargs)
+        if not all(tensor.is_meta for tensor in written):
+            raise self._refusal(_tensors((args, kwargs)))
         # How many numbers are drawn depends on the layout only, never on probabilities or means that are not known.
         args_, kwargs_ = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
         func(*args_, **kwargs_)
@@ -221,9 +223,6 @@ class Ghosts(TorchDispatchMode):
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         value = self.value(tensor)
         return torch.zeros_like(tensor, device=self.home(tensor)) if value is None else value
-
-    def _home(self, tensor: torch.Tensor) -> torch.device:
-        return self._homes.get(_storage(tensor), _CPU)
 
     def _trace(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         sources = frozenset().union(*map(self.sources, inputs))
