@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -156,6 +157,38 @@ def test_what_was_just_drawn_may_be_used_in_what_is_real() -> None:
         return layers
 
     check_quarters(builder)
+
+
+def test_ranks_may_be_threads() -> None:
+    def builder() -> nn.Module:
+        torch.manual_seed(6)
+        return mlp()
+
+    def build(rank: int) -> tuple[nn.Module, nn.Module]:
+        mine = nn.Linear(2, 2)  # while others build
+        return materialise(builder, lambda name: name.startswith(f"{2 * rank}.")), mine
+
+    expected = tensors(builder())
+    with ThreadPoolExecutor(4) as ranks:
+        built = list(ranks.map(build, range(4)))
+    for rank, (part, mine) in enumerate(built):
+        real = {name: tensor for name, tensor in tensors(part).items() if not tensor.is_meta}
+        assert real.keys() == {f"{2 * rank}.weight", f"{2 * rank}.bias"}
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in real.items())
+        assert not mine.weight.is_meta
+
+
+def test_what_other_threads_make_is_theirs() -> None:
+    with ThreadPoolExecutor(1) as other:
+
+        def builder() -> nn.Module:
+            theirs = other.submit(lambda: nn.BatchNorm1d(3)).result()
+            made.append(theirs)
+            return nn.BatchNorm1d(2)
+
+        made: list[nn.Module] = []
+        assert outline(builder).weight.is_meta
+    assert not any(tensor.is_meta for module in made for tensor in tensors(module).values())
 
 
 def test_names_may_be_chosen_by_a_function() -> None:

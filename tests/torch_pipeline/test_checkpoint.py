@@ -95,6 +95,15 @@ def test_what_is_tied_is_one_tensor_under_all_its_names(tmp_path) -> None:
     assert load(tmp_path, ["head.weight"]).keys() == {"head.weight"}
 
 
+def test_what_is_not_tied_any_more_gets_the_same_values(tmp_path) -> None:
+    model, untied = Tied(), Tied()
+    untied.head.weight = nn.Parameter(torch.zeros(9, 4))
+    save(tmp_path, model, 2)
+    load_into(untied, tmp_path)
+    assert untied.head.weight is not untied.embedding.weight
+    assert equal(untied, model)
+
+
 def test_a_stage_may_know_what_is_tied_by_its_other_name(tmp_path) -> None:
     model = Tied()
     save_stage(tmp_path, 0, 1, {"head.weight": model.head.weight}, aliases=aliases(model))

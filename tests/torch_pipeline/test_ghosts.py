@@ -90,6 +90,16 @@ def test_a_ghost_says_what_it_stands_for() -> None:
     assert weight.is_meta
 
 
+def test_a_ghost_that_is_moved_stands_for_what_is_there() -> None:
+    with Ghosts(frozenset(), draw=True):
+        weight = nn.Parameter(torch.empty(2, 3))
+        moved = torch.ops.aten._to_copy(weight, device=torch.device("cuda"))
+        assert moved.device.type == moved.clone()[0].device.type == "cuda"
+        assert moved.is_cuda
+        assert weight.is_cpu
+    assert moved.is_meta
+
+
 def test_values_are_gone_when_the_next_parameter_is_drawn() -> None:
     with Ghosts(frozenset(), draw=True) as ghosts, torch.no_grad():
         first, second = nn.Linear(2, 2).weight, nn.Parameter(torch.empty(3))
@@ -109,6 +119,8 @@ def test_real_ones_do_not_take_values_that_are_not_there() -> None:
             real.copy_(ghost)
         with pytest.raises(ArgumentError, match=r"uses the values of a parameter \(number 0"):
             real.data = ghost.data * 2
+        with pytest.raises(ArgumentError, match=r"uses the values of a parameter \(number 0"):
+            real.bernoulli_(ghost)
         assert real.add_(ghost.uniform_(3.0, 4.0)) is real
         real.data = ghost.data
     assert real.min() >= 3

@@ -16,7 +16,18 @@ import torch
 
 from coordd.errors import ArgumentError
 
-__all__ = ["MANIFEST", "listed", "opened", "read", "read_manifest", "replace_manifest", "some", "withdraw", "write"]
+__all__ = [
+    "MANIFEST",
+    "listed",
+    "opened",
+    "read_manifest",
+    "replace_manifest",
+    "shapes",
+    "some",
+    "stream",
+    "withdraw",
+    "write",
+]
 
 MANIFEST = "manifest.json"
 
@@ -32,19 +43,23 @@ def write(folder: Path, file: str, tensors: Mapping[str, torch.Tensor], notes: M
         save_file(_apart(tensors), draft, {"format": "pt", **notes})
 
 
-def read(folder: Path, files: Mapping[str, str], device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Reads tensors, of each file only those that are asked for.
+def stream(
+    folder: Path, files: Mapping[str, str], device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Reads tensors one by one, of each file only those that are asked for.
 
     Args:
         folder: where the files are.
         files: by name of a tensor the file that it is in.
         device: where the tensors are to be.
     """
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(set(files.values())):
-        with opened(folder, file, device) as source:
-            found |= {name: source.get_tensor(name) for name, place in files.items() if place == file}
-    return found
+    for name, source in _sources(folder, files, device):
+        yield name, source.get_tensor(name)
+
+
+def shapes(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Reads the shapes of tensors, and nothing else of them."""
+    return {name: tuple(source.get_slice(name).get_shape()) for name, source in _sources(folder, files, "cpu")}
 
 
 @contextmanager
@@ -106,6 +121,12 @@ def some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     rest = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return ", ".join(map(repr, ordered[:_SHOWN])) + rest
+
+
+def _sources(folder: Path, files: Mapping[str, str], device: torch.device | str) -> Iterator[tuple[str, Any]]:
+    for file in sorted(set(files.values())):
+        with opened(folder, file, device) as source:
+            yield from ((name, source) for name, place in files.items() if place == file)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ real, with ghosts in the place of what is not wanted.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
@@ -27,18 +28,20 @@ Wanted = Callable[[str], bool] | AbstractSet[str]
 """Names of parameters and buffers, or what says of each name whether it is one of them."""
 
 _SHOWN = 5
+_ALONE = threading.RLock()  # the generators of random numbers are the process's, and ranks may be threads
 
 
 def outline(builder: Builder) -> nn.Module:
     """Builds a model on the meta device; the state of the random generators stays as it is.
 
     Args:
-        builder: makes the model, all of it, and the same each time.
+        builder: makes the model, all of it, and the same each time that it is called; it is called several times.
 
     Raises:
         ArgumentError: the builder returns parameters that it has not made, or needs values that it has not just drawn.
     """
-    return _rehearse(builder).model
+    with _ALONE:
+        return _rehearse(builder).model
 
 
 def materialise(builder: Builder, wanted: Wanted) -> nn.Module:
@@ -46,21 +49,23 @@ def materialise(builder: Builder, wanted: Wanted) -> nn.Module:
 
     What is real is bitwise equal to what ``builder()`` would have made, and so is the state of the random generators
     afterwards. Never in memory at a time: more than what is wanted, what that is computed from, and one more parameter
-    with what its initialisation needs.
+    with what its initialisation needs. Where ranks are threads, which have one random generator between them, the
+    builder seeds it itself.
 
     Args:
-        builder: makes the model, all of it, and the same each time.
+        builder: makes the model, all of it, and the same each time that it is called; it is called several times.
         wanted: by their names in the built model; one name of a tied parameter is enough.
 
     Raises:
         ArgumentError: no such name; or the builder makes something else each time, returns parameters that it has not
             made, or needs values that are no longer there.
     """
-    rehearsal = _rehearse(builder)
-    names = _select(rehearsal.needs, wanted)
-    kept = frozenset().union(*(rehearsal.needs[name] for name in names))
-    with Ghosts(kept, draw=True) as ghosts:
-        model = builder()
+    with _ALONE:
+        rehearsal = _rehearse(builder)
+        names = _select(rehearsal.needs, wanted)
+        kept = frozenset().union(*(rehearsal.needs[name] for name in names))
+        with Ghosts(kept, draw=True) as ghosts:
+            model = builder()
     shapes = [tensor.shape for tensor in ghosts.made]
     if shapes != rehearsal.shapes:
         raise ArgumentError(

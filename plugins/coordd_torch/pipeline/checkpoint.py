@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def load(
     missing = [name for name, source in sources.items() if source not in weights]
     if missing:
         raise ArgumentError(f"the checkpoint in {folder} has no {some(missing)}")
-    found = archive.read(folder, {source: weights[source] for source in sources.values()}, device)
+    found = dict(archive.stream(folder, {source: weights[source] for source in sources.values()}, device))
     return {name: found[source] for name, source in sources.items()}
 
 
@@ -129,28 +130,36 @@ def load_into(model: nn.Module, folder: str | Path) -> None:
         ArgumentError: the checkpoint is not complete, names other tensors than the model, or has them in other shapes.
             The model is as it was then.
     """
+    folder = Path(folder)
+    weights, further = _contents(folder)
     held = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    weights, further = _contents(Path(folder))
-    saved, alike = weights.keys() | further.keys(), aliases(model)
-    missing = [name for name in held if name not in saved and alike.get(name) not in saved]
-    unexpected = saved - held.keys()
-    complaints = [f"it has no {some(missing)}"] * bool(missing) + [f"the model has no {some(unexpected)}"] * bool(
-        unexpected
-    )
-    if complaints:
-        raise ArgumentError(f"the checkpoint in {folder} is not of this model: {'; '.join(complaints)}")
-    real = {name: value for name, value in held.items() if not value.is_meta and name in saved}
-    loaded = load(folder, real)
+    saved = weights.keys() | further.keys()
+    _compare(folder, saved, held.keys(), aliases(model))
+    targets: dict[str, list[torch.Tensor]] = {}
+    for name in [name for name, value in held.items() if name in saved and not value.is_meta]:
+        targets.setdefault(further.get(name, name), []).append(held[name])
+    files = {name: weights[name] for name in targets}
     different = [
-        f"{name} (here {tuple(value.shape)}, there {tuple(loaded[name].shape)})"
-        for name, value in real.items()
-        if value.shape != loaded[name].shape
+        f"{name} (here {tuple(target.shape)}, there {shape})"
+        for name, shape in archive.shapes(folder, files).items()
+        for target in targets[name]
+        if target.shape != shape
     ]
     if different:
         raise ArgumentError(f"the checkpoint in {folder} has other shapes than the model: {some(different)}")
     with torch.no_grad():
-        for name, value in real.items():
-            value.copy_(loaded[name])
+        for name, tensor in archive.stream(folder, files):
+            for target in targets[name]:
+                target.copy_(tensor)
+
+
+def _compare(folder: Path, saved: AbstractSet[str], held: AbstractSet[str], alike: Mapping[str, str]) -> None:
+    missing = [name for name in held - saved if alike.get(name) not in saved]
+    unexpected = saved - held
+    complaints = [f"it has no {some(missing)}"] if missing else []
+    complaints += [f"the model has no {some(unexpected)}"] if unexpected else []
+    if complaints:
+        raise ArgumentError(f"the checkpoint in {folder} is not of this model: {'; '.join(complaints)}")
 
 
 def _contents(folder: Path) -> tuple[dict[str, str], dict[str, str]]:

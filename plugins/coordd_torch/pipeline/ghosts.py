@@ -7,6 +7,7 @@ until the next one's turn comes, for some initialisers look at what they have dr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -44,9 +45,10 @@ class UnreadableError(ArgumentError):
 
 
 class Ghosts(TorchDispatchMode):
-    """While it is entered, the parameters and buffers that are made are numbered, and are ghosts unless kept.
+    """While it is entered, the parameters and buffers that this thread makes are numbered, and are ghosts unless kept.
 
-    Parameters are numbered when they are made, buffers when they are registered, in one sequence.
+    Only one is entered at a time in a process. Parameters are numbered when they are made, buffers when they are
+    registered, in one sequence.
 
     Attributes:
         made: by number what was made; ghosts in the place of those that are kept.
@@ -63,6 +65,7 @@ class Ghosts(TorchDispatchMode):
         self.made: list[torch.Tensor] = []
         self._kept = kept
         self._draw = draw
+        self._thread = threading.get_ident()
         self._owners: dict[int, str] = {}
         self._guise = _Guise(self)
         self._plain_new: Any = None
@@ -178,6 +181,8 @@ class Ghosts(TorchDispatchMode):
             self._lend(tensor)
         if self._known(_tensors((args, kwargs))):
             return self._haunt(func, args, kwargs)
+        if not all(tensor.is_meta for tensor in written):
+            raise self._refusal(_tensors((args, kwargs)))
         # How many numbers are drawn depends on the layout only, never on probabilities or means that are not known.
         args_, kwargs_ = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
         func(*args_, **kwargs_)
@@ -193,7 +198,12 @@ class Ghosts(TorchDispatchMode):
 
     def _outline(self, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self.ghost, (args, kwargs))
-        return func(*args, **kwargs | {"device": torch.device("meta")} if kwargs.get("device") else kwargs)
+        device = kwargs.get("device")
+        if device is None:
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs | {"device": torch.device("meta")})
+        self._homes |= {_storage(tensor): torch.device(device) for tensor in _tensors(result)}
+        return result
 
     def _lend(self, tensor: torch.Tensor) -> None:
         if self.value(tensor) is not None:
@@ -214,9 +224,6 @@ class Ghosts(TorchDispatchMode):
         value = self.value(tensor)
         return torch.zeros_like(tensor, device=self.home(tensor)) if value is None else value
 
-    def _home(self, tensor: torch.Tensor) -> torch.device:
-        return self._homes.get(_storage(tensor), _CPU)
-
     def _trace(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         sources = frozenset().union(*map(self.sources, inputs))
         home = next((self.home(tensor) for tensor in inputs if tensor.is_meta), _CPU)
@@ -227,6 +234,9 @@ class Ghosts(TorchDispatchMode):
                 self._homes.setdefault(_storage(tensor), home)
 
     def _new(self, cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> torch.Tensor:
+        if self._elsewhere():
+            elsewhere: torch.Tensor = self._plain_new.__func__(cls, data, requires_grad)
+            return elsewhere
         with _unmasked():
             data = torch.empty(0) if data is None else data
             data = data if len(self.made) in self._kept else self.ghost(data)
@@ -235,10 +245,14 @@ class Ghosts(TorchDispatchMode):
             return self._number(made)
 
     def _register(self, _module: nn.Module, _name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
-        if buffer is None:
+        if buffer is None or self._elsewhere():
             return None
         with _unmasked():
             return self._number(buffer if len(self.made) in self._kept else self.ghost(buffer))
+
+    def _elsewhere(self) -> bool:
+        """Other threads make parameters of their own in the meantime; modes are a thread's, but not what is patched."""
+        return threading.get_ident() != self._thread
 
     def _number(self, made: torch.Tensor) -> torch.Tensor:
         self._sources[_storage(made)] = self.sources(made) | {len(self.made)}
@@ -246,7 +260,7 @@ class Ghosts(TorchDispatchMode):
         return made
 
     def _own(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
-        if parameter is not None:
+        if parameter is not None and not self._elsewhere():
             self._owners.setdefault(id(parameter), f"{type(module).__name__}.{name}")
 
     def _label(self, number: int) -> str:

@@ -121,7 +121,7 @@ class _Saved:
         """Reads what these parameters had."""
         states = {name: dict(self._plain.get(name, {})) for name in names}
         places = {key: file for key, file in self._places.items() if key.rpartition(".")[0] in states}
-        for key, tensor in archive.read(self._folder, places, "cpu").items():
+        for key, tensor in archive.stream(self._folder, places):
             name, _, key_ = key.rpartition(".")
             states[name][key_] = tensor
         return states
