@@ -38,9 +38,9 @@ def chart(plan: Plan, timeline: Timeline, width: int) -> str:
     names = [name(lane) for lane in cut]
     left = max(map(len, names)) + 1
     columns = max(1, width - left)
-    each = _shortest(timeline) * columns / timeline.makespan if len(cut) == len(timeline.spans) else 0.0
+    scale = columns / timeline.makespan if timeline.makespan else 0.0
+    each = _shortest(timeline) * scale if len(cut) == len(timeline.spans) else 0.0
     if each >= 1:
-        scale = columns / timeline.makespan
         scale *= int(each) / each if each >= _EVEN else 1.0
         rows = [_passes(spans, scale, round(timeline.makespan * scale)) for spans in timeline.spans]
     else:

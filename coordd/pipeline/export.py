@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from coordd.errors import ArgumentError
 
@@ -21,10 +22,8 @@ def check_ending(path: Path) -> None:
     """
     if path.suffix not in {".svg", ".png"}:
         raise ArgumentError(f"a picture is an SVG or a PNG: let {path.name} end in .svg or .png")
-    if path.suffix == ".png" and find_spec("cairosvg") is None:
-        raise ArgumentError(
-            "PNGs are made by CairoSVG: pip install 'coordd[picture]', or name a file that ends in .svg"
-        )
+    if path.suffix == ".png":
+        _converter()
 
 
 def save(picture: str, path: Path) -> None:
@@ -38,6 +37,17 @@ def save(picture: str, path: Path) -> None:
     if path.suffix == ".svg":
         path.write_text(picture, "utf-8")
         return
-    from cairosvg import svg2png  # optional, and loads the Cairo library
+    path.write_bytes(_converter()(bytestring=picture.encode(), scale=_SHARP))
 
-    path.write_bytes(svg2png(bytestring=picture.encode(), scale=_SHARP))
+
+def _converter() -> Callable[..., bytes]:
+    """Finds what makes PNGs of SVGs; it is optional, and loads a library that may be missing."""
+    try:
+        from cairosvg import svg2png
+    except (ImportError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(
+            f"PNGs are made by CairoSVG, which cannot be loaded ({reason}): pip install 'coordd[picture]', which needs "
+            "the Cairo library, or name a file that ends in .svg"
+        ) from error
+    return cast("Callable[..., bytes]", svg2png)

@@ -46,5 +46,6 @@ def busy(timeline: Timeline, cut: Sequence[range], *, cells: int, until: float) 
                 since, to = begin * scale, end * scale
                 for cell in range(int(since), min(int(to) + 1, cells)):
                     part = (min(to, cell + 1) - max(since, cell)) / len(lane)
-                    row[cell][kind] = row[cell].get(kind, 0.0) + part
+                    if part > 0:
+                        row[cell][kind] = row[cell].get(kind, 0.0) + part
     return found

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from coordd.pipeline.action import Kind
+from coordd.pipeline.action import COMPUTE, Action, Kind
 from coordd.pipeline.lanes import Busy, busy, lanes, name
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Span, Timeline
@@ -34,7 +34,7 @@ _COLOURS = {
     Kind.INPUT: (0xCC, 0x79, 0xA7),
     Kind.WEIGHT: (0x00, 0x9E, 0x73),
 }
-_IDLE = "#eef1f4"
+_DARK, _IDLE, _LINE = "#1d2733", "#eef1f4", "#c9d1d9"
 _PALEST = 0.6
 """How much white the last chunk of a rank has."""
 
@@ -94,10 +94,11 @@ class _Canvas:
         self._height = max(11, min(26, 520 // len(self._lanes)))
         self._chunks = [{stage: chunk for chunk, stage in enumerate(held)} for held in self.plan.held]
         self._most = max(map(len, self._chunks))
+        self._last = set(_before_steps(self.plan)) if self.small else set()
 
     def head(self, title: str) -> None:
         """Writes what the picture is of, and what its colours mean."""
-        self._text(_MARGIN, 26, title, 'font-size="16" font-weight="600" fill="#1d2733"')
+        self._text(_MARGIN, 26, title, f'font-size="16" font-weight="600" fill="{_DARK}"')
         x: float = _MARGIN
         used = {action.kind for actions in self.plan.actions[:_LANES] for action in actions}
         swatches = self._most if self.small else 1
@@ -106,8 +107,11 @@ class _Canvas:
                 self._box((x, 41), (11, 11), fill=_colour(kind, chunk, swatches))
                 x += 11
             x = self._text(x + 5, 51, WORDS[kind]) + 16
-        self._box((x, 41), (11, 11), fill=_IDLE, more=' stroke="#c9d1d9"')
+        self._box((x, 41), (11, 11), fill=_IDLE, more=f' stroke="{_LINE}"')
         x = self._text(x + 16, 51, "idle") + 16
+        if self.small:
+            self._mark(x, 40, 13)
+            x = self._text(x + 6, 51, "weights change") + 16
         self._text(x, 51, self._hint())
 
     def _hint(self) -> str:
@@ -122,13 +126,13 @@ class _Canvas:
         """Draws a timeline below what is there already."""
         peak = self.units.size(max(timeline.peaks, default=0.0))
         told = f"makespan {self.units.span(timeline.makespan)}, bubble {100 * timeline.bubble:.1f} %, peak {peak}"
-        self._text(_MARGIN, self.y, f"{heading}: {told}" if heading else told, 'font-size="13" fill="#1d2733"')
+        self._text(_MARGIN, self.y, f"{heading}: {told}" if heading else told, f'font-size="13" fill="{_DARK}"')
         top = self.y + 30
         bottom = top + self._height * len(self._lanes)
         self._axis(top, bottom)
         for place, lane in enumerate(self._lanes):
             y = top + place * self._height
-            self._box((self._left, y), (self.until * self._scale, self._height - 1), fill=_IDLE)
+            self._box((self._left, y), (timeline.makespan * self._scale, self._height - 1), fill=_IDLE)
             self._text(_MARGIN, y + self._height / 2 + 3.5, name(lane))
         if self.small:
             for rank, spans in enumerate(timeline.spans):
@@ -141,7 +145,7 @@ class _Canvas:
         length, unit = self.units.clock(self.until)
         for tick in _ticks(self.until / length):
             x = self._left + tick * length * self._scale
-            self.parts.append(f'<path d="M{x:.1f} {top - 4:.1f}V{bottom:.1f}" stroke="#c9d1d9"/>')
+            self.parts.append(f'<path d="M{x:.1f} {top - 4:.1f}V{bottom:.1f}" stroke="{_LINE}"/>')
             self._text(x, top - 8, f"{tick:.6g} {unit}" if tick == 0 else f"{tick:.6g}", 'text-anchor="middle"')
 
     def _passes(self, rank: int, spans: Sequence[Span], y: float) -> None:
@@ -150,6 +154,8 @@ class _Canvas:
             fill = _colour(action.kind, self._chunks[rank].get(action.stage, 0), self._most)
             hint = f"{action}, rank {rank}: {self.units.span(begin)} to {self.units.span(end)}"
             self._box((x, y), (max(width - 0.6, 0.4), self._height - 1), fill=fill, hint=hint)
+            if action in self._last:
+                self._mark(x + width - 1, y, self._height - 1)
             number = str(action.microbatch)
             if width >= _LETTER * len(number) + _ROOM:
                 ink = f'text-anchor="middle" fill="{_ink(fill)}" pointer-events="none"'
@@ -180,6 +186,9 @@ class _Canvas:
         rect = f'<rect {place} fill="{fill}"{more}'
         self.parts.append(f"{rect}><title>{escape(hint)}</title></rect>" if hint else f"{rect}/>")
 
+    def _mark(self, x: float, y: float, height: float) -> None:
+        self.parts.append(f'<path d="M{x:.1f} {y:.1f}v{height:.1f}" stroke="{_DARK}" stroke-width="2"/>')
+
     def _text(self, x: float, y: float, text: str, more: str = "") -> float:
         """Writes something, and says where it ends, roughly."""
         self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{more and " " + more}>{escape(text)}</text>')
@@ -192,6 +201,17 @@ class _Canvas:
         look = 'font-family="system-ui, sans-serif" font-size="11" fill="#57606a"'
         inside = "\n".join([f'<rect width="{_WIDTH}" height="{height}" rx="6" fill="#fff"/>', *self.parts])
         return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {look} role="img">\n{inside}\n</svg>\n'
+
+
+def _before_steps(plan: Plan) -> Iterator[Action]:
+    """Finds the passes after which weights change."""
+    for actions in plan.actions:
+        last: Action | None = None
+        for action in actions:
+            if action.kind in COMPUTE:
+                last = action
+            elif action.kind is Kind.STEP and last is not None:
+                yield last
 
 
 def _runs(row: Sequence[Busy]) -> Iterator[tuple[int, int, Busy]]:

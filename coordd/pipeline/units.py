@@ -36,7 +36,9 @@ class Units:
 
 
 def _fitting(choice: tuple[tuple[float, str], ...], amount: float) -> tuple[float, str]:
-    return next((unit for unit in choice if amount >= unit[0]), choice[-1] if amount else choice[0])
+    if not amount:
+        return next(unit for unit in choice if unit[0] == 1)
+    return next((unit for unit in choice if amount >= unit[0]), choice[-1])
 
 
 def _write(amount: float, unit: tuple[float, str]) -> str:
