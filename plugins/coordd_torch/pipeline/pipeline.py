@@ -29,6 +29,7 @@ from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.norm import clip
 from coordd_torch.pipeline.sharing import Sharing
 from coordd_torch.pipeline.stage import Loss, TorchStage
+from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.versions import Versions
 from coordd_torch.state import allgather_object
 
@@ -174,17 +175,25 @@ class Pipeline:
         return materialise(builder, wanted)
 
     def _made(self, model: nn.Module, optimizer: MakeOptimizer, loss: Loss) -> dict[int, TorchStage]:
-        made = {}
-        for number in self._sketch.held[self._rank]:
-            made[number] = self._stage(number, self.layout.module(number, model), optimizer, loss)
+        modules = {number: self.layout.module(number, model) for number in self._sketch.held[self._rank]}
+        held = {number: dict(module.named_parameters()) for number, module in modules.items()}
+        owners = {key: self._owners(key, number) for number, mine in held.items() for key in mine}
+        self._sharing = Sharing(held, owners, self._operations, name=self._name)
+        self._sharing.align()
+        made, known = {}, set()
+        for number, module in modules.items():
+            own = {key: value for key, value in held[number].items() if key not in known and value.requires_grad}
+            known |= own.keys()
+            made[number] = self._stage(number, module, optimizer(own.values()) if own else None, loss)
+        self._counted = [
+            value for mine in held.values() for key, value in mine.items() if owners[key][0] == self._rank
+        ]
         return made
 
-    def _stage(self, number: int, module: nn.Module, make: MakeOptimizer, loss: Loss) -> TorchStage:
+    def _stage(
+        self, number: int, module: StageModule, optimizer: torch.optim.Optimizer | None, loss: Loss
+    ) -> TorchStage:
         config = self.config
-        parameters = dict(module.named_parameters())
-        owners = {key: self._owners(key, number) for key in parameters}
-        sharing = Sharing(parameters, owners, self._operations, name=self._name)
-        sharing.align()
         boundary = Boundary(
             module,
             compress=config.compression,
@@ -193,16 +202,15 @@ class Pipeline:
             seed=config.seed,
             stage=number,
         )
-        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         keep = {"pipedream": self._sketch.stages - number, "2bw": 2}.get(config.schedule, 1)
         return TorchStage(
             module,
             boundary,
-            sharing,
-            optimizer=make(trained) if trained else None,
+            optimizer=optimizer,
             loss=loss if number == self._sketch.stages - 1 else None,
             route=lambda inputs: self.layout.route(number, inputs, training=module.training),
-            versions=Versions(trained, keep) if keep > 1 else None,
+            versions=Versions(list(module.parameters()), keep) if keep > 1 else None,
+            reduce=lambda: self._sharing.start(number),
             settle=self._settle,
         )
 
@@ -212,18 +220,15 @@ class Pipeline:
         return sorted({rank for each in stages for rank in self._sketch.placement[each]})
 
     def _settle(self) -> None:
-        """Completes all gradients of this rank before the first of its stages steps."""
+        """Completes all gradients of this rank that are complete elsewhere, and clips them once."""
+        self._sharing.finish()
         if self._settled or self.config.clip_norm is None:
             return
         self._settled = True
-        mine, others = [], []
-        for number, stage in self.stages.items():
-            stage.settled()
-            for key, parameter in stage.module.named_parameters():
-                if parameter.grad is not None:
-                    counts = self._owners(key, number)[0] == self._rank
-                    (mine if counts else others).append(parameter.grad)
-        clip(mine, others, self.config.clip_norm, self._operations, name=f"{self._name}.norm")
+        mine = {id(value.grad): value.grad for value in self._counted if value.grad is not None}
+        everything = (value.grad for stage in self.stages.values() for value in stage.module.parameters())
+        others = {id(grad): grad for grad in everything if grad is not None and id(grad) not in mine}
+        clip(mine.values(), others.values(), self.config.clip_norm, self._operations, name=f"{self._name}.norm")
 
 
 def _joined(leaves: tuple[Any, ...]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,15 @@ from coordd_torch.tensors import borrow
 
 __all__ = ["Sharing"]
 
+_Pending = tuple[Handle[Any], Callable[[np.ndarray], Any]]
+
 
 class Sharing:
-    """Adds the gradients of one stage's parameters up over all ranks that have them."""
+    """Adds the gradients of a rank's parameters up over all ranks that have them."""
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        held: Mapping[int, Mapping[str, nn.Parameter]],
         owners: Mapping[str, Sequence[int]],
         operations: Operations,
         *,
@@ -32,48 +34,52 @@ class Sharing:
         """Prepares it.
 
         Args:
-            parameters: by name, equal on all ranks that have them.
-            owners: for each the ranks that have it.
+            held: for each stage of this rank its parameters by name; a name is the same on all ranks that have it.
+            owners: for each name these ranks.
             operations: of the daemon.
             name: begins the names of the reductions.
         """
-        self._shared = {key: value for key, value in parameters.items() if len(owners[key]) > 1}
-        self._sets = {key: ProcessSet(owners[key]) for key in self._shared}
+        self._held = {stage: [key for key in mine if len(owners[key]) > 1] for stage, mine in held.items()}
+        self._parameters = {key: mine[key] for stage, mine in held.items() for key in self._held[stage]}
+        self._sets = {key: ProcessSet(owners[key]) for key in self._parameters}
         self._operations = operations
         self._name = name
-        self._pending: list[tuple[Handle[Any], Any]] = []
+        self._open: dict[str, int] = {}
+        self._pending: list[_Pending] = []
 
     def align(self) -> None:
         """Gives all ranks the values of the first that has a parameter."""
         handles = []
-        for key, parameter in self._shared.items():
-            ranks = self._sets[key]
+        for key, parameter in self._parameters.items():
+            members = self._sets[key]
             array, back = borrow(parameter.data)
-            handle = self._operations.broadcast(
-                array, ranks.ranks[0], name=f"{self._name}.{key}.first", process_set=ranks
-            )
-            handles.append((handle, back))
+            name = f"{self._name}.{key}.first"
+            handles.append((self._operations.broadcast(array, members.ranks[0], name=name, process_set=members), back))
         _finish(handles)
 
-    def start(self) -> None:
-        """Begins; a gradient that is missing here counts as zero."""
-        for key, parameter in self._shared.items():
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            array, back = borrow(parameter.grad)
-            handle = self._operations.allreduce(
-                array, name=f"{self._name}.{key}", op=ReduceOp.SUM, process_set=self._sets[key]
-            )
-            self._pending.append((handle, back))
+    def start(self, stage: int) -> None:
+        """Begins with a stage's gradients, but for those that another stage of this rank has still to add to."""
+        for key in self._held[stage]:
+            left = self._open.get(key) or sum(key in mine for mine in self._held.values())
+            self._open[key] = left - 1
+            if left == 1:
+                self._submit(key, self._parameters[key])
 
     def finish(self) -> None:
         """Waits until the gradients are those of all ranks."""
         pending, self._pending = self._pending, []
         _finish(pending)
 
+    def _submit(self, key: str, parameter: nn.Parameter) -> None:
+        if not parameter.requires_grad:
+            return
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)  # it takes part all the same
+        array, back = borrow(parameter.grad)
+        name, members = f"{self._name}.{key}", self._sets[key]
+        self._pending.append((self._operations.allreduce(array, name=name, op=ReduceOp.SUM, process_set=members), back))
 
-def _finish(pending: Sequence[tuple[Handle[np.ndarray], Any]]) -> None:
+
+def _finish(pending: Sequence[_Pending]) -> None:
     for handle, back in pending:
         back(handle.result())

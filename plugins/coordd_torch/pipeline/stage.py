@@ -14,7 +14,6 @@ from coordd.pipeline.frame import pack, unpack
 from coordd_torch.pipeline.batch import Batch
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.codec import TorchCodec
-from coordd_torch.pipeline.sharing import Sharing
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
 from coordd_torch.pipeline.versions import Versions
 
@@ -39,8 +38,8 @@ class TorchStage:
         self,
         module: StageModule,
         boundary: Boundary,
-        sharing: Sharing,
         *,
+        reduce: Callable[[], None],
         optimizer: torch.optim.Optimizer | None,
         loss: Loss | None,
         route: Route,
@@ -52,19 +51,19 @@ class TorchStage:
         Args:
             module: the stage's layers.
             boundary: their part of each microbatch's graph.
-            sharing: of their gradients with other ranks.
+            reduce: starts to add its gradients up over the ranks that share them.
             optimizer: of their parameters.
             loss: of the last stage: of a microbatch's output and targets, its mean.
             route: which later stage gets what.
             versions: of the weights, where there are several.
-            settle: is called before a step, when all gradients of this rank are complete.
+            settle: is called before a step, and completes the gradients.
         """
         self.module = module
         self.optimizer = optimizer
         self.loss = 0.0
         self.outputs: dict[int, Any] | None = None
         self._boundary = boundary
-        self._sharing = sharing
+        self._reduce = reduce
         self._criterion = loss
         self._route = route
         self._versions = versions
@@ -135,18 +134,13 @@ class TorchStage:
 
     def reduce(self) -> None:
         """Starts to add gradients up over the ranks that share parameters."""
-        self._sharing.start()
-
-    def settled(self) -> None:
-        """Waits until that is done."""
-        self._sharing.finish()
+        self._reduce()
 
     def step(self) -> None:
         """Lets the optimizer step, and forgets the gradients."""
         if self._versions is not None:
             self._versions.advance()
         self._settle()
-        self.settled()
         self._boundary.statistics.update([self._boundary.statistics.take()])
         self._boundary.step += 1
         if self.optimizer is not None:
