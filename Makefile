@@ -46,5 +46,5 @@ $(READY): pyproject.toml constraints.txt
 	  echo "coordd needs Python 3.11 or newer, and '$(PYTHON)' is not. Name one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; \
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(IN) python -m pip install --disable-pip-version-check -c constraints.txt -e ".[mpi,torch,pipeline,tune,examples,dev]"
+	$(IN) python -m pip install --disable-pip-version-check -c constraints.txt -e ".[mpi,torch,pipeline,tune,picture,examples,dev]"
 	@touch $@

@@ -25,8 +25,8 @@ __all__ = ["Engine", "Mail", "Stage"]
 class Stage(Protocol):
     """One stage of a model, on this rank.
 
-    Microbatches are numbers; what it keeps of each is its own business. What goes from stage to stage is an array, which
-    whoever gets it understands.
+    Microbatches are numbers; what it keeps of each is its own business. What goes from stage to stage is an array,
+    which whoever gets it understands.
     """
 
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:

@@ -27,6 +27,8 @@ WORDS = {
 }
 """The kinds of passes, in words."""
 
+_ORDER = tuple(WORDS)
+
 # Of Okabe and Ito's palette, which people with any kind of colour vision can tell apart.
 _COLOURS = {
     Kind.FORWARD: (0x00, 0x72, 0xB2),
@@ -44,7 +46,7 @@ _WIDTH, _MARGIN, _TOP = 1080, 16, 78
 _LABEL, _LETTER = 6.4, 5.8
 _TICKS = 10
 _LANES, _BOXES = 64, 4000
-_CELLS, _SHADES = 420, 6
+_CELLS, _COLUMNS, _SHADES = 10_000, 420, 6
 _FAINT = 0.25
 _ROOM = 2
 """Pixels around a number in its box."""
@@ -164,16 +166,17 @@ class _Canvas:
     def _cells(self, timeline: Timeline, top: float) -> None:
         """Draws for each kind and shade one path with all its cells."""
         paths: dict[tuple[Kind, int], list[str]] = {}
-        wide = self.until * self._scale / _CELLS
-        for place, row in enumerate(busy(timeline, self._lanes, cells=_CELLS, until=self.until)):
+        cells = min(_COLUMNS, _CELLS // len(self._lanes))
+        wide = self.until * self._scale / cells
+        for place, row in enumerate(busy(timeline, self._lanes, cells=cells, until=self.until)):
             y = top + place * self._height
             for cell, length, found in _runs(row):
                 down = y
                 shade = math.ceil(min(1.0, sum(found.values())) * _SHADES)
-                for kind, part in found.items():
-                    tall = (self._height - 1) * part / sum(found.values())
-                    x, width = self._left + cell * wide, length * wide
-                    box = f"M{x:.1f} {down:.1f}h{width:.1f}v{tall:.1f}h-{width:.1f}z"
+                for kind in sorted(found, key=_ORDER.index):
+                    tall = (self._height - 1) * found[kind] / sum(found.values())
+                    x, end = self._left + cell * wide, self._left + (cell + length) * wide
+                    box = f"M{x:.1f} {down:.1f}H{end:.1f}v{tall:.1f}H{x:.1f}z"
                     paths.setdefault((kind, shade), []).append(box)
                     down += tall
         for (kind, shade), boxes in sorted(paths.items()):

@@ -182,7 +182,9 @@ class _Run:
         for stage in range(self._plan.stages):
             for microbatch in range(self._plan.microbatches):
                 if not wanted or any((stage, kind, microbatch) not in self._done for kind in wanted):
-                    raise PlanError(f"the plan {self._plan.name} leaves microbatch {microbatch} undone in stage {stage}")
+                    raise PlanError(
+                        f"the plan {self._plan.name} leaves microbatch {microbatch} undone in stage {stage}"
+                    )
 
     def timeline(self) -> Timeline:
         """Says what came of it."""

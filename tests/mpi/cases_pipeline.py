@@ -117,9 +117,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def pipeline(model: Any, **settings: Any) -> Pipeline:
     settings.setdefault("split", "layers")
-    return Pipeline(
-        model, PipelineConfig(microbatches=4, **settings), optimizer=sgd, loss=functional.cross_entropy
-    )
+    return Pipeline(model, PipelineConfig(microbatches=4, **settings), optimizer=sgd, loss=functional.cross_entropy)
 
 
 def in_one_piece(model: nn.Module, x: torch.Tensor, y: torch.Tensor, microbatches: int, steps: int) -> list[float]:

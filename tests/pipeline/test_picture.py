@@ -123,6 +123,12 @@ def test_many_microbatches_do_not_make_a_large_picture():
     assert sum(text.startswith("rank ") for text in texts(root)) == 4
 
 
+def test_the_busiest_picture_is_not_large():
+    lowered = chained(ALL["zb-v"](32, 64, replicas=2))
+    timeline = simulate(lowered)
+    assert len(draw(lowered, timeline, measured=timeline)) < 2_000_000
+
+
 def test_a_plan_that_takes_no_time_is_drawn():
     plan = chained(gpipe(2, 2))
     nothing = Timeline(((), ()), (0.0, 0.0), 0, 0.0)

@@ -47,7 +47,9 @@ def test_names_of_memory_that_is_written_to_through_a_view_stay_together():
     assert names(graph, aliases) == [["mul", "select", "fill_"]]
     pairs = {(early.name, late.name) for early, late in aliases.together()}
     assert pairs == {("mul", "fill_"), ("mul", "add")}
-    assert [node.name for node in aliases.writers(next(node for node in graph.nodes if node.name == "select"))] == ["fill_"]
+    assert [node.name for node in aliases.writers(next(node for node in graph.nodes if node.name == "select"))] == [
+        "fill_"
+    ]
 
 
 def test_what_is_only_read_forms_no_group():

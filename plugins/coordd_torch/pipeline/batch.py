@@ -22,7 +22,9 @@ def rows_of(values: Any) -> int:
     lengths = {len(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     if len(lengths) != 1:
         told = ", ".join(map(str, sorted(lengths))) or "none"
-        raise ArgumentError(f"the tensors of a batch must have equally many rows to be cut into microbatches, not {told}")
+        raise ArgumentError(
+            f"the tensors of a batch must have equally many rows to be cut into microbatches, not {told}"
+        )
     return lengths.pop()
 
 

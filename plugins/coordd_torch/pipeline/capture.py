@@ -16,10 +16,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
+from coordd.pipeline.graph import Layer
 from coordd_torch.pipeline.chain import flattened, is_sequential
 from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.inputs import Call, only
-from coordd_torch.pipeline.layers import Layer
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
 from coordd_torch.pipeline.traces import CUTS, SEQUENTIAL, Traces
 

@@ -95,7 +95,9 @@ def _arguments(model: nn.Module, batch: Any) -> inspect.BoundArguments:
             return signature.bind(**batch)
         return signature.bind(batch)
     except TypeError as error:
-        given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | Mapping) else type(batch).__name__
+        given = (
+            f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | Mapping) else type(batch).__name__
+        )
         form = f"{type(model).__name__}.forward{signature}"
         raise ArgumentError(f"{form} does not take this batch, a {given}: {error}") from error
 

@@ -19,27 +19,10 @@ from coordd_torch.pipeline.aliases import writes_state
 from coordd_torch.pipeline.purity import free
 from coordd_torch.pipeline.trace import Trace
 
-__all__ = ["Layer", "Layering", "units"]
+__all__ = ["Layering", "units"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _REPEATED = re.compile(r"@(\d+)$")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer of a model.
-
-    Attributes:
-        name: the path of its module; ``#2`` and so on is added where that is called again.
-        reads: the indices of the earlier layers whose values it reads.
-        module: the stateful module that it calls, or nothing; equal names are the same module.
-        parameters: the first names of its parameters; equal names are the same parameter.
-    """
-
-    name: str
-    reads: tuple[int, ...]
-    module: str
-    parameters: tuple[str, ...]
 
 
 def units(model: nn.Module, depth: int = 1) -> frozenset[str]:

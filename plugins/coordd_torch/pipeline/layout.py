@@ -46,7 +46,7 @@ class Layout:
             graph.check_cuts(layers, [span.start for span in spans[1:]], config.reuse)
             return cls(captured, spans)
         sizes = {name: parameter.nbytes for name, parameter in captured.model.named_parameters()}
-        loads = [Load(0.0, 0.0, sum(sizes[key] for key in layer.parameters), 0.0) for layer in layers]
+        loads = [Load(0.0, 0.0, sum(sizes[key] for key in layer.parameters), 0) for layer in layers]
         groups = graph.condense(layers, config.reuse)
         items = [Load.total(loads[group.start : group.stop]) for group in groups]
         return cls(captured, regroup(groups, split(items, stages, by=config.split)))
@@ -70,11 +70,11 @@ class Layout:
         span = self.spans[stage]
         return StageModule(model, self.captured.traces, span.start, span.stop - 1)
 
-    def route(self, stage: int, inputs: Mapping[str, Any], *, training: bool) -> dict[int, list[str]]:
+    def route(self, stage: int, inputs: Mapping[str, Any], *, training: bool) -> dict[int, Sequence[str]]:
         """Says for inputs like these the names of the values that each later stage gets from a stage."""
         trace = self.captured.traces.find(inputs, training=training)
         writes = self._cut(trace, stage).writes
-        found = {}
+        found: dict[int, Sequence[str]] = {}
         for giver, taker in self.flows:
             if giver == stage:
                 reads = set(self._cut(trace, taker).reads)

@@ -78,8 +78,8 @@ class Pipeline:
         self._ranks = self.config.ranks(world.size)
         self._name = f"{self._operations.namespace()}pipeline"
         self._sketch = self._plan(1)
-        built = isinstance(model, nn.Module)
-        self._captured = capture(model if built else outline(model), example, cuts=self.config.cuts)
+        outlined = model if isinstance(model, nn.Module) else outline(model)
+        self._captured = capture(outlined, example, cuts=self.config.cuts)
         self.layout = Layout.of(self._captured, self._sketch.stages, self.config)
         if len(self.layout.spans) != self._sketch.stages:
             raise ArgumentError(
@@ -89,7 +89,8 @@ class Pipeline:
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._settled = False
         self.spans: list[Span] = []
-        self.stages = self._made(model if built else self._materialised(model), optimizer, loss)
+        built = model if isinstance(model, nn.Module) else self._materialised(model)
+        self.stages = self._made(built, optimizer, loss)
         self._engine = Engine(
             self.stages, self.layout.flows, self._operations, name=self._name, fail=self._operations.daemon.fail
         )
@@ -147,7 +148,11 @@ class Pipeline:
 
     def _loss(self) -> float:
         mine = sum(stage.loss for stage in self.stages.values())
-        return float(self._operations.allreduce(np.array([mine], np.float64), name=f"{self._name}.loss", op=ReduceOp.SUM).result()[0])
+        return float(
+            self._operations.allreduce(
+                np.array([mine], np.float64), name=f"{self._name}.loss", op=ReduceOp.SUM
+            ).result()[0]
+        )
 
     def _plan(self, microbatches: int) -> Plan:
         choice, config = self.config.choice, self.config
@@ -170,7 +175,10 @@ class Pipeline:
         wanted = {
             name
             for module in modules
-            for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+            for name, _ in (
+                *module.named_parameters(remove_duplicate=False),
+                *module.named_buffers(remove_duplicate=False),
+            )
         }
         return materialise(builder, wanted)
 
@@ -180,14 +188,13 @@ class Pipeline:
         owners = {key: self._owners(key, number) for number, mine in held.items() for key in mine}
         self._sharing = Sharing(held, owners, self._operations, name=self._name)
         self._sharing.align()
-        made, known = {}, set()
+        made: dict[int, TorchStage] = {}
+        known: set[str] = set()
         for number, module in modules.items():
             own = {key: value for key, value in held[number].items() if key not in known and value.requires_grad}
             known |= own.keys()
             made[number] = self._stage(number, module, optimizer(own.values()) if own else None, loss)
-        self._counted = [
-            value for mine in held.values() for key, value in mine.items() if owners[key][0] == self._rank
-        ]
+        self._counted = [value for mine in held.values() for key, value in mine.items() if owners[key][0] == self._rank]
         return made
 
     def _stage(

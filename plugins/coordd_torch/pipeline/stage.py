@@ -167,5 +167,3 @@ class TorchStage:
     def _return(self, microbatch: int, gradients: Mapping[int, Any]) -> None:
         for giver, found in gradients.items():
             self._frames[microbatch, giver] = pack(found, self._codec)[0]
-
-
