@@ -31,8 +31,8 @@ pages: $(READY)  ## writes the generated pages anew
 	$(IN) python -m coordd_tools.knob_table docs/knobs.md
 	$(IN) python -m coordd_tools.compatibility docs/horovod-compatibility.md
 
-bench: $(READY)  ## measures coordd beside its peers, all five benchmarks
-	for name in allreduce step idle memory startup; do $(IN) python -m coordd_tools.bench $$name || exit; done
+bench: $(READY)  ## measures coordd beside its peers, all six benchmarks
+	for name in allreduce step idle memory startup sets; do $(IN) python -m coordd_tools.bench $$name || exit; done
 
 clean:  ## removes the virtual environment, the caches and the builds
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

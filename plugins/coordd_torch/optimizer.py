@@ -62,7 +62,9 @@ class _Distributed(torch.optim.Optimizer):
     def join(self) -> int:
         """Waits until all ranks have joined, takes part with nothing until then, and ends equal to who has done most.
 
-        What all have then are this optimizer's parameters and state; not buffers, schedulers or loss scalers.
+        What all have then are this optimizer's parameters and state; not buffers, schedulers or loss scalers. Who has
+        joined early has not seen how the others' loss scale has changed, and with different scales parameters part, so
+        take it over: ``scaler.load_state_dict(broadcast_object(scaler.state_dict(), last))`` with what `join` returns.
 
         Returns:
             the rank that has made the most steps, and whose parameters and state these are.
