@@ -148,3 +148,57 @@ def test_hooks_of_others_are_called_and_kept():
         assert sys.excepthook is other
     finally:
         sys.excepthook, sys.exit = hook, leave
+
+
+HEARD = """
+import os, signal
+watch = ExitWatch(lambda *story: print("told:", *story, flush=True))
+watch.hear_sigterm()
+"""
+
+SIGTERMS = {
+    "is told, once, and ends the process": (
+        "signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))\n"
+        "heard = ExitWatch(lambda *story: [signal.setitimer(signal.ITIMER_REAL, 0.01), print('told')])\n"
+        "watch.forget_sigterm(); heard.hear_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        "told\n",
+        -15,
+    ),
+    "is told with the signal's name": (
+        "signal.raise_signal(signal.SIGTERM); print('too late')",
+        "told: was ended by SIGTERM  None\n",
+        -15,
+    ),
+    "stays what somebody has made of it before": (
+        "watch.forget_sigterm(); signal.signal(signal.SIGTERM, lambda *_: print('mine'))\n"
+        "watch.hear_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        "mine\n",
+        0,
+    ),
+    "becomes what somebody makes of it later": (
+        "signal.signal(signal.SIGTERM, lambda *_: print('mine'))\n"
+        "watch.forget_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        "mine\n",
+        0,
+    ),
+    "is nobody's business after all": ("watch.forget_sigterm(); signal.raise_signal(signal.SIGTERM)", "", -15),
+    "is not told by forked children": (
+        "number = os.fork()\n"
+        "if number == 0: signal.raise_signal(signal.SIGTERM)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))",
+        "-15\n",
+        0,
+    ),
+    "is left alone by other threads": (
+        "watch.forget_sigterm(); thread = threading.Thread(target=watch.hear_sigterm); thread.start(); thread.join()\n"
+        "print(signal.getsignal(signal.SIGTERM).name)",
+        "SIG_DFL\n",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIGTERMS)
+def test_sigterm(case):
+    script, told, code = SIGTERMS[case]
+    assert run(HEARD + script) == (code, told)
