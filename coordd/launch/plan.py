@@ -22,6 +22,7 @@ from coordd.launch.launcher import Launcher, LauncherError
 from coordd.launch.options import command_of, extra_of, hosts_of, knob_variables
 from coordd.launch.rank import Order
 from coordd.launch.shares import Wish, describe
+from coordd.transport.register import require
 
 __all__ = ["Plan"]
 
@@ -62,7 +63,7 @@ class Plan:
         size, hosts = _where(options, environment)
         settings = {**_settings(options, environment), **assignments(options.env, environment)}
         inherited = {**environment, "PATH": _path(environment), **settings}
-        Config.load(inherited)  # what ranks would refuse is better refused before they are started
+        _check(inherited, given=options.transport)
         here = not hosts and not any(name in environment for name in _RESERVED)
         launcher = _launcher(options.launcher, needed=size > 1 or not here)
         flavour = launcher.flavour if launcher else ALONE
@@ -93,6 +94,12 @@ def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> di
     """Lists the variables that options set, but for ``--env``."""
     path = {"PYTHONPATH": drop_in.python_path(environment)} if options.as_horovod else {}
     return {**path, **horovodrun.variables(options), **knob_variables(options)}
+
+
+def _check(environment: Mapping[str, str], *, given: str | None) -> None:
+    """Refuses what ranks would refuse, before they are started."""
+    config = Config.load(environment)
+    require(config.transport, source="--transport" if given else "COORDD_TRANSPORT")
 
 
 def _where(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[int, tuple[Host, ...]]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from coordd.launch.flavour import ALONE, HYDRA, OPEN_MPI, SLURM
 from coordd.launch.launcher import Launcher, LauncherError
 from coordd.launch.plan import Plan
 from coordd.launch.rank import Order
+from coordd.transport import register
 from tests.launch.test_options import parsed
 
 TWO = Cores(((0,), (1,)))
@@ -177,3 +179,23 @@ def test_a_setting_that_ranks_would_refuse_is_refused_before_they_are_started(li
     environment = {} if "-x" in line else {"COORDD_CYCLE_MS": "abc"}
     with pytest.raises(ConfigError, match=r"^COORDD_CYCLE_MS='abc' is not usable: give a number from 0 to 10000$"):
         plan(line, **environment)
+
+
+@pytest.mark.parametrize(
+    ("line", "variables", "source"),
+    [
+        ("-n 2 --transport pigeons x", {}, "--transport"),
+        ("-n 2 x", {"COORDD_TRANSPORT": "pigeons"}, "COORDD_TRANSPORT"),
+        ("-n 2 --env COORDD_TRANSPORT=pigeons x", {}, "COORDD_TRANSPORT"),
+    ],
+)
+def test_a_transport_that_does_not_exist_is_refused_before_anything_is_started(line, variables, source):
+    with pytest.raises(ConfigError, match=f"{source}='pigeons' is not usable: give one of auto, .*local, mpi"):
+        plan(line, **variables)
+
+
+@pytest.mark.parametrize("name", ["auto", "local", "mpi", "doves"])
+def test_transports_that_exist_are_passed_on(monkeypatch, name):
+    entry = EntryPoint("doves", "doves:Doves", "coordd.transports")
+    monkeypatch.setattr(register, "entry_points", lambda group: [entry] if group == "coordd.transports" else [])
+    assert plan(f"-n 2 --transport {name} x").settings == {"COORDD_TRANSPORT": name}
