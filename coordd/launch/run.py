@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from typing import TextIO
 
 from coordd.cores import cores_here
+from coordd.launch import horovodrun
+from coordd.launch.build import build
 from coordd.launch.job import Job
 from coordd.launch.logs import Logs
 from coordd.launch.plan import Plan
@@ -26,6 +28,9 @@ def run(options: argparse.Namespace) -> int:
         LauncherError: nothing can start that many ranks.
         OSError: the launcher cannot be started, or the output cannot be written.
     """
+    if horovodrun.asks_for_build(options):
+        sys.stdout.write(build())
+        return 0
     plan = Plan.of(options, os.environ, cores_here())
     if options.dry_run:
         sys.stdout.write(f"{plan}\n")

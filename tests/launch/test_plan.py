@@ -162,6 +162,37 @@ def test_a_flag_of_horovodruns_without_a_meaning_is_explained():
     assert told.startswith("HOROVOD_HIERARCHICAL_ALLREDUCE has no effect: ranks of one host always reduce together")
 
 
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("auto", ["PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"]),
+        ("mpiexec", ["HYDRA_LAUNCHER_EXTRA_ARGS"]),
+    ],
+)
+def test_horovodruns_port_is_handed_to_ssh_by_the_launchers_own_variable(launcher, variables):
+    line = f"-np 2 -H a:1,b:1 --as-horovod --launcher {launcher} -p 2222 x"
+    made = plan(line, **dict.fromkeys(variables, "-v"))
+    assert [made.settings[name] for name in variables] == ["-v -p 2222"] * len(variables)
+    assert [made.program.environment[name] for name in variables] == ["-v -p 2222"] * len(variables)
+    assert [plan(line).program.environment[name] for name in variables] == ["-p 2222"] * len(variables)
+    assert len(made.notes) == 1
+
+
+@pytest.mark.parametrize("where", ["", "-H localhost:2", f"-H 127.0.0.1:1,{os.uname().nodename}:1"])
+def test_horovodruns_port_is_left_aside_where_all_ranks_are_here(where):
+    made = plan(f"-np 2 {where} --as-horovod -p 2222 --gloo x")
+    assert made.notes[1:] == (
+        "--gloo: coordd chooses the transport itself; --transport names one",
+        "-p 2222: all ranks are on this host, which needs no ssh",
+    )
+    assert not [name for name in made.settings if "ssh" in name]
+
+
+def test_horovodruns_port_is_refused_where_the_launcher_has_no_ssh():
+    with pytest.raises(ConfigError, match=r"^-p 2222 is for ssh, and Slurm reaches hosts without it: leave it out"):
+        plan("-np 2 -H a:1,b:1 --launcher srun --as-horovod -p 2222 x")
+
+
 def test_horovods_thread_affinity_is_where_the_daemons_run():
     note = plan("-n 2 x", HOROVOD_THREAD_AFFINITY="0").notes[0]
     assert note == "2 ranks of 3 threads on 8 cores: they compute on 1-3 and 4-7, daemons on 0"
