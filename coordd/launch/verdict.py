@@ -50,10 +50,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of a job: its exit code, and what to say about it."""
+    """The end of a job: its exit code, what to say about it, and whether somebody waits for us to be gone."""
 
     status: int
     text: str = ""
+    hurried: bool = False
 
 
 def judge(record: Record) -> Verdict:
@@ -61,7 +62,7 @@ def judge(record: Record) -> Verdict:
     if record.stopped_by:
         name = signal_name(record.stopped_by)
         text = "interrupted" if record.stopped_by == signal.SIGINT else f"ended by {name}"
-        return Verdict(128 + record.stopped_by, text)
+        return Verdict(128 + record.stopped_by, text, hurried=record.stopped_by != signal.SIGINT)
     if cause := _cause(record):
         return _blamed(cause, record)
     if len(record.ended) == record.size:
