@@ -1,7 +1,7 @@
-"""Why this process ends: an uncaught exception, a non-zero ``sys.exit`` and SIGTERM are failures that others must hear of.
+"""Why this process ends: uncaught exceptions, non-zero ``sys.exit`` and SIGTERM are failures that others must hear of.
 
-Python tells its exit handlers none of them. So the exception hook, ``sys.exit`` and ``exit`` are wrapped, and SIGTERM is
-handled where nobody else does.
+Python tells its exit handlers none of them. So the exception hook, ``sys.exit`` and ``exit`` are wrapped, and SIGTERM
+is handled where nobody else does.
 """
 
 from __future__ import annotations

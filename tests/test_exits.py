@@ -156,42 +156,58 @@ watch = ExitWatch(lambda *story: print("told:", *story, flush=True))
 watch.hear_sigterm()
 """
 
+MINE = "signal.signal(signal.SIGTERM, lambda *_: print('mine'))"
+
 SIGTERMS = {
-    "is told, once, and ends the process": (
-        "signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))\n"
-        "heard = ExitWatch(lambda *story: [signal.setitimer(signal.ITIMER_REAL, 0.01), print('told')])\n"
-        "watch.forget_sigterm(); heard.hear_sigterm(); signal.raise_signal(signal.SIGTERM)",
-        "told\n",
-        -15,
-    ),
-    "is told with the signal's name": (
+    "ends the process with the signal's name": (
         "signal.raise_signal(signal.SIGTERM); print('too late')",
         "told: was ended by SIGTERM  None\n",
         -15,
     ),
+    "is told once": (
+        """
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        watch.forget_sigterm()
+        watch = ExitWatch(lambda *story: [signal.setitimer(signal.ITIMER_REAL, 0.01), print("told", flush=True)])
+        watch.hear_sigterm()
+        signal.raise_signal(signal.SIGTERM)
+        """,
+        "told\n",
+        -15,
+    ),
     "stays what somebody has made of it before": (
-        "watch.forget_sigterm(); signal.signal(signal.SIGTERM, lambda *_: print('mine'))\n"
-        "watch.hear_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        f"watch.forget_sigterm(); {MINE}; watch.hear_sigterm(); signal.raise_signal(signal.SIGTERM)",
         "mine\n",
         0,
     ),
     "becomes what somebody makes of it later": (
-        "signal.signal(signal.SIGTERM, lambda *_: print('mine'))\n"
-        "watch.forget_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        f"{MINE}; watch.forget_sigterm(); signal.raise_signal(signal.SIGTERM)",
         "mine\n",
         0,
     ),
-    "is nobody's business after all": ("watch.forget_sigterm(); signal.raise_signal(signal.SIGTERM)", "", -15),
+    "may be nobody's business after all": (
+        "watch.forget_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        "",
+        -15,
+    ),
     "is not told by forked children": (
-        "number = os.fork()\n"
-        "if number == 0: signal.raise_signal(signal.SIGTERM)\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))",
+        """
+        number = os.fork()
+        if number == 0:
+            signal.raise_signal(signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+        """,
         "-15\n",
         0,
     ),
     "is left alone by other threads": (
-        "watch.forget_sigterm(); thread = threading.Thread(target=watch.hear_sigterm); thread.start(); thread.join()\n"
-        "print(signal.getsignal(signal.SIGTERM).name)",
+        """
+        watch.forget_sigterm()
+        thread = threading.Thread(target=watch.hear_sigterm)
+        thread.start()
+        thread.join()
+        print(signal.getsignal(signal.SIGTERM).name)
+        """,
         "SIG_DFL\n",
         0,
     ),
@@ -201,4 +217,4 @@ SIGTERMS = {
 @pytest.mark.parametrize("case", SIGTERMS)
 def test_sigterm(case):
     script, told, code = SIGTERMS[case]
-    assert run(HEARD + script) == (code, told)
+    assert run(HEARD + textwrap.dedent(script)) == (code, told)

@@ -1,8 +1,8 @@
 """The flags of ``horovodrun`` that coordd calls otherwise, for job scripts that have them.
 
 Each sets the variable that horovodrun sets, so that what has no meaning here is explained where variables are; or it
-sets an option of ours; or it is for ssh; or it is left aside with a note, or refused by a sentence that says what to use.
-All of them need ``--as-horovod``.
+sets an option of ours; or it is for ssh; or it is left aside with a note, or refused by a sentence that says what to
+use. All of them need ``--as-horovod``.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ class Recordings:
         traces, target = collect(self._folder)
         size = traces[0].about["size"]
         whose = f"{len(traces)} of {size} ranks" if len(traces) < size else "all ranks"
-        return f"the timeline of {whose}: {target}, for https://ui.perfetto.dev; '{self._command}' says where a step went"
+        how = f"for https://ui.perfetto.dev; '{self._command}' says where a step went"
+        return f"the timeline of {whose}: {target}, {how}"
 
     def _unmerged(self, reason: str) -> str:
         return f"the timeline is not merged ({reason}): '{self._command}' does it"

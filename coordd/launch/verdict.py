@@ -105,9 +105,8 @@ def _alike(one: Outcome, other: Outcome) -> bool:
 
     What a rank said before a signal ended it does not matter.
     """
-    if one.signal:
-        return one.signal != signal.SIGKILL and (one.signal, one.told, one.consequence) == (other.signal, other.told, other.consequence)
-    return one == other
+    said = one.last if one.signal else other.last
+    return one.signal != signal.SIGKILL and one == other._replace(last=said)
 
 
 def _unheard(record: Record) -> Verdict:

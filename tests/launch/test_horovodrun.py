@@ -18,8 +18,8 @@ from tests.launch.test_options import parsed
 # What `horovodrun --help` lists, with a value where one follows.
 HOROVODRUN = """
 -np 2 / --num-proc 2 / -H a:2,b:2 / --hosts a:2 / --hostfile f / -hostfile f / -p 22 / --ssh-port 22 / -i key /
---ssh-identity-file key / --output-filename logs / --verbose / --config-file c.yaml / --check-build / -cb / -v / --version /
---disable-cache / --mpi-args=--x / --tcp / --binding-args x / --prefix-timestamp / -prefix-timestamp /
+--ssh-identity-file key / --output-filename logs / --verbose / --config-file c.yaml / --check-build / -cb / -v /
+--version / --disable-cache / --mpi-args=--x / --tcp / --binding-args x / --prefix-timestamp / -prefix-timestamp /
 --network-interface eth0 / --network-interfaces eth0 / --start-timeout 9 / --gloo / --mpi / --jsrun /
 --fusion-threshold-mb 32 / --cycle-time-ms 1 / --cache-capacity 9 / --hierarchical-allreduce /
 --no-hierarchical-allreduce / --hierarchical-allgather / --no-hierarchical-allgather / --torus-allreduce /

@@ -7,7 +7,10 @@ from coordd.survey.sighting import Life
 from coordd.survey.standing import Stack, Submission
 from tests.survey.made import seen, standing, survey
 
-LINES = ("/home/me/digits/train.py:9 in <module>: main('/home/me/digits')", "/usr/lib/python3.11/threading.py:3 in wait")
+LINES = (
+    "/home/me/digits/train.py:9 in <module>: main('/home/me/digits')",
+    "/usr/lib/python3.11/threading.py:3 in wait",
+)
 STACK = Stack("MainThread", LINES)
 JOB = survey(
     standing(0, stacks=(STACK,), last=Submission("w", "/home/me/digits/model/net.py:31", 1.0)),
