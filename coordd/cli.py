@@ -19,7 +19,7 @@ from coordd.version import VERSION
 __all__ = ["main"]
 
 _ABOUT = "A background coordination daemon for distributed training."
-_FAILED, _MISUSED = 1, 2
+_FAILED, _MISUSED, _INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error, _MISUSED)
     except (CoorddError, OSError) as error:
         return _complain(error, _FAILED)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _complain(error: Exception, status: int) -> int:

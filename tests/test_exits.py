@@ -148,3 +148,73 @@ def test_hooks_of_others_are_called_and_kept():
         assert sys.excepthook is other
     finally:
         sys.excepthook, sys.exit = hook, leave
+
+
+HEARD = """
+import os, signal
+watch = ExitWatch(lambda *story: print("told:", *story, flush=True))
+watch.hear_sigterm()
+"""
+
+MINE = "signal.signal(signal.SIGTERM, lambda *_: print('mine'))"
+
+SIGTERMS = {
+    "ends the process with the signal's name": (
+        "signal.raise_signal(signal.SIGTERM); print('too late')",
+        "told: was ended by SIGTERM  None\n",
+        -15,
+    ),
+    "is told once": (
+        """
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        watch.forget_sigterm()
+        watch = ExitWatch(lambda *story: [signal.setitimer(signal.ITIMER_REAL, 0.01), print("told", flush=True)])
+        watch.hear_sigterm()
+        signal.raise_signal(signal.SIGTERM)
+        """,
+        "told\n",
+        -15,
+    ),
+    "stays what somebody has made of it before": (
+        f"watch.forget_sigterm(); {MINE}; watch.hear_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        "mine\n",
+        0,
+    ),
+    "becomes what somebody makes of it later": (
+        f"{MINE}; watch.forget_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        "mine\n",
+        0,
+    ),
+    "may be nobody's business after all": (
+        "watch.forget_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        "",
+        -15,
+    ),
+    "is not told by forked children": (
+        """
+        number = os.fork()
+        if number == 0:
+            signal.raise_signal(signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+        """,
+        "-15\n",
+        0,
+    ),
+    "is left alone by other threads": (
+        """
+        watch.forget_sigterm()
+        thread = threading.Thread(target=watch.hear_sigterm)
+        thread.start()
+        thread.join()
+        print(signal.getsignal(signal.SIGTERM).name)
+        """,
+        "SIG_DFL\n",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIGTERMS)
+def test_sigterm(case):
+    script, told, code = SIGTERMS[case]
+    assert run(HEARD + textwrap.dedent(script)) == (code, told)
