@@ -64,7 +64,6 @@ class Flights:
         self._words: list[_Flight] = []
         self._lines: dict[int, deque[_Flight]] = {}
         self._abandoned: list[_Flight] = []
-        self.bytes_moved = 0
 
     def __len__(self) -> int:
         return len(self._active) + sum(map(len, self._queues.values())) + len(self._words)
@@ -207,7 +206,6 @@ class Flights:
         """Hands over the results of operations in place, whose values may have travelled in a copy."""
         for entry, flat in zip(entries, flats, strict=True):
             array = entry.array
-            self.bytes_moved += array.nbytes
             if not array.flags.c_contiguous:
                 array[...] = flat.reshape(array.shape)
             entry.finish(array)
@@ -230,7 +228,6 @@ class Flights:
         blocks = [gathered[stop - size : stop].reshape(-1) for stop, size in zip(stops, sizes, strict=True)]
         blocks[members.index(self._plane.rank)][...] = entry.array.reshape(-1)
         yield from self._plane.allgather(spot, members, blocks)
-        self.bytes_moved += gathered.nbytes
         self._land(spot, [entry])
         entry.finish_rows(gathered, sizes)
 
@@ -243,7 +240,6 @@ class Flights:
         splits = [0] * len(members) if entry.splits is None else entry.splits.tolist()
         rows, parts = yield from self._plane.alltoall(spot, members, array.reshape(-1), splits, row)
         received = np.concatenate(parts).view(array.dtype).reshape(sum(rows), *array.shape[1:])
-        self.bytes_moved += received.nbytes
         self._land(spot, [entry])
         entry.finish_rows(received, rows)
 
@@ -256,7 +252,6 @@ class Flights:
         result = np.empty_like(blocks[members.index(self._plane.rank)])
         slices = [block.reshape(-1) for block in blocks]
         yield from self._plane.reduce_scatter(spot, bucket.request, slices, result.reshape(-1), absent=bucket.absent)
-        self.bytes_moved += array.nbytes
         self._land(spot, [entry])
         entry.finish(result)
 

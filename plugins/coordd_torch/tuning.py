@@ -46,7 +46,6 @@ class Tuning:
             ConfigError: Optuna is not installed.
         """
         self._space = Space.around(start, algorithms=(OVERLAP, AT_END), compressions=("none",))
-        self._world = world
         self._now = start
         self._session: Session | None = None
         self._last = 0.0
