@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -42,7 +42,7 @@ class _Flight:
 
     __slots__ = ("bucket", "steps", "word")
 
-    def __init__(self, bucket: Bucket | None, steps: Steps, word: Locked | None = None) -> None:
+    def __init__(self, bucket: Bucket | None, steps: Iterator[None], word: Locked | None = None) -> None:
         self.bucket = bucket
         self.steps = steps
         self.word = word
@@ -83,7 +83,7 @@ class Flights:
         """Gives this rank's word on a locked bucket."""
         if (tape := self._plane.deck.tape) is not None and word.bucket is not None:
             tape.queued(Spot.of_word(word, self._plane.lane))
-        flight = _Flight(word.bucket, iter(()), word)  # type: ignore[arg-type]
+        flight = _Flight(word.bucket, iter(()), word)
         line = self._lines.setdefault(word.index, deque())
         line.append(flight)
         flight.steps = self._locked(word, flight, line)
