@@ -353,6 +353,11 @@ def test_bad_choices_are_refused(text):
     each_rank(2, body)
 
 
+@pytest.mark.parametrize("op", [cd.Average, cd.Sum, cd.Adasum])
+def test_operations_may_be_given_by_horovods_numbers(op):
+    same([*together(2, op=op), *together(2, op=int(op))])
+
+
 def test_without_init_it_says_so():
     with pytest.raises(cd.NotInitializedError, match=r"use hvd\.init\(\)"):
         cd.DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1))
