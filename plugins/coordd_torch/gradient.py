@@ -30,8 +30,8 @@ _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no pu
 class Gradient:
     """One parameter's gradient.
 
-    Until it has a place in a bucket it is its own handle towards the daemon: made once, not every step, and waited for
-    together with all others.
+    Until it has a place in a bucket it is its own handle towards the daemon, if it is dense: made once, not every step,
+    and waited for together with all others.
     """
 
     def __init__(self, reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
