@@ -6,11 +6,12 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from coordd.errors import ConfigError, CoorddError
 from coordd.launch.drop_in import FOLDER
-from coordd.launch.options import EPILOG, add_options, joined
+from coordd.launch.options import EPILOG, add_options, joined, seconds
 from coordd.launch.run import run
 from coordd.launch.timeline import TIMELINE_EPILOG, add_timeline_options, timeline
 from coordd.launch.tune import TUNE_EPILOG, add_tune_options, tune
@@ -128,22 +129,12 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     look.add_argument(
         "--watch",
         nargs="?",
-        type=_interval,
+        type=partial(seconds, least=0.1),
         const=1.0,
         metavar="SECONDS",
         help="look again and again until the job ends; default: every second",
     )
     look.set_defaults(action=_status, parser=look)
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0.1 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86400")
-    return seconds
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ __all__ = ["ExitWatch", "await_own_end"]
 # What others are told of an error whose text is, say, a printed tensor.
 _LONGEST_LINE = 2_000
 _LONGEST_TEXT = 64_000
-_QUITTERS = ("exit", "quit")
+_QUITTERS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 _HEARD_SECONDS = 0.3  # that what was told, or a signal that was sent to all, takes to reach others, at most
 _TERMINATED = "was ended by SIGTERM"
 
@@ -45,16 +45,15 @@ class ExitWatch:
         """
         self._report = report
         self._excepthook = sys.excepthook
-        self._exits = [(sys, "exit", sys.exit)]
-        self._exits += [(builtins, name, each) for name in _QUITTERS if (each := getattr(builtins, name, None))]
         self._final: tuple[str, str] | None = None
         self._told = False
         self._status = 0
         self._parting = False
         self._known_to_forks = False
         sys.excepthook = self._uncaught
-        for module, name, _ in self._exits:
-            setattr(module, name, self._leaving)
+        for module, name in _QUITTERS:
+            if hasattr(module, name):  # Python without site has no exit and quit
+                setattr(module, name, self._leaving)
         atexit.register(self._end)
 
     @property
@@ -99,15 +98,6 @@ class ExitWatch:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    def restore(self) -> None:
-        """Takes the wraps off, unless somebody has put others on top."""
-        if sys.excepthook == self._uncaught:
-            sys.excepthook = self._excepthook
-        for module, name, before in self._exits:
-            if getattr(module, name) == self._leaving:
-                setattr(module, name, before)
-        atexit.unregister(self._end)
-
     def _end(self) -> None:
         if self._status:
             for stream in (sys.stdout, sys.stderr):
@@ -143,7 +133,7 @@ class ExitWatch:
 
     def _dropped(self, reason: str, site: str) -> None:
         """Tells an exit that ends the interpreter from one that somebody caught: no Python code is left to run."""
-        frame: FrameType | None = sys._getframe()  # noqa: SLF001
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the documented way to the callers
         while frame is not None and frame.f_globals.get("__name__") in {__name__, "weakref"}:
             frame = frame.f_back
         if frame is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import subprocess
 import sys
 import textwrap
@@ -63,7 +64,6 @@ QUIET = {
     ),
     "an exit of a thread": ("thread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()", 0),
     "an error of a thread": ("thread = threading.Thread(target=int, args=('x',)); thread.start(); thread.join()", 0),
-    "after restore": ("watch.restore()\nsys.exit(3)", 3),
 }
 
 
@@ -116,38 +116,33 @@ def test_a_debugger_finds_the_error_after_it():
     assert (code, text.splitlines()[-1]) == (1, "found 7")
 
 
+@pytest.fixture
+def hooks(monkeypatch):
+    """Puts this interpreter's hooks back afterwards."""
+    for module, name in ((sys, "excepthook"), (sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+        monkeypatch.setattr(module, name, getattr(module, name, None), raising=False)
+
+
+@pytest.mark.usefixtures("hooks")
 def test_an_error_with_a_huge_text_is_told_in_part(monkeypatch):
     told = []
     watch = ExitWatch(lambda *story: told.append(story))
-    try:
-        monkeypatch.setattr(watch, "_excepthook", lambda *_: None)
-        error = ValueError("x" * 50_000_000)
-        sys.excepthook(ValueError, error, None)
-    finally:
-        watch.restore()
+    monkeypatch.setattr(watch, "_excepthook", lambda *_: None)
+    error = ValueError("x" * 50_000_000)
+    sys.excepthook(ValueError, error, None)
     ((reason, text, found),) = told
     assert reason.startswith("failed: ValueError: xxx")
     assert len(reason) + len(text) < 100_000
     assert found is error
 
 
-def test_hooks_of_others_are_called_and_kept():
+@pytest.mark.usefixtures("hooks")
+def test_the_hook_of_others_is_called():
     called = []
-    hook, leave = sys.excepthook, sys.exit
-    try:
-        sys.excepthook = lambda *story: called.append(story)
-        mine = sys.excepthook
-        watch = ExitWatch(lambda *_: None)
-        sys.excepthook(ValueError, ValueError("x"), None)
-        watch.restore()
-        assert (sys.excepthook, sys.exit) == (mine, leave)
-        assert len(called) == 1
-        watch = ExitWatch(lambda *_: None)
-        sys.excepthook = other = lambda *_: None
-        watch.restore()
-        assert sys.excepthook is other
-    finally:
-        sys.excepthook, sys.exit = hook, leave
+    sys.excepthook = lambda *story: called.append(story)
+    ExitWatch(lambda *_: None)
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert len(called) == 1
 
 
 HEARD = """

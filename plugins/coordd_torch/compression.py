@@ -82,8 +82,8 @@ class _Foreign(Compressor):
 
     def __init__(self, functions: Any) -> None:
         super().__init__()
-        self.compress = functions.compress  # type: ignore[method-assign]
-        self.decompress = functions.decompress  # type: ignore[method-assign]
+        self.compress = functions.compress  # type: ignore[method-assign]  # called alike
+        self.decompress = functions.decompress  # type: ignore[method-assign]  # called alike
 
 
 def made(compression: Any) -> Compressor:

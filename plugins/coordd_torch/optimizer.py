@@ -139,6 +139,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
             compression that does not fit ``op``, an argument that is none of these.
         NotInitializedError: `init` was not called.
     """
+    op = ReduceOp(op)  # Horovod's scripts may give its number
     _check_passes(backward_passes_per_step)
     _check_optimizer(optimizer, op)
     if gradient_predivide_factor != 1.0 and op is not Average:
@@ -288,7 +289,6 @@ def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:
     if isinstance(optimizer, _Distributed):
         text = "this optimizer is a DistributedOptimizer already: wrap it once"
         raise ArgumentError(text)
-    op = ReduceOp(op)  # Horovod's scripts may give its number
     if op is ReduceOp.ADASUM and api.operations().daemon.config.nonfinite != "ignore":
         text = "nonfinite looks at gradients, and Adasum combines steps: leave nonfinite out, or use another op"
         raise ArgumentError(text)
