@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 
 BIN   := $(VENV)/bin
-READY := $(VENV)/.ready
+DEMO  := $(VENV)/.demo
+DEV   := $(VENV)/.dev
+PIP   := python -m pip install --disable-pip-version-check -c constraints.txt
 IN    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
@@ -12,13 +14,13 @@ IN    := PATH="$(abspath $(BIN)):$$PATH"
 help:  ## lists these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(READY)  ## trains a small CNN on handwritten digits, on two ranks
+demo: $(DEMO)  ## trains a small CNN on handwritten digits, on two ranks
 	$(IN) coordd run -n 2 python examples/pytorch/digits.py
 
-test: $(READY)  ## runs the tests
+test: $(DEV)  ## runs the tests
 	$(IN) python -m pytest
 
-check: $(READY)  ## lints, checks types, layers, sizes and generated pages
+check: $(DEV)  ## lints, checks types, layers, sizes and generated pages
 	$(IN) ruff check
 	$(IN) ruff format --check
 	$(IN) mypy
@@ -28,23 +30,27 @@ check: $(READY)  ## lints, checks types, layers, sizes and generated pages
 	$(IN) python -m coordd_tools.compatibility --check docs/horovod-compatibility.md
 	$(IN) python -m coordd_tools.pipeline_page --check docs/pipeline.md
 
-pages: $(READY)  ## writes the generated pages anew
+pages: $(DEV)  ## writes the generated pages anew
 	$(IN) python -m coordd_tools.knob_table docs/knobs.md
 	$(IN) python -m coordd_tools.compatibility docs/horovod-compatibility.md
 	$(IN) python -m coordd_tools.pipeline_page docs/pipeline.md
 
-bench: $(READY)  ## measures coordd beside its peers, all five benchmarks
-	for name in allreduce step idle memory startup; do $(IN) python -m coordd_tools.bench $$name || exit; done
+bench: $(DEV)  ## measures coordd beside its peers, all six benchmarks
+	for name in allreduce step idle memory startup sets; do $(IN) python -m coordd_tools.bench $$name || exit; done
 
 clean:  ## removes the virtual environment, the caches and the builds
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# The environment is made once, and again when what it should hold changes.
-$(READY): pyproject.toml constraints.txt
+# The environment is made once, and again when what it should hold changes; first what the demo needs, then the rest.
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "coordd needs Python 3.11 or newer, and '$(PYTHON)' is not. Name one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; \
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(IN) python -m pip install --disable-pip-version-check -c constraints.txt -e ".[mpi,torch,pipeline,tune,picture,examples,dev]"
+	$(IN) $(PIP) -e ".[mpi,torch,examples]"
+	@touch $@
+
+$(DEV): $(DEMO)
+	$(IN) $(PIP) -e ".[mpi,torch,pipeline,tune,picture,examples,dev]"
 	@touch $@

@@ -32,7 +32,7 @@ from coordd.errors import (
     ShutdownError,
     WorkerProcessError,
 )
-from coordd.exits import ExitWatch
+from coordd.exits import ExitWatch, await_own_end
 from coordd.handles import Handle
 from coordd.messages import ReduceOp
 from coordd.operations import Operations
@@ -87,12 +87,16 @@ class _Default:
     def daemon(self) -> Daemon:
         return self.operations.daemon
 
-    def fail(self, reason: str, traceback: str, error: BaseException | None) -> None:
-        """Tells the others, unless this failure is but a consequence of another rank's."""
+    def fail(self, reason: str, traceback: str, error: BaseException | None) -> bool:
+        """Tells the others, unless this failure is but a consequence of another rank's; says whether it does."""
+        news = not self.daemon.failing
         if isinstance(error, ShutdownError) and error.ranks:
             self.daemon.fail(error.reason, culprit=error.ranks[0])
-        elif not isinstance(error, PeerError):
+        elif isinstance(error, PeerError):
+            await_own_end(error.reason)
+        else:
             self.daemon.fail(reason, traceback)
+        return news and self.daemon.failing and self.daemon.world.size > 1
 
     def leave(self) -> None:
         """Ends the daemon in step with the others or, after a failure, so that its cause is seen first."""
@@ -121,9 +125,8 @@ class _Default:
             os._exit(1)
 
 
-def _fail(reason: str, traceback: str, error: BaseException | None) -> None:
-    if _default is not None and _default.pid == os.getpid():
-        _default.fail(reason, traceback, error)
+def _fail(reason: str, traceback: str, error: BaseException | None) -> bool:
+    return _default is not None and _default.pid == os.getpid() and _default.fail(reason, traceback, error)
 
 
 _RANK_PID = "_COORDD_RANK_PID"  # inherited by a rank's workers, which are no ranks
@@ -159,6 +162,7 @@ def init(**settings: Any) -> None:
             _log_to_stderr(_default.daemon.world.rank)
             _advise(_default.daemon)
             atexit.register(_at_exit)
+            _exits.hear_sigterm()
             if _default.daemon.world.size > 1:
                 os.environ[_RANK_PID] = str(os.getpid())
         elif _default.config != config:
@@ -178,6 +182,7 @@ def shutdown() -> None:
         leaving, _default = _default, None
         os.environ.pop(_RANK_PID, None)
     atexit.unregister(_at_exit)
+    _exits.forget_sigterm()
     if leaving is not None and leaving.pid == os.getpid():
         leaving.leave()
 

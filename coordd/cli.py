@@ -6,11 +6,12 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from coordd.errors import ConfigError, CoorddError
 from coordd.launch.drop_in import FOLDER
-from coordd.launch.options import EPILOG, add_options, joined
+from coordd.launch.options import EPILOG, add_options, joined, seconds
 from coordd.launch.planning import PLAN_EPILOG, add_plan_options, plan
 from coordd.launch.run import run
 from coordd.launch.timeline import TIMELINE_EPILOG, add_timeline_options, timeline
@@ -20,7 +21,7 @@ from coordd.version import VERSION
 __all__ = ["main"]
 
 _ABOUT = "A background coordination daemon for distributed training."
-_FAILED, _MISUSED = 1, 2
+_FAILED, _MISUSED, _INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error, _MISUSED)
     except (CoorddError, OSError) as error:
         return _complain(error, _FAILED)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _complain(error: Exception, status: int) -> int:
@@ -141,22 +144,12 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     look.add_argument(
         "--watch",
         nargs="?",
-        type=_interval,
+        type=partial(seconds, least=0.1),
         const=1.0,
         metavar="SECONDS",
         help="look again and again until the job ends; default: every second",
     )
     look.set_defaults(action=_status, parser=look)
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0.1 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86400")
-    return seconds
 
 
 def _status(options: argparse.Namespace) -> int:

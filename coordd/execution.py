@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -42,7 +42,7 @@ class _Flight:
 
     __slots__ = ("bucket", "steps", "word")
 
-    def __init__(self, bucket: Bucket | None, steps: Steps, word: Locked | None = None) -> None:
+    def __init__(self, bucket: Bucket | None, steps: Iterator[None], word: Locked | None = None) -> None:
         self.bucket = bucket
         self.steps = steps
         self.word = word
@@ -64,7 +64,6 @@ class Flights:
         self._words: list[_Flight] = []
         self._lines: dict[int, deque[_Flight]] = {}
         self._abandoned: list[_Flight] = []
-        self.bytes_moved = 0
 
     def __len__(self) -> int:
         return len(self._active) + sum(map(len, self._queues.values())) + len(self._words)
@@ -84,7 +83,7 @@ class Flights:
         """Gives this rank's word on a locked bucket."""
         if (tape := self._plane.deck.tape) is not None and word.bucket is not None:
             tape.queued(Spot.of_word(word, self._plane.lane))
-        flight = _Flight(word.bucket, iter(()), word)  # type: ignore[arg-type]
+        flight = _Flight(word.bucket, iter(()), word)
         line = self._lines.setdefault(word.index, deque())
         line.append(flight)
         flight.steps = self._locked(word, flight, line)
@@ -207,7 +206,6 @@ class Flights:
         """Hands over the results of operations in place, whose values may have travelled in a copy."""
         for entry, flat in zip(entries, flats, strict=True):
             array = entry.array
-            self.bytes_moved += array.nbytes
             if not array.flags.c_contiguous:
                 array[...] = flat.reshape(array.shape)
             entry.finish(array)
@@ -230,7 +228,6 @@ class Flights:
         blocks = [gathered[stop - size : stop].reshape(-1) for stop, size in zip(stops, sizes, strict=True)]
         blocks[members.index(self._plane.rank)][...] = entry.array.reshape(-1)
         yield from self._plane.allgather(spot, members, blocks)
-        self.bytes_moved += gathered.nbytes
         self._land(spot, [entry])
         entry.finish_rows(gathered, sizes)
 
@@ -243,7 +240,6 @@ class Flights:
         splits = [0] * len(members) if entry.splits is None else entry.splits.tolist()
         rows, parts = yield from self._plane.alltoall(spot, members, array.reshape(-1), splits, row)
         received = np.concatenate(parts).view(array.dtype).reshape(sum(rows), *array.shape[1:])
-        self.bytes_moved += received.nbytes
         self._land(spot, [entry])
         entry.finish_rows(received, rows)
 
@@ -256,7 +252,6 @@ class Flights:
         result = np.empty_like(blocks[members.index(self._plane.rank)])
         slices = [block.reshape(-1) for block in blocks]
         yield from self._plane.reduce_scatter(spot, bucket.request, slices, result.reshape(-1), absent=bucket.absent)
-        self.bytes_moved += array.nbytes
         self._land(spot, [entry])
         entry.finish(result)
 

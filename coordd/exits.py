@@ -1,6 +1,7 @@
-"""Why this process ends: an uncaught exception and a non-zero ``sys.exit`` are failures that others must hear of.
+"""Why this process ends: uncaught exceptions, non-zero ``sys.exit`` and SIGTERM are failures that others must hear of.
 
-Python tells its exit handlers neither. So the exception hook, ``sys.exit`` and ``exit`` are wrapped.
+Python tells its exit handlers none of them. So the exception hook, ``sys.exit`` and ``exit`` are wrapped, and SIGTERM
+is handled where nobody else does.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ import atexit
 import builtins
 import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-__all__ = ["ExitWatch"]
+__all__ = ["ExitWatch", "await_own_end"]
 
 # What others are told of an error whose text is, say, a printed tensor.
 _LONGEST_LINE = 2_000
 _LONGEST_TEXT = 64_000
-_QUITTERS = ("exit", "quit")
+_QUITTERS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
+_HEARD_SECONDS = 0.3  # that what was told, or a signal that was sent to all, takes to reach others, at most
+_TERMINATED = "was ended by SIGTERM"
 
 
 class _Exit(SystemExit):
@@ -31,22 +36,24 @@ class _Exit(SystemExit):
 class ExitWatch:
     """Learns how the main thread ends, and reports what is a failure."""
 
-    def __init__(self, report: Callable[[str, str, BaseException | None], None]) -> None:
+    def __init__(self, report: Callable[[str, str, BaseException | None], object]) -> None:
         """Wraps the hooks.
 
         Args:
-            report: called with a reason in one line, a traceback or "", and the exception or None.
+            report: called with a reason in one line, a traceback or "", and the exception or None; says whether there
+                is anybody to hear it. It may be called by a signal, so it must not take a lock.
         """
         self._report = report
         self._excepthook = sys.excepthook
-        self._exits = [(sys, "exit", sys.exit)]
-        self._exits += [(builtins, name, each) for name in _QUITTERS if (each := getattr(builtins, name, None))]
         self._final: tuple[str, str] | None = None
         self._told = False
         self._status = 0
+        self._parting = False
+        self._known_to_forks = False
         sys.excepthook = self._uncaught
-        for module, name, _ in self._exits:
-            setattr(module, name, self._leaving)
+        for module, name in _QUITTERS:
+            if hasattr(module, name):  # Python without site has no exit and quit
+                setattr(module, name, self._leaving)
         atexit.register(self._end)
 
     @property
@@ -66,14 +73,30 @@ class ExitWatch:
         """Has the process end with this exit code, although Python sees no failure, after all other exit handlers."""
         self._status = status
 
-    def restore(self) -> None:
-        """Takes the wraps off, unless somebody has put others on top."""
-        if sys.excepthook == self._uncaught:
-            sys.excepthook = self._excepthook
-        for module, name, before in self._exits:
-            if getattr(module, name) == self._leaving:
-                setattr(module, name, before)
-        atexit.unregister(self._end)
+    def hear_sigterm(self) -> None:
+        """Has SIGTERM end this process a moment later, when the others have been told; unless somebody else handles it.
+
+        In native code the main thread hears of it when that returns. Forked children end at once, as always.
+        """
+        if _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminated)
+            if not self._known_to_forks:
+                self._known_to_forks = True
+                os.register_at_fork(after_in_child=self.forget_sigterm)
+
+    def forget_sigterm(self) -> None:
+        """Has SIGTERM end this process at once again."""
+        if _in_main_thread() and signal.getsignal(signal.SIGTERM) == self._terminated:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _terminated(self, number: int, _: FrameType | None) -> None:
+        if self._parting:  # Slurm tells each process of a rank, and the one above this one passes on what it was told
+            return
+        self._parting = True
+        if self._report(_TERMINATED, "", None):
+            threading.Event().wait(_HEARD_SECONDS)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     def _end(self) -> None:
         if self._status:
@@ -110,8 +133,18 @@ class ExitWatch:
 
     def _dropped(self, reason: str, site: str) -> None:
         """Tells an exit that ends the interpreter from one that somebody caught: no Python code is left to run."""
-        frame: FrameType | None = sys._getframe()  # noqa: SLF001
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the documented way to the callers
         while frame is not None and frame.f_globals.get("__name__") in {__name__, "weakref"}:
             frame = frame.f_back
         if frame is None:
             self._final = (reason, site)
+
+
+def await_own_end(reason: str) -> None:
+    """Gives a signal that has ended another rank, for this reason, the time to end this one before it complains."""
+    if reason == _TERMINATED:
+        threading.Event().wait(_HEARD_SECONDS)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

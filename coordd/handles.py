@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, Generic, TypeVar
+
+from coordd.errors import PeerError, ShutdownError
 
 __all__ = ["Handle", "call_site", "wait_all"]
 
@@ -19,10 +22,22 @@ Hurry = Callable[[str], Callable[[], None] | None]
 class Handle(Generic[Result]):
     """One operation in flight.
 
-    The daemon keeps the tensors of the operation alive until it is done. Any thread may wait, any number of times.
+    The daemon keeps the tensors of the operation alive until it is done. Any thread may wait, any number of times. If
+    it fails, and is dropped before anybody has asked, the log says so: of the first one in a process.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_gates", "_hurry", "_result", "name", "submitted")
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_done",
+        "_error",
+        "_gates",
+        "_hurry",
+        "_result",
+        "_unheard",
+        "name",
+        "submitted",
+    )
 
     def __init__(self, name: str, hurry: Hurry | None = None) -> None:
         """Makes a pending handle.
@@ -76,11 +91,14 @@ class Handle(Generic[Result]):
             text = f"{self.name!r} is still in flight after {timeout} s"
             raise TimeoutError(text)
         if self._error is not None:
+            self._hear()
             raise self._error.with_traceback(None)  # else it would grow with every call
         return self._result  # type: ignore[return-value]  # a done handle without an error has its result
 
     def error(self) -> BaseException | None:
         """Returns why the operation failed; None if it has not."""
+        if self._error is not None:
+            self._hear()
         return self._error
 
     def add_done_callback(self, callback: Callable[[Handle[Result]], Any]) -> None:
@@ -107,6 +125,9 @@ class Handle(Generic[Result]):
 
     def fail(self, error: BaseException) -> None:
         """Ends the operation without a result; for the daemon."""
+        told = isinstance(error, PeerError) or (isinstance(error, ShutdownError) and not error.ranks)
+        # Only a failure costs this. It keeps the text, for the error may hold this handle by its traceback.
+        self._unheard = None if told else weakref.finalize(self, _tell, self.name, str(error))
         self._error = error
         self._finish()
 
@@ -120,7 +141,14 @@ class Handle(Generic[Result]):
         if self._callbacks:
             self._call_back()
 
+    def _hear(self) -> None:
+        """Notes that somebody knows of the failure."""
+        if self._unheard is not None:
+            self._unheard.detach()
+
     def _call_back(self) -> None:
+        if self._error is not None:
+            self._hear()
         with _guard:
             callbacks, self._callbacks = self._callbacks, None
         for callback in callbacks or ():
@@ -135,6 +163,18 @@ class Handle(Generic[Result]):
 
 
 _guard = threading.Lock()
+_told = threading.Event()  # of the process: where one operation fails unheard, so do often those of each step
+
+
+def _tell(name: str, reason: str) -> None:
+    """Tells of a failure that nobody will hear of; runs where the handle is dropped, or as the interpreter exits."""
+    if not _told.is_set():
+        _told.set()
+        log.warning(
+            "%r has failed, and nobody has asked for its result: %s; wait for every handle (further ones are not told)",
+            name,
+            reason,
+        )
 
 
 def wait_all(handles: Iterable[Handle[Any]]) -> None:
@@ -146,9 +186,9 @@ def wait_all(handles: Iterable[Handle[Any]]) -> None:
     waited = list(handles)
     for handle in waited:
         handle.wait()
-    for handle in waited:
-        if handle.error() is not None:
-            handle.result()
+    failed = [handle for handle in waited if handle.error() is not None]
+    if failed:
+        failed[0].result()
 
 
 def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | None:

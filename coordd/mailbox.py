@@ -32,7 +32,7 @@ Disagreement = list[tuple[str, list[int], list[str]]]
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
-    """What follows: the payload travels with the tag ``serial``."""
+    """What follows; ``serial`` counts what this sender has sent, and gives the payload its tag."""
 
     sender: int
     serial: int
@@ -139,19 +139,23 @@ class Mailbox:
 
     def _send(self, letter: Letter, array: np.ndarray) -> Steps:
         payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._serial = self._serial % (self._lane.tags - 1) + 1
-        header = _header(_Header(self._rank, self._serial, letter.name, array.dtype.name, array.shape))
-        tickets = [self._lane.isend(header, letter.peer, _HEADER_TAG)]
-        tickets += [self._lane.isend(part, letter.peer, self._serial) for part in _parts(payload)]
+        self._serial += 1
+        header = _Header(self._rank, self._serial, letter.name, array.dtype.name, array.shape)
+        tickets = [self._lane.isend(_frame(header), letter.peer, _HEADER_TAG)]
+        tickets += [self._lane.isend(part, letter.peer, self._tag(header)) for part in _parts(payload)]
         while not self._lane.done(tickets):
             yield
-        self._finish(letter, array)
+        self._finish(letter, array, header)
 
-    def _finish(self, letter: Letter, array: np.ndarray) -> None:
+    def _tag(self, header: _Header) -> int:
+        return _HEADER_TAG + 1 + header.serial % (self._lane.tags - 1)
+
+    def _finish(self, letter: Letter, array: np.ndarray, header: _Header) -> None:
         self.done[letter.word] += 1
         self.bytes[letter.word] += array.nbytes
         if (tape := self._deck.tape) is not None:
-            tape.delivered(letter.word, letter.name, letter.peer, nbytes=array.nbytes, since=letter.handle.submitted)
+            spot, since = (header.sender, header.serial), letter.handle.submitted
+            tape.delivered(letter.word, letter.name, letter.peer, spot=spot, nbytes=array.nbytes, since=since)
         letter.finish(array)
 
     def _listen(self) -> None:
@@ -186,22 +190,22 @@ class Mailbox:
         fits = wanted is not None and sent == _describe(wanted.dtype.name, wanted.shape)
         direct = fits and wanted is not None and wanted.flags.c_contiguous
         raw = wanted.reshape(-1).view(np.uint8) if direct and wanted is not None else _buffer(header)
-        tickets = [self._lane.irecv(part, letter.peer, header.serial) for part in _parts(raw)]
+        tickets = [self._lane.irecv(part, letter.peer, self._tag(header)) for part in _parts(raw)]
         while not self._lane.done(tickets):
             yield
         if wanted is None:
-            self._finish(letter, raw.view(np.dtype(header.dtype)).reshape(header.shape))
+            self._finish(letter, raw.view(np.dtype(header.dtype)).reshape(header.shape), header)
         elif fits:
             if not direct:
                 wanted[...] = raw.view(wanted.dtype).reshape(wanted.shape)
-            self._finish(letter, wanted)
+            self._finish(letter, wanted, header)
         else:
             here = _describe(wanted.dtype.name, wanted.shape)
             values: Disagreement = [(sent, [letter.peer], []), (here, [self._rank], [])]
             letter.handle.fail(MismatchError(letter.name, "tensor that is sent and received", values))
 
 
-def _header(header: _Header) -> np.ndarray:
+def _frame(header: _Header) -> np.ndarray:
     data = msgspec.msgpack.encode(header)
     if len(data) > _HEADER_BYTES - 4:
         text = f"the name {header.name[:40]!r}… is too long to be sent: use at most 1000 characters"

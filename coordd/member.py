@@ -20,14 +20,12 @@ from coordd.cache import ResponseCache
 from coordd.errors import CoorddError, MismatchError, ShutdownError
 from coordd.fusion import buckets
 from coordd.lock import Lock
-from coordd.messages import Kind, Plan, Report, Response
+from coordd.messages import SILENT_PLANS, Kind, Plan, Report, Response
 from coordd.stand_in import stand_in
 from coordd.table import Entry, TensorTable, announced
 from coordd.wire import bits
 
 __all__ = ["Bucket", "Due", "Locked", "Member"]
-
-_SILENT_PLANS = 256
 
 
 class Due(msgspec.Struct, frozen=True):
@@ -173,7 +171,7 @@ class Member:
         if unlock is not None:
             number, lasted = unlock
             report = msgspec.structs.replace(report or Report(self._seen), unlock=number, lasted=lasted)
-        if report is None and self._seen - self._reported >= _SILENT_PLANS:
+        if report is None and self._seen - self._reported >= SILENT_PLANS:
             # A sign of life, so that the coordinator can forget what older reports might have referred to.
             report = Report(self._seen)
         if report is not None:

@@ -11,6 +11,7 @@ from typing import Self
 import msgspec
 
 __all__ = [
+    "SILENT_PLANS",
     "Abort",
     "Account",
     "Announcement",
@@ -35,6 +36,9 @@ __all__ = [
     "Waiting",
     "Welcome",
 ]
+
+SILENT_PLANS = 256
+"""After so many plans who has nothing to report says so: what older reports may refer to can be forgotten then."""
 
 
 class Kind(IntEnum):

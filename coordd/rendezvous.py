@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
 from coordd.bell import Bell
 from coordd.config import Config
@@ -16,6 +15,7 @@ from coordd.transport.commons import Commons, join
 from coordd.transport.local import LocalWorld
 from coordd.transport.mpi import MpiTransport, launched_ranks
 from coordd.transport.protocol import Transport
+from coordd.transport.register import announced, require
 from coordd.tree import post, tree
 
 __all__ = ["Link", "Rendezvous", "local_world", "meet"]
@@ -39,6 +39,7 @@ def meet(config: Config) -> Rendezvous:
     """Chooses the way for this process.
 
     Raises:
+        ConfigError: there is no such transport.
         StartError: the processes were started by something that cannot connect them.
     """
     name = config.transport
@@ -47,18 +48,9 @@ def meet(config: Config) -> Rendezvous:
         _refuse_foreign_launchers(name)
     if name == "local":
         return local_world(1)[0]
-    make: Callable[[], Transport] = MpiTransport if name == "mpi" else _third_party(name)
+    require(name, source="transport")
+    make: Callable[[], Transport] = MpiTransport if name == "mpi" else announced()[name].load()
     return lambda bell: _over(make(), config, bell)
-
-
-def _third_party(name: str) -> Callable[[], Transport]:
-    """Finds a data plane that another package has announced."""
-    found = {entry.name: entry for entry in entry_points(group="coordd.transports")}
-    if name not in found:
-        text = f"no transport {name!r}; there are {', '.join(sorted({*found, 'local', 'mpi'}))}"
-        raise StartError(text)
-    transport: Callable[[], Transport] = found[name].load()
-    return transport
 
 
 def local_world(size: int, hosts: Sequence[str] = (), *, fan_in: int = 2) -> list[Rendezvous]:

@@ -1,4 +1,7 @@
-"""What framework threads may know of the daemon's thread: written by that thread, read by all."""
+"""What framework threads may know of the daemon's thread.
+
+That thread writes it, and all read it; others write only that they leave or fail, and who takes questions.
+"""
 
 from __future__ import annotations
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from coordd.ballot import lowest, members_mask
-from coordd.messages import Announcement, Kind, Plan, Report, Request, Response
+from coordd.messages import SILENT_PLANS, Announcement, Kind, Plan, Report, Request, Response
 from coordd.roll import Roll
 from coordd.wire import Batch, bits, mask
 
 __all__ = ["Tally"]
-
-_SILENT_PLANS = 256
 
 Key = tuple[str, tuple[int, ...]]
 """A tensor: its name and process set."""
@@ -147,7 +145,7 @@ class Tally:
             self._lock([slot for group in plan.lock for slot in group])
 
     def turn(self, *, late: bool = False) -> list[Report]:
-        """Reports what all have said alike; and the rest, too, if it is late."""
+        """Reports what all have said alike; and the rest, too, if it is late or some have joined."""
         if late or self._joins:
             self._flush()
         else:
@@ -155,7 +153,7 @@ class Tally:
             self._pass_sums()
             self._pass_tensors(late=False)
         out, self._out = self._out, []
-        if not out and min(self._floors.values()) - self._reported >= _SILENT_PLANS:
+        if not out and min(self._floors.values()) - self._reported >= SILENT_PLANS:
             out = [self._report()]  # a sign of life, so that what older reports might refer to can be forgotten
         if out:
             self._reported = out[-1].floor

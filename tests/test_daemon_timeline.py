@@ -10,6 +10,9 @@ import pytest
 from coordd import api
 from coordd.config import Config
 from coordd.errors import ArgumentError, NotInitializedError
+from coordd.timeline.breakdown import Part, comings, ways
+from coordd.timeline.journal import Journal
+from coordd.timeline.trace import find
 from tests.local_ranks import each_rank, local_ranks
 
 PHASES = {"NEGOTIATE", "QUEUE", "FUSE", "ALLREDUCE", "UNFUSE"}
@@ -169,3 +172,24 @@ def test_horovods_variable_names_a_file(variables, folder):
 
 def test_recording_may_differ_between_ranks():
     assert Config(timeline="x", timeline_mark_cycles=True).digest == Config().digest
+
+
+def test_a_receive_that_comes_early_waits_for_its_sender(tmp_path):
+    def body(rank):
+        operations = api.operations()
+        if rank == 1:
+            early = operations.recv(np.zeros(3), 0, name="act")
+        operations.barrier().result(10.0)
+        if rank == 0:
+            operations.send(np.ones(3), 1, name="act").result(10.0)
+        else:
+            early.result(10.0)
+
+    each_rank(2, body, timeline=str(tmp_path))
+    journals = [Journal(trace.rank, trace.events()) for trace in find(tmp_path)]
+    come = comings(journals)
+    (sent,), (received,) = ([one for one in found.operations if one.names == ("act",)] for found in journals)
+    assert sent.key == received.key
+    coming = come[received.key]
+    assert (coming.rank, coming.at) == (0, sent.come)
+    assert ways(received, coming)[Part.LATE] == (received.come, sent.come)

@@ -145,7 +145,7 @@ def test_buckets_start_in_order_a_few_at_a_time(flights, plane, diary):
     while flights:
         assert flights.advance()
     assert plane.slots == list(range(1, 8))
-    assert flights.bytes_moved == 7 * 24
+    assert sorted(name for what, name in diary if what == "result") == [str(sequence) for sequence in range(1, 8)]
     assert not any(plane.doubts)
 
 
@@ -202,7 +202,6 @@ def test_a_refused_word_leaves_arrays_and_handles_alone(flights, plane, diary):
     assert diary == [("refused", "3.1")]
     assert small.tolist() == [0, 1, 2, 3, 4]
     assert not flights
-    assert flights.bytes_moved == 0
 
 
 def test_what_is_small_is_packed_and_what_is_large_is_reduced_where_it_lies(flights, plane, diary):
@@ -224,7 +223,6 @@ def test_what_is_small_is_packed_and_what_is_large_is_reduced_where_it_lies(flig
     assert np.shares_memory(large, arrays[1])
     for array, old in zip(arrays, before, strict=True):
         assert np.array_equal(array, 2 * old)
-    assert flights.bytes_moved == sum(array.nbytes for array in arrays)
 
 
 def test_one_small_tensor_alone_is_not_copied(flights, plane, diary):
@@ -298,10 +296,9 @@ def test_gathers_and_broadcasts_are_of_their_members(way):
                 root = diary.entry("r", np.full(4, rank), kind=Kind.BROADCAST, root=2, members=members)
                 flights.start(diary.bucket(2, root))
         world.run(lambda plane: waited(flying[plane.rank]))
-        for rank, flights in enumerate(flying):
-            assert flights.bytes_moved == 5 * 2 * 8 + (4 * 8 if rank in members else 0)
-    for diary in diaries:
+    for rank, diary in enumerate(diaries):
         assert [what for what, _ in diary][:2] == ["landed", "result"]
+        assert sorted(name for what, name in diary if what == "result") == ["g", "r"][: 1 + (rank in members)]
 
 
 @settings(deadline=None, max_examples=50)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import subprocess
 import sys
 import textwrap
@@ -63,7 +64,6 @@ QUIET = {
     ),
     "an exit of a thread": ("thread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()", 0),
     "an error of a thread": ("thread = threading.Thread(target=int, args=('x',)); thread.start(); thread.join()", 0),
-    "after restore": ("watch.restore()\nsys.exit(3)", 3),
 }
 
 
@@ -116,35 +116,100 @@ def test_a_debugger_finds_the_error_after_it():
     assert (code, text.splitlines()[-1]) == (1, "found 7")
 
 
+@pytest.fixture
+def hooks(monkeypatch):
+    """Puts this interpreter's hooks back afterwards."""
+    for module, name in ((sys, "excepthook"), (sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+        monkeypatch.setattr(module, name, getattr(module, name, None), raising=False)
+
+
+@pytest.mark.usefixtures("hooks")
 def test_an_error_with_a_huge_text_is_told_in_part(monkeypatch):
     told = []
     watch = ExitWatch(lambda *story: told.append(story))
-    try:
-        monkeypatch.setattr(watch, "_excepthook", lambda *_: None)
-        error = ValueError("x" * 50_000_000)
-        sys.excepthook(ValueError, error, None)
-    finally:
-        watch.restore()
+    monkeypatch.setattr(watch, "_excepthook", lambda *_: None)
+    error = ValueError("x" * 50_000_000)
+    sys.excepthook(ValueError, error, None)
     ((reason, text, found),) = told
     assert reason.startswith("failed: ValueError: xxx")
     assert len(reason) + len(text) < 100_000
     assert found is error
 
 
-def test_hooks_of_others_are_called_and_kept():
+@pytest.mark.usefixtures("hooks")
+def test_the_hook_of_others_is_called():
     called = []
-    hook, leave = sys.excepthook, sys.exit
-    try:
-        sys.excepthook = lambda *story: called.append(story)
-        mine = sys.excepthook
-        watch = ExitWatch(lambda *_: None)
-        sys.excepthook(ValueError, ValueError("x"), None)
-        watch.restore()
-        assert (sys.excepthook, sys.exit) == (mine, leave)
-        assert len(called) == 1
-        watch = ExitWatch(lambda *_: None)
-        sys.excepthook = other = lambda *_: None
-        watch.restore()
-        assert sys.excepthook is other
-    finally:
-        sys.excepthook, sys.exit = hook, leave
+    sys.excepthook = lambda *story: called.append(story)
+    ExitWatch(lambda *_: None)
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert len(called) == 1
+
+
+HEARD = """
+import os, signal
+watch = ExitWatch(lambda *story: print("told:", *story, flush=True))
+watch.hear_sigterm()
+"""
+
+MINE = "signal.signal(signal.SIGTERM, lambda *_: print('mine'))"
+
+SIGTERMS = {
+    "ends the process with the signal's name": (
+        "signal.raise_signal(signal.SIGTERM); print('too late')",
+        "told: was ended by SIGTERM  None\n",
+        -15,
+    ),
+    "is told once": (
+        """
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        watch.forget_sigterm()
+        watch = ExitWatch(lambda *story: [signal.setitimer(signal.ITIMER_REAL, 0.01), print("told", flush=True)])
+        watch.hear_sigterm()
+        signal.raise_signal(signal.SIGTERM)
+        """,
+        "told\n",
+        -15,
+    ),
+    "stays what somebody has made of it before": (
+        f"watch.forget_sigterm(); {MINE}; watch.hear_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        "mine\n",
+        0,
+    ),
+    "becomes what somebody makes of it later": (
+        f"{MINE}; watch.forget_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        "mine\n",
+        0,
+    ),
+    "may be nobody's business after all": (
+        "watch.forget_sigterm(); signal.raise_signal(signal.SIGTERM)",
+        "",
+        -15,
+    ),
+    "is not told by forked children": (
+        """
+        number = os.fork()
+        if number == 0:
+            signal.raise_signal(signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+        """,
+        "-15\n",
+        0,
+    ),
+    "is left alone by other threads": (
+        """
+        watch.forget_sigterm()
+        thread = threading.Thread(target=watch.hear_sigterm)
+        thread.start()
+        thread.join()
+        print(signal.getsignal(signal.SIGTERM).name)
+        """,
+        "SIG_DFL\n",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIGTERMS)
+def test_sigterm(case):
+    script, told, code = SIGTERMS[case]
+    assert run(HEARD + textwrap.dedent(script)) == (code, told)

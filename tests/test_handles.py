@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 
-from coordd.errors import CoorddError
+from coordd import api, handles
+from coordd.errors import CoorddError, PeerError, ShutdownError
 from coordd.handles import Handle, call_site, wait_all
+from tests.local_ranks import each_rank
 
 DEADLINE = 10.0
 
@@ -167,3 +171,99 @@ def test_the_call_site_is_the_innermost_line_outside_coordd_and_torch():
         sys._getframe().f_lineno - 3,
     )
     assert call_site(None) is None
+
+
+@pytest.fixture
+def unheard(monkeypatch, caplog):
+    """What the log says of failures that nobody has asked for."""
+    monkeypatch.setattr(handles, "_told", threading.Event())
+
+    def found():
+        gc.collect()
+        return [message for message in caplog.messages if "nobody has asked" in message]
+
+    return found
+
+
+def test_a_failure_that_nobody_asks_for_is_told_once(unheard):
+    for name in ("x", "y"):
+        handle = Handle(name)
+        handle.fail(CoorddError("because"))
+        assert handle.wait()
+        assert unheard() == (["'x' " + TOLD] if name == "y" else [])
+    del handle
+    assert unheard() == ["'x' " + TOLD]
+
+
+TOLD = "has failed, and nobody has asked for its result: because; wait for every handle (further ones are not told)"
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda handle: _refused(handle.result),
+        lambda handle: handle.error(),
+        lambda handle: handle.add_done_callback(lambda _: None),
+        lambda handle: _refused(wait_all, [_failed(), handle]),
+    ],
+    ids=["result", "error", "callback", "wait_all"],
+)
+def test_who_has_asked_is_told_no_second_time(unheard, ask):
+    ask(_failed())
+    assert unheard() == []
+
+
+def _refused(call, *args):
+    with pytest.raises(CoorddError, match="because"):
+        call(*args)
+
+
+def _failed(error=None):
+    handle = Handle("x")
+    handle.fail(error or CoorddError("because"))
+    return handle
+
+
+def test_a_callback_that_waits_hears_of_the_failure(unheard):
+    handle = Handle("x")
+    handle.add_done_callback(lambda _: None)
+    handle.fail(CoorddError("because"))
+    del handle
+    assert unheard() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "times"),
+    [(PeerError(1, "died"), 0), (ShutdownError("x"), 0), (ShutdownError("x", [1]), 1)],
+    ids=["job", "own shutdown", "others left"],
+)
+def test_what_is_told_anyway_is_not_told_twice(unheard, error, times):
+    _failed(error)
+    assert len(unheard()) == times
+
+
+def test_a_result_that_could_not_be_made_is_told(unheard):
+    Handle("x").land(None, lambda _: 1 / 0)
+    assert len(unheard()) == 1
+
+
+def test_an_operation_on_which_ranks_disagree_is_told_if_nobody_waits(unheard):
+    def body(rank):
+        api.operations().allreduce(np.ones(2 + rank), name="x")
+        api.operations().barrier().result(DEADLINE)
+
+    each_rank(2, body)
+    (told,) = unheard()
+    assert told.startswith("'x' has failed")
+    assert "ranks disagree on the shape of 'x'" in told
+
+
+def test_a_failure_whose_handle_lives_to_the_end_is_told_then():
+    script = """
+from coordd.errors import CoorddError
+from coordd.handles import Handle
+handle = Handle("x")
+handle.fail(CoorddError("because"))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert TOLD in ended.stderr

@@ -168,7 +168,19 @@ def test_nothing_is_pinned_that_is_not_needed():
 # The Makefile
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@needs_make
+@pytest.mark.parametrize(("target", "installs"), [("demo", 1), ("test", 2), ("check", 2)])
+def test_the_demo_installs_what_it_needs_and_developers_the_rest_on_top(tmp_path, target, installs):
+    command = ["make", "-n", target, f"PYTHON={sys.executable}", f"VENV={tmp_path / 'venv'}"]
+    told = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    extras = re.findall(r'pip install .* -c constraints\.txt -e "\.\[(.*)\]"', told)
+    assert extras == ["mpi,torch,examples", "mpi,torch,tune,examples,dev"][:installs]
+
+
+@needs_make
 def test_make_says_which_python_it_needs(tmp_path):
     old = tmp_path / "python3.10"
     old.write_text("#!/bin/sh\nexit 1\n", "utf-8")

@@ -10,9 +10,10 @@ from coordd import rendezvous
 from coordd.bell import Bell
 from coordd.config import Config
 from coordd.daemon import Daemon
-from coordd.errors import StartError
+from coordd.errors import ConfigError, StartError
 from coordd.messages import Goodbye
 from coordd.rendezvous import local_world, meet
+from coordd.transport import register
 from coordd.transport.local import LocalTransport, LocalWorld
 from tests.local_ranks import LocalRanks
 
@@ -67,7 +68,7 @@ def test_an_mpi_launcher_is_recognised(monkeypatch):
 
 
 def test_a_transport_that_nobody_has_is_refused_by_name():
-    with pytest.raises(StartError, match=r"no transport 'pigeons'; there are .*local, mpi"):
+    with pytest.raises(ConfigError, match=r"transport='pigeons' is not usable: give one of auto, .*local, mpi"):
         meet(Config(transport="pigeons"))
 
 
@@ -86,7 +87,7 @@ class Pigeons(LocalTransport):
 def test_a_third_partys_transport_gets_a_real_control_channel(monkeypatch):
     """Three ranks meet over it; the address and the key of the ZeroMQ channel travel over its data plane."""
     entry = EntryPoint("pigeons", f"{__name__}:Pigeons", "coordd.transports")
-    monkeypatch.setattr(rendezvous, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(register, "entry_points", lambda group: [entry])
     monkeypatch.setattr(EntryPoint, "load", lambda self: Pigeons)
     config = Config(transport="pigeons")
     ranks = LocalRanks([Daemon(config, meet(config)) for _ in range(3)])

@@ -9,18 +9,26 @@ import coordd.torch as cd
 from tests.local_ranks import each_rank
 
 
+def changed_in_flight(rank):
+    """Rank 0 changes a tensor that both ranks add up; returns what to wait for."""
+    tensor = torch.ones(100)
+    if rank == 0:
+        handle = cd.allreduce_async_(tensor, name="w", op=cd.Sum)
+        tensor.add_(1)
+        cd.send(torch.ones(1), 1, "go")
+        return handle
+    cd.recv(torch.ones(1), 0, "go")
+    return cd.allreduce_async_(tensor, name="w", op=cd.Sum)
+
+
 def test_who_has_changed_a_tensor_is_told():
     def body(rank):
-        tensor = torch.ones(100)
+        handle = changed_in_flight(rank)
         if rank == 0:
-            handle = cd.allreduce_async_(tensor, name="w", op=cd.Sum)
-            tensor.add_(1)
-            cd.send(torch.ones(1), 1, "go")
             with pytest.raises(cd.ChangedError, match=r"'w', submitted at .*test_seal.py:\d+, was changed"):
                 cd.synchronize(handle)
         else:
-            cd.recv(torch.ones(1), 0, "go")
-            cd.allreduce_(tensor, name="w", op=cd.Sum)
+            cd.synchronize(handle)
         assert cd.allreduce(torch.tensor(1), op=cd.Sum) == 2
 
     each_rank(2, body, check_in_flight=True)
@@ -40,15 +48,4 @@ def test_what_is_left_alone_passes_in_every_operation_locked_or_not():
 
 
 def test_without_the_check_nobody_notices():
-    def body(rank):
-        tensor = torch.ones(100)
-        if rank == 0:
-            handle = cd.allreduce_async_(tensor, name="w", op=cd.Sum)
-            tensor.add_(1)
-            cd.send(torch.ones(1), 1, "go")
-            cd.synchronize(handle)
-        else:
-            cd.recv(torch.ones(1), 0, "go")
-            cd.allreduce_(tensor, name="w", op=cd.Sum)
-
-    each_rank(2, body)
+    each_rank(2, lambda rank: cd.synchronize(changed_in_flight(rank)))

@@ -13,12 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
 from coordd.cores import cores_here
+from coordd.launch.build import installed
 from coordd.launch.finding import Finding
 from coordd.launch.launcher import Launcher, LauncherError
 from coordd.version import VERSION
@@ -125,16 +125,6 @@ def selftest() -> Finding:
         return Finding("self-test", f"{lines[-1]} ({seconds:.1f} s)")
     advice = "see for yourself: coordd run -n 2 python -m coordd.launch.selftest"
     return Finding.problem("self-test", f"failed with code {status}: {lines[-1]}", advice)
-
-
-def installed(*names: str) -> str | None:
-    """Finds the version of the first of these distributions that is installed, without importing it."""
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def _ask(arguments: Sequence[str]) -> tuple[int, str, float]:

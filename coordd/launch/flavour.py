@@ -59,6 +59,7 @@ class Flavour:
         finish: the signal to it that ends every rank, even one that ignores signals; the kernel sends it for us if
             we are killed.
         pmi: what Slurm calls the way in which programs of this kind find each other.
+        ssh: variables that hold more arguments for ssh, in its versions; none if it does not reach hosts by ssh.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Flavour:
     passes: tuple[signal.Signals, ...]
     finish: signal.Signals
     pmi: str = ""
+    ssh: tuple[str, ...] = ()
 
 
 def recognise(told: str) -> tuple[Flavour, str] | None:
@@ -144,6 +146,7 @@ OPEN_MPI = Flavour(
     passes=(signal.SIGUSR1, signal.SIGUSR2),
     finish=signal.SIGTERM,
     pmi="pmix",
+    ssh=("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"),  # from 5 on; up to 4
 )
 INTEL = Flavour(
     name="Intel MPI",
@@ -156,6 +159,7 @@ INTEL = Flavour(
     passes=(signal.SIGUSR1,),
     finish=signal.SIGKILL,
     pmi="pmi2",
+    ssh=("I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",),
 )
 HYDRA = Flavour(
     name="MPICH",
@@ -168,6 +172,7 @@ HYDRA = Flavour(
     passes=(signal.SIGUSR1,),
     finish=signal.SIGKILL,
     pmi="pmi2",
+    ssh=("HYDRA_LAUNCHER_EXTRA_ARGS",),
 )
 SLURM = Flavour(
     name="Slurm",

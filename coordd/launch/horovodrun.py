@@ -1,7 +1,8 @@
 """The flags of ``horovodrun`` that coordd calls otherwise, for job scripts that have them.
 
 Each sets the variable that horovodrun sets, so that what has no meaning here is explained where variables are; or it
-sets an option of ours; or it is refused by a sentence that says what to use. All of them need ``--as-horovod``.
+sets an option of ours; or it is for ssh; or it is left aside with a note, or refused by a sentence that says what to
+use. All of them need ``--as-horovod``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from coordd.config import knobs
 from coordd.errors import ConfigError
 
-__all__ = ["FLAGS", "Flag", "add_flags", "variables"]
+__all__ = ["FLAGS", "Flag", "add_flags", "asks_for_build", "notes", "ssh_words", "variables"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Flag:
         value: what a switch sets.
         convert: turns the user's value into the variable's.
         option: the path of ours that it sets.
+        ssh: what ssh calls it.
+        note: what to say when it is left aside.
         why: why it is refused, and what to use.
         takes: how many values follow.
     """
@@ -37,6 +40,8 @@ class Flag:
     value: str = ""
     convert: Callable[[str], str] = str
     option: str = ""
+    ssh: str = ""
+    note: str = ""
     why: str = ""
     takes: int = 1
 
@@ -45,11 +50,18 @@ def _bytes(megabytes: str) -> str:
     return str(round(float(megabytes) * (1 << 20)))
 
 
+def _port(number: str) -> str:
+    if not (number.isdecimal() and 0 < int(number) < 1 << 16):
+        raise ValueError(number)
+    return number
+
+
 def _switch(name: str, variable: str) -> tuple[Flag, Flag]:
     return Flag((f"--{name}",), variable, "1", takes=0), Flag((f"--no-{name}",), variable, "0", takes=0)
 
 
-_SSH = "hosts are reached by the MPI launcher: say it in ~/.ssh/config, or in --mpi-args"
+_CHECK_BUILD = "--check-build"
+_OWN_TRANSPORT = "coordd chooses the transport itself; --transport names one"
 _SAME_RANKS = "the ranks of a job stay the same: give -n, save checkpoints, and start the job anew when it has failed"
 
 FLAGS = (
@@ -77,17 +89,17 @@ FLAGS = (
     Flag(("--output-filename",), option="output_dir"),
     Flag(("-hostfile",), option="hostfile"),
     # What coordd does anyhow, or has nothing to do for.
-    Flag(("--mpi", "--disable-cache", "--log-with-timestamp", "--log-without-timestamp"), takes=0),
-    Flag(("--gloo",), why="there is no Gloo in coordd, MPI starts and connects the ranks: leave it out", takes=0),
+    Flag(("--disable-cache", "--log-with-timestamp", "--log-without-timestamp"), takes=0),
+    Flag(("--mpi", "--gloo"), note=_OWN_TRANSPORT, takes=0),
+    Flag((_CHECK_BUILD, "-cb"), takes=0),
+    Flag(("--ssh-port", "-p"), ssh="-p", convert=_port),
+    Flag(("--ssh-identity-file", "-i"), ssh="-i"),
     Flag(("--jsrun",), why="give --launcher the path of an mpirun, mpiexec or srun", takes=0),
     Flag(("--tcp",), why="say it to your MPI, as in --mpi-args '--mca btl tcp,self'", takes=0),
     Flag(("--binding-args",), why="coordd binds ranks itself; --no-bind leaves that to your MPI and --mpi-args"),
     Flag(("--config-file",), why="give flags, or set COORDD_* variables"),
-    Flag(("--check-build",), why="nothing is built; 'coordd doctor' tells what this machine has", takes=0),
     Flag(("--version", "-v"), why="'coordd --version' tells it", takes=0),
     Flag(("--prefix-timestamp", "-prefix-timestamp"), why="pipe the output through a program such as ts", takes=0),
-    Flag(("--ssh-port", "-p"), why=_SSH),
-    Flag(("--ssh-identity-file", "-i"), why=_SSH),
     Flag(("--slots-per-host", "--slots"), why="say it behind the host, as in --hosts a:4,b:4"),
     Flag(("--min-np", "--min-num-proc", "--max-np", "--max-num-proc"), why=_SAME_RANKS),
     Flag(("--host-discovery-script", "--elastic-timeout", "--reset-limit"), why=_SAME_RANKS),
@@ -142,8 +154,34 @@ def variables(options: argparse.Namespace) -> dict[str, str]:
     return found
 
 
+def notes(options: argparse.Namespace) -> tuple[str, ...]:
+    """Tells of the flags that were given for nothing: one sentence each."""
+    return tuple(f"{word}: {flag.note}" for word, flag, _ in options.horovodrun if flag.note)
+
+
+def ssh_words(options: argparse.Namespace) -> list[str]:
+    """Lists what was given for ssh, as ssh has it.
+
+    Raises:
+        ConfigError: a value cannot be read.
+    """
+    given = [(word, flag, value) for word, flag, value in options.horovodrun if flag.ssh]
+    return [text for word, flag, value in given for text in (flag.ssh, _converted(word, flag, value))]
+
+
+def asks_for_build(options: argparse.Namespace) -> bool:
+    """Whether nothing is to be run, and only to be told what could be.
+
+    Raises:
+        ConfigError: like `variables`.
+    """
+    variables(options)
+    return any(_CHECK_BUILD in flag.names for _, flag, _ in options.horovodrun)
+
+
 def _converted(word: str, flag: Flag, given: str) -> str:
     try:
         return flag.convert(given)
     except ValueError as error:
-        raise ConfigError.illegal(word, given, "a number") from error
+        legal = "a port, from 1 to 65535" if flag.ssh else "a number"
+        raise ConfigError.illegal(word, given, legal) from error

@@ -6,6 +6,7 @@ host name; one that begins with ``-`` would be read as an option.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,6 +42,12 @@ class Host:
         if not (_NAME.fullmatch(name) and _SLOTS.fullmatch(slots) and int(slots)):
             raise ConfigError.illegal(source, text, legal)
         return cls(name, int(slots))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this host, by one of the names that it has for sure."""
+        own = os.uname().nodename
+        return self.name in {"localhost", "127.0.0.1", own, own.partition(".")[0]}
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"

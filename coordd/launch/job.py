@@ -16,10 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from coordd.errors import spans
 from coordd.launch.flavour import ALONE, Flavour
 from coordd.launch.frames import Ended, Output, Started, decode
 from coordd.launch.ladder import Ladder, Rung
 from coordd.launch.lines import Lines
+from coordd.launch.outcome import signal_name
 from coordd.launch.screen import Screen
 from coordd.launch.tether import die_with_parent
 from coordd.launch.verdict import Record, Verdict, judge
@@ -57,6 +59,7 @@ class Job:
         self._program = program
         self._screen = screen
         self._record = Record(size, program.title)
+        self._grace = grace
         self._ladder = Ladder(size, grace=grace)
         self._lines = {1: Lines(_LONGEST), 2: Lines(_LONGEST)}
         self._streams: dict[int, int] = {}  # descriptor: 1 or 2
@@ -131,6 +134,9 @@ class Job:
 
     def _hear(self, number: int, process: subprocess.Popen[bytes]) -> None:
         if number in _ENDINGS:
+            if not self._record.stopped_by and self._record.running:
+                again = "; Ctrl-C again: now" * (number == signal.SIGINT)
+                self.note(f"{signal_name(number)}: ranks have {self._grace:g} s (--grace-seconds) to end{again}")
             self._stop(number)
         elif number in self._program.flavour.passes:
             process.send_signal(number)
@@ -179,6 +185,8 @@ class Job:
             return
         rung = self._ladder.climb(time.monotonic())
         flavour = self._program.flavour
+        if rung == Rung.DISMISS and self._record.stopped_by and (left := self._record.running):
+            self.note(f"rank{'s' * (len(left) > 1)} {spans(left)} did not end in time: killed")
         gently = flavour.interrupt if self._record.stopped_by == signal.SIGINT else flavour.terminate
         number = {Rung.ASK: gently, Rung.DISMISS: flavour.terminate, Rung.END: flavour.finish}
         process.send_signal(number.get(rung, signal.SIGKILL))

@@ -16,7 +16,7 @@ from coordd.errors import ConfigError
 from coordd.launch import horovodrun
 from coordd.launch.hosts import Host, read_hostfile, read_hosts
 
-__all__ = ["EPILOG", "add_options", "command_of", "extra_of", "hosts_of", "joined", "knob_variables"]
+__all__ = ["EPILOG", "add_options", "command_of", "extra_of", "hosts_of", "joined", "knob_variables", "seconds"]
 
 EPILOG = """\
 examples:
@@ -139,7 +139,7 @@ def _add_launcher(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--mpi-args", default="", metavar="ARGS", help="more arguments for the launcher, in one word")
     group.add_argument(
         "--grace-seconds",
-        type=_seconds,
+        type=seconds,
         default=5.0,
         metavar="S",
         help="time for ranks to end after Ctrl-C or SIGTERM before they are killed (default: 5)",
@@ -174,11 +174,16 @@ def _count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str, *, least: float = 0.0) -> float:
+    """Reads a number of seconds, of a day at most.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or too small.
+    """
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 86400")
-    return seconds
+        number = -1.0
+    if not least <= number <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from {least:g} to 86400")
+    return number

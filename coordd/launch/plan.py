@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from coordd.launch.launcher import Launcher, LauncherError
 from coordd.launch.options import command_of, extra_of, hosts_of, knob_variables
 from coordd.launch.rank import Order
 from coordd.launch.shares import Wish, describe
+from coordd.transport.register import require
 
 __all__ = ["Plan"]
 
@@ -62,10 +63,12 @@ class Plan:
         size, hosts = _where(options, environment)
         settings = {**_settings(options, environment), **assignments(options.env, environment)}
         inherited = {**environment, "PATH": _path(environment), **settings}
-        Config.load(inherited)  # what ranks would refuse is better refused before they are started
+        _check(inherited, given=options.transport)
         here = not hosts and not any(name in environment for name in _RESERVED)
         launcher = _launcher(options.launcher, needed=size > 1 or not here)
         flavour = launcher.flavour if launcher else ALONE
+        local = here or bool(hosts and all(host.is_here for host in hosts))
+        ssh, unneeded = _ssh(horovodrun.ssh_words(options), flavour, inherited, local=local)
         order = Order(command, flavour.style, options.threads, options.bind, options.as_horovod)
         launch = Launch(
             size=size,
@@ -80,8 +83,8 @@ class Plan:
         title = launcher.title if launcher else "rank 0"
         wish = Wish.of(options.threads, inherited)
         note = describe(cores, size, wish, bind=options.bind and size > 1) if here else _elsewhere(size, hosts)
-        told = (note, *(drop_in.overshadowed() if options.as_horovod else ()), *unread(inherited))
-        return cls(size, Program(argv, inherited, flavour, title), settings, told)
+        told = (note, *_left_aside(options), *unneeded, *unread(inherited))
+        return cls(size, Program(argv, {**inherited, **ssh}, flavour, title), {**settings, **ssh}, told)
 
     def __str__(self) -> str:
         """The command line, as one could type it."""
@@ -93,6 +96,17 @@ def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> di
     """Lists the variables that options set, but for ``--env``."""
     path = {"PYTHONPATH": drop_in.python_path(environment)} if options.as_horovod else {}
     return {**path, **horovodrun.variables(options), **knob_variables(options)}
+
+
+def _left_aside(options: argparse.Namespace) -> tuple[str, ...]:
+    """Tells what has no effect beside ``--as-horovod``: a Horovod that is installed, and some of horovodrun's flags."""
+    return (*drop_in.overshadowed(), *horovodrun.notes(options)) if options.as_horovod else ()
+
+
+def _check(environment: Mapping[str, str], *, given: str | None) -> None:
+    """Refuses what ranks would refuse, before they are started."""
+    config = Config.load(environment)
+    require(config.transport, source="--transport" if given else "COORDD_TRANSPORT")
 
 
 def _where(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[int, tuple[Host, ...]]:
@@ -118,6 +132,22 @@ def _launcher(name: str, *, needed: bool) -> Launcher | None:
     if name != "auto":
         return Launcher.named(name)
     return Launcher.find() if needed else None
+
+
+def _ssh(
+    words: Sequence[str], flavour: Flavour, environment: Mapping[str, str], *, local: bool
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Finds the variables that hand these arguments to the launcher's ssh, or a note that there is nothing to reach.
+
+    Raises:
+        ConfigError: the launcher does not use ssh.
+    """
+    said = " ".join(words)
+    if not words or local:
+        return {}, (f"{said}: all ranks are on this host, which needs no ssh",) if words else ()
+    if not flavour.ssh:
+        raise ConfigError(f"{said} is for ssh, and {flavour.name} reaches hosts without it: leave it out")
+    return {name: f"{environment.get(name, '')} {said}".strip() for name in flavour.ssh}, ()
 
 
 def _pmi(flavour: Flavour, given: str) -> tuple[str, ...]:

@@ -7,12 +7,17 @@ import os
 import shutil
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TextIO
 
+from coordd.config import Config
 from coordd.cores import cores_here
+from coordd.launch import horovodrun
+from coordd.launch.build import build
 from coordd.launch.job import Job
 from coordd.launch.logs import Logs
 from coordd.launch.plan import Plan
+from coordd.launch.recordings import Recordings
 from coordd.launch.screen import Screen, Sink
 
 __all__ = ["run"]
@@ -26,6 +31,9 @@ def run(options: argparse.Namespace) -> int:
         LauncherError: nothing can start that many ranks.
         OSError: the launcher cannot be started, or the output cannot be written.
     """
+    if horovodrun.asks_for_build(options):
+        sys.stdout.write(build())
+        return 0
     plan = Plan.of(options, os.environ, cores_here())
     if options.dry_run:
         sys.stdout.write(f"{plan}\n")
@@ -38,7 +46,11 @@ def run(options: argparse.Namespace) -> int:
         job = Job(plan.program, size=plan.size, screen=screen, grace=options.grace_seconds)
         for note in plan.notes:
             job.note(note)
+        folder = Config.load(plan.program.environment).timeline
+        recordings = Recordings(Path(folder)) if folder else None
         verdict = job.run()
+        if recordings and (told := recordings.unmerged() if verdict.hurried else recordings.merged()):
+            job.note(told)
         if verdict.text:
             screen.say(f"coordd: {verdict.text}")
         return verdict.status

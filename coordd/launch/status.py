@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 from rich.console import RenderableType
@@ -15,6 +16,7 @@ from coordd.survey import process
 from coordd.survey.address import Address, listed
 from coordd.survey.choice import Jobs, NoJobError, choose, jobs
 from coordd.survey.enquiry import survey
+from coordd.survey.folder import seen_from
 from coordd.survey.picture import Speed, picture
 from coordd.survey.sighting import Life, Survey
 from coordd.survey.view import rows, verdict
@@ -33,7 +35,7 @@ def status(options: argparse.Namespace) -> int:
         if options.json:
             sys.stdout.write(msgspec.json.format(_told(found), indent=2).decode() + "\n")
         else:
-            wide_console().print(picture(found, every_thread=options.threads))
+            wide_console().print(_drawn(found, None, options))
         return 0
     try:
         _watch(options)
@@ -82,7 +84,7 @@ def _watch(options: argparse.Namespace) -> None:
 
 
 def _drawn(found: Survey, before: Survey | None, options: argparse.Namespace) -> RenderableType:
-    return picture(found, _speed(found, before), every_thread=options.threads)
+    return picture(seen_from(str(Path.cwd()), found), _speed(found, before), every_thread=options.threads)
 
 
 def _speed(found: Survey, before: Survey | None) -> Speed | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from coordd.timeline.summary import Summary
     from coordd.timeline.trace import Trace
 
-__all__ = ["TIMELINE_EPILOG", "add_timeline_options", "timeline"]
+__all__ = ["TIMELINE_EPILOG", "add_timeline_options", "collect", "timeline"]
 
 _DOUBTFUL = 1e-3
 """Seconds from which the doubt about a clock is worth a word."""
@@ -47,16 +47,12 @@ def timeline(options: argparse.Namespace) -> int:
         OSError: a file cannot be read or written.
     """
     from coordd.timeline.journal import Journal
-    from coordd.timeline.merge import merge
     from coordd.timeline.picture import picture
     from coordd.timeline.summary import summarize
     from coordd.timeline.terminal import show
-    from coordd.timeline.trace import find
 
     folder = Path(timeline_folder(options.folder))
-    traces = find(folder)
-    target = folder / "timeline.json"
-    merge(traces, target)
+    traces, target = collect(folder)
     for sentence in _flaws(traces):
         sys.stderr.write(f"coordd: {sentence}\n")
     journals = [Journal(trace.rank, trace.events()) for trace in traces]
@@ -72,6 +68,21 @@ def timeline(options: argparse.Namespace) -> int:
         console.print(f"\nthe step in the middle: {folder / 'step.svg'}", soft_wrap=True, markup=False)
     console.print(f"all events, for https://ui.perfetto.dev: {target}", soft_wrap=True, markup=False)
     return 0
+
+
+def collect(folder: Path) -> tuple[list[Trace], Path]:
+    """Makes one file of what all ranks have recorded; returns what was read, and the file.
+
+    Raises:
+        TimelineError: there is no recording, or nothing that could be read.
+        OSError: a file cannot be read or written.
+    """
+    from coordd.timeline.merge import merge
+    from coordd.timeline.trace import find
+
+    traces, target = find(folder), folder / "timeline.json"
+    merge(traces, target)
+    return traces, target
 
 
 def _flaws(traces: Sequence[Trace]) -> list[str]:

@@ -42,13 +42,19 @@ class Record:
     status: int = 0
     said: list[str] = field(default_factory=list)
 
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have started and not ended."""
+        return sorted(self.hosts.keys() - {end.rank for end in self.ended})
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of a job: its exit code, and what to say about it."""
+    """The end of a job: its exit code, what to say about it, and whether somebody waits for us to be gone."""
 
     status: int
     text: str = ""
+    hurried: bool = False
 
 
 def judge(record: Record) -> Verdict:
@@ -56,7 +62,7 @@ def judge(record: Record) -> Verdict:
     if record.stopped_by:
         name = signal_name(record.stopped_by)
         text = "interrupted" if record.stopped_by == signal.SIGINT else f"ended by {name}"
-        return Verdict(128 + record.stopped_by, text)
+        return Verdict(128 + record.stopped_by, text, hurried=record.stopped_by != signal.SIGINT)
     if cause := _cause(record):
         return _blamed(cause, record)
     if len(record.ended) == record.size:
@@ -88,17 +94,26 @@ def _blamed(cause: Ended, record: Record) -> Verdict:
     text += f" {cause.outcome.text}"
     if cause.outcome.signal == signal.SIGKILL:
         text += " (if nobody sent it, the kernel did for want of memory: see 'dmesg')"
-    alike = [end.rank for end in record.ended if end.rank != cause.rank and end.outcome == cause.outcome]
-    if alike and cause.outcome.code:
+    alike = [end.rank for end in record.ended if end.rank != cause.rank and _alike(end.outcome, cause.outcome)]
+    if alike:
         text += f" (rank{'s' * (len(alike) > 1)} {spans(alike)} too)"
     return Verdict(cause.outcome.status, text)
+
+
+def _alike(one: Outcome, other: Outcome) -> bool:
+    """Says whether two ranks have ended in the same way, of themselves: some launchers kill all when one is killed.
+
+    What a rank said before a signal ended it does not matter.
+    """
+    said = one.last if one.signal else other.last
+    return one.signal != signal.SIGKILL and one == other._replace(last=said)
 
 
 def _unheard(record: Record) -> Verdict:
     """Speaks about a launcher that ended although ranks did not, or that never started them."""
     status = record.status
     how = f"exited with code {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
-    running = sorted(record.hosts.keys() - {end.rank for end in record.ended})
+    running = record.running
     when = f"while rank{'s' * (len(running) > 1)} {spans(running)} ran" if running else "before any rank had started"
     hint = "" if running else "; what it said is above"
     return Verdict(128 - status if status < 0 else status or 1, f"{record.launcher} {how} {when}{hint}")

@@ -99,7 +99,7 @@ class Desk:
             self._bell.sleep(None)
             try:
                 self._serve()
-            except Exception:
+            except Exception:  # the next one who asks may fare better
                 log.exception("`coordd status` gets no answer")
         for listener in self._sockets:
             listener.close()

@@ -75,7 +75,8 @@ def _row(standing: Standing, late: tuple[int, ...], standings: Mapping[int, Stan
     if standing.phase == "failed":
         return row._replace(state=f"the job has failed: {standing.failure}", trouble=True)
     if standing.phase == "starting":
-        state = f"starting for {duration(standing.seconds)}: {_whom(late, 'has', 'have')} not come"
+        who = f"{_whom(late, 'has', 'have')} not come" if late else "all ranks are there, and connect"
+        state = f"starting for {duration(standing.seconds)}: {who}"
         return row._replace(state=state, waits_for=late, seconds=standing.seconds)
     if not standing.operations:
         return row._replace(state=_at_rest(standing, late), waits_for=late)

@@ -15,7 +15,7 @@ from coordd.timeline.journal import Journal, Operation
 from coordd.timeline.spans import Span, length, minus, union, within
 from coordd.timeline.steps import Step
 
-__all__ = ["Breakdown", "Coming", "Part", "Piece", "breakdowns", "comings"]
+__all__ = ["Breakdown", "Coming", "Part", "Piece", "breakdowns", "comings", "ways"]
 
 Found = TypeVar("Found")
 
@@ -79,13 +79,29 @@ def comings(journals: Iterable[Journal]) -> dict[str, Coming]:
     for journal in journals:
         for operation in journal.operations:
             come[operation.key].append((operation.come, journal.rank, operation.queued))
-    return {key: _coming(sorted(found)) for key, found in come.items() if key}
+    return {key: _coming(sorted(found)) for key, found in come.items()}
 
 
 def _coming(found: Sequence[tuple[float, int, float]]) -> Coming:
+    if len({rank for _, rank, _ in found}) == 1:  # nobody else has recorded it, or a rank has written to itself
+        at, _, queued = found[0]
+        return Coming(-1, at, 0.0, max(at, queued))
     at, rank, _ = found[-1]
-    agreed = max(at, *(queued for _, _, queued in found))
-    return Coming(rank, at, at - found[-2][0], agreed) if len(found) > 1 else Coming(-1, at, 0.0, agreed)
+    return Coming(rank, at, at - found[-2][0], max(at, *(queued for _, _, queued in found)))
+
+
+def ways(operation: Operation, coming: Coming) -> dict[Part, Span]:
+    """Says what an operation did on one rank, and when: wait for the last rank, seek an agreement, move.
+
+    What was over before the last rank had come has waited for nobody: a small send, of which the network has a copy.
+    """
+    if operation.landed < coming.at:
+        return {Part.TRANSFER: (operation.come, operation.landed)}
+    return {
+        Part.TRANSFER: (coming.agreed, operation.landed),
+        Part.NEGOTIATION: (coming.at, coming.agreed),
+        Part.LATE: (operation.come, coming.at),
+    }
 
 
 def breakdowns(journal: Journal, steps: Sequence[Step], come: dict[str, Coming]) -> Iterator[Breakdown]:
@@ -111,19 +127,15 @@ def _during(steps: Iterable[Step], found: Sequence[Found], span: Callable[[Found
 
 def _pieces(step: Step, waits: list[Span], flying: Sequence[Operation], come: dict[str, Coming]) -> list[Piece]:
     """Paints the waits: what is named first stays."""
-    moving: list[Span] = []
-    seeking: list[Span] = []
-    missing: dict[int, list[Span]] = {}
+    layers: dict[tuple[Part, int], list[Span]] = {(Part.TRANSFER, -1): [], (Part.NEGOTIATION, -1): []}
     for operation in flying:
-        there = come.get(operation.key, Coming(-1, operation.come, 0.0, operation.queued))
-        moving.append((there.agreed, operation.landed))
-        seeking.append((there.at, there.agreed))
-        missing.setdefault(there.rank, []).append((operation.come, there.at))
-    layers = [(Part.TRANSFER, -1, moving), (Part.NEGOTIATION, -1, seeking)]
-    layers += [(Part.LATE, rank, spans) for rank, spans in missing.items()]
+        there = come[operation.key]
+        for part, way in ways(operation, there).items():
+            culprit = there.rank if part is Part.LATE else -1
+            layers.setdefault((part, culprit), []).append(way)
     pieces = [Piece(Part.COMPUTE, -1, minus([(step.since, step.until)], waits))]
     left = waits
-    for part, culprit, spans in layers:
+    for (part, culprit), spans in layers.items():
         rest = minus(left, union(spans))
         pieces.append(Piece(part, culprit, minus(left, rest)))
         left = rest

@@ -14,7 +14,7 @@ _FIRST, _LAST = PHASES[0], PHASES[-1]
 
 
 class Operation(NamedTuple):
-    """One operation as one rank took part in it; ``key`` is the same on all ranks, empty for a send or receive.
+    """One operation as one rank took part in it; ``key`` is the same on all ranks, a send's that of its receive.
 
     Its tensors had all ``come`` (been submitted) here, then it was ``queued`` (agreed on, or this rank's word given),
     then it was ``moving``, until the results had ``landed``.
@@ -87,14 +87,14 @@ class Journal:
                 rows[event.tid] = str(event.args["name"])
             elif event.name == WAIT:
                 waits[event.tid].append(_wait(event))
+            elif "peer" in event.args:
+                self.operations.append(_matched(event, rows.get(event.tid, "")))
             elif "op" in event.args:
                 key = _Draft.key(event)
                 operation = drafts[key].add(event, rows.get(event.tid, ""))
                 if operation is not None:
                     del drafts[key]
                     self.operations.append(operation)
-            elif "peer" in event.args:
-                self.operations.append(_matched(event, rows.get(event.tid, "")))
         self.operations.sort(key=lambda operation: operation.come)
         often = max(waits.values(), key=len, default=[])
         self.waits = sorted(often)
@@ -102,9 +102,9 @@ class Journal:
 
 
 def _matched(event: Event, name: str) -> Operation:
-    """A send or receive, whose other end nobody has compared."""
+    """A send or receive, which nobody has to agree on."""
     since, until = _wait(event)
-    return Operation("", event.name, (name,), int(event.args["bytes"]), since, since, since, until)
+    return Operation(_Draft.key(event), event.name, (name,), int(event.args["bytes"]), since, since, since, until)
 
 
 def _wait(event: Event) -> Wait:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from coordd.timeline.breakdown import Breakdown, Part
+from coordd.timeline.breakdown import Breakdown, Part, comings, ways
 from coordd.timeline.journal import Journal, Operation
 from coordd.timeline.spans import Span, within
 from coordd.timeline.summary import Summary
@@ -46,6 +46,7 @@ class _Canvas:
     ) -> None:
         self._since = since
         self._scale = (_WIDTH - _LEFT - _RIGHT) / max(until - since, 1e-9)
+        self._come = comings(journals)
         self._parts: list[str] = []
         self._y = _TOP
         title = f"step {number}: {1e3 * (until - since):.2f} ms on {len(step)} ranks"
@@ -76,9 +77,8 @@ class _Canvas:
     def _rank(self, one: Breakdown, journal: Journal) -> None:
         self._parts.append(f'<text class="rank" x="8" y="{self._y + _MAIN - 9}">rank {one.rank}</text>')
         for piece in one.pieces:
-            hint = f"waiting for rank {piece.culprit}" if piece.part is Part.LATE else piece.part.value
             for span in piece.spans:
-                self._bar(span, _kind(piece.part), hint, height=_MAIN)
+                self._bar(span, _kind(piece.part), _told(piece.part, piece.culprit), height=_MAIN)
         self._y += _MAIN + 2
         flying = [found for found in journal.operations if _overlaps(found, one)]
         lanes = 0
@@ -88,14 +88,14 @@ class _Canvas:
         self._y += lanes * _LANE + _GAP
 
     def _operation(self, found: Operation, one: Breakdown, lane: int) -> None:
-        """Draws one operation: how long it took to begin, and then its way."""
+        """Draws one operation: for whom it waited, how long it took to begin, and then its way."""
         more = f" and {len(found.names) - 1} more" if len(found.names) > 1 else ""
         hint = f"{found.kind} {found.names[0]}{more}, {found.nbytes} bytes"
-        low, high = one.step.since, one.step.until
-        ways = {"negotiation": (found.come, found.queued), "transfer": (found.queued, found.landed)}
-        for part, way in ways.items():
-            for span in within([way], low, high):
-                self._bar(span, f"{part} thin", f"{hint}, {part}", height=_LANE - 2, down=lane * _LANE)
+        coming = self._come[found.key]
+        for part, way in ways(found, coming).items():
+            text = f"{hint}, {_told(part, coming.rank)}"
+            for span in within([way], one.step.since, one.step.until):
+                self._bar(span, f"{_kind(part)} thin", text, height=_LANE - 2, down=lane * _LANE)
 
     def _bar(self, span: Span, kind: str, hint: str, *, height: int, down: int = 0) -> None:
         since, until = span
@@ -117,6 +117,10 @@ class _Canvas:
 
 def _kind(part: Part) -> str:
     return part.name.lower()
+
+
+def _told(part: Part, culprit: int) -> str:
+    return f"waiting for rank {culprit}" if part is Part.LATE else part.value
 
 
 def _overlaps(operation: Operation, one: Breakdown) -> bool:

@@ -13,7 +13,7 @@ from coordd.fusion import size
 from coordd.messages import Request
 from coordd.timeline.clock import Reading
 from coordd.timeline.events import CYCLE, PHASES, WAIT, Event
-from coordd.timeline.tape import Cycle, Delivery, Item, Passage, Pause
+from coordd.timeline.tape import Cycle, Delivery, Item, Passage, Pause, Spot
 
 __all__ = ["Scribe"]
 
@@ -57,9 +57,10 @@ class Scribe:
         match item:
             case Passage():
                 lines = self._passage(item)
-            case Delivery(word, name, peer, nbytes, since, until):
+            case Delivery(word, name, peer, spot, nbytes, since, until):
                 tid = self._row(_TENSORS, name, since, until)
-                lines = [self._span(word.upper(), tid, since, until, {"peer": peer, "bytes": nbytes})]
+                args = {"op": f"message {_operation(spot)}", "peer": peer, "bytes": nbytes}
+                lines = [self._span(word.upper(), tid, since, until, args)]
             case Pause(thread, name, since, until):
                 tid = self._row(_WAITS, f"waits of {_written(thread)}", since, until)
                 lines = [self._span(WAIT, tid, since, until, {"for": name})]
@@ -78,7 +79,7 @@ class Scribe:
         kind = cargo[0][0].kind.name
         edges = {queue: (queued, marks[1]), fuse: (marks[1], moving), kind: (moving, moved), unfuse: (moved, landed)}
         queue, fuse, kind, unfuse = (self._opened(name, *edge) for name, edge in edges.items())
-        operation = ":".join(map(str, passage.spot))
+        operation = _operation(passage.spot)
         end = f',"args":{{"op":"{operation}"}}}}'
         last = f',"args":{{"op":"{operation}","of":{len(cargo)}}}}}'
         lines = []
@@ -130,6 +131,11 @@ class Scribe:
 
     def _told(self, name: str, args: dict[str, Any], tid: int = 0) -> bytes:
         return _encode(Event(name, "M", self._rank, tid, args=args))
+
+
+def _operation(spot: Spot) -> str:
+    """What an operation is called on all ranks."""
+    return ":".join(map(str, spot))
 
 
 def _group(request: Request) -> str:

@@ -25,17 +25,19 @@ class Step(NamedTuple):
 
 
 def anchor(journals: Sequence[Journal]) -> str | None:
-    """The tensor that tells steps apart: of those that carry much in all, the one that comes most often.
+    """The tensor that tells steps apart: of those that all ranks have and that carry much, the most frequent.
 
     Returns:
         its name; None if nothing comes twice.
     """
     count: Counter[str] = Counter()
     carried: Counter[str] = Counter()
-    for journal in journals:
-        for operation in journal.operations:
-            count.update(operation.names)
-            carried.update(dict.fromkeys(operation.names, operation.nbytes // len(operation.names)))
+    here = [{operation.key for operation in journal.operations} for journal in journals]
+    everywhere = set.intersection(*here)  # not what some send to each other
+    shared = (one for journal in journals for one in journal.operations if one.key in everywhere)
+    for operation in shared:
+        count.update(operation.names)
+        carried.update(dict.fromkeys(operation.names, operation.nbytes // len(operation.names)))
     most = max(carried.values(), default=0)
     eligible = [name for name in count if carried[name] >= _MUCH * most]
     best = max(eligible, key=lambda name: count[name], default=None)

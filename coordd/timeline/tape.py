@@ -13,13 +13,14 @@ from typing import NamedTuple, TypeVar
 
 from coordd.messages import Request
 
-__all__ = ["Cycle", "Deck", "Delivery", "Item", "Passage", "Pause", "Tape"]
+__all__ = ["Cycle", "Deck", "Delivery", "Item", "Passage", "Pause", "Spot", "Tape"]
 
 _MOST = 50_000
 """Items that wait to be written, at most."""
 
 Returned = TypeVar("Returned")
 Spot = tuple[int, ...]
+"""What tells an operation from all others, on all ranks alike."""
 
 
 class Passage(NamedTuple):
@@ -36,11 +37,12 @@ class Passage(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A matched send or receive that has ended."""
+    """A matched send or receive that has ended; ``spot``, the sender and its count, is equal on both ends."""
 
     word: str
     name: str
     peer: int
+    spot: Spot
     nbytes: int
     since: float
     until: float
@@ -107,9 +109,9 @@ class Tape:
             # What stands in for a rank that has joined was never submitted: it is there when it is wanted.
             self._put(Passage(spot, marks, [(request, min(since, marks[0])) for request, since in cargo]))
 
-    def delivered(self, word: str, name: str, peer: int, *, nbytes: int, since: float) -> None:
+    def delivered(self, word: str, name: str, peer: int, *, spot: Spot, nbytes: int, since: float) -> None:  # noqa: PLR0913 - a record
         """Notes that a send or receive has ended."""
-        self._put(Delivery(word, name, peer, nbytes, since, time.monotonic()))
+        self._put(Delivery(word, name, peer, spot, nbytes, since, time.monotonic()))
 
     def pause(self, name: str) -> Callable[[], None]:
         """Notes that this thread begins to wait; the result is to be called when it goes on."""

@@ -22,6 +22,14 @@ _COLOURS = {
     Part.TRANSFER: "blue",
     Part.REST: "bright_black",
 }
+_MARKS = {
+    Part.COMPUTE: "#",
+    Part.LATE: "!",
+    Part.NEGOTIATION: "?",
+    Part.TRANSFER: "=",
+    Part.REST: ".",
+}
+"""What bars are drawn with: different marks, for there may be no colours, and plain ones, for any terminal has them."""
 _WIDTH = 14
 _SLOWEST = 5
 _LATEST = 8
@@ -43,6 +51,7 @@ def show(summary: Summary, console: Console) -> None:
     text = f"{len(summary.steps)} steps, known by {summary.anchor!r}; averages over the middle half of them, in ms"
     console.print(f"{escape(text)}\n", style="dim")
     console.print(_shares(summary))
+    console.print(_legend())
     if summary.late:
         console.print()
         console.print(_late(summary))
@@ -56,6 +65,10 @@ def _shares(summary: Summary) -> Table:
     for share in summary.shares:
         table.add_row(str(share.rank), *_cells(share.spent, share.seconds), _bar(share.spent, share.seconds))
     return table
+
+
+def _legend() -> str:
+    return "[dim]bars:[/]  " + "  ".join(f"[{_COLOURS[part]}]{mark} {part.value}[/]" for part, mark in _MARKS.items())
 
 
 def _late(summary: Summary) -> Table:
@@ -100,7 +113,7 @@ def _bar(spent: Mapping[Part, float], seconds: float) -> str:
     for part, colour in _COLOURS.items():
         reached += spent[part]
         end = round(_WIDTH * reached / seconds) if seconds else 0
-        text += f"[{colour}]{'█' * (end - drawn)}[/]"
+        text += f"[{colour}]{_MARKS[part] * (end - drawn)}[/]"
         drawn = end
     return text
 

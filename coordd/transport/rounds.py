@@ -52,7 +52,7 @@ def _in_rounds(  # noqa: PLR0913 - what there is to a round
             meeting.lay_open(told + opened)
         if taken < opened and meeting.all_open(told + taken + 1):
             at = taken % RING * chunk
-            take(taken, lambda member, at=at: meeting.place_of(member, 0)[at : at + chunk])  # type: ignore[misc]
+            take(taken, lambda member, at=at: meeting.place_of(member, 0)[at : at + chunk])  # type: ignore[misc]  # a default
             taken += 1
             meeting.hand_out(taken)
         if opened + taken == before:

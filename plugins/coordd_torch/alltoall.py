@@ -11,6 +11,7 @@ import torch
 from coordd import api
 from coordd.handles import Handle
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd_torch.operations import backward_names
 from coordd_torch.tensors import borrow, from_array
 
 __all__ = ["alltoall", "alltoall_async"]
@@ -81,7 +82,7 @@ class _Alltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
-        name = ctx.name and f"{ctx.name}.grad"
+        (name,) = backward_names([ctx.name])
         back, returned = alltoall(gradient, ctx.received, name, ctx.process_set)
         if len(back) == ctx.rows:
             return back, None, None, None

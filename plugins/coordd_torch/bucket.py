@@ -74,6 +74,7 @@ class Bucket:
             early: whether to begin as soon as the last gradient is there; if not, when backward ends.
         """
         self._reducer = reducer
+        self._underway = reducer.underway
         self.name = name
         self.submitted = 0.0
         self.open = True
@@ -101,7 +102,7 @@ class Bucket:
         self._courier: Courier | None = None
         if reducer.channel.carries(first) and stops[-1]:
             places = {gradient.name: place for gradient, place in self._places.items()}
-            self._courier = Courier(reducer, name, self._flat, stops[-1], places)
+            self._courier = Courier(reducer.underway, name, self._flat, stops[-1], places)
         for gradient in gradients:
             gradient.bucket = self
 
@@ -220,9 +221,9 @@ class Bucket:
         entry = self._entry
         if entry is None or entry.array.dtype != array.dtype:
             entry = self._entry = Entry(reducer.channel.request(self.name, array), array, self)
-        entry.array, entry.land, entry.site = array, land, reducer.site
+        entry.array, entry.land, entry.site = array, land, self._underway.site
         self.submitted = time.monotonic()
-        reducer.submit(entry)
+        self._underway.submit(entry)
 
     def settle(self) -> Iterator[Gradient]:
         """Keeps what others had where this rank had nothing; yields the gradients that no rank has."""
@@ -260,15 +261,15 @@ class Bucket:
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Runs on the daemon's thread when the reduced gradients have arrived."""
-        self._reducer.land(value, convert)
+        self._underway.land(value, convert)
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
         """Never runs: a bucket is no filler."""
-        self._reducer.landed()
+        self._underway.landed()
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when the reduction has failed."""
-        self._reducer.fail(error)
+        self._underway.fail(error)
 
 
 def _shaped(room: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,20 @@ class Cargo:
         self.news[key] = value
 
 
+class _OfObjects(property):
+    """What an object tells; a class has no tensors of which it could."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None and owner is not None:
+            name = getattr(self.fget, "__name__", "this")
+            text = (
+                f"{owner.__name__} is a class, and {name!r} is told by its objects: make one, such as compression = "
+                f"cd.Compression.bf16(), give it to DistributedOptimizer, and ask for compression.{name}"
+            )
+            raise AttributeError(text)
+        return super().__get__(instance, owner)
+
+
 class Compressor:
     """How tensors become smaller on their way; subclass it for one more way.
 
@@ -102,12 +116,12 @@ class Compressor:
         """Whether it is two functions, one before and one after, and no more."""
         return type(self).exchange is Compressor.exchange
 
-    @property
+    @_OfObjects
     def ratio(self) -> float:
         """How many times fewer bytes have travelled to this rank than would have without compression."""
         return self.gauge.ratio
 
-    @property
+    @_OfObjects
     def error(self) -> float:
         """The relative L2 norm of what was lost of this rank's tensors of late, between 0 and about 1."""
         return self.gauge.error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,7 @@ from coordd.table import Entry
 from coordd_torch.channel import share
 from coordd_torch.compressor import Cargo, Place
 from coordd_torch.journey import Journey, calmly
-
-if TYPE_CHECKING:
-    from coordd_torch.reducer import Reducer
+from coordd_torch.underway import Underway
 
 __all__ = ["Courier"]
 
@@ -29,11 +27,11 @@ __all__ = ["Courier"]
 class Courier:
     """Of one bucket; towards the daemon the handle of every round."""
 
-    def __init__(self, reducer: Reducer, name: str, flat: Tensor, stop: int, places: Mapping[str, Tensor]) -> None:
+    def __init__(self, underway: Underway, name: str, flat: Tensor, stop: int, places: Mapping[str, Tensor]) -> None:
         """Takes over what earlier buckets have left to be sent of these gradients.
 
         Args:
-            reducer: whose gradients they are.
+            underway: what else is reduced with them.
             name: the bucket's.
             flat: the gradients, and behind them their marks and what else has to arrive as it is.
             stop: where the gradients end.
@@ -41,8 +39,8 @@ class Courier:
         """
         self.name = name
         self.submitted = 0.0
-        self._reducer = reducer
-        self._channel = reducer.channel
+        self._underway = underway
+        self._channel = underway.channel
         self._compressor = self._channel.compressor
         self._body, self._tail = flat[:stop], flat[stop:]
         self._homes = tuple(places.values())
@@ -78,12 +76,12 @@ class Courier:
             if self._kept is not None:
                 cargo.flat += self._kept.flat
             self._journey = Journey(self._compressor, cargo)
-            self._reducer.submit(self._entry(self._journey, self._journey.begin(self._tail)))
+            self._underway.submit(self._entry(self._journey, self._journey.begin(self._tail)))
 
     def _entry(self, journey: Journey, array: np.ndarray) -> Entry:
         self.submitted = time.monotonic()
         request = self._channel.round(self.name, journey.number, journey.kind, array)
-        entry = Entry(request, array, self, self._reducer.site)
+        entry = Entry(request, array, self, self._underway.site)
         entry.splits = journey.splits
         return entry
 
@@ -99,10 +97,10 @@ class Courier:
                     self._channel.daemon.submit(self._entry(self._journey, following))
                     self._channel.daemon.lose_no_time()
         except Exception as error:  # noqa: BLE001 - the thread that waits gets it
-            self._reducer.fail(error)
+            self._underway.fail(error)
         else:
             if following is None:
-                self._reducer.landed()
+                self._underway.landed()
 
     def _arrive(self, journey: Journey) -> None:
         """Puts the gradients in their places, and what travelled beside them."""
@@ -136,11 +134,11 @@ class Courier:
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
         """Never runs: a bucket is no filler."""
-        self._reducer.landed()
+        self._underway.landed()
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when a round has failed."""
-        self._reducer.fail(error)
+        self._underway.fail(error)
 
 
 def _shape(place: Tensor) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from coordd import api
-from coordd.errors import ArgumentError
 from coordd.handles import wait_all
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
@@ -26,9 +25,11 @@ from coordd_torch.operations import (
     Tensor,
     Tensors,
     allreduce_async,
+    backward_names,
     broadcast_async,
     each,
     gathered_async,
+    no_gradient,
     places,
     reduce_op,
 )
@@ -96,9 +97,8 @@ class _Allreduce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         op = ctx.details["op"]
         if op in {Max, Min, Product}:
-            text = f"{op.name.capitalize()} has no gradient here: reduce tensor.detach(), or use Sum or Average"
-            raise ArgumentError(text)
-        return None, None, None, *_reduced(gradients, _backward(ctx.names), Compression.none, **ctx.details)
+            raise no_gradient(op)
+        return None, None, None, *_reduced(gradients, backward_names(ctx.names), Compression.none, **ctx.details)
 
 
 def grouped_allreduce(  # noqa: PLR0917 - Horovod's signature
@@ -143,7 +143,7 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        names, process_set = _backward(ctx.names), ctx.process_set
+        names, process_set = backward_names(ctx.names), ctx.process_set
         averaged = _reduced(gradients, names, Compression.none, op=Average, process_set=process_set)
         mine = zip(averaged, ctx.starts, ctx.rows, strict=True)
         return None, None, *(rows[start : start + count] for rows, start, count in mine)
@@ -176,10 +176,6 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (averaged,) = _reduced(
-            gradients, _backward(ctx.names), Compression.none, op=Average, process_set=ctx.process_set
+            gradients, backward_names(ctx.names), Compression.none, op=Average, process_set=ctx.process_set
         )
         return averaged if api.rank() == ctx.root_rank else torch.zeros_like(averaged), None, None, None
-
-
-def _backward(names: Sequence[str | None]) -> list[str | None]:
-    return [name and f"{name}.grad" for name in names]

@@ -30,8 +30,8 @@ _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no pu
 class Gradient:
     """One parameter's gradient.
 
-    Until it has a place in a bucket it is its own handle towards the daemon: made once, not every step, and waited for
-    together with all others.
+    Until it has a place in a bucket it is its own handle towards the daemon, if it is dense: made once, not every step,
+    and waited for together with all others.
     """
 
     def __init__(self, reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ class Gradient:
     def _scatter(self, value: torch.Tensor | None) -> None:
         """Takes part with a sparse gradient, or without one where others may have it."""
         if self.scattered is None and value is not None:
-            self.scattered = Scattered(self, value)
+            self.scattered = Scattered(self.reducer.underway, self.name, value)
         assert self.scattered is not None  # noqa: S101 - for the type checker
         self.started = True
         self.remember()
@@ -198,16 +198,16 @@ class Gradient:
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Runs on the daemon's thread when the reduced gradient has arrived."""
-        self.reducer.land(value, convert)
+        self.reducer.underway.land(value, convert)
 
     def resolve(self, result: object) -> None:
         """Runs on the daemon's thread when no rank had anything for this parameter."""
         self.started = result is not None
-        self.reducer.landed()
+        self.reducer.underway.landed()
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when the reduction has failed."""
-        self.reducer.fail(error)
+        self.reducer.underway.fail(error)
 
     def _start(self, value: torch.Tensor, *, filler: bool) -> None:
         reducer = self.reducer
@@ -224,10 +224,10 @@ class Gradient:
         entry.array = array
         entry.land = land
         entry.filler = filler
-        entry.site = reducer.site
+        entry.site = reducer.underway.site
         self.submitted = time.monotonic()
         self.started = True
-        reducer.submit(entry)
+        reducer.underway.submit(entry)
 
 
 def release(parameter: torch.Tensor) -> None:

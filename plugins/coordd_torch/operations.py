@@ -32,6 +32,7 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "backward_names",
     "barrier",
     "broadcast_",
     "broadcast_async",
@@ -43,6 +44,7 @@ __all__ = [
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "join",
+    "no_gradient",
     "places",
     "poll",
     "recv",
@@ -233,6 +235,16 @@ def broadcast_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Ten
 def places(name: str | None, count: int) -> list[str | None]:
     """The names of a group's operations tell their places."""
     return [name and f"{name}_{index}of{count}" for index in range(count)]
+
+
+def backward_names(names: Sequence[str | None]) -> list[str | None]:
+    """The names of the operations that carry the gradients of named ones."""
+    return [name and f"{name}.grad" for name in names]
+
+
+def no_gradient(op: ReduceOp) -> ArgumentError:
+    """Makes the error of a backward pass through a reduction that is not linear."""
+    return ArgumentError(f"{op.name.capitalize()} has no gradient here: reduce tensor.detach(), or use Sum or Average")
 
 
 def each(

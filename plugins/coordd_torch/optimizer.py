@@ -62,7 +62,9 @@ class _Distributed(torch.optim.Optimizer):
     def join(self) -> int:
         """Waits until all ranks have joined, takes part with nothing until then, and ends equal to who has done most.
 
-        What all have then are this optimizer's parameters and state; not buffers, schedulers or loss scalers.
+        What all have then are this optimizer's parameters and state; not buffers, schedulers or loss scalers. Who has
+        joined early has not seen how the others' loss scale has changed, and with different scales parameters part, so
+        take it over: ``scaler.load_state_dict(broadcast_object(scaler.state_dict(), last))`` with what `join` returns.
 
         Returns:
             the rank that has made the most steps, and whose parameters and state these are.
@@ -137,6 +139,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
             compression that does not fit ``op``, an argument that is none of these.
         NotInitializedError: `init` was not called.
     """
+    op = ReduceOp(op)  # Horovod's scripts may give its number
     _check_passes(backward_passes_per_step)
     _check_optimizer(optimizer, op)
     if gradient_predivide_factor != 1.0 and op is not Average:
@@ -286,7 +289,6 @@ def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:
     if isinstance(optimizer, _Distributed):
         text = "this optimizer is a DistributedOptimizer already: wrap it once"
         raise ArgumentError(text)
-    op = ReduceOp(op)  # Horovod's scripts may give its number
     if op is ReduceOp.ADASUM and api.operations().daemon.config.nonfinite != "ignore":
         text = "nonfinite looks at gradients, and Adasum combines steps: leave nonfinite out, or use another op"
         raise ArgumentError(text)

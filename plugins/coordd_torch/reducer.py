@@ -9,9 +9,7 @@ gradients move into buckets.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +19,6 @@ from coordd.errors import ArgumentError, CoorddError
 from coordd.handles import call_site
 from coordd.messages import ReduceOp
 from coordd.settings import Settings
-from coordd.table import Entry, Site
 from coordd_torch.bucket import Bucket
 from coordd_torch.channel import Channel
 from coordd_torch.devices import overlaps
@@ -30,6 +27,7 @@ from coordd_torch.gradient import Gradient, nested, release
 from coordd_torch.grouping import Grouping
 from coordd_torch.inventory import Inventory
 from coordd_torch.tuning import AT_END, OVERLAP, Tuning
+from coordd_torch.underway import Underway
 
 __all__ = ["Reducer"]
 
@@ -49,6 +47,7 @@ class Reducer:
         grouping: Grouping,
     ) -> None:
         self.channel = channel
+        self.underway = Underway(channel)
         self.passes_per_step = passes_per_step
         self.sparse_as_dense = sparse_as_dense
         self._grouping = grouping
@@ -66,12 +65,6 @@ class Reducer:
         self._change: Settings | None = None
         self.expected: set[int] = set()
         self.skipped = False
-        self.site: Site = None
-        self.failed: BaseException | None = None
-        # Each counter has one writer, so they need no lock: this thread starts, the daemon's lands.
-        self._started = 0
-        self._landed = 0
-        self._all_landed = threading.Event()
         self._begun = False
         self._reduced = False
         self._finished = False
@@ -111,7 +104,7 @@ class Reducer:
 
     def replace(self) -> None:
         """Gives way to another optimizer that has been made for the same parameters."""
-        self._wait()
+        self.underway.wait()
         self.detach()
         self._replaced = True
 
@@ -137,7 +130,7 @@ class Reducer:
         self._begun = True
         self.expected.add(task)
         self.touched = self._finished = False
-        self.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
+        self.underway.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - there is no public way; FSDP uses it, too
         engine.queue_callback(lambda: self._end_of_backward(task))
 
@@ -176,34 +169,9 @@ class Reducer:
             self._round(more=True)
         elif not self.expected:
             # Nobody may call us when the outer pass ends, for all parameters may lie in inner ones.
-            self._land()
+            self.underway.settle()
             for gradient in (*self._loose, *self._adrift):
                 gradient.settle()
-
-    def submit(self, entry: Entry) -> None:
-        """Announces one gradient."""
-        self.channel.daemon.submit(entry)
-        self._started += 1
-
-    def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
-        """Takes over what has arrived; on the daemon's thread."""
-        try:
-            if convert is not None:
-                convert(value)
-        except Exception as error:  # noqa: BLE001 - the thread that waits gets it
-            self.failed = self.failed or error
-        self.landed()
-
-    def fail(self, error: BaseException) -> None:
-        """Notes the first failure; on the daemon's thread."""
-        self.failed = self.failed or error
-        self.landed()
-
-    def landed(self) -> None:
-        """Counts what is done, one way or another; on the daemon's thread."""
-        self._landed += 1
-        if self._landed == self._started:
-            self._all_landed.set()
 
     def _round(self, *, more: bool, wanted: bool = True) -> None:
         """Reduces what has been accumulated and waits; no rank is left waiting for what another does not have.
@@ -223,7 +191,7 @@ class Reducer:
             bucket.close()
         alone = [*self._loose, *self._adrift]
         self._start(alone, wanted=wanted)
-        self._land()
+        self.underway.settle()
         if wanted:
             self._settle(alone)
         if first:
@@ -273,7 +241,7 @@ class Reducer:
     def reset(self) -> None:
         """Gets ready for the next step."""
         self._begun = self._reduced = self._finished = self._gone_round = False
-        self.failed = None
+        self.underway.failed = None
         if self.finiteness is not None:
             self.finiteness.skips = False
         for gradient in (*self._loose, *self._adrift):
@@ -360,22 +328,5 @@ class Reducer:
             return
         while self._reduced and not self._finished:
             self._round(more=False, wanted=False)
-        self._wait()
+        self.underway.wait()
         self.reset()
-
-    def _land(self) -> None:
-        """Waits for what was started; raises the error of what has failed."""
-        self._wait()
-        if self.failed is not None:
-            error, self.failed = self.failed, None
-            raise error
-
-    def _wait(self) -> None:
-        """Waits until everything that was started is done."""
-        while self._landed < self._started:
-            self._all_landed.clear()
-            if self._landed < self._started:
-                over = self.channel.daemon.hurry("gradients")
-                self._all_landed.wait()
-                if over is not None:
-                    over()

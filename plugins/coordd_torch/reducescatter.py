@@ -14,7 +14,18 @@ from coordd.handles import Handle, wait_all
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor, made
-from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, Tensors, each, gathered_async, places
+from coordd_torch.operations import (
+    Average,
+    GroupHandle,
+    Sum,
+    Tensor,
+    Tensors,
+    backward_names,
+    each,
+    gathered_async,
+    no_gradient,
+    places,
+)
 from coordd_torch.tensors import borrow, from_array
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
@@ -131,12 +142,11 @@ class _Reducescatter(torch.autograd.Function):
         details = ctx.details
         op, process_set = details["op"], details["process_set"]
         if op not in {Average, Sum}:
-            text = f"{op.name.capitalize()} has no gradient here: reduce tensor.detach(), or use Sum or Average"
-            raise ArgumentError(text)
+            raise no_gradient(op)
         factor = details["prescale_factor"] * details["postscale_factor"]
         factor *= process_set.count(api.size()) if op is Sum else 1
-        names = [name and f"{name}.grad" for name in ctx.names]
-        handles = [gathered_async(rows, name, process_set) for rows, name in zip(gradients, names, strict=True)]
+        named = zip(gradients, backward_names(ctx.names), strict=True)
+        handles = [gathered_async(rows, name, process_set) for rows, name in named]
         wait_all(handles)
         found = [_whole(*handle.result(), shape) for handle, shape in zip(handles, ctx.shapes, strict=True)]
         return None, None, *(gradient * factor for gradient in found)

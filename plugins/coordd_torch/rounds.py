@@ -105,7 +105,7 @@ class Gather(Round):
         self._array = _parcel(self._tensors, tail).numpy()
         return self._array
 
-    def open(self, array: np.ndarray, size: int, present: int) -> tuple[list[Any], Tensor | None]:  # noqa: ARG002
+    def open(self, array: np.ndarray, size: int, present: int) -> tuple[list[Any], Tensor | None]:  # noqa: ARG002 - as below
         """Reads what each member has written that has not joined."""
         self._received = array.nbytes - self._array.nbytes
         return _unpacked(array, self._dtypes, self._device)
@@ -136,7 +136,7 @@ class Deal(Round):
         self.splits = np.array([parcel.numel() for parcel in parcels])
         return torch.cat(parcels).numpy()
 
-    def open(self, array: np.ndarray, size: int, present: int) -> tuple[list[Any], Tensor | None]:  # noqa: ARG002
+    def open(self, array: np.ndarray, size: int, present: int) -> tuple[list[Any], Tensor | None]:  # noqa: ARG002 - as below
         """Reads what each member has written that has not joined."""
         self._received = array.nbytes
         return _unpacked(array, self._dtypes, self._device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,7 @@ from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
 from coordd.table import Entry
 from coordd_torch.tensors import borrow, from_array
-
-if TYPE_CHECKING:
-    from coordd_torch.gradient import Gradient
+from coordd_torch.underway import Underway
 
 __all__ = ["Scattered"]
 
@@ -33,28 +31,33 @@ class Scattered:
     any has, and who takes part.
     """
 
-    def __init__(self, gradient: Gradient, like: torch.Tensor) -> None:
+    def __init__(self, underway: Underway, name: str, like: torch.Tensor) -> None:
         """Describes it.
+
+        Args:
+            underway: what else is reduced with it.
+            name: equal on all ranks.
+            like: a gradient of the parameter's.
 
         Raises:
             ArgumentError: the optimizer combines gradients in a way in which these cannot be.
         """
-        op = gradient.reducer.channel.op
+        op = underway.channel.op
         if op not in _OPERATIONS:
             text = (
-                f"the gradient of {gradient.name!r} is sparse, and can be summed or averaged only, not "
+                f"the gradient of {name!r} is sparse, and can be summed or averaged only, not "
                 f"{op.name.lower()}: use sparse_as_dense=True"
             )
             raise ArgumentError(text)
         self._op = op
-        self._reducer = gradient.reducer
+        self._underway = underway
         self._shape = like.shape
         self._sparse = like.sparse_dim()
         self._dtype = like.dtype
         self._device = like.device
         self._rows: np.ndarray | None = None
         self._values: np.dtype[Any] | None = None
-        self.name = gradient.name
+        self.name = name
         self.submitted = 0.0
 
     def start(self, value: torch.Tensor | None) -> None:
@@ -71,8 +74,8 @@ class Scattered:
         self._values, self._rows = array.dtype, None
         packed = np.concatenate([indices.numpy().view(np.uint8), array.view(np.uint8)], axis=1)
         self.submitted = time.monotonic()
-        self._reducer.submit(
-            Entry(self._reducer.channel.gathering(self.name, packed), packed, self, self._reducer.site)
+        self._underway.submit(
+            Entry(self._underway.channel.gathering(self.name, packed), packed, self, self._underway.site)
         )
 
     def result(self) -> torch.Tensor | None:
@@ -87,7 +90,7 @@ class Scattered:
             return None
         values = from_array(np.ascontiguousarray(rows[:, split:]).view(self._values))
         present, kept = int((first < 0).sum()), first >= 0
-        divisor = {ReduceOp.AVERAGE: self._reducer.channel.members, ReduceOp.AVERAGE_PRESENT: present}.get(self._op, 1)
+        divisor = {ReduceOp.AVERAGE: self._underway.channel.members, ReduceOp.AVERAGE_PRESENT: present}.get(self._op, 1)
         values = values[kept].reshape(-1, *self._shape[self._sparse :])
         values = values if divisor == 1 else values / divisor
         found = torch.sparse_coo_tensor(indices[kept].t(), values, self._shape, check_invariants=False)
@@ -96,12 +99,12 @@ class Scattered:
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Runs on the daemon's thread when all ranks' rows have arrived."""
         self._rows = value
-        self._reducer.land(value, convert)
+        self._underway.land(value, convert)
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
         """Never runs: rows are no filler."""
-        self._reducer.landed()
+        self._underway.landed()
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when it has failed."""
-        self._reducer.fail(error)
+        self._underway.fail(error)

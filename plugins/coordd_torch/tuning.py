@@ -46,7 +46,6 @@ class Tuning:
             ConfigError: Optuna is not installed.
         """
         self._space = Space.around(start, algorithms=(OVERLAP, AT_END), compressions=("none",))
-        self._world = world
         self._now = start
         self._session: Session | None = None
         self._last = 0.0
@@ -80,7 +79,7 @@ class Tuning:
             return None
         knobs = zip(Settings.__struct_fields__, sums[1:], strict=True)
         chosen = {knob: self._space.choices(knob)[round(place)] for knob, place in knobs}
-        self._now = Settings(**chosen)  # type: ignore[arg-type]
+        self._now = Settings(**chosen)  # type: ignore[arg-type]  # a space gives each its type
         if self._session is not None:
             log.info("autotune: %s", ", ".join(f"{knob} {value}" for knob, value in chosen.items()))
         return self._now

@@ -31,57 +31,54 @@ def ones(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 
 
+def w(operation, *args, **more):
+    """A call of an operation on the tensor 'w'."""
+    return lambda: operation(*args, name="w", **more)
+
+
 MISMATCHES = {
     "Mismatched data types": (
-        lambda: hvd.allreduce(ones(2), name="w"),
-        lambda: hvd.allreduce(ones(2, dtype=torch.float64), name="w"),
+        w(hvd.allreduce, ones(2)),
+        w(hvd.allreduce, ones(2, dtype=torch.float64)),
         ("float32", "float64"),
     ),
-    "Mismatched operations": (
-        lambda: hvd.allreduce(ones(2), name="w"),
-        lambda: hvd.allgather(ones(2), name="w"),
-        ("allreduce", "allgather"),
-    ),
+    "Mismatched operations": (w(hvd.allreduce, ones(2)), w(hvd.allgather, ones(2)), ("allreduce", "allgather")),
     "Mismatched ALLREDUCE tensor shapes": (
-        lambda: hvd.allreduce(ones(17, 17), name="w"),
-        lambda: hvd.allreduce(ones(17, 18), name="w"),
+        w(hvd.allreduce, ones(17, 17)),
+        w(hvd.allreduce, ones(17, 18)),
         ("(17, 17)", "(17, 18)"),
     ),
     "Mismatched BROADCAST tensor shapes": (
-        lambda: hvd.broadcast(ones(2), 0, name="w"),
-        lambda: hvd.broadcast(ones(3), 0, name="w"),
+        w(hvd.broadcast, ones(2), 0),
+        w(hvd.broadcast, ones(3), 0),
         ("(2,)", "(3,)"),
     ),
     "Mismatched ALLGATHER tensor shapes": (
-        lambda: hvd.allgather(ones(2, 4), name="w"),
-        lambda: hvd.allgather(ones(2, 5), name="w"),
+        w(hvd.allgather, ones(2, 4)),
+        w(hvd.allgather, ones(2, 5)),
         ("(any, 4)", "(any, 5)"),
     ),
     "Mismatched ALLTOALL tensor shapes": (
-        lambda: hvd.alltoall(ones(2, 4), name="w"),
-        lambda: hvd.alltoall(ones(2, 5), name="w"),
+        w(hvd.alltoall, ones(2, 4)),
+        w(hvd.alltoall, ones(2, 5)),
         ("(any, 4)", "(any, 5)"),
     ),
     "Mismatched REDUCESCATTER tensor shapes": (
-        lambda: hvd.reducescatter(ones(2, 4), name="w"),
-        lambda: hvd.reducescatter(ones(2, 5), name="w"),
+        w(hvd.reducescatter, ones(2, 4)),
+        w(hvd.reducescatter, ones(2, 5)),
         ("(2, 4)", "(2, 5)"),
     ),
     "Mismatched prescale and/or postscale factors": (
-        lambda: hvd.allreduce(ones(2), name="w"),
-        lambda: hvd.allreduce(ones(2), name="w", prescale_factor=2.0),
+        w(hvd.allreduce, ones(2)),
+        w(hvd.allreduce, ones(2), prescale_factor=2.0),
         ("prescale 1.0", "prescale 2.0"),
     ),
     "Mismatched reduction operation": (
-        lambda: hvd.allreduce(ones(2), name="w", op=hvd.Sum),
-        lambda: hvd.allreduce(ones(2), name="w", op=hvd.Average),
+        w(hvd.allreduce, ones(2), op=hvd.Sum),
+        w(hvd.allreduce, ones(2), op=hvd.Average),
         ("sum", "average"),
     ),
-    "Mismatched BROADCAST root ranks": (
-        lambda: hvd.broadcast(ones(2), 0, name="w"),
-        lambda: hvd.broadcast(ones(2), 1, name="w"),
-        ("0", "1"),
-    ),
+    "Mismatched BROADCAST root ranks": (w(hvd.broadcast, ones(2), 0), w(hvd.broadcast, ones(2), 1), ("0", "1")),
 }
 
 

@@ -73,3 +73,11 @@ def test_a_flag_that_does_not_exist_comes_with_what_was_meant(capsys):
     shown = capsys.readouterr().err
     assert "usage: coordd run -n N" in shown
     assert "there is no --fuson-mb; did you mean --fusion-mb?" in shown
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coordd.launch.status.status", interrupt)
+    assert main(["status"]) == 130

@@ -11,15 +11,15 @@ import pytest
 from coordd.config import Config, knobs
 from coordd.errors import ConfigError
 from coordd.launch import horovodrun
-from coordd.launch.horovodrun import FLAGS, variables
+from coordd.launch.horovodrun import FLAGS, asks_for_build, notes, ssh_words, variables
 from coordd.launch.options import knob_variables
 from tests.launch.test_options import parsed
 
 # What `horovodrun --help` lists, with a value where one follows.
 HOROVODRUN = """
 -np 2 / --num-proc 2 / -H a:2,b:2 / --hosts a:2 / --hostfile f / -hostfile f / -p 22 / --ssh-port 22 / -i key /
---ssh-identity-file key / --output-filename logs / --verbose / --config-file c.yaml / --check-build / -v / --version /
---disable-cache / --mpi-args=--x / --tcp / --binding-args x / --prefix-timestamp / -prefix-timestamp /
+--ssh-identity-file key / --output-filename logs / --verbose / --config-file c.yaml / --check-build / -cb / -v /
+--version / --disable-cache / --mpi-args=--x / --tcp / --binding-args x / --prefix-timestamp / -prefix-timestamp /
 --network-interface eth0 / --network-interfaces eth0 / --start-timeout 9 / --gloo / --mpi / --jsrun /
 --fusion-threshold-mb 32 / --cycle-time-ms 1 / --cache-capacity 9 / --hierarchical-allreduce /
 --no-hierarchical-allreduce / --hierarchical-allgather / --no-hierarchical-allgather / --torus-allreduce /
@@ -72,6 +72,29 @@ def test_a_value_that_is_no_number_is_refused():
         variables(parsed("--as-horovod --fusion-threshold-mb many x"))
 
 
+def test_flags_that_choose_a_transport_are_left_aside_with_a_note():
+    options = parsed("--as-horovod --gloo --mpi --disable-cache x")
+    assert variables(options) == {}
+    own = "coordd chooses the transport itself; --transport names one"
+    assert notes(options) == (f"--gloo: {own}", f"--mpi: {own}")
+
+
+def test_flags_for_ssh_are_given_in_its_words():
+    assert ssh_words(parsed("--as-horovod --ssh-port 2222 -i key x")) == ["-p", "2222", "-i", "key"]
+    assert ssh_words(parsed("--as-horovod x")) == []
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "many", "-1", "2.5"])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(ConfigError, match=f"--ssh-port='{port}' is not usable: give a port, from 1 to 65535"):
+        ssh_words(parsed(f"--as-horovod --ssh-port={port} x"))
+
+
+@pytest.mark.parametrize(("line", "asks"), [("--check-build", True), ("-cb", True), ("--mpi", False), ("", False)])
+def test_what_could_be_run_may_be_asked(line, asks):
+    assert asks_for_build(parsed(f"--as-horovod {line}")) is asks
+
+
 @pytest.mark.parametrize("line", ["--cycle-time-ms 1", "--gloo", "-p 22", "--mpi"])
 def test_without_as_horovod_horovodruns_flags_are_none(line):
     with pytest.raises(ConfigError, match=f"{line.split()[0]} is a flag of horovodrun: give --as-horovod too"):
@@ -95,4 +118,4 @@ def test_flags_of_the_users_command_are_left_alone():
 
 def test_every_refusal_is_one_line():
     assert all(flag.why.count("\n") == 0 for flag in FLAGS)
-    assert {bool(flag.variable) + bool(flag.option) + bool(flag.why) for flag in FLAGS} == {0, 1}
+    assert {sum(map(bool, (flag.variable, flag.option, flag.ssh, flag.note, flag.why))) for flag in FLAGS} == {0, 1}

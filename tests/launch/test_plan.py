@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from coordd.launch.flavour import ALONE, HYDRA, OPEN_MPI, SLURM
 from coordd.launch.launcher import Launcher, LauncherError
 from coordd.launch.plan import Plan
 from coordd.launch.rank import Order
+from coordd.transport import register
 from tests.launch.test_options import parsed
 
 TWO = Cores(((0,), (1,)))
@@ -160,6 +162,37 @@ def test_a_flag_of_horovodruns_without_a_meaning_is_explained():
     assert told.startswith("HOROVOD_HIERARCHICAL_ALLREDUCE has no effect: ranks of one host always reduce together")
 
 
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("auto", ["PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"]),
+        ("mpiexec", ["HYDRA_LAUNCHER_EXTRA_ARGS"]),
+    ],
+)
+def test_horovodruns_port_is_handed_to_ssh_by_the_launchers_own_variable(launcher, variables):
+    line = f"-np 2 -H a:1,b:1 --as-horovod --launcher {launcher} -p 2222 x"
+    made = plan(line, **dict.fromkeys(variables, "-v"))
+    assert [made.settings[name] for name in variables] == ["-v -p 2222"] * len(variables)
+    assert [made.program.environment[name] for name in variables] == ["-v -p 2222"] * len(variables)
+    assert [plan(line).program.environment[name] for name in variables] == ["-p 2222"] * len(variables)
+    assert len(made.notes) == 1
+
+
+@pytest.mark.parametrize("where", ["", "-H localhost:2", f"-H 127.0.0.1:1,{os.uname().nodename}:1"])
+def test_horovodruns_port_is_left_aside_where_all_ranks_are_here(where):
+    made = plan(f"-np 2 {where} --as-horovod -p 2222 --gloo x")
+    assert made.notes[1:] == (
+        "--gloo: coordd chooses the transport itself; --transport names one",
+        "-p 2222: all ranks are on this host, which needs no ssh",
+    )
+    assert not [name for name in made.settings if "ssh" in name]
+
+
+def test_horovodruns_port_is_refused_where_the_launcher_has_no_ssh():
+    with pytest.raises(ConfigError, match=r"^-p 2222 is for ssh, and Slurm reaches hosts without it: leave it out"):
+        plan("-np 2 -H a:1,b:1 --launcher srun --as-horovod -p 2222 x")
+
+
 def test_horovods_thread_affinity_is_where_the_daemons_run():
     note = plan("-n 2 x", HOROVOD_THREAD_AFFINITY="0").notes[0]
     assert note == "2 ranks of 3 threads on 8 cores: they compute on 1-3 and 4-7, daemons on 0"
@@ -177,3 +210,23 @@ def test_a_setting_that_ranks_would_refuse_is_refused_before_they_are_started(li
     environment = {} if "-x" in line else {"COORDD_CYCLE_MS": "abc"}
     with pytest.raises(ConfigError, match=r"^COORDD_CYCLE_MS='abc' is not usable: give a number from 0 to 10000$"):
         plan(line, **environment)
+
+
+@pytest.mark.parametrize(
+    ("line", "variables", "source"),
+    [
+        ("-n 2 --transport pigeons x", {}, "--transport"),
+        ("-n 2 x", {"COORDD_TRANSPORT": "pigeons"}, "COORDD_TRANSPORT"),
+        ("-n 2 --env COORDD_TRANSPORT=pigeons x", {}, "COORDD_TRANSPORT"),
+    ],
+)
+def test_a_transport_that_does_not_exist_is_refused_before_anything_is_started(line, variables, source):
+    with pytest.raises(ConfigError, match=f"{source}='pigeons' is not usable: give one of auto, .*local, mpi"):
+        plan(line, **variables)
+
+
+@pytest.mark.parametrize("name", ["auto", "local", "mpi", "doves"])
+def test_transports_that_exist_are_passed_on(monkeypatch, name):
+    entry = EntryPoint("doves", "doves:Doves", "coordd.transports")
+    monkeypatch.setattr(register, "entry_points", lambda group: [entry] if group == "coordd.transports" else [])
+    assert plan(f"-n 2 --transport {name} x").settings == {"COORDD_TRANSPORT": name}

@@ -47,6 +47,8 @@ if api.rank() == 1:
     re.match(r"(a+)+$", "a" * 60 + "b")  # does not let go of Python's lock
 """
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+
 
 class Job:
     """A job that runs, and questions to it."""
@@ -54,10 +56,24 @@ class Job:
     def __init__(self, started):
         self._pid = started.process.pid
 
-    def ask(self, *options):
-        command = [sys.executable, "-m", "coordd.cli", "status", str(self._pid), *options]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=True)
+    def ask(self, *options, cwd=None):
+        return subprocess.run(
+            self._question(options),
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
+            timeout=PATIENCE,
+            check=True,
+            cwd=cwd,
+        )
+
+    def watch(self, *options):
+        return subprocess.Popen(
+            self._question(options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+
+    def _question(self, options):
+        return [sys.executable, "-m", "coordd.cli", "status", str(self._pid), *options]
 
     def told(self):
         return json.loads(self.ask("--json").stdout)
@@ -170,6 +186,29 @@ def test_watching_ends_with_the_job():
         lines = running.ask("--watch", "0.2", "--json").stdout.splitlines()
     first, *_, last = (json.loads(line)["ranks"][0]["standing"] for line in lines)
     assert last["traffic"]["bytes"]["allreduce"] > first["traffic"]["bytes"]["allreduce"]
+
+
+@pytest.mark.parametrize("how", ["--json", "--threads"])
+def test_watching_ends_with_ctrl_c(how):
+    with job(BEGIN + TRAIN) as running, running.watch("--watch", "86400", how) as watching:
+        assert watching.stdout.readline()
+        watching.send_signal(signal.SIGINT)
+        _, err = watching.communicate(timeout=PATIENCE)
+        assert (watching.returncode, err) == (0, "")
+
+
+def test_files_below_the_working_directory_are_shown_by_their_way_from_there(tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "train.py").write_text(BEGIN + SLEEP_ON_1 + TRAIN)
+    with Started("-n", "2", sys.executable, tmp_path / "lib" / "train.py") as started:
+        running = Job(started.wait_for_ranks(2))
+        running.told_when(long)
+        shown = running.ask(cwd=tmp_path).stdout
+        assert ", at lib/train.py:15 in <module>: " in shown
+        assert "\n  lib/train.py:15 in <module>: " in shown
+        assert "'weight' at lib/train.py:7, " in shown
+        assert str(tmp_path) not in shown.partition("\n")[2]
+        assert f"{tmp_path}/lib/train.py:15" in running.ask("--json", cwd=tmp_path).stdout
 
 
 def test_a_process_that_belongs_to_no_job_is_refused(capsys):

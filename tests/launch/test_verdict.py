@@ -12,6 +12,7 @@ FINE = Outcome()
 BAD = Outcome(3, exception="ValueError: bad sample")
 PEER = Outcome(1, consequence=True, exception="PeerError: rank 1 raised ValueError: bad sample")
 KILLED = Outcome(signal=signal.SIGKILL)
+TERMINATED = Outcome(signal=signal.SIGTERM, last="epoch 3")
 STOPPED = Outcome(signal=signal.SIGTERM, told=True)
 BOX = """\
 --------------------------------------------------------------------------
@@ -44,6 +45,8 @@ def record(*ends: tuple[int, Outcome], size: int = 2, hosts: str = "aa", **more)
             3,
             "rank 2 exited with code 3: ValueError: bad sample (ranks 0, 3 too)",
         ),
+        (record((1, TERMINATED), (0, STOPPED)), 143, "rank 1 ended by SIGTERM"),
+        (record((1, TERMINATED), (0, TERMINATED._replace(last="step 7"))), 143, "rank 1 ended by SIGTERM (rank 0 too)"),
         (
             record((0, STOPPED), (1, STOPPED), said=BOX.splitlines()),
             5,
@@ -61,6 +64,14 @@ def test_the_cause_is_named_and_decides_the_exit_code(seen, status, text):
     verdict = judge(seen)
     assert verdict.status == status
     assert verdict.text.startswith(text)
+
+
+def test_an_end_on_request_is_not_said_to_be_like_one_without():
+    assert judge(record((1, TERMINATED), (0, STOPPED))).text == "rank 1 ended by SIGTERM"
+
+
+def test_ranks_that_have_started_and_not_ended_are_known():
+    assert record((1, FINE), size=4, hosts="aaa").running == [0, 2]
 
 
 def test_a_kill_from_nowhere_hints_at_memory_and_is_not_said_of_others():

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from coordd.absence import Absence
 from coordd.latch import Latch
 from coordd.member import Member
 from coordd.messages import Kind
 from coordd.stand_in import stand_in
 from coordd.tally import Tally
+from tests.simulation.planting import Mutants
 
-Mutant = Callable[..., None]
-JOIN_MUTANTS: dict[str, Mutant] = {}
-
-
-def mutant(write: Mutant) -> Mutant:
-    """Enters a bug under the name of the function that plants it."""
-    JOIN_MUTANTS[write.__name__] = write
-    return write
+JOIN_MUTANTS = Mutants()
+mutant = JOIN_MUTANTS.enter
 
 
 @mutant

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from coordd.latch import Latch
@@ -11,15 +9,10 @@ from coordd.lock import Lock
 from coordd.member import Member
 from coordd.negotiation import Negotiator
 from coordd.table import TensorTable
+from tests.simulation.planting import Mutants
 
-Mutant = Callable[..., None]
-LOCK_MUTANTS: dict[str, Mutant] = {}
-
-
-def mutant(write: Mutant) -> Mutant:
-    """Enters a bug under the name of the function that plants it."""
-    LOCK_MUTANTS[write.__name__] = write
-    return write
+LOCK_MUTANTS = Mutants()
+mutant = LOCK_MUTANTS.enter
 
 
 @mutant

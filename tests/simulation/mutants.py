@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from coordd import fusion, member, negotiation
@@ -17,15 +15,10 @@ from coordd.owed import Owed
 from coordd.table import TensorTable
 from coordd.verdict import _sizes
 from coordd.wire import bits
+from tests.simulation.planting import Mutants
 
-Mutant = Callable[..., None]
-MUTANTS: dict[str, Mutant] = {}
-
-
-def mutant(write: Mutant) -> Mutant:
-    """Enters a bug under the name of the function that plants it."""
-    MUTANTS[write.__name__] = write
-    return write
+MUTANTS = Mutants()
+mutant = MUTANTS.enter
 
 
 @mutant

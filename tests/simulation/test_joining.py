@@ -7,10 +7,9 @@ from random import Random
 
 import pytest
 
-from coordd_tools.sim.ledger import Violation
-from coordd_tools.sim.simulation import simulate
 from coordd_tools.sim.swarm import Swarm
 from tests.simulation.join_mutants import JOIN_MUTANTS
+from tests.simulation.planting import fails
 
 FIRST, ENOUGH = 100, 8000
 
@@ -19,14 +18,6 @@ FIRST, ENOUGH = 100, 8000
 def test_a_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(fails, chain(range(FIRST), filter(races, range(FIRST, ENOUGH)))))
-
-
-def fails(seed: int) -> bool:
-    try:
-        simulate(seed)
-    except Violation:
-        return True
-    return False
 
 
 def races(seed: int) -> bool:

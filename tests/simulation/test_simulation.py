@@ -33,6 +33,7 @@ from coordd_tools.sim.cli import main
 from coordd_tools.sim.ledger import Violation
 from coordd_tools.sim.simulation import simulate
 from tests.simulation.mutants import MUTANTS
+from tests.simulation.planting import fails
 
 BLOCK = 100
 ENOUGH = 3000
@@ -51,14 +52,6 @@ def test_the_invariants_hold(first):
 def test_a_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(fails, range(ENOUGH)))
-
-
-def fails(seed: int) -> bool:
-    try:
-        simulate(seed)
-    except Violation:
-        return True
-    return False
 
 
 def test_the_same_seed_gives_the_same_run():

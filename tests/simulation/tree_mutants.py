@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from coordd.control.protocol import Lost
@@ -11,15 +9,10 @@ from coordd.foreman import Foreman
 from coordd.messages import Abort, Goodbye, Plan
 from coordd.roll import Roll
 from coordd.tally import Tally
+from tests.simulation.planting import Mutants
 
-Mutant = Callable[..., None]
-TREE_MUTANTS: dict[str, Mutant] = {}
-
-
-def mutant(write: Mutant) -> Mutant:
-    """Enters a bug under the name of the function that plants it."""
-    TREE_MUTANTS[write.__name__] = write
-    return write
+TREE_MUTANTS = Mutants()
+mutant = TREE_MUTANTS.enter
 
 
 @mutant

@@ -50,10 +50,10 @@ def ask(desk, *ranks, text=None):
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(WAIT)
         connection.connect(desk._address.name)
-        connection.sendall(msgspec.json.encode(Question(ranks)) + b"\n" if text is None else text)
         try:
+            connection.sendall(msgspec.json.encode(Question(ranks)) + b"\n" if text is None else text)
             data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-        except ConnectionResetError:
+        except (BrokenPipeError, ConnectionResetError):  # it may be refused before it is asked
             return None
     return msgspec.json.decode(data, type=list[Standing]) if data else None
 

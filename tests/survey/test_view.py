@@ -136,6 +136,12 @@ def test_each_state_has_its_words(told, state):
     assert rows(survey(told, seen(1)))[0].state == state
 
 
+def test_where_nobody_is_missing_at_the_start_nobody_is_named():
+    found = rows(survey(standing(0, phase="starting"), standing(1, phase="starting")))
+    assert [row.state for row in found] == ["starting for 20.0 s: all ranks are there, and connect"] * 2
+    assert [row.waits_for for row in found] == [(), ()]
+
+
 def test_leaving_names_only_those_who_stay():
     told = survey(standing(0, phase="leaving"), standing(1), standing(2, phase="leaving"))
     leaving = "leaving, with rank 1 still there"

@@ -59,8 +59,28 @@ def test_communication_that_nobody_waits_for_is_not_exposed():
     assert found.exposed == 0.0
 
 
-def test_a_send_counts_as_transfer():
-    mine = journal(0, [operation("", 1.0, 1.0, 3.0)], [(1.0, 3.0)])
+def test_a_receive_waits_for_its_sender_and_then_for_the_data():
+    mine = journal(0, [operation("m", 1.0, 1.0, 6.0)], [(2.0, 6.0)])
+    sender = journal(3, [operation("m", 5.0, 5.0, 5.5)])
+    (found,) = breakdowns(mine, [Step("a", 0.0, 6.0)], comings([mine, sender]))
+    assert found.spent(Part.LATE) == pytest.approx(3.0)
+    assert found.spent(Part.TRANSFER) == pytest.approx(1.0)
+    assert found.spent(Part.NEGOTIATION) == 0.0
+    assert [piece.culprit for piece in found.pieces if piece.part is Part.LATE] == [3]
+
+
+def test_a_send_that_was_over_before_its_receiver_came_has_waited_for_nobody():
+    sends = [operation("m", 1.0, 1.0, 2.0), operation("n", 3.0, 3.0, 3.5)]
+    mine, receiver = journal(0, sends, [(1.0, 4.0)]), journal(1, [operation("m", 9.0, 9.0, 9.5)])
+    (found,) = breakdowns(mine, [Step("a", 0.0, 4.0)], comings([mine, receiver]))
+    assert found.spent(Part.LATE) == 0.0
+    assert found.spent(Part.TRANSFER) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("itself", [False, True], ids=["unknown", "itself"])
+def test_a_message_whose_other_end_is_unknown_or_here_is_transfer(itself):
+    more = [operation("m", 2.0, 2.0, 3.0)] if itself else []
+    mine = journal(0, [operation("m", 1.0, 1.0, 3.0), *more], [(1.0, 3.0)])
     (found,) = breakdowns(mine, [Step("a", 0.0, 4.0)], comings([mine]))
     assert found.spent(Part.TRANSFER) == 2.0
 

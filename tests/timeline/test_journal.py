@@ -36,9 +36,12 @@ def test_an_operation_that_is_cut_off_does_not_count():
     assert [one.key for one in Journal(0, later).operations] == ["1:1"]
 
 
-def test_a_send_has_no_key_and_cycles_are_no_operations():
-    (found,) = journal(Delivery("recv", "act", 0, 64, 1.0, 3.0), Cycle(2.0)).operations
-    assert (found.key, found.kind, found.names, found.nbytes) == ("", "RECV", ("act",), 64)
+def test_a_send_has_the_key_of_its_receive_and_cycles_are_no_operations():
+    (found,) = journal(Delivery("recv", "act", 0, (0, 7), 64, 1.0, 3.0), Cycle(2.0)).operations
+    (sent,) = journal(Delivery("send", "act", 1, (0, 7), 64, 0.5, 1.5)).operations
+    assert found.key == sent.key
+    assert found.key not in {one.key for one in journal(passage(7, 2.0, landed=4.0)).operations}
+    assert (found.kind, found.names, found.nbytes) == ("RECV", ("act",), 64)
     assert (found.come, found.landed) == (1.0, 3.0)
 
 

@@ -32,6 +32,7 @@ def test_every_rank_has_its_row_and_all_parts(tmp_path):
     assert "rank 1" in texts
     hints = [bar.findtext(f"{SVG}title") for bar in bars(root)]
     assert "waiting for rank 1: 25.000 ms" in hints
+    assert "ALLREDUCE g0 and 1 more, 2000000 bytes, waiting for rank 1: 25.000 ms" in hints
     assert sum(hint == "transfer: 10.000 ms" for hint in hints) == 2
     assert "ALLREDUCE g0 and 1 more, 2000000 bytes, transfer: 10.000 ms" in hints
 

@@ -49,8 +49,8 @@ def test_a_cycle_is_an_instant():
 
 
 def test_a_send_is_one_event():
-    (event,) = spans(events(Scribe(0), Delivery("send", "act", 1, 64, 1.0, 3.0)))
-    assert (event.name, event.dur, event.args) == ("SEND", 2e6, {"peer": 1, "bytes": 64})
+    (event,) = spans(events(Scribe(0), Delivery("send", "act", 1, (0, 7), 64, 1.0, 3.0)))
+    assert (event.name, event.dur, event.args) == ("SEND", 2e6, {"op": "message 0:7", "peer": 1, "bytes": 64})
 
 
 def test_names_that_come_once_do_not_grow_rows():

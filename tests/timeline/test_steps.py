@@ -40,6 +40,13 @@ def test_the_loose_first_step_does_not_matter():
     assert anchor([journal(found)]) == "gradients.0"
 
 
+def test_what_only_some_ranks_have_tells_no_steps_apart():
+    sends = repeated("act", nbytes=10_000, times=20)
+    found = [journal([*sends, *repeated("gradients.0")]), journal(repeated("gradients.0"))]
+    assert anchor(found) == "gradients.0"
+    assert anchor([journal(sends), journal([])]) is None
+
+
 def test_where_nothing_comes_twice_there_are_no_steps():
     assert anchor([journal([operation("a", 1.0), operation("b", 2.0)])] * 2) is None
     assert anchor([journal([])]) is None

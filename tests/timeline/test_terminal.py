@@ -38,6 +38,16 @@ def test_tables_fit_into_eighty_columns_and_tell_all(summary):
     assert sum(row[-2:] == ["rank", "1"] for row in rows) == 5
 
 
+def test_bars_can_be_read_without_colours(summary):
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    show(summary, console)
+    text = console.file.getvalue()
+    assert "bars:  # compute  ! late ranks  ? negotiation  = transfer  . other" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[7] for row in rows if len(row) == 8 and row[0] in {"0", "1"}] == ["#########!!!?=", "############?="]
+    assert text.isascii()
+
+
 def test_names_are_no_markup(summary):
     console = Console(file=io.StringIO(), width=80, highlight=False)
     show(summary._replace(anchor="[red]x[/nothing]"), console)

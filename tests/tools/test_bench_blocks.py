@@ -18,6 +18,11 @@ def test_join_puts_the_ranks_side_by_side():
     assert join([first, second]) == [(first[0], second[0]), (first[1], second[1])]
 
 
+def test_a_rank_may_have_no_calls_where_others_have():
+    row = Block("4", "idle", (1.0, 2.0)), Block("4", "idle", ())
+    assert join([[block] for block in row]) == [row]
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -14,6 +14,7 @@ from coordd_tools.bench.worker import engines
         (["allreduce", "--sizes", "4,5"], "'4,5' is not a list of multiples of 4 bytes"),
         (["allreduce", "--sizes", "4,K"], "'4,K' is not a list of multiples of 4 bytes"),
         (["idle", "--json", "no-such-folder/idle.json"], "'no-such-folder' is not a folder"),
+        (["sets", "-n", "3"], "'3' is not a whole number of at least 4"),
         ([], "required"),
     ],
 )

@@ -1,11 +1,12 @@
 import pytest
 
-from coordd_tools.bench.jobs import SIZES, AllreduceJob, IdleJob, StartupJob, StepJob, dumps, loads
+from coordd_tools.bench.jobs import SIZES, AllreduceJob, IdleJob, SetsJob, StartupJob, StepJob, dumps, loads
 
 TWO = {"engines": ("coordd", "gloo"), "rounds": 2, "seed": 3}
 JOBS = [
     StepJob(**TWO, models=("gpt",), steps=5),
     AllreduceJob(**TWO),
+    SetsJob(**TWO),
     IdleJob(**TWO, seconds=1.5),
     StartupJob(**TWO),
 ]
@@ -21,12 +22,12 @@ def test_the_sizes_go_from_four_bytes_to_64_mib_in_powers_of_four():
     assert SIZES[-1] == 64 << 20
 
 
-@pytest.mark.parametrize("job", JOBS[:2], ids=lambda job: job.noun)
+@pytest.mark.parametrize("job", JOBS[:3], ids=lambda job: job.noun)
 def test_engines_share_one_group_where_they_can(job):
     assert job.groups() == [job]
 
 
-@pytest.mark.parametrize("job", JOBS[2:], ids=lambda job: job.noun)
+@pytest.mark.parametrize("job", JOBS[3:], ids=lambda job: job.noun)
 def test_engines_take_turns_with_groups_where_a_process_is_what_is_measured(job):
     groups = job.groups()
     assert [group.engines for group in groups] == [("coordd",), ("gloo",)] * 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordd_tools.bench import allreduce, idle, startup, step
+from coordd_tools.bench import allreduce, idle, sets, startup, step
 from coordd_tools.bench.blocks import Block
 
 
@@ -51,6 +51,14 @@ def test_allreduces_are_compared_with_gloo_and_mpi():
     report = allreduce.report(rows)
     assert report.ratio("4", "coordd", "call_us", against="gloo") == pytest.approx(0.25)
     assert report.ratio("4", "coordd", "call_us", against="mpi") == pytest.approx(2.0)
+
+
+def test_a_set_is_as_fast_as_its_slowest_rank_and_compared_with_itself_beside_an_idle_set():
+    rows = [row("1000", "idle", (0.1, 0.1), (0.1, 0.3), (), ()), row("1000", "stalled", (0.4, 0.4), (0.1, 0.1), (), ())]
+    report = sets.report(rows)
+    assert report.summary("1000", "idle", "calls_per_second").median == pytest.approx(5.0)
+    assert report.summary("1000", "idle", "rate_gbps").median == pytest.approx(5e-6)
+    assert report.ratio("1000", "stalled", "calls_per_second", against="idle") == pytest.approx(0.5)
 
 
 def test_idle_tells_of_the_busiest_rank():

@@ -1,4 +1,4 @@
-"""The real thing, on two MPI ranks, as short as can be."""
+"""The real thing, on MPI ranks, as short as can be."""
 
 import json
 import os
@@ -10,8 +10,8 @@ import pytest
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
-def bench(*arguments):
-    command = [sys.executable, "-m", "coordd_tools.bench", *arguments, "--quick", "-n", "2"]
+def bench(*arguments, ranks=2):
+    command = [sys.executable, "-m", "coordd_tools.bench", *arguments, "--quick", "-n", str(ranks)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
@@ -40,3 +40,17 @@ def test_allreduce_measures_gloo_beside_mpi(tmp_path):
         *(("65536", "gloo"), ("65536", "mpi")),
     ]
     assert all(f["median"] > 0 for f in figures)
+
+
+def test_sets_measures_one_set_beside_another_that_is_idle_or_waits(tmp_path):
+    found = tmp_path / "sets.json"
+    ran = bench("sets", "--json", str(found), ranks=4)
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(found.read_text())
+    figures = [f for f in report["figures"] if f["name"] == "calls_per_second"]
+    assert [(f["subject"], f["engine"]) for f in figures] == [
+        *(("4", "idle"), ("4", "stalled")),
+        *(("4194304", "idle"), ("4194304", "stalled")),
+    ]
+    assert all(f["median"] > 0 and f["n"] == 2 for f in figures)
+    assert [ratio["engine"] for ratio in report["ratios"]] == ["stalled"] * 2

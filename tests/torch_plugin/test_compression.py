@@ -102,6 +102,15 @@ def test_what_was_written_for_horovod_trains(compression, op):
     same(together(2, compression=compression, op=op), None if op is cd.Adasum else alone(2), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("kind", [getattr(Compression, name) for name in vars(Compression) if name[0] != "_"])
+@pytest.mark.parametrize("name", ["ratio", "error"])
+def test_a_class_that_is_asked_what_objects_tell_says_so(kind, name):
+    with pytest.raises(AttributeError, match=rf"{kind.__name__} is a class.* compression\.{name}$"):
+        getattr(kind, name)
+    assert getattr(kind(), name) == {"ratio": 1.0, "error": 0.0}[name]
+    assert f"compression.{name}" in Compression.__doc__
+
+
 @pytest.mark.parametrize("nonsense", ["fp16", 3, None, object, InHorovodsWords.compress])
 def test_what_is_no_compression_is_refused(nonsense):
     with pytest.raises(cd.ArgumentError, match="is no compression: give one of Compression"):

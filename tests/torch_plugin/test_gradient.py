@@ -29,7 +29,7 @@ def test_memory_that_autograd_still_reads_is_not_written_to(compression):
 
         def reduced_by_now(gradient):
             shared.append(bias.grad.data_ptr() == gradient.data_ptr())
-            optimizer._coordd._wait()
+            optimizer._coordd.underway.wait()
 
         for _ in range(2):
             optimizer.zero_grad()

@@ -226,9 +226,9 @@ def test_a_step_as_it_is_waits_for_what_is_under_way():
     def body(rank):
         one, two = (nn.Parameter(torch.zeros(1 << 15)) for _ in range(2))
         optimizer = cd.DistributedOptimizer(torch.optim.SGD([one, two], lr=1.0), [("one", one), ("two", two)])
-        reducer = optimizer._coordd
+        underway = optimizer._coordd.underway
 
-        def wait(original=reducer._wait):
+        def wait(original=underway.wait):
             waits.set()
             original()
 
@@ -236,7 +236,7 @@ def test_a_step_as_it_is_waits_for_what_is_under_way():
             raise ValueError("not today")
 
         if rank == 0:
-            reducer._wait = wait
+            underway.wait = wait
         else:
             assert waits.wait(10)
         two.register_hook(fail)
@@ -244,7 +244,7 @@ def test_a_step_as_it_is_waits_for_what_is_under_way():
             (one * (two * 2)).sum().backward()
         with optimizer.skip_synchronize():
             optimizer.step()
-        landed = reducer._landed, reducer._started
+        landed = underway._landed, underway._started
         waits.set()
         return landed
 
@@ -351,6 +351,11 @@ def test_bad_choices_are_refused(text):
             cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **options)
 
     each_rank(2, body)
+
+
+@pytest.mark.parametrize("op", [cd.Average, cd.Sum, cd.Adasum])
+def test_operations_may_be_given_by_horovods_numbers(op):
+    same([*together(2, op=op), *together(2, op=int(op))])
 
 
 def test_without_init_it_says_so():

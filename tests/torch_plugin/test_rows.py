@@ -202,6 +202,7 @@ def test_rows_that_differ_in_length_are_refused_everywhere():
 def test_what_alltoall_has_made_goes_without_the_garbage_collector():
     def body(_):
         found = weakref.ref(cd.alltoall(torch.ones(4, 2)))
+        cd.barrier()  # until then the daemon's thread may still hold what it has just handed over
         return found()
 
     gc.disable()

@@ -144,3 +144,35 @@ def test_without_a_scaler_what_is_still_to_be_sent_stays_finite():
         return finite
 
     assert each_rank(2, body) == [[True, True, True, False, True, True]] * 2
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_after_a_join_all_take_over_the_scale(taken_over):
+    """Rank 0 joins after one step, before the others skip one; their scales, not the step's fate, would part them."""
+
+    def body(rank):
+        weight = nn.Parameter(torch.ones(4))
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.25), [("w", weight)])
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+
+        def step(factor=1.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        step()
+        if rank:
+            step()
+            step(math.inf if rank == 1 else 1.0)
+        last = optimizer.join()
+        joined = weight.tolist()
+        if taken_over:
+            scaler.load_state_dict(cd.broadcast_object(scaler.state_dict(), last))
+        step()
+        return joined, weight.tolist(), scaler.get_scale()
+
+    joined, weights, scales = zip(*each_rank(3, body), strict=True)
+    assert joined[0] == joined[1] == joined[2]
+    assert (len(set(map(tuple, weights))) == 1) == taken_over
+    assert set(scales) == ({8.0} if taken_over else {8.0, 16.0})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +27,19 @@ def table() -> nn.Embedding:
 def rows(rank: int, step: int) -> list[int]:
     """What a rank looks up; sometimes nothing, sometimes the same twice."""
     return [[], [step % 6, 3, 3], [5, step % 2]][(rank + step) % 3]
+
+
+def distributed(made: nn.Embedding, **more: Any) -> Any:
+    return cd.DistributedOptimizer(torch.optim.SGD(made.parameters(), lr=1.0), made.named_parameters(), **more)
+
+
+def assert_lowered(body: Callable[[int], torch.Tensor], amounts: dict[int, float]) -> None:
+    """The table that each of two ranks ends with is lower by so much in these rows."""
+    wanted = table().weight.detach()
+    for row, amount in amounts.items():
+        wanted[row] -= amount
+    for found in each_rank(2, body):
+        torch.testing.assert_close(found, wanted)
 
 
 def loss(made: nn.Embedding, rank: int, step: int) -> torch.Tensor:
@@ -69,34 +85,25 @@ def test_a_rank_may_have_no_gradient_at_all_and_all_may():
             optimizer.step()
         return made.weight.detach()
 
-    wanted = table().weight.detach()
-    wanted[:2] -= 0.5
-    wanted[1] -= 0.5
-    for found in each_rank(2, body):
-        torch.testing.assert_close(found, wanted)
+    assert_lowered(body, {0: 0.5, 1: 1.0})
 
 
 def test_several_passes_are_added_up_before():
     def body(rank):
         made = table()
-        plain = torch.optim.SGD(made.parameters(), lr=1.0)
-        optimizer = cd.DistributedOptimizer(plain, made.named_parameters(), backward_passes_per_step=2)
+        optimizer = distributed(made, backward_passes_per_step=2)
         for index in (rank, 4):
             made(torch.tensor([index])).sum().backward()
         optimizer.step()
         return made.weight.detach()
 
-    wanted = table().weight.detach()
-    wanted[:2] -= 0.5
-    wanted[4] -= 1.0
-    for found in each_rank(2, body):
-        torch.testing.assert_close(found, wanted)
+    assert_lowered(body, {0: 0.5, 1: 0.5, 4: 1.0})
 
 
 def test_ranks_that_join_have_no_rows():
     def body(rank):
         made = table()
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD(made.parameters(), lr=1.0), made.named_parameters())
+        optimizer = distributed(made)
         for _ in range(1 + rank):
             optimizer.zero_grad()
             made(torch.tensor([rank])).sum().backward()
@@ -104,18 +111,13 @@ def test_ranks_that_join_have_no_rows():
         optimizer.join()
         return made.weight.detach()
 
-    wanted = table().weight.detach()
-    wanted[0] -= 0.5
-    wanted[1] -= 1.0
-    for found in each_rank(2, body):
-        torch.testing.assert_close(found, wanted)
+    assert_lowered(body, {0: 0.5, 1: 1.0})
 
 
 def test_what_cannot_be_combined_is_refused():
     def body(_):
         made = table()
-        plain = torch.optim.SGD(made.parameters(), lr=1.0)
-        optimizer = cd.DistributedOptimizer(plain, made.named_parameters(), op=cd.Max)
+        optimizer = distributed(made, op=cd.Max)
         made(torch.tensor([0])).sum().backward()
         optimizer.step()
 
@@ -128,7 +130,7 @@ def test_sparse_here_and_dense_there_is_an_error_everywhere():
     def body(rank):
         made = table()
         made.sparse = rank == 0
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD(made.parameters(), lr=1.0), made.named_parameters())
+        optimizer = distributed(made)
         made(torch.tensor([0])).sum().backward()
         optimizer.step()
 
@@ -140,7 +142,7 @@ def test_sparse_here_and_dense_there_is_an_error_everywhere():
 def test_what_was_sparse_may_be_dense_later():
     def body(rank):
         made = table()
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD(made.parameters(), lr=1.0), made.named_parameters())
+        optimizer = distributed(made)
         for sparse in (True, False, False, True):
             made.sparse = sparse
             optimizer.zero_grad()
@@ -148,7 +150,4 @@ def test_what_was_sparse_may_be_dense_later():
             optimizer.step()
         return made.weight.detach()
 
-    wanted = table().weight.detach()
-    wanted[:2] -= 4 * 0.5
-    for found in each_rank(2, body):
-        torch.testing.assert_close(found, wanted)
+    assert_lowered(body, {0: 4 * 0.5, 1: 4 * 0.5})

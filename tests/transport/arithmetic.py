@@ -10,7 +10,7 @@ import numpy as np
 
 from coordd.messages import ReduceOp
 
-__all__ = ["BITS", "COMBINE", "KINDS", "ORDERED", "expected", "same_bits", "values"]
+__all__ = ["BITS", "COMBINE", "KINDS", "ORDERED", "expected", "pieces", "same_bits", "values"]
 
 COMBINE = {
     ReduceOp.SUM: np.add,
@@ -40,6 +40,16 @@ def values(dtype: np.dtype, size: int, seed: int) -> np.ndarray:
     if dtype.kind == "c":
         numbers = numbers + 1j * source.normal(size=size)
     return numbers.astype(dtype)
+
+
+def pieces(lengths: Sequence[int], seed: int) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
+    """What each rank has to give, and by rank the blocks into which it gets what all have; its own is there already."""
+    given = [values(np.dtype(np.float16), length, seed + rank) for rank, length in enumerate(lengths)]
+    blocks = [
+        [piece.copy() if rank == me else np.zeros_like(piece) for rank, piece in enumerate(given)]
+        for me in range(len(given))
+    ]
+    return given, blocks
 
 
 def expected(inputs: Sequence[np.ndarray], op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0) -> np.ndarray:

@@ -16,7 +16,7 @@ from coordd.messages import ReduceOp
 from coordd.transport import collectives
 from coordd.transport.collectives import Group, Pulse, Reduction
 from coordd.transport.local import LocalWorld
-from tests.transport.arithmetic import KINDS, ORDERED, expected, same_bits, values
+from tests.transport.arithmetic import KINDS, ORDERED, expected, pieces, same_bits, values
 
 Arrays = list[np.ndarray]
 
@@ -148,11 +148,7 @@ def test_a_broadcast_copies_the_roots_array(count, size, chunk, seed, data):
 @example([0, 100_000, 1], 32 << 10, 0)
 def test_an_allgather_joins_blocks_of_any_size(lengths, chunk, seed):
     chunk = max(chunk, max(lengths) // 100)
-    given_ = [values(np.dtype(np.float16), length, seed + rank) for rank, length in enumerate(lengths)]
-    blocks = [
-        [given_[rank].copy() if rank == me else np.zeros(length, np.float16) for rank, length in enumerate(lengths)]
-        for me in range(len(lengths))
-    ]
+    given_, blocks = pieces(lengths, seed)
     drive(lambda group: collectives.allgather(group, blocks[group.me]), range(len(lengths)), chunk=chunk, seed=seed)
     for mine in blocks:
         assert all(same_bits(block, wanted) for block, wanted in zip(mine, given_, strict=True))

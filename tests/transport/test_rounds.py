@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coordd.transport import rounds
 from coordd.transport.collectives import Reduction
 from tests.neighbours import in_random_order, neighbours
-from tests.transport.arithmetic import KINDS, expected, same_bits, values
+from tests.transport.arithmetic import KINDS, expected, pieces, same_bits, values
 from tests.transport.memories import Rank, dice, entered
 
 seeds = st.integers(0, 1 << 32)
@@ -25,12 +25,11 @@ sizes = st.one_of(st.integers(0, 12), st.integers(0, 3000), st.integers(8000, 20
 @example([0, 100_000, 1], 16 << 10, 0)
 def test_blocks_of_any_size_are_spread(lengths, chunk, seed):
     chunk = max(chunk, max(lengths) // 100)
-    given_ = [values(np.dtype(np.float16), length, seed + rank) for rank, length in enumerate(lengths)]
+    given_, blocks = pieces(lengths, seed)
     with neighbours(range(len(lengths))) as world:
         ranks, running = [], {}
         for me, commons in enumerate(world):
-            blocks = [given_[rank] if rank == me else np.zeros(n, np.float16) for rank, n in enumerate(lengths)]
-            rank = Rank(commons, blocks, dice(seed + me, 0.5))
+            rank = Rank(commons, blocks[me], dice(seed + me, 0.5))
             meeting = commons.meeting(0, 1, commons.ranks)
             running[me] = entered(meeting, rounds.spread(meeting, rank.arrays, rank.terms(chunk)))
             ranks.append(rank)

@@ -5,12 +5,11 @@ Run as ``python -m coordd_tools.knob_table docs/knobs.md``; with ``--check`` it 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from coordd.config import Knob, knobs
+from coordd_tools.page import keep, line
 
 __all__ = ["main", "page", "row"]
 
@@ -33,7 +32,7 @@ def row(knob: Knob) -> str:
     """Writes one knob as a row of a Markdown table."""
     cells = [_code(knob.name), _code(knob.variable), _code(knob.flag), _default(knob), knob.legal, knob.about]
     cells.append(_code(knob.alias) if knob.alias else "")
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |\n"
+    return line(cells)
 
 
 def _code(word: str) -> str:
@@ -51,17 +50,7 @@ def page(table: Iterable[Knob]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the page that the command line names, or checks it; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m coordd_tools.knob_table", description=__doc__)
-    parser.add_argument("page", type=Path, help="the Markdown file")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is stale")
-    given = parser.parse_args(arguments)
-    fresh = page(knobs())
-    if not given.check:
-        given.page.write_text(fresh, "utf-8")
-    elif not given.page.is_file() or given.page.read_text("utf-8") != fresh:
-        print(f"{given.page} does not say what coordd/config.py says; write it anew: {_COMMAND}")
-        return 1
-    return 0
+    return keep(page(knobs()), arguments, command=_COMMAND, about=__doc__)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ ENGINES = {
     "idle": ("mpi", "coordd", "gloo", "horovod"),
     "memory": ("none", "coordd", "ddp", "horovod", "ddp-view"),
     "startup": ("coordd", "gloo", "horovod"),
+    "sets": ("idle", "stalled"),
 }
-"""The engines that can take part in each benchmark."""
+"""The engines that can take part in each benchmark; with ``sets`` it is coordd in two states."""
 
 _BY_REQUEST = frozenset({"ddp-view", "sketch", "coordd-negotiated", "coordd-window", "memory"})
 _WHERE_INSTALLED = frozenset({"horovod"})
@@ -24,6 +25,8 @@ _NEEDS = {
     "sketch": _COORDD[:1],
     "coordd-negotiated": _COORDD,
     "coordd-window": _COORDD,
+    "idle": _COORDD,
+    "stalled": _COORDD,
     "horovod": ("horovod.torch",),
 }
 _ALL_NEED = ("torch", "mpi4py")

@@ -1,4 +1,4 @@
-"""The command line: ``python -m coordd_tools.bench {allreduce,step,idle,memory,startup}``."""
+"""The command line: ``python -m coordd_tools.bench {allreduce,step,idle,memory,startup,sets}``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from coordd_tools.bench import allreduce, catalogue, idle, memory, startup, step
+from coordd_tools.bench import allreduce, catalogue, idle, memory, sets, startup, step
 from coordd_tools.bench.blocks import Block, join
 from coordd_tools.bench.document import Document
 from coordd_tools.bench.group import GroupError, Launcher, run
-from coordd_tools.bench.jobs import SIZES, AllreduceJob, IdleJob, Job, MemoryJob, StartupJob, StepJob
+from coordd_tools.bench.jobs import (
+    SET_SIZES,
+    SIZES,
+    AllreduceJob,
+    IdleJob,
+    Job,
+    MemoryJob,
+    SetsJob,
+    StartupJob,
+    StepJob,
+)
 from coordd_tools.bench.machine import machine, versions
 from coordd_tools.bench.progress import Progress
 from coordd_tools.bench.tables import render
@@ -27,6 +37,7 @@ __all__ = ["main"]
 
 _WIDTH = 90
 _BUSY_PERCENT = 10.0
+_FEWEST_RANKS = {"sets": 4}
 _MODELS = ("gpt", "mlp", "small")
 _ALL_MODELS = (*_MODELS, "wide")
 _NOUNS: dict[str, ModuleType] = {
@@ -35,6 +46,7 @@ _NOUNS: dict[str, ModuleType] = {
     "idle": idle,
     "memory": memory,
     "startup": startup,
+    "sets": sets,
 }
 
 
@@ -94,7 +106,7 @@ def _measure(job: Job, ranks: int, errors: Console) -> Document:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m coordd_tools.bench", description=__doc__)
-    nouns = parser.add_subparsers(dest="noun", required=True, metavar="{allreduce,step,idle,memory,startup}")
+    nouns = parser.add_subparsers(dest="noun", required=True, metavar="{allreduce,step,idle,memory,startup,sets}")
     allreduce_ = _noun(nouns, "allreduce", "in-place sums of one tensor, by size", _allreduce_job, rounds=10)
     allreduce_.add_argument("--sizes", type=_sizes, default=SIZES, help="such as 4,64K,16M (bytes; default: 4 to 64M)")
     allreduce_.add_argument("--calls", type=_count, default=0, help="calls a block (default: by size)")
@@ -108,6 +120,10 @@ def _parser() -> argparse.ArgumentParser:
         "--models", type=_names(_ALL_MODELS), default=("mlp", "wide"), help="of " + ",".join(_ALL_MODELS)
     )
     _noun(nouns, "startup", "time from import to initialised", _startup_job, rounds=5)
+    about = "what one process set can do while another one waits for a rank"
+    sets_ = _noun(nouns, "sets", about, _sets_job, rounds=20)
+    sets_.add_argument("--sizes", type=_sizes, default=SET_SIZES, help="such as 4,64K,16M (bytes; default: 4,4M)")
+    sets_.add_argument("--calls", type=_count, default=0, help="calls a block (default: by size)")
     return parser
 
 
@@ -123,7 +139,9 @@ def _noun(
     parser = nouns.add_parser(name, help=about, description=about)
     parser.set_defaults(make=make)
     known = catalogue.ENGINES[name]
-    parser.add_argument("-n", "--ranks", type=_count, default=2, help="how many ranks to start (default: 2)")
+    fewest = _FEWEST_RANKS.get(name, 1)
+    usual = max(2, fewest)
+    parser.add_argument("-n", "--ranks", type=_at_least(fewest), default=usual, help=f"how many (default: {usual})")
     parser.add_argument("--engines", type=_names(known), help=f"of {','.join(known)} (default: the installed ones)")
     parser.add_argument("--rounds", type=_count, default=rounds, help=f"blocks of each engine (default: {rounds})")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
@@ -154,6 +172,11 @@ def _memory_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
 
 def _startup_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
     return StartupJob(engines=engines, rounds=1 if options.quick else options.rounds, seed=options.seed)
+
+
+def _sets_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
+    rounds, calls = (2, 3) if options.quick else (options.rounds, options.calls)
+    return SetsJob(engines=engines, rounds=rounds, seed=options.seed, sizes=options.sizes, calls=calls)
 
 
 def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -188,8 +211,15 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _count(text: str) -> int:
-    """Reads a number of at least one."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return int(text)
+def _at_least(fewest: int) -> Callable[[str], int]:
+    """Reads a whole number that is not too small."""
+
+    def read(text: str) -> int:
+        if not text.isdigit() or int(text) < fewest:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least {fewest}")
+        return int(text)
+
+    return read
+
+
+_count = _at_least(1)

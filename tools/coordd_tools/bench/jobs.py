@@ -11,10 +11,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-__all__ = ["SIZES", "AllreduceJob", "IdleJob", "Job", "MemoryJob", "StartupJob", "StepJob", "dumps", "loads"]
+__all__ = [
+    "SET_SIZES",
+    "SIZES",
+    "AllreduceJob",
+    "IdleJob",
+    "Job",
+    "MemoryJob",
+    "SetsJob",
+    "StartupJob",
+    "StepJob",
+    "dumps",
+    "loads",
+]
 
 SIZES = (4, *(1 << shift for shift in range(12, 27, 2)))
 """Bytes of the tensors that ``allreduce`` reduces: 4 B, then 4 KiB to 64 MiB."""
+SET_SIZES = (4, 4 << 20)
+"""Bytes of the tensors that ``sets`` reduces: one for the calls a second, one for the bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +97,19 @@ class StartupJob(_Job):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SetsJob(_Job):
+    """Sums in one half of the ranks, in each state (engine) of the other half; ``calls`` a block, 0 for each size's."""
+
+    noun: ClassVar[str] = "sets"
+    sizes: tuple[int, ...] = SET_SIZES
+    calls: int = 0
+
+    def groups(self) -> Sequence[SetsJob]:
+        """The jobs of the process groups to start: all sizes and states share one."""
+        return [self]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryJob(_Job):
     """Processes that train one model with one engine while their memory is watched."""
 
@@ -98,11 +125,11 @@ class MemoryJob(_Job):
         ]
 
 
-Job = StepJob | AllreduceJob | IdleJob | StartupJob | MemoryJob
+Job = StepJob | AllreduceJob | IdleJob | StartupJob | MemoryJob | SetsJob
 
 
 _KINDS: dict[str, Callable[..., Job]] = {
-    kind.noun: kind for kind in (StepJob, AllreduceJob, IdleJob, StartupJob, MemoryJob)
+    kind.noun: kind for kind in (StepJob, AllreduceJob, IdleJob, StartupJob, MemoryJob, SetsJob)
 }
 
 

@@ -6,13 +6,12 @@ page.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from coordd_tools.compatibility.judge import judge
 from coordd_tools.compatibility.surface import SURFACE, Name
+from coordd_tools.page import keep, line
 
 __all__ = ["main", "page", "row"]
 
@@ -34,8 +33,7 @@ def row(name: Name) -> str:
     """Writes one name as a row of a Markdown table."""
     called = name.name if name.signature is None else f"{name.name}({name.signature.removeprefix('self, ')})"
     verdict, why = judge(name)
-    cells = [f"`{called.replace('(self)', '()')}`", verdict, why]
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |\n"
+    return line([f"`{called.replace('(self)', '()')}`", verdict, why])
 
 
 def page(surface: Mapping[str, Sequence[Name]]) -> str:
@@ -48,17 +46,7 @@ def page(surface: Mapping[str, Sequence[Name]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the page that the command line names, or checks it; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m coordd_tools.compatibility", description=__doc__)
-    parser.add_argument("page", type=Path, help="the Markdown file")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is stale")
-    given = parser.parse_args(arguments)
-    fresh = page(SURFACE)
-    if not given.check:
-        given.page.write_text(fresh, "utf-8")
-    elif not given.page.is_file() or given.page.read_text("utf-8") != fresh:
-        print(f"{given.page} does not say what the code does; write it anew: {_COMMAND}")
-        return 1
-    return 0
+    return keep(page(SURFACE), arguments, command=_COMMAND, about=__doc__)
 
 
 if __name__ == "__main__":

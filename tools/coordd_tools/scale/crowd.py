@@ -19,7 +19,6 @@ __all__ = ["Crowd", "measured"]
 _SITE = (compile("", "/home/user/project/train.py", "exec"), 131)
 _ARRAY = np.empty(0)
 _CACHE = 4096
-_FUSION = 32 << 20
 
 
 def measured(action: Callable[[], object]) -> float:

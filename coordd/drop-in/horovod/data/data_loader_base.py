@@ -114,10 +114,10 @@ class AsyncDataLoaderMixin:
             yield from super().__iter__()  # type: ignore[misc]  # of the loader beside it
             return
         self._tell("begins")
-        self._reader = reader = _Reader(self._iterate(), self.async_loader_queue_size)  # type: ignore[attr-defined]
+        self._reader = reader = _Reader(self._iterate(), self.async_loader_queue_size)  # type: ignore[attr-defined]  # as above
         try:
             for batch in reader:
-                yield self._process_batch(batch)  # type: ignore[attr-defined]
+                yield self._process_batch(batch)  # type: ignore[attr-defined]  # as above
         finally:
             reader.close()
             self._tell("ends")

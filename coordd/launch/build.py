@@ -1,0 +1,47 @@
+"""What ``horovodrun --check-build`` tells, of coordd: job scripts and people look for its boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+from coordd.launch.launcher import Launcher, LauncherError
+from coordd.version import VERSION
+
+__all__ = ["build", "installed"]
+
+_FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
+_TO_LOOK_CLOSER = "Nothing was built for this, and nothing has been tried: 'coordd doctor' does that.\n"
+
+
+def build() -> str:
+    """Lists what is there, with a cross for what coordd can use."""
+    plugins = {entry.name for entry in entry_points(group="coordd.plugins")}
+    mpi = _mpi()
+    frameworks = {title: name in plugins and bool(installed(name)) for title, name in _FRAMEWORKS.items()}
+    controllers = {"MPI": mpi, "Gloo": False}
+    operations = {"NCCL": False, "DDL": False, "CCL": False, "MPI": mpi, "Gloo": False, "common memory of a host": True}
+    parts = {"Frameworks": frameworks, "Controllers": controllers, "Tensor Operations": operations}
+    lists = "\n".join(f"Available {what}:\n{_boxes(found.items())}" for what, found in parts.items())
+    return f"coordd v{VERSION}, in the place of Horovod:\n\n{lists}\n{_TO_LOOK_CLOSER}"
+
+
+def installed(*names: str) -> str | None:
+    """Finds the version of the first of these distributions that is installed, without importing it."""
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _mpi() -> bool:
+    try:
+        return bool(installed("mpi4py") and Launcher.find())
+    except LauncherError:
+        return False
+
+
+def _boxes(found: Iterable[tuple[str, bool]]) -> str:
+    return "".join(f"    [{'X' if there else ' '}] {what}\n" for what, there in found)

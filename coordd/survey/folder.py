@@ -1,0 +1,40 @@
+"""Paths in a survey as seen from a folder: what lies below it needs no more than the way down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from coordd.survey.sighting import Sighting, Survey
+from coordd.survey.standing import Stack, Standing
+
+__all__ = ["seen_from"]
+
+_replace = msgspec.structs.replace
+
+
+def seen_from(folder: str, survey: Survey) -> Survey:
+    """Shortens the paths of files below a folder; the others stay as they are."""
+    prefix = folder.rstrip("/") + "/"
+    if prefix == "/":
+        return survey
+
+    def shorten(place: str) -> str:
+        return place.removeprefix(prefix)
+
+    return _replace(survey, sightings=tuple(_sighting(seen, shorten) for seen in survey.sightings))
+
+
+def _sighting(seen: Sighting, shorten: Callable[[str], str]) -> Sighting:
+    standing = seen.standing and _standing(seen.standing, shorten)
+    return _replace(seen, standing=standing, stacks=_stacks(seen.stacks, shorten))
+
+
+def _standing(standing: Standing, shorten: Callable[[str], str]) -> Standing:
+    last = standing.last and _replace(standing.last, site=shorten(standing.last.site))
+    return _replace(standing, last=last, stacks=_stacks(standing.stacks, shorten))
+
+
+def _stacks(stacks: tuple[Stack, ...], shorten: Callable[[str], str]) -> tuple[Stack, ...]:
+    return tuple(_replace(stack, lines=tuple(map(shorten, stack.lines))) for stack in stacks)

@@ -1,0 +1,75 @@
+"""What one optimizer has given to the daemon, and waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from coordd.table import Entry, Site
+from coordd_torch.channel import Channel
+
+__all__ = ["Underway"]
+
+
+class Underway:
+    """Counts gradients, buckets and rounds that are reduced, and keeps the first error.
+
+    Attributes:
+        channel: the way that they take.
+        site: the line of the user's script for which they are reduced.
+        failed: why one of them has failed.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.site: Site = None
+        self.failed: BaseException | None = None
+        # Each counter has one writer, so they need no lock: this thread starts, the daemon's lands.
+        self._started = 0
+        self._landed = 0
+        self._all_landed = threading.Event()
+
+    def submit(self, entry: Entry) -> None:
+        """Announces one of them."""
+        self.channel.daemon.submit(entry)
+        self._started += 1
+
+    def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
+        """Takes over what has arrived; on the daemon's thread."""
+        try:
+            if convert is not None:
+                convert(value)
+        except Exception as error:  # noqa: BLE001 - the thread that waits gets it
+            self.failed = self.failed or error
+        self.landed()
+
+    def fail(self, error: BaseException) -> None:
+        """Notes the first failure; on the daemon's thread."""
+        self.failed = self.failed or error
+        self.landed()
+
+    def landed(self) -> None:
+        """Counts what is done, one way or another; on the daemon's thread."""
+        self._landed += 1
+        if self._landed == self._started:
+            self._all_landed.set()
+
+    def wait(self) -> None:
+        """Waits until everything that was started is done."""
+        while self._landed < self._started:
+            self._all_landed.clear()
+            if self._landed < self._started:
+                over = self.channel.daemon.hurry("gradients")
+                self._all_landed.wait()
+                if over is not None:
+                    over()
+
+    def settle(self) -> None:
+        """Waits for what was started; raises the error of what has failed."""
+        self.wait()
+        if self.failed is not None:
+            error, self.failed = self.failed, None
+            raise error
