@@ -20,6 +20,7 @@ from coordd.pipeline.lowering import lower
 from coordd.pipeline.microbatch import cut, fitting
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Span
+from coordd.process_sets import ProcessSet
 from coordd_torch.pipeline.batch import Batch, rows_of
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.build import materialise, outline
@@ -77,7 +78,7 @@ class Pipeline:
         self._rank = world.rank
         self._ranks = self.config.ranks(world.size)
         self._name = f"{self._operations.namespace()}pipeline"
-        self._sketch = self._plan(1)
+        self._sketch = self._plan(self.config.microbatches)
         outlined = model if isinstance(model, nn.Module) else outline(model)
         self._captured = capture(outlined, example, cuts=self.config.cuts)
         self.layout = Layout.of(self._captured, self._sketch.stages, self.config)
@@ -219,7 +220,15 @@ class Pipeline:
             versions=Versions(list(module.parameters()), keep) if keep > 1 else None,
             reduce=lambda: self._sharing.start(number),
             settle=self._settle,
+            gather=lambda rows: self._gathered(number, rows),
         )
+
+    def _gathered(self, stage: int, rows: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """What all replicas of a stage have, of statistics that they collect."""
+        ranks = self._sketch.placement[stage]
+        if len(ranks) == 1 or not rows:
+            return [rows]
+        return allgather_object(rows, f"{self._name}.{stage}.statistics", ProcessSet(ranks))
 
     def _owners(self, key: str, stage: int) -> list[int]:
         """The ranks that have a parameter of a stage."""

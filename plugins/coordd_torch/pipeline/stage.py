@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch import nn
 
 from coordd.pipeline.frame import pack, unpack
@@ -20,6 +21,7 @@ from coordd_torch.pipeline.versions import Versions
 __all__ = ["Loss", "TorchStage"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Rows = dict[str, torch.Tensor]
 Route = Callable[[Mapping[str, Any]], dict[int, Sequence[str]]]
 """Says for a microbatch's inputs the names of the values that each later stage gets."""
 
@@ -45,6 +47,7 @@ class TorchStage:
         route: Route,
         versions: Versions | None,
         settle: Callable[[], None],
+        gather: Callable[[Rows], Sequence[Rows]],
     ) -> None:
         """Puts the parts together.
 
@@ -57,6 +60,7 @@ class TorchStage:
             route: which later stage gets what.
             versions: of the weights, where there are several.
             settle: is called before a step, and completes the gradients.
+            gather: makes of statistics of batch normalisation those of all replicas.
         """
         self.module = module
         self.optimizer = optimizer
@@ -68,6 +72,7 @@ class TorchStage:
         self._route = route
         self._versions = versions
         self._settle = settle
+        self._gather = gather
         self._codec = TorchCodec()
         self._batch: Batch | None = None
         self._frames: dict[tuple[int, int], np.ndarray] = {}
@@ -141,12 +146,12 @@ class TorchStage:
         if self._versions is not None:
             self._versions.advance()
         self._settle()
-        self._boundary.statistics.update([self._boundary.statistics.take()])
+        self._boundary.statistics.update(self._gather(self._boundary.statistics.take()))
         self._boundary.step += 1
         if self.optimizer is not None:
             parameters = list(self.module.parameters())
             # Graphs of other microbatches are gone back with the weights that they were made with, which are kept.
-            with torch.autograd._unsafe_preserve_version_counter(tuple(parameters)):  # noqa: SLF001 - the only way
+            with _unsafe_preserve_version_counter(tuple(parameters)):
                 self.optimizer.step()
             self.optimizer.zero_grad()
 

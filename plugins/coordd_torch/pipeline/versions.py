@@ -42,9 +42,11 @@ class Versions:
         self._shown = wanted
 
     def advance(self) -> None:
-        """Makes room for the next version: shows the newest, and keeps a copy of it as it is."""
+        """Makes room for the next version: parameters get new memory, for graphs know the memory of the newest."""
         self.show(self._newest)
-        self._old[self._newest] = [parameter.data.clone() for parameter in self._parameters]
+        self._old[self._newest] = [parameter.data for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.data = parameter.data.clone()
         self._newest += 1
         self._shown = self._newest
         self._old.pop(self._newest, None)
