@@ -48,6 +48,11 @@ def test_the_invariants_hold(first):
             pytest.fail(f"seed {seed}: {violation}\nsee: python -m coordd_tools.sim --seed {seed} --trace")
 
 
+def test_a_stall_may_be_told_of_a_rank_whose_failure_is_on_its_way():
+    """One seed in tens of thousands: a rank complains and fails before the coordinator has looked into it."""
+    simulate(20_031_716)
+
+
 @pytest.mark.parametrize("plant", MUTANTS.values(), ids=MUTANTS.keys())
 def test_a_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)

@@ -55,6 +55,11 @@ class Submission(Handle[object]):
         self.entry = Entry(self.part.request, _ARRAY, self, site=(_SCRIPT, self.part.line), filler=self.part.filler)
         self.entry.patient = self.part.request.kind is Kind.JOIN
 
+    @property
+    def open(self) -> bool:
+        """Whether the coordinator may still wait for it: it has not heard yet of a failure that ends it on its rank."""
+        return self.outcome is self or isinstance(self.outcome, PeerError)
+
     def reuse(self, entry: Entry) -> None:
         """Brings the entry of an earlier submission in place of a new one, as plugins do with gradients."""
         entry.request, entry.site, entry.filler = self.entry.request, self.entry.site, self.entry.filler
@@ -179,7 +184,7 @@ class Ledger:
             truths = [
                 self._missing(turn)
                 for turn, told in self._by_round.items()
-                if turn.name == waiting.name and any(made.outcome is made for made in told.values())
+                if turn.name == waiting.name and any(made.open for made in told.values())
             ]
             named = waiting.missing
             told = named in truths if exact else any({*named} >= {*missing} for missing in truths)
