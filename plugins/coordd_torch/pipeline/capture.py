@@ -109,7 +109,7 @@ class Captured:
         called = dict(self.model.named_modules(remove_duplicate=False)).get(name.partition("#")[0])
         if called is None or not any(True for _ in (*called.parameters(), *called.buffers())):
             return ""
-        return next(path for path, module in self.model.named_modules() if module is called)
+        return next((path for path, module in self.model.named_modules() if module is called), "")
 
     @cached_property
     def graph_module(self) -> fx.GraphModule:

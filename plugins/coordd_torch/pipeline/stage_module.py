@@ -14,6 +14,7 @@ from coordd.errors import ArgumentError
 from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.traces import Traces
+from coordd_torch.pipeline.trial import versions
 
 __all__ = ["OUTPUT", "StageModule"]
 
@@ -103,7 +104,7 @@ class StageModule(nn.Module):
 
 
 class _Received:
-    """What a stage receives, guarded against being written to: who sent it, or will compute it again, needs it as it is.
+    """What a stage receives, guarded against being written to: whoever computes it again needs it as it is.
 
     What the first run writes to is copied in every run; in the first everything is.
     """
@@ -115,16 +116,13 @@ class _Received:
             else values[name]
             for name in program.cut.reads
         ]
-        self._versions = [self._version(value) for value in self.values] if program.written is None else []
+        self._versions = [versions(value) for value in self.values] if program.written is None else []
 
     def note(self, program: _Program) -> None:
         """Remembers, after the first run, what was written to."""
         if program.written is None:
             told = zip(program.cut.reads, self.values, self._versions, strict=True)
-            program.written = {name for name, value, version in told if self._version(value) != version}
-
-    def _version(self, value: Any) -> list[int]:
-        return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            program.written = {name for name, value, version in told if versions(value) != version}
 
 
 def _furnish(stage: nn.Module, model: nn.Module, cut: Cut) -> None:
@@ -138,12 +136,12 @@ def _furnish(stage: nn.Module, model: nn.Module, cut: Cut) -> None:
             inside = path + "."
             _owner(stage, path).add_module(path.rpartition(".")[2], module)
             continue
-        for name, parameter in module._parameters.items():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in wanted:
                 _owner(stage, _join(path, name)).register_parameter(name, parameter)
-        for name, buffer in module._buffers.items():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if id(buffer) in wanted:
-                persistent = name not in module._non_persistent_buffers_set
+                persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001 - the only place that tells
                 _owner(stage, _join(path, name)).register_buffer(name, buffer, persistent=persistent)
 
 
@@ -163,7 +161,7 @@ def _owner(root: nn.Module, path: str) -> nn.Module:
     """The module that an attribute belongs to, made if it does not exist."""
     found = root
     for name in path.split(".")[:-1]:
-        if name not in found._modules:
+        if not hasattr(found, name):
             found.add_module(name, nn.Module())
         found = found.get_submodule(name)
     return found

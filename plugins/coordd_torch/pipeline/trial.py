@@ -12,7 +12,13 @@ from coordd_torch.pipeline.inputs import Call
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.twin import Stand
 
-__all__ = ["Trial", "TrialError"]
+__all__ = ["Trial", "TrialError", "versions"]
+
+
+def versions(value: Any) -> list[int]:
+    """How often each tensor of a value was written to."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [tensor._version for tensor in tensors]  # noqa: SLF001 - autograd's own counter
 
 
 class TrialError(RuntimeError):
@@ -75,14 +81,11 @@ class _Walk(fx.Interpreter):
 
     def _written(self, by: fx.Node, before: dict[fx.Node, list[int]]) -> None:
         after = self._versions()
-        for node, versions in before.items():
+        for node, changed in before.items():
             late = [user for user in node.users if self._order[user] > self._order[by]]
-            if versions != after[node] and late:
-                self.together.append((node, max(late, key=self._order.__getitem__)))
+            if changed != after[node] and late:
+                early = by if node.op == "get_attr" else node
+                self.together.append((early, max(late, key=self._order.__getitem__)))
 
     def _versions(self) -> dict[fx.Node, list[int]]:
-        return {
-            node: [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            for node, value in self.env.items()
-            if node.op != "get_attr"
-        }
+        return {node: versions(value) for node, value in self.env.items()}
