@@ -1,7 +1,7 @@
 """A batch as the model's forward takes it: named leaves.
 
-A batch is a tuple (positional arguments), a mapping (keyword arguments, if forward takes them), or the one argument. A leaf
-is named after the argument and its path in it: ``input_ids``, ``batch_image``, ``states_0``.
+A batch is a tuple (positional arguments), a mapping (keyword arguments, if forward takes them), or the one argument. A
+leaf is named after the argument and its path in it: ``input_ids``, ``batch_image``, ``x_0``.
 """
 
 from __future__ import annotations
