@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from coordd_torch.pipeline.inputs import Call
+from coordd_torch.pipeline.purity import attribute
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.trial import Trial
 from coordd_torch.pipeline.twin import bare
@@ -85,6 +86,9 @@ def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool)
     dynamic = frozenset(name for name, leaf in call.values.items() if not example or isinstance(leaf, torch.Tensor))
     tracer = _Tracer(units, call, dynamic)
     graph = tracer.trace(bare(model))  # a copy, for forward may keep what it computes
+    for node in graph.nodes:
+        if node.op == "get_attr" and attribute(model, node.target) is None:  # a constant that tracing has found
+            setattr(model, node.target, attribute(tracer.root, node.target))
     fixed = {name: leaf for name, leaf in call.values.items() if name not in dynamic}
     found = Trace(model, graph, call.names, tracer.output, model.training, fixed)
     if example:
