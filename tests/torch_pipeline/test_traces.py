@@ -58,6 +58,18 @@ def test_stages_make_new_traces_when_the_model_is_gone():
     assert forward(stages, inputs)[-1][1]["output"][0].shape == wanted
 
 
+@pytest.mark.parametrize("make", [ResNet, lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))])
+def test_a_stage_keeps_nothing_of_the_others(make):
+    model = make()
+    captured = capture(model)
+    stage = cut(captured, 2)[0]
+    others = [weakref.ref(each) for each in model.parameters() if each not in set(stage.parameters())]
+    assert others
+    del model, captured
+    gc.collect()
+    assert not any(other() is not None for other in others)
+
+
 def test_layers_may_look_at_their_data():
     class Picky(nn.Linear):
         def forward(self, x):

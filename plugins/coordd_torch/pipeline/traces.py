@@ -50,7 +50,8 @@ class Traces:
     @classmethod
     def of_chain(cls, model: nn.Module, way: str, parts: Sequence[str]) -> Traces:
         """Calls the parts one after another, whatever the inputs are."""
-        return cls(model, way, Layering(frozenset(parts)), chain(model, parts))
+        plain = bare(model)
+        return cls(plain, way, Layering(frozenset(parts)), chain(plain, parts))
 
     @classmethod
     def of_model(cls, model: nn.Module, call: Call, *, example: bool, depth: int) -> Traces:
@@ -79,7 +80,7 @@ class Traces:
         Raises:
             ArgumentError: the model does not take it.
         """
-        if self.first.names == (INPUT,) and self.way in {SEQUENTIAL, CUTS}:
+        if self.way in {SEQUENTIAL, CUTS}:
             return {INPUT: only(self._model, batch)}
         call = Call.bound(self._model, batch)
         self.learn(call)
