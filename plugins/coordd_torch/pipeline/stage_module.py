@@ -93,6 +93,17 @@ class StageModule(nn.Module):
             given[OUTPUT] = pytree.tree_unflatten(results, program.output)
         return given
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StageModule:
+        """Keeps tied parameters tied where they are made anew, as by `to_empty`."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        super()._apply(fn, recurse)
+        for first, *others in names.values():
+            for name in others:
+                setattr(_owner(self, name), name.rpartition(".")[2], self.get_parameter(first))
+        return self
+
     def _program(self, trace: Trace) -> _Program:
         if trace not in self._programs:
             cut = Cut(trace, *self._span)
