@@ -98,7 +98,7 @@ class StageModule(nn.Module):
         names: dict[int, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # it has no types
         for first, *others in names.values():
             for name in others:
                 setattr(_owner(self, name), name.rpartition(".")[2], self.get_parameter(first))
