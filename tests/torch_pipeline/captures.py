@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import torch
 from torch.utils import _pytree as pytree
@@ -14,7 +15,7 @@ from coordd_torch.pipeline.stage_module import OUTPUT
 def cut(captured, count):
     """About equally many layers for each stage."""
     borders = [len(captured.layers) * i // count for i in range(count + 1)]
-    return [stage(captured, first, last - 1) for first, last in zip(borders, borders[1:], strict=False)]
+    return [stage(captured, first, last - 1) for first, last in itertools.pairwise(borders)]
 
 
 def arrived(value):
@@ -57,7 +58,7 @@ def leaves(values):
 
 
 def step(model, captured, stages, batch, loss):
-    """Output and gradients of the plain model, then of its stages; both begin with the same buffers and the same luck."""
+    """Output and gradients of the plain model, then of its stages; both begin with the same buffers and luck."""
     buffers = copy.deepcopy([buffer.detach() for buffer in model.buffers()])
     generator = torch.get_rng_state()
     whole = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)

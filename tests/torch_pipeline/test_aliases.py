@@ -15,7 +15,11 @@ def graph_of(build):
     return graph
 
 
-def names(graph, aliases):
+def named(graph, name):
+    return next(node for node in graph.nodes if node.name == name)
+
+
+def names(aliases):
     return [[node.name for node in group] for group in aliases.groups]
 
 
@@ -27,10 +31,8 @@ def test_a_value_without_other_names_becomes_a_new_value_when_it_is_written_to()
 
     graph = graph_of(build)
     renamed(graph)
-    assert [node.name for node in graph.nodes if node.name == "add"]
-    add = next(node for node in graph.nodes if node.name == "add")
-    assert add.args[0].name == "relu_"
-    assert names(graph, Aliases(graph)) == []
+    assert named(graph, "add_tensor").args[0].name == "relu__default"
+    assert names(Aliases(graph)) == []
 
 
 def test_names_of_memory_that_is_written_to_through_a_view_stay_together():
@@ -44,12 +46,10 @@ def test_names_of_memory_that_is_written_to_through_a_view_stay_together():
     graph = graph_of(build)
     renamed(graph)
     aliases = Aliases(graph)
-    assert names(graph, aliases) == [["mul", "select", "fill_"]]
+    assert names(aliases) == [["mul_tensor", "select_int", "fill__scalar"]]
     pairs = {(early.name, late.name) for early, late in aliases.together()}
-    assert pairs == {("mul", "fill_"), ("mul", "add")}
-    assert [node.name for node in aliases.writers(next(node for node in graph.nodes if node.name == "select"))] == [
-        "fill_"
-    ]
+    assert pairs == {("mul_tensor", "fill__scalar"), ("mul_tensor", "add_tensor")}
+    assert aliases.writers(named(graph, "select_int")) == [named(graph, "fill__scalar")]
 
 
 def test_what_is_only_read_forms_no_group():
@@ -57,4 +57,4 @@ def test_what_is_only_read_forms_no_group():
         return graph.call_function(ATEN.view.default, (x, [-1]))
 
     graph = graph_of(build)
-    assert names(graph, Aliases(graph)) == []
+    assert names(Aliases(graph)) == []

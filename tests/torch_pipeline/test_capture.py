@@ -107,6 +107,21 @@ def test_a_stage_holds_nothing_of_the_others():
     assert id(model.blocks[0]) not in held
 
 
+def test_a_stage_without_data_can_be_filled_and_stays_tied():
+    with torch.device("meta"):
+        empty = Tied()
+    empty.head.weight = empty.embedding.weight
+    batch, model = tokens(3), Tied().eval()
+    captured = capture(empty, batch)
+    stages = cut(captured, 2)
+    for each in stages:
+        each.to_empty(device="cpu")
+        each.load_state_dict({name: value for name, value in model.state_dict().items() if name in each.state_dict()})
+        assert each.get_parameter("embedding.weight") is each.get_parameter("head.weight")
+        each.eval()
+    assert torch.equal(forward(stages, captured.inputs(batch))[-1][1]["output"], model(*batch))
+
+
 def test_the_table_tells_reads_modules_and_parameters():
     table = capture(Tied(), tokens(3)).table
     assert [row.name for row in table] == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]

@@ -15,9 +15,13 @@ class Many(nn.Module):
 
 def test_leaves_are_named_after_arguments_and_paths():
     call = Call.bound(Many(), ({"a b": 1, "c": (2, None)}, 3, 4))
-    assert call.values == {"batch_a_b": 1, "batch_c_0": 2, "batch_c_1": None, "more_1": 3, "more_2": 4}
+    assert call.values == {"batch_a_b": 1, "batch_c_0": 2, "batch_c_1": None, "more_0": 3, "more_1": 4}
     assert call.arguments() == (({"a b": 1, "c": (2, None)}, 3, 4), {})
     assert call.arguments([5, 6, 7, 8, 9])[0][1:] == (8, 9)
+
+
+def test_names_differ():
+    assert Call.bound(Many(), {"batch": {"a b": 1, "a_b": 2}}).values == {"batch_a_b": 1, "batch_a_b_2": 2}
 
 
 def test_names_do_not_depend_on_how_arguments_are_passed():

@@ -58,10 +58,22 @@ def test_stages_make_new_traces_when_the_model_is_gone():
     assert forward(stages, inputs)[-1][1]["output"][0].shape == wanted
 
 
+@pytest.mark.parametrize("make", [ResNet, lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))])
+def test_a_stage_keeps_nothing_of_the_others(make):
+    model = make()
+    captured = capture(model)
+    stage = cut(captured, 2)[0]
+    others = [weakref.ref(each) for each in model.parameters() if each not in set(stage.parameters())]
+    assert others
+    del model, captured
+    gc.collect()
+    assert not any(other() is not None for other in others)
+
+
 def test_layers_may_look_at_their_data():
     class Picky(nn.Linear):
         def forward(self, x):
-            return super().forward(x) if float(x.sum()) > 0 else x
+            return super().forward(x) * (2 if float(x.detach().sum()) > 0 else 3)
 
     class Model(nn.Module):
         def __init__(self):
@@ -77,7 +89,7 @@ def test_layers_may_look_at_their_data():
     captured = capture(model, torch.ones(2, 3))
     assert captured.way == "fx"
     for batch in (torch.ones(2, 3), -torch.ones(3, 3)):
-        assert_same(*step(model, captured, cut(captured, 2), batch.requires_grad_(), torch.sum))
+        assert_same(*step(model, captured, cut(captured, 2), batch, torch.sum))
 
 
 class Writer(nn.Module):
@@ -88,7 +100,7 @@ class Writer(nn.Module):
         self.linear = nn.Linear(3, 3)
 
     def forward(self, x):
-        x += self.linear(x.detach())
+        x += self.linear(x.clone())
         return x.tanh()
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
-import torch
 from torch import fx
+from torch._ops import OpOverload
 
 __all__ = ["Aliases", "mutates", "renamed", "writes_state"]
 
 
 def mutates(node: fx.Node) -> bool:
     """Whether the node is an operator of ATen that writes to its first argument."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and _schema(node.target).is_mutable
 
 
 def writes_state(node: fx.Node) -> bool:
@@ -79,15 +80,19 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the node's result may be."""
     if node.target is operator.getitem:
         return node.all_input_nodes
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
-    arguments = node.target._schema.arguments
+    arguments = _schema(node.target).arguments
     named = [node.args[i] if i < len(node.args) else node.kwargs.get(each.name) for i, each in enumerate(arguments)]
     return [
         value
         for value, each in zip(named, arguments, strict=True)
         if each.alias_info is not None and isinstance(value, fx.Node)
     ]
+
+
+def _schema(overload: OpOverload) -> Any:
+    return overload._schema  # noqa: SLF001 - the only place that tells
 
 
 def _sole(writer: fx.Node) -> bool:
@@ -101,6 +106,4 @@ def _sole(writer: fx.Node) -> bool:
 
 def _later(writer: fx.Node) -> list[fx.Node]:
     """Who reads what the node has written to, after it."""
-    target = writer.args[0]
-    assert isinstance(target, fx.Node)  # noqa: S101 - that is what operators write to
-    return [user for user in target.users if user is not writer and writer < user]
+    return [user for user in writer.all_input_nodes[0].users if user is not writer and writer < user]

@@ -38,6 +38,9 @@ def capture(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None
             If there is an example, and the model has data, it is compared with what the model itself gives.
         depth: how many levels of ModuleLists, ModuleDicts and Sequentials are opened to find layers.
 
+    The model's dtype and, with torch.export, its device are taken to stay what they are. Models of `transformers` need
+    ``use_cache=False``: their caches are no values that can be traced.
+
     Raises:
         CaptureError: the model cannot be cut by itself; it tells the line that prevents it.
         ArgumentError: the model does not take this example, or is not the chain of its `cuts`.
@@ -109,7 +112,7 @@ class Captured:
         called = dict(self.model.named_modules(remove_duplicate=False)).get(name.partition("#")[0])
         if called is None or not any(True for _ in (*called.parameters(), *called.buffers())):
             return ""
-        return next(path for path, module in self.model.named_modules() if module is called)
+        return next((path for path, module in self.model.named_modules() if module is called), "")
 
     @cached_property
     def graph_module(self) -> fx.GraphModule:

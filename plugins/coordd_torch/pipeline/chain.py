@@ -8,6 +8,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
+from coordd_torch.pipeline.layers import children
 from coordd_torch.pipeline.trace import Trace
 
 __all__ = ["INPUT", "chain", "flattened", "is_sequential"]
@@ -23,8 +24,8 @@ def is_sequential(module: nn.Module) -> bool:
 
 def flattened(model: nn.Module, prefix: str = "") -> Iterator[str]:
     """The paths of a Sequential's children, those of Sequentials in it included."""
-    for name, child in model._modules.items():
-        if child is not None and is_sequential(child) and len(child._modules) > 0:
+    for name, child in children(model):
+        if is_sequential(child) and children(child):
             yield from flattened(child, f"{prefix}{name}.")
         else:
             yield prefix + name

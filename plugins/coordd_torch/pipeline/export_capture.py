@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from coordd_torch.pipeline.twin import Stand
 
 __all__ = ["trace"]
 
-_ATEN = torch.ops.aten
+_IDLE = {"aten.detach_.default", "aten._assert_tensor_metadata.default"}
 
 
 def trace(model: nn.Module, call: Call) -> Trace:
@@ -33,23 +34,25 @@ def trace(model: nn.Module, call: Call) -> Trace:
     shapes = ShapesCollection()
     for leaf in stand.leaves:
         if isinstance(leaf, torch.Tensor):
-            shapes[leaf] = tuple(Dim.AUTO for _ in leaf.shape)  # type: ignore[assignment] # its stub says dict
+            shapes[leaf] = tuple(Dim.AUTO for _ in leaf.shape)
     args, kwargs = call.arguments(stand.leaves)
-    program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=shapes, strict=False)
+    open_ = shapes.dynamic_shapes(stand.model, args, kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it dislikes is for those who keep the program
+        program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=open_, strict=False)
     module = _tidied(program)
     fixed = {name: leaf for name, leaf in call.values.items() if not isinstance(leaf, torch.Tensor)}
-    structure = module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined] # a _PyTreeCodeGen
     guards = _Guards(program, module.graph, call.names)
-    return Trace(module, module.graph, call.names, structure, model.training, fixed, guards)
+    return Trace(module, module.graph, call.names, program.call_spec.out_spec, model.training, fixed, guards)
 
 
 def _tidied(program: ExportedProgram) -> fx.GraphModule:
     """The graph without what only watches."""
-    module: fx.GraphModule = program.module(check_guards=False)  # type: ignore[assignment] # that is what it is
+    module: fx.GraphModule = program.module(check_guards=False)
     for node in list(module.graph.nodes):
-        if node.target is _ATEN.detach_.default:
+        if node.target is torch.ops.aten.detach_.default:  # of a constant
             node.replace_all_uses_with(node.args[0])
-        if node.target in {_ATEN.detach_.default, _ATEN._assert_tensor_metadata.default}:
+        if str(node.target) in _IDLE:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     renamed(module.graph)

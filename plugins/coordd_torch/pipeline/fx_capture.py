@@ -11,8 +11,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from coordd_torch.pipeline.inputs import Call
+from coordd_torch.pipeline.purity import attribute
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.trial import Trial
+from coordd_torch.pipeline.twin import bare
 
 __all__ = ["trace"]
 
@@ -42,14 +44,19 @@ class _Tracer(fx.Tracer):
         self._dynamic = dynamic
         self.output = pytree.tree_structure(0)
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+    proxy_buffer_attributes = True  # what forward does to a buffer must be in the graph
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002 - fx's own signature
         return module_qualified_name in self._units
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
     def create_args_for_root(
-        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+        self,
+        root_fn: Callable[..., Any],  # noqa: ARG002 - fx's own signature
+        is_module: bool,  # noqa: ARG002
+        concrete_args: Any = None,  # noqa: ARG002
     ) -> tuple[Any, list[Any]]:
         leaves = [
             self.create_proxy("placeholder", name, (), {}) if name in self._dynamic else leaf
@@ -78,7 +85,10 @@ def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool)
     """
     dynamic = frozenset(name for name, leaf in call.values.items() if not example or isinstance(leaf, torch.Tensor))
     tracer = _Tracer(units, call, dynamic)
-    graph = tracer.trace(model)
+    graph = tracer.trace(bare(model))  # a copy, for forward may keep what it computes
+    for node in graph.nodes:
+        if node.op == "get_attr" and attribute(model, node.target) is None:  # a constant that tracing has found
+            setattr(model, node.target, attribute(tracer.root, node.target))
     fixed = {name: leaf for name, leaf in call.values.items() if name not in dynamic}
     found = Trace(model, graph, call.names, tracer.output, model.training, fixed)
     if example:

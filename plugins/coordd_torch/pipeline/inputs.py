@@ -1,13 +1,14 @@
 """A batch as the model's forward takes it: named leaves.
 
-A batch is a tuple (positional arguments), a mapping (keyword arguments), or, where forward does not take it like that, the
-one argument. A leaf is named after the argument and its path in it: ``input_ids``, ``batch_image``, ``states_0``.
+A batch is a tuple (positional arguments), a mapping (keyword arguments, if forward takes them), or the one argument. A
+leaf is named after the argument and its path in it: ``input_ids``, ``batch_image``, ``x_0``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +58,11 @@ class Call:
         arguments = _arguments(model, batch)
         found, spec = pytree.tree_flatten_with_path((arguments.args, arguments.kwargs))
         parameters = list(arguments.signature.parameters.values())
-        names = tuple(_name(parameters, path) for path, _ in found)
-        return cls(names, tuple(leaf for _, leaf in found), spec)
+        names: list[str] = []
+        for path, _ in found:
+            name = _name(parameters, path)
+            names.append(next(each for each in _tried(name) if each not in names))
+        return cls(tuple(names), tuple(leaf for _, leaf in found), spec)
 
     @classmethod
     def assumed(cls, model: nn.Module) -> Call:
@@ -114,13 +118,21 @@ def _name(parameters: list[inspect.Parameter], path: pytree.KeyPath) -> str:
     """The argument's name, then the keys on the way to the leaf, as one identifier."""
     kind, argument, *rest = (_key(key) for key in path)
     if kind == 0:
-        parameter = parameters[min(argument, len(parameters) - 1)]
-        several = parameter.kind is inspect.Parameter.VAR_POSITIONAL
-        first = f"{parameter.name}_{argument}" if several else parameter.name
+        kinds = [parameter.kind for parameter in parameters]
+        several = inspect.Parameter.VAR_POSITIONAL
+        rest_begins = kinds.index(several) if several in kinds else len(kinds)
+        name = parameters[min(argument, rest_begins)].name
+        first = name if argument < rest_begins else f"{name}_{argument - rest_begins}"
     else:
         first = argument
     joined = "_".join(map(str, [first, *rest]))
     return "".join(letter if letter.isidentifier() or letter.isdigit() else "_" for letter in joined)
+
+
+def _tried(name: str) -> Iterator[str]:
+    """The name, and what is added where two leaves would have the same."""
+    yield name
+    yield from (f"{name}_{number}" for number in itertools.count(2))
 
 
 def _key(key: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Its one rule: layers are numbered in topological order, so any run of consecutive layers can be a stage.
 
-A *unit* is a module that is a layer of its own: an item of a ModuleList, ModuleDict or Sequential, and every module that
+A *unit* is a module that is a layer of its own: an item of a ModuleList, ModuleDict or Sequential, and any module that
 holds no such list. Modules on the way to units are open: what they themselves compute goes with the unit before it.
 """
 
@@ -19,7 +19,7 @@ from coordd_torch.pipeline.aliases import writes_state
 from coordd_torch.pipeline.purity import free
 from coordd_torch.pipeline.trace import Trace
 
-__all__ = ["Layering", "units"]
+__all__ = ["Layering", "children", "units"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _REPEATED = re.compile(r"@(\d+)$")
@@ -34,18 +34,19 @@ def units(model: nn.Module, depth: int = 1) -> frozenset[str]:
             lists inside blocks are layers, with 0 the model's children are.
     """
     if depth == 0:
-        return frozenset(model._modules)
+        return frozenset(name for name, _ in children(model))
     return frozenset(_units(model, "", depth))
 
 
+def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The module's children under all of their names; `named_children` tells one name of each."""
+    found = module.named_modules(remove_duplicate=False)
+    return [(name, child) for name, child in found if name and "." not in name]
+
+
 def _units(module: nn.Module, prefix: str, depth: int) -> Iterator[str]:
-    for name, child in module.named_children():
+    for name, child in children(module):
         yield from _of_child(child, prefix + name, depth)
-    # named_children leaves out what it has seen, so other names of a shared module are asked for here.
-    seen = {id(child): name for name, child in module.named_children()}
-    for name, child in module._modules.items():
-        if child is not None and seen[id(child)] != name:
-            yield from _of_child(child, prefix + name, depth)
 
 
 def _of_child(child: nn.Module, path: str, depth: int) -> Iterator[str]:
@@ -56,7 +57,7 @@ def _of_child(child: nn.Module, path: str, depth: int) -> Iterator[str]:
     elif depth > 1:
         yield from _units(child, path + ".", depth - 1)
     else:
-        yield from (f"{path}.{name}" for name in child._modules)
+        yield from (f"{path}.{name}" for name, _ in children(child))
 
 
 def _holds_list(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import HigherOrderOperator, OpOverload
 
 from coordd_torch.pipeline.aliases import Aliases
 
@@ -67,9 +68,9 @@ def _repeatable(root: nn.Module, node: fx.Node) -> bool:
         return target in _QUERIES
     if node.op == "call_module":
         return False
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target not in _STATISTICS and torch.Tag.nondeterministic_seeded not in target.tags
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return _all_repeatable(root, node)
     name = getattr(target, "__name__", "")
     return getattr(target, "__module__", "") in _OPERATORS and not name.startswith(("i", "setitem", "delitem"))

@@ -14,6 +14,7 @@ from coordd.errors import ArgumentError
 from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.traces import Traces
+from coordd_torch.pipeline.trial import versions
 
 __all__ = ["OUTPUT", "StageModule"]
 
@@ -92,6 +93,17 @@ class StageModule(nn.Module):
             given[OUTPUT] = pytree.tree_unflatten(results, program.output)
         return given
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StageModule:
+        """Keeps tied parameters tied where they are made anew, as by `to_empty`."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # it has no types
+        for first, *others in names.values():
+            for name in others:
+                setattr(_owner(self, name), name.rpartition(".")[2], self.get_parameter(first))
+        return self
+
     def _program(self, trace: Trace) -> _Program:
         if trace not in self._programs:
             cut = Cut(trace, *self._span)
@@ -103,7 +115,7 @@ class StageModule(nn.Module):
 
 
 class _Received:
-    """What a stage receives, guarded against being written to: who sent it, or will compute it again, needs it as it is.
+    """What a stage receives, guarded against being written to: whoever computes it again needs it as it is.
 
     What the first run writes to is copied in every run; in the first everything is.
     """
@@ -115,16 +127,13 @@ class _Received:
             else values[name]
             for name in program.cut.reads
         ]
-        self._versions = [self._version(value) for value in self.values] if program.written is None else []
+        self._versions = [versions(value) for value in self.values] if program.written is None else []
 
     def note(self, program: _Program) -> None:
         """Remembers, after the first run, what was written to."""
         if program.written is None:
             told = zip(program.cut.reads, self.values, self._versions, strict=True)
-            program.written = {name for name, value, version in told if self._version(value) != version}
-
-    def _version(self, value: Any) -> list[int]:
-        return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            program.written = {name for name, value, version in told if versions(value) != version}
 
 
 def _furnish(stage: nn.Module, model: nn.Module, cut: Cut) -> None:
@@ -138,12 +147,12 @@ def _furnish(stage: nn.Module, model: nn.Module, cut: Cut) -> None:
             inside = path + "."
             _owner(stage, path).add_module(path.rpartition(".")[2], module)
             continue
-        for name, parameter in module._parameters.items():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in wanted:
                 _owner(stage, _join(path, name)).register_parameter(name, parameter)
-        for name, buffer in module._buffers.items():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if id(buffer) in wanted:
-                persistent = name not in module._non_persistent_buffers_set
+                persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001 - the only place that tells
                 _owner(stage, _join(path, name)).register_buffer(name, buffer, persistent=persistent)
 
 
@@ -163,7 +172,7 @@ def _owner(root: nn.Module, path: str) -> nn.Module:
     """The module that an attribute belongs to, made if it does not exist."""
     found = root
     for name in path.split(".")[:-1]:
-        if name not in found._modules:
+        if not hasattr(found, name):
             found.add_module(name, nn.Module())
         found = found.get_submodule(name)
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from coordd.errors import ArgumentError
@@ -27,8 +28,8 @@ class Traces:
 
     Attributes:
         way: how the model is traced: ``sequential``, ``cuts``, ``fx`` or ``export``.
-        names: of the layers.
         first: the trace that says what the layers are.
+        found: all of them.
     """
 
     def __init__(self, model: nn.Module, way: str, layering: Layering, first: Trace) -> None:
@@ -37,6 +38,7 @@ class Traces:
         self._layering = layering
         self._model = model
         self.found: list[Trace] = []
+        self._by_kind: dict[tuple[Any, ...], Trace] = {}
         self._calls: dict[tuple[str, ...], Call] = {}
         self._add(first)
 
@@ -48,7 +50,8 @@ class Traces:
     @classmethod
     def of_chain(cls, model: nn.Module, way: str, parts: Sequence[str]) -> Traces:
         """Calls the parts one after another, whatever the inputs are."""
-        return cls(model, way, Layering(frozenset(parts)), chain(model, parts))
+        plain = bare(model)
+        return cls(plain, way, Layering(frozenset(parts)), chain(plain, parts))
 
     @classmethod
     def of_model(cls, model: nn.Module, call: Call, *, example: bool, depth: int) -> Traces:
@@ -63,9 +66,12 @@ class Traces:
             known = units(model, opened)
             try:
                 first = _traced(way, plain, known, call, example=example)
-                return cls(plain, way, Layering(known), first)._knowing(call)
             except Exception as error:  # noqa: BLE001 - user code, fx and export raise whatever they like
                 errors.append((way, error))
+            else:
+                traces = cls(plain, way, Layering(known), first)
+                traces.learn(call)
+                return traces
         raise CaptureError.composed(model, errors) from errors[-1][1]
 
     def call(self, batch: Any) -> dict[str, Any]:
@@ -74,10 +80,10 @@ class Traces:
         Raises:
             ArgumentError: the model does not take it.
         """
-        if self.first.names == (INPUT,) and self.way in {SEQUENTIAL, CUTS}:
+        if self.way in {SEQUENTIAL, CUTS}:
             return {INPUT: only(self._model, batch)}
         call = Call.bound(self._model, batch)
-        self._knowing(call)
+        self.learn(call)
         return call.values
 
     def find(self, values: Mapping[str, Any], *, training: bool) -> Trace:
@@ -92,14 +98,17 @@ class Traces:
         names = max((names for names in self._calls if values.keys() >= set(names)), key=len, default=None)
         if names is None:
             raise ArgumentError(f"the inputs {', '.join(values)} are not those of a batch that was given to `inputs`")
-        for trace in self.found:
-            if trace.holds(names, values, training=training):
-                return trace
-        return self._traced_again(replace(self._calls[names], leaves=tuple(values[name] for name in names)), training)
+        leaves = tuple(values[name] for name in names)
+        key = (training, names, tuple(map(_kind, leaves)))
+        if key not in self._by_kind:
+            fitting = (trace for trace in self.found if trace.holds(names, values, training=training))
+            call = replace(self._calls[names], leaves=leaves)
+            self._by_kind[key] = next(fitting, None) or self._traced_again(call, training)
+        return self._by_kind[key]
 
-    def _knowing(self, call: Call) -> Traces:
+    def learn(self, call: Call) -> None:
+        """Remembers how such a batch is passed to the model."""
         self._calls.setdefault(call.names, call.without_leaves())
-        return self
 
     def _traced_again(self, call: Call, training: bool) -> Trace:
         modes = [module.training for module in self._model.modules()]
@@ -127,6 +136,13 @@ class Traces:
         trace.layer = self._layering.assign(trace)
         self.found.append(trace)
         return trace
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    """What a trace may depend on."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)
 
 
 def _traced(way: str, model: nn.Module, known: frozenset[str], call: Call, *, example: bool) -> Trace:

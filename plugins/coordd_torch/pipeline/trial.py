@@ -1,18 +1,34 @@
-"""Running a graph without data, beside the model itself: does it do the same, and what does it write to in place?"""
+"""Running a graph without data, beside the model itself: does it do the same, and what does it write to in place?
+
+A traced forward may have taken another branch than it does for tensors, or have kept what it should do anew each time,
+such as noise. Then the operators that run are not the same ones.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordd_torch.pipeline.inputs import Call
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.twin import Stand
 
-__all__ = ["Trial", "TrialError"]
+__all__ = ["Trial", "TrialError", "versions"]
+
+
+_HANDED_ON = ("aten::lift_fresh", "aten::detach", "aten::alias")
+
+
+def versions(value: Any) -> list[int]:
+    """How often each tensor of a value was written to."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [tensor._version for tensor in tensors]  # noqa: SLF001 - autograd's own counter
 
 
 class TrialError(RuntimeError):
@@ -31,7 +47,7 @@ class Trial:
         """Pairs of nodes between which no cut may be: what is written to in place, and who reads it after that.
 
         Raises:
-            TrialError: the graph's output has another structure, other shapes or types than the model's.
+            TrialError: the graph runs other operators, or gives other shapes, types or another structure.
             Exception: what the graph raises where the model does not.
 
         Nothing is found out about a model with layers that need to see data.
@@ -39,11 +55,16 @@ class Trial:
         args, kwargs = self._call.arguments(self._stand.leaves)
         with self._stand.mode, torch.no_grad():
             try:
-                wanted = self._stand.model(*args, **kwargs)
+                with _Record() as wanted_calls:
+                    wanted = self._stand.model(*args, **kwargs)
             except Exception:  # noqa: BLE001 - a layer that looks at its data; nothing can be told without
                 return []
             walk = _Walk(self._stand.model, self._trace.graph)
-            found = walk.run(*(leaf for name, leaf in self._named() if name not in self._trace.fixed))
+            with _Record() as found_calls:
+                found = walk.run(*(leaf for name, leaf in self._named() if name not in self._trace.fixed))
+        for wanted_call, found_call in itertools.zip_longest(wanted_calls.names, found_calls.names):
+            if wanted_call != found_call:
+                raise TrialError(f"the model calls {wanted_call} where its trace calls {found_call}")
         expected, structure = pytree.tree_flatten(wanted)
         shown, given = list(map(_shown, expected)), list(map(_shown, found))
         if structure != self._trace.output or shown != given:
@@ -58,10 +79,25 @@ def _shown(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
+class _Record(TorchDispatchMode):
+    """Notes the names of the operators that run, but for those that only hand on a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # it has no types
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.name().startswith(_HANDED_ON):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 class _Walk(fx.Interpreter):
     """Watches the version counters of all values while a graph runs."""
 
-    def __init__(self, model: torch.nn.Module, graph: fx.Graph) -> None:
+    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self._order = {node: number for number, node in enumerate(graph.nodes)}
         self.together: list[tuple[fx.Node, fx.Node]] = []
@@ -75,14 +111,11 @@ class _Walk(fx.Interpreter):
 
     def _written(self, by: fx.Node, before: dict[fx.Node, list[int]]) -> None:
         after = self._versions()
-        for node, versions in before.items():
+        for node, changed in before.items():
             late = [user for user in node.users if self._order[user] > self._order[by]]
-            if versions != after[node] and late:
-                self.together.append((node, max(late, key=self._order.__getitem__)))
+            if changed != after[node] and late:
+                early = by if node.op == "get_attr" else node
+                self.together.append((early, max(late, key=self._order.__getitem__)))
 
     def _versions(self) -> dict[fx.Node, list[int]]:
-        return {
-            node: [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            for node, value in self.env.items()
-            if node.op != "get_attr"
-        }
+        return {node: versions(value) for node, value in self.env.items()}
