@@ -7,8 +7,8 @@ from torch import nn
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline.capture import capture, stage
 from coordd_torch.pipeline.failure import CaptureError
-from tests.torch_pipeline.models import Guarded, ResNet, Stations, Tied, Undecided, UNet
 from tests.torch_pipeline.captures import assert_same, assert_whole, cut, forward, step
+from tests.torch_pipeline.models import Guarded, ResNet, Stations, Tied, Undecided, UNet
 
 
 @pytest.fixture(autouse=True)

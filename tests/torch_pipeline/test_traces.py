@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from coordd_torch.pipeline.capture import capture
-from tests.torch_pipeline.models import Guarded, ResNet, Stations
 from tests.torch_pipeline.captures import assert_same, cut, forward, step
+from tests.torch_pipeline.models import Guarded, ResNet, Stations
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch import nn
 
 from coordd.pipeline.frame import pack, unpack
 from coordd_torch.pipeline.batch import Batch
@@ -36,7 +35,7 @@ class TorchStage:
         outputs: what the last stage has made of each microbatch, if it is asked to keep it.
     """
 
-    def __init__(  # noqa: PLR0913 - what a stage is made of
+    def __init__(
         self,
         module: StageModule,
         boundary: Boundary,
