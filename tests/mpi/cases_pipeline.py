@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch.testing import assert_close
 
 import coordd.torch as cd
 from coordd.pipeline.microbatch import cut
+from coordd_torch.pipeline.checkpoint import load_into
 from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.pipeline import Pipeline
 from tests.mpi.cases import ranks
@@ -260,3 +262,41 @@ def case_each_microbatch_may_be_a_step() -> None:
             optimizer.zero_grad()
             stale = older
         compare(pipe, model)
+
+
+@ranks(2, 4)
+def case_parity_can_be_verified() -> None:
+    with doubles():
+        pipe = pipeline(build("tied"), data_parallel=cd.size() // 2)
+        before = {name: value.clone() for name, value in pipe.state_dict().items()}
+        x, y = random(19, 6), torch.zeros(19, dtype=torch.long)
+        assert pipe.verify_parity(x, y) < 1e-12
+        assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
+@ranks(2, 4)
+def case_what_was_saved_goes_on_at_another_number_of_stages() -> None:
+    with doubles():
+        x, y = random(19, 6), torch.zeros(19, dtype=torch.long)
+        folder = cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None, 0, name="folder")
+        pipe = pipeline(build("tied"), data_parallel=cd.size() // 2)
+        pipe.train_batch(x, y)
+        pipe.save(folder)
+        again = pipeline(lambda: build("tied"), schedule="zb-v", data_parallel=cd.size() // 2)
+        again.load(folder)
+        assert_close(again.train_batch(x, y), pipe.train_batch(x, y), rtol=1e-12, atol=1e-12)
+        model = build("tied")
+        load_into(model, folder)
+        in_one_piece(model, x, y, 4, 0)
+        cd.barrier()
+
+
+@ranks(2)
+def case_fit_learns_and_tells_how_far_it_is() -> None:
+    x = random(40, 6)
+    y = (x[:, 0] > 0).long()
+    pipe = pipeline(build("plain"))
+    history = pipe.fit(x, y, epochs=8, batch_size=16, validation_data=(x, y), verbose=False)
+    assert len(history.loss) == len(history.val_loss) == 8
+    assert history.val_loss[-1] < history.val_loss[0]
+    assert pipe.predict(x).shape == (40, 3)

@@ -55,6 +55,11 @@ class Batch:
         self._named = named
         self._each = len(parts) // steps
 
+    @property
+    def count(self) -> int:
+        """How many microbatches there are."""
+        return len(self._parts)
+
     def inputs(self, microbatch: int) -> dict[str, Any]:
         """The model's inputs, by name."""
         return self._named(_rows(self._inputs, self._parts[microbatch]))

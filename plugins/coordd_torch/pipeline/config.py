@@ -63,7 +63,7 @@ class PipelineConfig:
         """
         if world % self.data_parallel:
             raise ArgumentError(
-                f"{world} ranks do not make {self.data_parallel} equal pipelines: change data_parallel, or start another "
-                "number of ranks"
+                f"{world} ranks do not make {self.data_parallel} equal pipelines: change data_parallel, or start "
+                "another number of ranks"
             )
         return world // self.data_parallel

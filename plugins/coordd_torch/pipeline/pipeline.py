@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -25,12 +28,15 @@ from coordd_torch.pipeline.batch import Batch, rows_of
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.build import materialise, outline
 from coordd_torch.pipeline.capture import capture
+from coordd_torch.pipeline.checkpoint import aliases, load, save_stage, write_manifest
 from coordd_torch.pipeline.config import PipelineConfig
+from coordd_torch.pipeline.fitting import History, fit
 from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.norm import clip
+from coordd_torch.pipeline.optimizer_state import load_optimizer, save_optimizer
 from coordd_torch.pipeline.sharing import Sharing
 from coordd_torch.pipeline.stage import Loss, TorchStage
-from coordd_torch.pipeline.stage_module import StageModule
+from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
 from coordd_torch.pipeline.versions import Versions
 from coordd_torch.state import allgather_object
 
@@ -79,6 +85,8 @@ class Pipeline:
         self._ranks = self.config.ranks(world.size)
         self._name = f"{self._operations.namespace()}pipeline"
         self._sketch = self._plan(self.config.microbatches)
+        self._model = model
+        self._criterion = loss
         outlined = model if isinstance(model, nn.Module) else outline(model)
         self._captured = capture(outlined, example, cuts=self.config.cuts)
         self.layout = Layout.of(self._captured, self._sketch.stages, self.config)
@@ -87,6 +95,7 @@ class Pipeline:
                 f"layers_per_proc has {len(self.layout.spans)} stages, but {self._ranks} ranks have "
                 f"{self._sketch.stages} under {self.config.schedule!r}: give as many numbers"
             )
+        self._savers = self._saved_by()
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._settled = False
         self.spans: list[Span] = []
@@ -130,6 +139,111 @@ class Pipeline:
         parts = [found[microbatch] for microbatch in sorted(found)]
         return pytree.tree_map(lambda *leaves: _joined(leaves), *parts)
 
+    def fit(
+        self,
+        x: Any,
+        y: Any,
+        *,
+        epochs: int = 1,
+        batch_size: int = 32,
+        validation_data: tuple[Any, Any] | None = None,
+        shuffle: bool = True,
+        verbose: bool = True,
+    ) -> History:
+        """Trains over epochs, and shows on rank 0 how far it is.
+
+        Args:
+            x: inputs of all rows, on all ranks the same.
+            y: targets of all rows.
+            epochs: how often the rows are gone through.
+            batch_size: rows of a step.
+            validation_data: inputs and targets whose loss is found after each epoch.
+            shuffle: whether rows come in another order in each epoch.
+            verbose: whether something is shown.
+
+        Returns:
+            the losses of each epoch.
+
+        Raises:
+            ArgumentError: inputs and targets do not fit together, or are too few.
+        """
+        return fit(
+            self,
+            x,
+            y,
+            epochs=epochs,
+            batch_size=batch_size,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            seed=self.config.seed or 0,
+            least=self.config.data_parallel,
+            console=Console() if verbose and self._rank == 0 else None,
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Saves weights and the state of optimizers, to be loaded at any number of stages, or into the plain model.
+
+        Args:
+            folder: that all ranks see; use another one for each step.
+        """
+        stages = self._sketch.stages
+        for number, stage in self.stages.items():
+            if self._sketch.placement[number][0] == self._rank:
+                kept = {name for name, owner in self._savers.items() if owner == number}
+                tensors = {name: value for name, value in stage.module.state_dict().items() if name in kept}
+                named = {name: value for name, value in stage.module.named_parameters() if name in kept}
+                save_stage(folder, number, stages, tensors, aliases=aliases(self._captured.model))
+                save_optimizer(folder, number, stages, stage.optimizer, named)
+        self._operations.barrier().result()
+        if self._rank == 0:
+            write_manifest(folder, stages, optimizer=True)
+        self._operations.barrier().result()
+
+    def load(self, folder: str | Path) -> None:
+        """Loads what `save` has saved, at whatever number of stages.
+
+        Raises:
+            ArgumentError: the checkpoint is not complete, or of another model.
+        """
+        for stage in self.stages.values():
+            stage.module.load_state_dict(load(folder, stage.module.state_dict()))
+            if stage.optimizer is not None:
+                load_optimizer(folder, stage.optimizer, dict(stage.module.named_parameters()))
+
+    def verify_parity(self, x: Any, y: Any) -> float:
+        """Finds the gradients of a batch in stages and in one piece, and returns the largest difference.
+
+        Nothing is changed, but each rank has the whole model in memory for a moment. Dropout should be off.
+
+        Args:
+            x: as in `train_batch`.
+            y: as in `train_batch`.
+        """
+        self._run(x, y, training=True, step=False)
+        self._sharing.finish()
+        mine: dict[str, torch.Tensor | None] = {}
+        for stage in self.stages.values():
+            mine |= stage.surrender()
+        weights: dict[str, torch.Tensor] = {}
+        for part in allgather_object(self.state_dict(), f"{self._name}.weights"):
+            weights |= part
+        wanted = self._in_one_piece(weights, x, y)
+        differences = [_distance(gradient, wanted[name]) for name, gradient in mine.items()]
+        found = np.array([max(differences, default=0.0)], np.float64)
+        return float(self._operations.allreduce(found, name=f"{self._name}.parity", op=ReduceOp.MAX).result()[0])
+
+    def _in_one_piece(self, weights: dict[str, torch.Tensor], x: Any, y: Any) -> dict[str, torch.Tensor | None]:
+        """The gradients of all parameters, found without stages."""
+        model = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
+        model.load_state_dict(weights, strict=False)
+        whole = StageModule(model, self._captured.traces, 0, len(self._captured.layers) - 1).train()
+        whole.zero_grad()
+        batch = self._batch(x, y, self._lowered(self._fitting(x), training=True).microbatches)
+        for number in range(batch.count):
+            loss = self._criterion(whole(batch.inputs(number))[OUTPUT], batch.targets(number))
+            (loss * batch.share(number)).backward()
+        return {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers of this rank's stages, under the names that they have in the model."""
         found: dict[str, torch.Tensor] = {}
@@ -137,15 +251,23 @@ class Pipeline:
             found |= stage.module.state_dict()
         return found
 
-    def _run(self, x: Any, y: Any, *, training: bool, keep: bool = False) -> None:
-        rows, replicas = rows_of(x), self.config.data_parallel
-        plan = self._lowered(fitting(rows, self.config.microbatches, replicas), training=training)
-        steps = plan.microbatches // replicas if training and self.config.schedule == "pipedream" else 1
-        batch = Batch(x, y, cut(rows, plan.microbatches), steps=steps, named=self._captured.inputs)
+    def _run(self, x: Any, y: Any, *, training: bool, step: bool = True, keep: bool = False) -> None:
+        plan = self._lowered(self._fitting(x), training=training)
+        if not step:
+            still = [tuple(action for action in mine if action.kind is not Kind.STEP) for mine in plan.actions]
+            plan = replace(plan, actions=tuple(still), versions=())
+        steps = plan.microbatches // self.config.data_parallel if self.config.schedule == "pipedream" and step else 1
+        batch = self._batch(x, y, plan.microbatches, steps=steps)
         self._settled = False
         for stage in self.stages.values():
             stage.begin(batch, training=training, keep=keep)
         self.spans = self._engine.run(plan, self._rank)
+
+    def _fitting(self, x: Any) -> int:
+        return fitting(rows_of(x), self.config.microbatches, self.config.data_parallel)
+
+    def _batch(self, x: Any, y: Any, microbatches: int, *, steps: int = 1) -> Batch:
+        return Batch(x, y, cut(rows_of(x), microbatches), steps=steps, named=self._captured.inputs)
 
     def _loss(self) -> float:
         mine = sum(stage.loss for stage in self.stages.values())
@@ -230,6 +352,14 @@ class Pipeline:
             return [rows]
         return allgather_object(rows, f"{self._name}.{stage}.statistics", ProcessSet(ranks))
 
+    def _saved_by(self) -> dict[str, int]:
+        """The lowest stage that has each parameter or buffer, in whose file it is saved."""
+        found: dict[str, int] = {}
+        for number in range(self._sketch.stages):
+            for name in self.layout.module(number, self._captured.model).state_dict():
+                found.setdefault(name, number)
+        return found
+
     def _owners(self, key: str, stage: int) -> list[int]:
         """The ranks that have a parameter of a stage."""
         stages = self.layout.tied.get(key, (stage,))
@@ -245,6 +375,13 @@ class Pipeline:
         everything = (value.grad for stage in self.stages.values() for value in stage.module.parameters())
         others = {id(grad): grad for grad in everything if grad is not None and id(grad) not in mine}
         clip(mine.values(), others.values(), self.config.clip_norm, self._operations, name=f"{self._name}.norm")
+
+
+def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None:
+        present = [gradient for gradient in (one, other) if gradient is not None]
+        return max((float(gradient.abs().max()) for gradient in present), default=0.0)
+    return float((one - other).abs().max()) if one.numel() else 0.0
 
 
 def _joined(leaves: tuple[Any, ...]) -> Any:

@@ -154,6 +154,13 @@ class TorchStage:
                 self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def surrender(self) -> dict[str, torch.Tensor | None]:
+        """Gives the gradients of a run that has not stepped away, and all else that it has collected up."""
+        self._boundary.statistics.take()
+        found = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        self.module.zero_grad()
+        return found
+
     def _conclude(self, microbatch: int, output: Any, batch: Batch) -> None:
         if self.outputs is not None:
             self.outputs[microbatch] = output

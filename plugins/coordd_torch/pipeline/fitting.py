@@ -1,0 +1,115 @@
+"""Training over epochs, with a line for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils import _pytree as pytree
+
+from coordd.errors import ArgumentError
+from coordd_torch.pipeline.batch import rows_of
+
+__all__ = ["History", "fit"]
+
+
+@dataclass
+class History:
+    """What came of each epoch: the mean loss over its rows, and that of the validation data, if there are any."""
+
+    loss: list[float] = field(default_factory=list)
+    val_loss: list[float] = field(default_factory=list)
+
+
+class Trainable(Protocol):
+    """What is trained."""
+
+    def train_batch(self, x: Any, y: Any) -> float:
+        """Takes a step, and returns the mean loss."""
+        ...
+
+    def eval_batch(self, x: Any, y: Any) -> float:
+        """Returns the mean loss."""
+        ...
+
+
+def fit(
+    pipe: Trainable,
+    x: Any,
+    y: Any,
+    *,
+    epochs: int,
+    batch_size: int,
+    validation_data: tuple[Any, Any] | None,
+    shuffle: bool,
+    seed: int,
+    least: int,
+    console: Console | None,
+) -> History:
+    """Trains over epochs.
+
+    Args:
+        pipe: what is trained.
+        x: inputs of all rows.
+        y: targets of all rows.
+        epochs: how often the rows are gone through.
+        batch_size: rows of a step; the last step of an epoch has what is left.
+        validation_data: inputs and targets whose loss is found after each epoch.
+        shuffle: whether rows come in another order in each epoch, the same on all ranks.
+        seed: of these orders.
+        least: rows that a batch must have; the rest of an epoch is left out if it has fewer.
+        console: where progress is shown; None for nowhere.
+
+    Raises:
+        ArgumentError: inputs and targets have different numbers of rows, or too few for one batch.
+    """
+    rows = rows_of((x, y))
+    if min(rows, batch_size) < least:
+        raise ArgumentError(f"a batch needs at least {least} rows, and gets {min(rows, batch_size)}: give more")
+    history = History()
+    for epoch in range(epochs):
+        begin, total = time.perf_counter(), 0.0
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + epoch)) if shuffle else None
+        parts = list(_parts(rows, batch_size, least))
+        for part in _shown(parts, f"epoch {epoch + 1}/{epochs}", console):
+            chosen = part if order is None else order[part]
+            total += pipe.train_batch(_rows(x, chosen), _rows(y, chosen)) * (part.stop - part.start)
+        history.loss.append(total / parts[-1].stop)
+        text = f"epoch {epoch + 1}/{epochs}: loss {history.loss[-1]:.4f}"
+        if validation_data is not None:
+            history.val_loss.append(_evaluated(pipe.eval_batch, *validation_data, batch_size=batch_size, least=least))
+            text += f", validation loss {history.val_loss[-1]:.4f}"
+        if console is not None:
+            console.print(f"{text}, {time.perf_counter() - begin:.1f} s", highlight=False)
+    return history
+
+
+def _evaluated(evaluate: Callable[[Any, Any], float], x: Any, y: Any, *, batch_size: int, least: int) -> float:
+    parts = list(_parts(rows_of((x, y)), batch_size, least))
+    total = sum(evaluate(_rows(x, part), _rows(y, part)) * (part.stop - part.start) for part in parts)
+    return float(total / parts[-1].stop)
+
+
+def _parts(rows: int, size: int, least: int) -> Iterator[slice]:
+    for start in range(0, rows, size):
+        if min(size, rows - start) >= least:
+            yield slice(start, min(start + size, rows))
+
+
+def _rows(values: Any, chosen: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, torch.Tensor) else leaf, values)
+
+
+def _shown(parts: list[slice], title: str, console: Console | None) -> Iterator[slice]:
+    """Shows a bar on a terminal, which goes away when it is full."""
+    if console is None or not console.is_terminal:
+        yield from parts
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield from progress.track(parts, description=title)
