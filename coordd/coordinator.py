@@ -62,7 +62,7 @@ class _Investigation:
     accounts: dict[int, Account] = field(default_factory=dict)
 
     def idle(self, ranks: Iterable[int]) -> float:
-        """The seconds for which one of these ranks, as far as they were asked, has done nothing; endless if it is silent.
+        """Seconds for which one of these ranks, as far as they were asked, has done nothing; endless if it is silent.
 
         Who has joined waits in vain only if that is longer than it has waited.
         """
