@@ -53,7 +53,7 @@ class Sink:
             self._forget()
 
     def _forget(self) -> None:
-        """Lets go of what nobody will read, or Python would try to write it at its end, and end with another exit code."""
+        """Lets go of what nobody will read; Python would try to write it at its end, and end with another exit code."""
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._file.fileno())
