@@ -29,11 +29,11 @@ class Place(NamedTuple):
     inside: str
 
 
-def account(rank: int, last: tuple[str, Site, float] | None) -> Account:
+def account(rank: int, last: tuple[str, Site, float] | None, idle: float) -> Account:
     """Describes the main thread's stack, without coordd's own frames at its end, and the last submission."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way
     told = "nothing yet" if last is None else f"{last[0]!r} at {show_site(last[1])}"
-    return Account(rank, _stack(frame), told)
+    return Account(rank, _stack(frame), told, idle=idle)
 
 
 def places(depth: int) -> list[Place]:

@@ -5,6 +5,7 @@ Pure: messages and the time go in, messages come out. The same object runs in th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from coordd.messages import (
     Goodbye,
     Hello,
     Inquiry,
+    Kind,
     Loss,
     Message,
     Muster,
@@ -41,6 +43,7 @@ _ASKED = 64
 """How many ranks are asked at most: their stacks have to be read by somebody."""
 
 _STALLED = Inquiry()
+_JOIN = Kind.JOIN.name.lower()
 
 Outgoing = list[tuple[int, Message]]
 
@@ -57,6 +60,14 @@ class _Investigation:
     overdue: dict[int, Overdue] = field(default_factory=dict)
     asked: dict[int, float] = field(default_factory=dict)
     accounts: dict[int, Account] = field(default_factory=dict)
+
+    def idle(self, ranks: Iterable[int]) -> float:
+        """Seconds for which one of these ranks, as far as they were asked, has done nothing; endless if it is silent.
+
+        Who has joined waits in vain only if that is longer than it has waited.
+        """
+        answers = (self.accounts.get(rank) for rank in ranks if rank in self.asked)
+        return max((answer.idle if answer else math.inf for answer in answers), default=math.inf)
 
 
 class Coordinator:
@@ -194,8 +205,9 @@ class Coordinator:
         """Asks the ranks that are missing; complaints that come in the meantime join the same report."""
         waiting = self._waiting(ranks, overdue)
         asked = {rank for item in waiting for rank in item.missing} or set(self._ranks)
-        if not self._negotiator.unlocking and self._intolerable(overdue.seconds):
-            self._blame(waiting, overdue.seconds)
+        blocked = [item for item in waiting if item.operation != _JOIN]
+        if blocked and not self._negotiator.unlocking and self._intolerable(overdue.seconds):
+            self._blame(blocked, overdue.seconds)
             return
         case = self._investigation = self._investigation or _Investigation(now + _PATIENCE)
         case.settling |= self._negotiator.unlocking
@@ -244,9 +256,14 @@ class Coordinator:
             return
         self._investigation = None
         complaints = [(ranks, case.overdue[ranks]) for ranks in sorted(case.overdue, key=lowest)]
-        waiting = [item for ranks, overdue in complaints for item in self._waiting(ranks, overdue)]
+        waiting = [
+            item
+            for ranks, overdue in complaints
+            for item in self._waiting(ranks, overdue)
+            if item.operation != _JOIN or case.idle(item.missing) >= overdue.seconds
+        ]
         seconds = max(overdue.seconds for overdue in case.overdue.values())
-        if case.settling and self._intolerable(seconds):
+        if waiting and self._intolerable(seconds):
             self._blame(waiting, seconds)
             return
         # Who was asked only later has had no time to answer, so silence means nothing yet.

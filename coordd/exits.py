@@ -33,6 +33,27 @@ class _Exit(SystemExit):
     """A `SystemExit` that can be observed when it is dropped."""
 
 
+class _Forks:
+    """Keeps SIGTERM for a forked child until that does not handle it any more; Python would lose it meanwhile."""
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        self._forget = forget
+        self._masks = threading.local()  # any thread may fork
+
+    def prepare(self) -> None:
+        """Runs before a fork."""
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def go_on(self) -> None:
+        """Runs after it in the parent."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def begin(self) -> None:
+        """Runs after it in the child."""
+        self._forget()
+        self.go_on()
+
+
 class ExitWatch:
     """Learns how the main thread ends, and reports what is a failure."""
 
@@ -82,7 +103,8 @@ class ExitWatch:
             signal.signal(signal.SIGTERM, self._terminated)
             if not self._known_to_forks:
                 self._known_to_forks = True
-                os.register_at_fork(after_in_child=self.forget_sigterm)
+                forks = _Forks(self.forget_sigterm)
+                os.register_at_fork(before=forks.prepare, after_in_parent=forks.go_on, after_in_child=forks.begin)
 
     def forget_sigterm(self) -> None:
         """Has SIGTERM end this process at once again."""
@@ -97,6 +119,7 @@ class ExitWatch:
             threading.Event().wait(_HEARD_SECONDS)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+        os._exit(128 + number)  # the first process of a container does not end by a signal
 
     def _end(self) -> None:
         if self._status:

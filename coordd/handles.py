@@ -163,13 +163,14 @@ class Handle(Generic[Result]):
 
 
 _guard = threading.Lock()
-_told = threading.Event()  # of the process: where one operation fails unheard, so do often those of each step
+_told = False  # of the process: where one operation fails unheard, so do often those of each step
 
 
 def _tell(name: str, reason: str) -> None:
     """Tells of a failure that nobody will hear of; runs where the handle is dropped, or as the interpreter exits."""
-    if not _told.is_set():
-        _told.set()
+    global _told  # noqa: PLW0603 - an Event has a lock, and this may run in the middle of that
+    if not _told:
+        _told = True
         log.warning(
             "%r has failed, and nobody has asked for its result: %s; wait for every handle (further ones are not told)",
             name,

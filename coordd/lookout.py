@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
 from coordd.account import process_state
 from coordd.config import Config
+from coordd.mailbox import Letter
 from coordd.messages import Message, Overdue, StallReport, Waiting
 from coordd.stall import StallWatch, tell
 from coordd.table import Entry, TensorTable
@@ -48,6 +50,7 @@ class Lookout:
         self._ask = ask
         self._answer_due: float | None = None
         self._next = 0.0
+        self._active_at = time.monotonic()
         self.coordinator = (0, "", "")
         """Process id and host of rank 0, and this host."""
 
@@ -55,10 +58,20 @@ class Lookout:
         """Learns from an operation that has ended."""
         self._watch.observe(entry, now)
 
+    def note(self, items: Iterable[object]) -> None:
+        """Notes what framework threads have left; that somebody looks at this rank does not count as its doing."""
+        if any(isinstance(item, Entry | Letter) for item in items):
+            self._active_at = time.monotonic()
+
+    def idle(self) -> float:
+        """Seconds since this rank has submitted, sent or received something."""
+        return time.monotonic() - self._active_at
+
     def answer(self, report: StallReport) -> None:
         """Prints what the coordinator has found out."""
         self._answer_due = None
-        log.warning("%s", tell(report))
+        if report.waiting:
+            log.warning("%s", tell(report))
 
     def look(self, now: float) -> None:
         """Asks about what has waited too long; cheap, for it looks only now and then."""

@@ -194,6 +194,7 @@ class Loop:
         items = self._inbox.take()
         if items:
             self._patience.restart()
+            self._lookout.note(items)
             self._admit([item for item in items if isinstance(item, Entry)])
         if self._inbox.waited and self._status.failure is None:
             self._carry_out(self._member.awaited())
@@ -266,7 +267,7 @@ class Loop:
         if message.number:
             self._status.desk(message)
         else:
-            self._tell(account(self._status.world.rank, self._member.table.last))
+            self._tell(account(self._status.world.rank, self._member.table.last, self._lookout.idle()))
 
     def _follow(self, plan: Plan) -> None:
         if self._status.failure is not None:

@@ -237,8 +237,9 @@ class Inquiry(msgspec.Struct, frozen=True, array_like=True, tag="inquiry"):
 
 
 class Account(msgspec.Struct, frozen=True, array_like=True, tag="account"):
-    """What a rank is doing: its main thread's stack, innermost call last, and what it submitted last.
+    """What a rank is doing: its main thread's stack, innermost call last, what it submitted last, and when.
 
+    It is ``idle`` for so many seconds: since it has submitted, sent or received something.
     To an inquiry with a ``number`` it is an ``answer`` instead, in JSON, for the rank ``asker``.
     """
 
@@ -248,6 +249,7 @@ class Account(msgspec.Struct, frozen=True, array_like=True, tag="account"):
     number: int = 0
     asker: int = 0
     answer: bytes = b""
+    idle: float = 0.0
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):

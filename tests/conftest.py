@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Knobs, and the variables by which a process knows that an MPI launcher or Slurm has started it.
 _FOREIGN = ("COORDD_", "HOROVOD_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "SLURM_")
 
 for _name in [name for name in os.environ if name.startswith(_FOREIGN)]:
     del os.environ[_name]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and what we start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)

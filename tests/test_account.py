@@ -12,7 +12,7 @@ HERE = os.uname().nodename
 
 def test_the_stack_is_that_of_the_main_thread_innermost_last():
     found = []
-    thread = threading.Thread(target=lambda: found.append(account(3, None)))
+    thread = threading.Thread(target=lambda: found.append(account(3, None, 0.0)))
     thread.start()
     thread.join()
     (told,) = found
@@ -32,17 +32,17 @@ def test_frames_of_coordd_itself_are_left_out_at_the_end():
 
 def test_a_stack_of_nothing_but_coordd_is_shown_whole(monkeypatch):
     monkeypatch.setattr(module, "_OURS", ("",))
-    assert "in test_a_stack_of_nothing_but_coordd_is_shown_whole: " in account(0, None).stack
+    assert "in test_a_stack_of_nothing_but_coordd_is_shown_whole: " in account(0, None, 0.0).stack
 
 
 def test_a_main_thread_that_has_ended_is_told(monkeypatch):
     monkeypatch.setattr(sys, "_current_frames", dict)
-    assert account(0, None).stack == "(the main thread has ended)"
+    assert account(0, None, 0.0).stack == "(the main thread has ended)"
 
 
 def test_the_last_submission_is_named_with_its_line():
     site = (sys._getframe().f_code, 31)
-    assert account(0, ("w", site, 0.0)).last == f"'w' at {__file__}:31"
+    assert account(0, ("w", site, 0.0), 0.0).last == f"'w' at {__file__}:31"
 
 
 def test_the_operating_system_is_asked_about_processes_of_this_host_only():

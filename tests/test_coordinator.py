@@ -13,9 +13,12 @@ from coordd.messages import (
     Goodbye,
     Hello,
     Inquiry,
+    Kind,
+    Message,
     Overdue,
     Plan,
     Recording,
+    Request,
     StallReport,
     Waiting,
     Welcome,
@@ -319,6 +322,38 @@ def test_a_stall_that_is_too_long_ends_the_job():
     assert said(star, Abort) == []
     complain(star, 0, "w", seconds=10.0)
     assert said(star, Abort) == [Abort(Failure(2, "kept 'w' waiting for 10 s (stall_abort_seconds)"))]
+
+
+JOIN = Request(Kind.JOIN, "j", transient=True)
+
+
+def waits_for_joining(*idle: float, abort_seconds: float = 0.0) -> list[list[Message]]:
+    """What is said when rank 0 has joined for 5 s, and others have done nothing for so long; None does not answer."""
+    star = Star(3, abort_seconds=abort_seconds)
+    announce(star, 0, JOIN)
+    complain(star, 0, "j")
+    star.turn()
+    for rank, seconds in enumerate(idle, 1):
+        if seconds is not None:
+            star.coordinator.hear(rank, Account(rank, idle=seconds), now=star.now)
+    star.now += 1.0
+    messages = star.turn()
+    return [[message for message in messages if isinstance(message, kind)] for kind in (StallReport, Abort)]
+
+
+@pytest.mark.parametrize("idle", [(0.0, 4.9), (1.0, 1.0)])
+def test_who_has_joined_is_not_stalled_while_the_others_do_something(idle):
+    reports, aborts = waits_for_joining(*idle, abort_seconds=1.0)
+    assert [report.waiting for report in reports] == [()]
+    assert aborts == []
+
+
+@pytest.mark.parametrize("idle", [(0.0, 5.0), (9.0, 9.0), (0.0, None)])
+def test_who_has_joined_is_stalled_when_another_does_nothing_or_does_not_answer(idle):
+    reports, _ = waits_for_joining(*idle)
+    assert [report.waiting for report in reports] == [(Waiting("j", "join", (1, 2)),)]
+    _, aborts = waits_for_joining(*idle, abort_seconds=1.0)
+    assert [abort.failure.reason for abort in aborts] == ["kept 'j' waiting for 5 s (stall_abort_seconds)"]
 
 
 def test_a_question_of_one_rank_to_others_and_their_answers_are_handed_on():

@@ -195,6 +195,22 @@ SIGTERMS = {
         "-15\n",
         0,
     ),
+    "ends forked children that have only just begun": (
+        """
+        import multiprocessing
+        context, survivors = multiprocessing.get_context("fork"), 0
+        for _ in range(15):
+            child = context.Process(target=threading.Event().wait, args=(30,))
+            child.start()
+            child.terminate()
+            child.join(5)
+            survivors += child.exitcode is None
+            child.kill()
+        print(survivors, signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        """,
+        "0 False\n",
+        0,
+    ),
     "is left alone by other threads": (
         """
         watch.forget_sigterm()

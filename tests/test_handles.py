@@ -176,7 +176,7 @@ def test_the_call_site_is_the_innermost_line_outside_coordd_and_torch():
 @pytest.fixture
 def unheard(monkeypatch, caplog):
     """What the log says of failures that nobody has asked for."""
-    monkeypatch.setattr(handles, "_told", threading.Event())
+    monkeypatch.setattr(handles, "_told", False)
 
     def found():
         gc.collect()

@@ -12,6 +12,7 @@ from coordd import api
 from coordd.control.memory import MemoryControl
 from coordd.errors import PeerError
 from coordd.messages import Account
+from coordd.process_sets import ProcessSet
 from tests.local_ranks import each_rank, local_ranks
 
 WAIT = 10.0
@@ -89,6 +90,41 @@ def test_who_has_joined_waits_while_the_others_go_on_and_no_longer(log, caplog):
         return api.operations().join().result(WAIT)
 
     assert each_rank(2, body, stall_seconds=0.5) == [1, 1]
+
+
+@pytest.mark.parametrize("way", ["a set of their own", "sends"])
+def test_who_has_joined_is_patient_with_what_the_others_do_without_it(way, caplog):
+    def body(rank):
+        operations = api.operations()
+        if rank == 0:
+            return operations.join().result(WAIT)
+        pause, other = threading.Event(), 3 - rank
+        for step in range(12):
+            if way == "sends":
+                sent = operations.send(np.ones(1), other, name=f"{step}")
+                operations.recv(None, other, name=f"{step}").result(WAIT)
+                sent.result(WAIT)
+            else:
+                operations.allreduce(np.ones(1), name=f"{step}", process_set=ProcessSet([1, 2])).result(WAIT)
+            pause.wait(0.1)
+        return operations.join().result(WAIT)
+
+    (last,) = {int(rank) for rank in each_rank(3, body, stall_seconds=0.3, stall_abort_seconds=0.6)}
+    assert last in {1, 2}
+    assert "no progress" not in caplog.text
+
+
+def test_who_has_joined_ends_the_job_when_another_does_nothing_for_too_long():
+    def body(rank):
+        if rank == 0:
+            with pytest.raises(PeerError, match=r"rank 1 kept 'join.noname.0' waiting for \d s"):
+                api.operations().join().result(WAIT)
+        else:
+            daemon, pause = api.operations().daemon, threading.Event()
+            while not daemon.failing:
+                pause.wait(0.01)
+
+    each_rank(2, body, stall_seconds=0.3, stall_abort_seconds=0.6)
 
 
 def test_a_rank_that_does_not_answer_is_told(log, monkeypatch):

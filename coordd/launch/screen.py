@@ -7,6 +7,8 @@ between every few seconds if it is one that redraws itself.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import IO
@@ -48,6 +50,14 @@ class Sink:
             self._file.flush()
         except BrokenPipeError:
             self.closed = True
+            self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of what nobody will read; Python would try to write it at its end, and end with another exit code."""
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
 
 
 class _Line:

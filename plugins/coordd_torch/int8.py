@@ -39,7 +39,8 @@ class Int8Compressor(Compressor):
 
     def exchange(self, cargo: Cargo) -> Rounds:
         """Adds up slices, as an allreduce does; two members simply give each other all."""
-        count, block = cargo.flat.numel(), self._block
+        count = cargo.flat.numel()
+        block = max(1, min(self._block, count))  # a tensor is not padded to more than it has
         numbers, scales = quantized(cargo.flat, block)
         cargo.flat -= dequantized(numbers, scales, block)[:count]
         if cargo.size > 2:

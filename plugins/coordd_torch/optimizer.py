@@ -160,9 +160,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     reducer = None
     takes_part = not alone and world.rank in (process_set.ranks or range(world.size))
     if takes_part and op is ReduceOp.ADASUM:
-        adasum = AdasumStep(prefix, named, compressor=compressor, process_set=process_set)
-        optimizer.register_step_pre_hook(adasum.before)
-        optimizer.register_step_post_hook(adasum.after)
+        AdasumStep(optimizer, prefix, named, compressor=compressor, process_set=process_set)
     elif takes_part:
         channel = Channel(
             operations,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 
 import pytest
 
@@ -139,3 +140,14 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("", "utf-8")
     with pytest.raises(OSError, match="file"):
         Logs(tmp_path / "file" / "logs")
+
+
+def test_what_nobody_reads_is_not_left_to_the_interpreters_end():
+    """Python, which could not write it, would end with the exit code 120."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as file:
+        os.close(reading)
+        sink = Sink(file, terminal=False)
+        sink.write(b"x" * 10_000)
+        assert sink.closed
+        file.flush()

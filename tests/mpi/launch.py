@@ -20,6 +20,10 @@ __all__ = ["command", "environment", "launch"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 
+# Open MPI, once in a thousand times on a busy machine, before it has started anything.
+_NOT_STARTED = "The PMIx server's listener thread failed to start"
+_ATTEMPTS = 3
+
 
 def launch(
     size: int,
@@ -47,8 +51,12 @@ def launch(
             text, script = script, Path(folder, "script.py")
             script.write_text(text)
         program = [*command(launcher, size), sys.executable, str(script), *arguments]
-        with Job(program, environment(variables), timeout=timeout) as job:
-            return job.wait(timeout)
+        for _ in range(_ATTEMPTS):
+            with Job(program, environment(variables), timeout=timeout) as job:
+                outcome = job.wait(timeout)
+            if _NOT_STARTED not in outcome.stderr:
+                break
+        return outcome
 
 
 def command(launcher: str, size: int) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
@@ -81,3 +84,47 @@ def test_an_optimizer_adds_up_the_steps_that_the_ranks_would_make(make):
         for place, parameter in enumerate(found):
             changes = [own[place] - start[place] for own in alone]
             torch.testing.assert_close(parameter, start[place] + adaptive(changes))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_loss_scaler_skips_on_one_rank_is_skipped_on_all(fused):
+    def body(rank):
+        weight = nn.Parameter(torch.ones(4))
+        optimizer = cd.DistributedOptimizer(
+            torch.optim.Adam([weight], lr=0.1, fused=fused), [("w", weight)], op=cd.Adasum
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        made, gradients = [], []
+        for number in range(4):
+            before = weight.detach().clone()
+            optimizer.zero_grad()
+            bad = math.inf if (rank, number) == (1, 2) else 1.0
+            scaler.scale((weight * (rank + 1) * bad).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            made.append(not torch.equal(weight, before))
+            gradients.append(weight.grad.isfinite().all().item())
+        return weight.tolist(), made, gradients
+
+    (first, *_), (second, *_) = found = each_rank(2, body)
+    assert first == second
+    assert [made for _, made, _ in found] == [[True, True, False, True]] * 2
+    assert [gradients for *_, gradients in found] == [[True] * 4, [True, True, False, True]]
+
+
+def test_ranks_with_different_numbers_of_steps_go_on_together_after_a_join():
+    def body(rank):
+        mine = model()
+        optimizer = cd.DistributedOptimizer(
+            torch.optim.SGD(mine.parameters(), lr=0.1), mine.named_parameters(), op=cd.Adasum, uneven="join"
+        )
+        for _ in range(2):
+            for _ in range(2 + rank):
+                optimizer.zero_grad()
+                mine(torch.ones(2, 5, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+            optimizer.join()
+        return [parameter.tolist() for parameter in mine.parameters()]
+
+    first, second = each_rank(2, body)
+    assert first == second

@@ -75,6 +75,7 @@ class Submission(Handle[object]):
         """Ends badly; the ledger has a look at it."""
         self.ledger.settle(self, error)
         super().fail(error)
+        self.error()  # it is heard of
 
     def __repr__(self) -> str:
         return f"round {self.turn.number} ({self.turn.name}) on rank {self.rank}"

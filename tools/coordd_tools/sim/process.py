@@ -64,6 +64,7 @@ class Process:
         self._inbox: list[Entry | Callable[[], None]] = []
         self._mail: deque[tuple[int, Message | Lost]] = deque()
         self._landed: list[Bucket] = []
+        self._active_at = 0.0
         self._queue: deque[Bucket] = deque()
         self._active: dict[int, Bucket] = {}
         self._open: list[Locked] = []
@@ -125,6 +126,7 @@ class Process:
         if self.failure is not None:
             made.fail(_peer_error(self.failure))
             return made
+        self._active_at = made.submitted
         self._inbox.append(made.entry)
         self._wake(self._setting.rng.uniform(0, _WINDOW))
         return made
@@ -230,7 +232,8 @@ class Process:
             case Abort():
                 self._break(message.failure)
             case Inquiry():
-                self._tell(Account(self.rank, "in compute", "nothing"))
+                idle = self._setting.agenda.now - self._active_at
+                self._tell(Account(self.rank, "in compute", "nothing", idle=idle))
             case StallReport():
                 self._note(tell(message).replace("\n", " | "))
             case Welcome():
