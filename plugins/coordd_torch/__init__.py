@@ -1,5 +1,7 @@
 """coordd for PyTorch, under Horovod's names; use it as ``import coordd.torch as cd``."""
 
+from typing import Any
+
 from coordd.api import (
     cross_rank,
     cross_size,
@@ -159,3 +161,15 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+_PIPELINE = {"Pipeline": "pipeline", "PipelineConfig": "config"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what pipelines need only where there is one: it takes as long as all the rest."""
+    if name not in _PIPELINE:
+        text = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(text)
+    import importlib
+
+    return getattr(importlib.import_module(f"coordd_torch.pipeline.{_PIPELINE[name]}"), name)

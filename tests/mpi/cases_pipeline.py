@@ -16,8 +16,6 @@ from torch.testing import assert_close
 import coordd.torch as cd
 from coordd.pipeline.microbatch import cut
 from coordd_torch.pipeline.checkpoint import load_into
-from coordd_torch.pipeline.config import PipelineConfig
-from coordd_torch.pipeline.pipeline import Pipeline
 from tests.mpi.cases import ranks
 
 FLUSHING = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -117,9 +115,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def pipeline(model: Any, **settings: Any) -> Pipeline:
+def pipeline(model: Any, **settings: Any) -> cd.Pipeline:
     settings.setdefault("split", "layers")
-    return Pipeline(model, PipelineConfig(microbatches=4, **settings), optimizer=sgd, loss=functional.cross_entropy)
+    return cd.Pipeline(
+        model, cd.PipelineConfig(microbatches=4, **settings), optimizer=sgd, loss=functional.cross_entropy
+    )
 
 
 def in_one_piece(model: nn.Module, x: torch.Tensor, y: torch.Tensor, microbatches: int, steps: int) -> list[float]:
@@ -137,7 +137,7 @@ def in_one_piece(model: nn.Module, x: torch.Tensor, y: torch.Tensor, microbatche
     return losses
 
 
-def compare(pipe: Pipeline, model: nn.Module) -> None:
+def compare(pipe: cd.Pipeline, model: nn.Module) -> None:
     """Weights are equal; running statistics, which a microbatch changes, are a test of their own."""
     wanted = model.state_dict()
     for name, value in pipe.state_dict().items():

@@ -1,0 +1,45 @@
+"""A batch as microbatches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coordd.errors import ArgumentError
+from coordd.pipeline.microbatch import cut
+from coordd_torch.pipeline.batch import Batch, rows_of
+
+
+def batch(rows, count, **options):
+    x = {"x": torch.arange(rows), "scale": 2, "none": None}
+    return Batch(x, (torch.arange(rows) * 10, "all"), cut(rows, count), named=lambda values: values, **options)
+
+
+def test_all_tensors_are_cut_and_nothing_else():
+    made = batch(5, 2)
+    assert made.count == 2
+    assert [made.inputs(number)["x"].tolist() for number in range(2)] == [[0, 1, 2], [3, 4]]
+    assert made.inputs(1)["scale"] == 2
+    assert made.inputs(1)["none"] is None
+    assert made.targets(1)[0].tolist() == [30, 40]
+    assert made.targets(1)[1] == "all"
+
+
+def test_microbatches_count_by_their_rows():
+    made = batch(10, 4)
+    assert [made.weight(number) for number in range(4)] == [0.3, 0.2, 0.3, 0.2]
+    assert sum(made.share(number) for number in range(4)) == pytest.approx(1.0)
+
+
+def test_each_step_has_a_weight_of_its_own():
+    made = batch(10, 4, steps=2)
+    assert [made.weight(number) for number in range(4)] == [0.6, 0.4, 0.6, 0.4]
+    assert [made.share(number) for number in range(4)] == [0.3, 0.2, 0.3, 0.2]
+
+
+def test_rows_are_those_of_all_tensors():
+    assert rows_of((torch.ones(3, 2), {"a": torch.ones(3), "b": torch.tensor(1.0)}, 7)) == 3
+    with pytest.raises(ArgumentError, match="equally many rows to be cut into microbatches, not 3, 4"):
+        rows_of((torch.ones(3), torch.ones(4)))
+    with pytest.raises(ArgumentError, match="not none"):
+        rows_of((1, None))

@@ -1,0 +1,30 @@
+"""The user's choices."""
+
+from __future__ import annotations
+
+import pytest
+
+import coordd.torch as cd
+from coordd.errors import ArgumentError
+
+
+def test_a_schedule_that_does_not_exist_comes_with_the_nearest_one():
+    with pytest.raises(ArgumentError, match="there is no schedule '1f2b', did you mean 1f1b"):
+        cd.PipelineConfig(schedule="1f2b")
+
+
+@pytest.mark.parametrize("name", ["microbatches", "data_parallel"])
+def test_there_is_at_least_one_of_everything(name):
+    with pytest.raises(ArgumentError, match=f"{name} is 0, and must be at least 1"):
+        cd.PipelineConfig(**{name: 0})
+
+
+def test_ranks_make_equal_pipelines():
+    assert cd.PipelineConfig(data_parallel=2).ranks(6) == 3
+    with pytest.raises(ArgumentError, match="5 ranks do not make 2 equal pipelines"):
+        cd.PipelineConfig(data_parallel=2).ranks(5)
+
+
+def test_what_is_there_on_demand_only_is_named_when_it_is_not():
+    with pytest.raises(AttributeError, match="module 'coordd_torch' has no attribute 'Pipelines'"):
+        cd.Pipelines  # noqa: B018 - to be looked up is all it is for

@@ -1,0 +1,64 @@
+"""Training over epochs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from coordd.errors import ArgumentError
+from coordd_torch.pipeline.fitting import fit
+
+
+class Seen:
+    """Keeps the batches that it gets; the loss is the mean of the inputs."""
+
+    def __init__(self):
+        self.batches = []
+
+    def train_batch(self, x, y):
+        assert torch.equal(x * 10, y)
+        self.batches.append(x.tolist())
+        return float(x.double().mean())
+
+    def eval_batch(self, x, y):
+        return float(y.double().mean())
+
+
+def fitted(rows=10, **options):
+    seen, out = Seen(), io.StringIO()
+    x = torch.arange(rows)
+    given = {"epochs": 1, "batch_size": 4, "validation_data": None, "shuffle": False, "seed": 0, "least": 1}
+    history = fit(seen, x, x * 10, console=Console(file=out, width=100), **{**given, **options})
+    return seen.batches, history, out.getvalue()
+
+
+def test_every_row_is_seen_once_in_an_epoch():
+    batches, history, told = fitted(epochs=2)
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
+    assert history.loss == [4.5, 4.5]
+    assert told.startswith("epoch 1/2: loss 4.5000, ")
+
+
+def test_rows_come_in_another_order_in_each_epoch_and_the_same_on_all_ranks():
+    batches, _, _ = fitted(epochs=2, shuffle=True)
+    first, second = ([row for one in batches[start : start + 3] for row in one] for start in (0, 3))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert fitted(epochs=2, shuffle=True)[0] == batches
+
+
+def test_validation_data_is_gone_through_after_each_epoch():
+    x = torch.arange(6)
+    _, history, told = fitted(validation_data=(x, x * 10))
+    assert history.val_loss == [25.0]
+    assert "validation loss 25.0000" in told
+
+
+def test_a_rest_that_is_too_small_is_left_out():
+    batches, _, _ = fitted(least=3)
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ArgumentError, match="a batch needs at least 5 rows, and gets 4"):
+        fitted(least=5)
