@@ -49,6 +49,7 @@ Work = Entry | Letter | Callable[[], None]
 _SHORTEST_SLEEP = 1e-3
 _LOOKS = 16
 _FAREWELL_SECONDS = 1.0
+_AGREED_SECONDS = 30.0  # all have promised it, and only who dies after the goodbye does not keep to that
 
 
 class Loop:
@@ -309,13 +310,13 @@ class Loop:
             letter.handle.fail(error(letter.name))
 
     def _part(self) -> None:
-        """Ends the thread once all ranks have left and what is under way has landed."""
+        """Ends the thread once all ranks have left and what is under way has landed, or will not land any more."""
+        now = time.monotonic()
+        self._parting = now if self._parting is None else self._parting
         if not self._flights and not self._mailbox:
             self._status.stopping = True
-        elif self._parting is None:
-            self._parting = time.monotonic() + _FAREWELL_SECONDS
-        elif time.monotonic() > self._parting:
-            log.warning("left with sends or receives that no other rank has matched")
+        elif now > self._parting + (_AGREED_SECONDS if self._flights else _FAREWELL_SECONDS):
+            log.warning("left with operations that another rank has not taken part in")
             self._status.stopping = True
 
     def _crash(self, error: BaseException) -> None:

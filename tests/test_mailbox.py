@@ -187,7 +187,7 @@ def test_who_leaves_with_a_receive_that_nobody_matched_is_told(caplog):
     for handle in handles:
         with pytest.raises(ShutdownError, match="'x' was not completed because this rank called shutdown"):
             handle.result(0.0)
-    assert "left with sends or receives that no other rank has matched" in caplog.text
+    assert "left with operations that another rank has not taken part in" in caplog.text
 
 
 def broken(ranks: LocalRanks) -> None:

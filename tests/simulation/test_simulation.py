@@ -48,6 +48,10 @@ def test_the_invariants_hold(first):
             pytest.fail(f"seed {seed}: {violation}\nsee: python -m coordd_tools.sim --seed {seed} --trace")
 
 
+def test_what_was_agreed_lands_even_if_a_rank_is_frozen_while_all_leave():
+    simulate(40_071_859)
+
+
 def test_a_stall_may_be_told_of_a_rank_whose_failure_is_on_its_way():
     """One seed in tens of thousands: a rank complains and fails before the coordinator has looked into it."""
     simulate(20_031_716)

@@ -35,7 +35,7 @@ from coordd_tools.sim.setting import Setting
 __all__ = ["Process"]
 
 _WINDOW = 3e-4
-_FAREWELL = 1.0
+_FAREWELL = 30.0
 _ACTIVE = 4
 
 
