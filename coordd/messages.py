@@ -10,6 +10,8 @@ from typing import Self
 
 import msgspec
 
+from coordd.errors import ArgumentError
+
 __all__ = [
     "SILENT_PLANS",
     "Abort",
@@ -66,6 +68,11 @@ class ReduceOp(IntEnum):
     MAX = 4
     PRODUCT = 5
     AVERAGE_PRESENT = 6
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        text = f"op is {value!r}, and must be Average, Sum, Adasum, Min, Max, Product or AveragePresent"
+        raise ArgumentError(text)
 
     @property
     def averages(self) -> bool:

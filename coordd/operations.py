@@ -260,6 +260,9 @@ class Operations:
         Raises:
             ArgumentError: the name, the process set or the type is unusable.
         """
+        if not isinstance(process_set, ProcessSet):
+            text = f"process_set is a {type(process_set).__name__}, and must be a ProcessSet, as ProcessSet([0, 1])"
+            raise ArgumentError(text)
         world = self.daemon.world
         members = process_set.members(rank=world.rank, size=world.size)
         if array.dtype.hasobject or not array.dtype.isnative or array.dtype.kind in "SUMm":

@@ -63,7 +63,7 @@ class Plan:
         size, hosts = _where(options, environment)
         settings = {**_settings(options, environment), **assignments(options.env, environment)}
         inherited = {**environment, "PATH": _path(environment), **settings}
-        _check(inherited, given=options.transport)
+        _check(inherited, size, given=options.transport)
         here = not hosts and not any(name in environment for name in _RESERVED)
         launcher = _launcher(options.launcher, needed=size > 1 or not here)
         flavour = launcher.flavour if launcher else ALONE
@@ -103,10 +103,13 @@ def _left_aside(options: argparse.Namespace) -> tuple[str, ...]:
     return (*drop_in.overshadowed(), *horovodrun.notes(options)) if options.as_horovod else ()
 
 
-def _check(environment: Mapping[str, str], *, given: str | None) -> None:
-    """Refuses what ranks would refuse, before they are started."""
+def _check(environment: Mapping[str, str], size: int, *, given: str | None) -> None:
+    """Refuses what ranks would refuse, before they are started, and what would leave each on its own."""
     config = Config.load(environment)
-    require(config.transport, source="--transport" if given else "COORDD_TRANSPORT")
+    source = "--transport" if given else "COORDD_TRANSPORT"
+    require(config.transport, source=source)
+    if size > 1 and config.transport == "local":
+        raise ConfigError(f"{source}=local is for one rank, which finds no others: leave it out to start {size}")
 
 
 def _where(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[int, tuple[Host, ...]]:

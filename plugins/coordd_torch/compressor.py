@@ -112,6 +112,16 @@ class Compressor:
         self.gauge = Gauge()
 
     @property
+    def settings(self) -> tuple[object, ...]:
+        """What must be equal on all ranks for them to understand each other; plain values."""
+        return ()
+
+    @property
+    def title(self) -> str:
+        """Its kind and its settings, such as ``Int8Compressor(256)``."""
+        return f"{type(self).__name__}({', '.join(map(repr, self.settings))})"
+
+    @property
     def simple(self) -> bool:
         """Whether it is two functions, one before and one after, and no more."""
         return type(self).exchange is Compressor.exchange

@@ -37,6 +37,11 @@ class Int8Compressor(Compressor):
             raise ArgumentError(text)
         self._block = block
 
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What all ranks must have alike."""
+        return (self._block,)
+
     def exchange(self, cargo: Cargo) -> Rounds:
         """Adds up slices, as an allreduce does; two members simply give each other all."""
         count = cargo.flat.numel()

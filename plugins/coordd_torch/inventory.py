@@ -20,11 +20,15 @@ _SHOWN = 5
 
 
 class Inventory:
-    """Names, shapes and types of the parameters, as a print of which the least and the greatest must be equal."""
+    """Names, shapes and types of the parameters, and how they are compressed, as a print.
+
+    Its least and its greatest must be equal.
+    """
 
     def __init__(self, channel: Channel, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Asks; nobody waits for it."""
         self._lines = sorted(f"{name} {tuple(value.shape)} {str(value.dtype)[6:]}" for name, value in parameters)
+        self._lines += [channel.compressor.title]
         self._channel = channel
         digest = hashlib.sha256("\n".join(self._lines).encode()).digest()
         number = int.from_bytes(digest[:7], "little")

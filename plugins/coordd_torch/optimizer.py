@@ -247,8 +247,11 @@ def _named(
     ]
     if named_parameters is None:
         return places
-    named = list(named_parameters)
-    if any(type(item) is not tuple or len(item) != 2 for item in named):
+    try:
+        named = list(named_parameters)
+    except TypeError:  # a model, say
+        named = []
+    if not named or any(type(item) is not tuple or len(item) != 2 for item in named):
         text = (
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."

@@ -44,6 +44,11 @@ class PowerSGDCompressor(Compressor):
         self._rank = rank
         self._seed = seed
 
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What all ranks must have alike."""
+        return (self._rank, self._seed)
+
     def exchange(self, cargo: Cargo) -> Rounds:
         """Reduces M Q and what is not compressed, then Mᵀ P."""
         mean = torch.zeros_like(cargo.flat)

@@ -79,8 +79,11 @@ def check_dense(tensor: torch.Tensor) -> None:
     """Refuses what has no plain memory.
 
     Raises:
-        ArgumentError: the tensor is sparse.
+        ArgumentError: it is no tensor, or a sparse one.
     """
+    if not isinstance(tensor, torch.Tensor):
+        text = f"a tensor is wanted, not a {type(tensor).__name__}: torch.as_tensor() makes one"
+        raise ArgumentError(text)
     if tensor.layout is not torch.strided:
         text = (
             f"a {tensor.layout} tensor cannot travel as it is: use to_dense(), or sparse_as_dense=True in an optimizer"

@@ -37,6 +37,11 @@ class TopKCompressor(Compressor):
             raise ArgumentError(text)
         self._share = ratio
 
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What all ranks must have alike."""
+        return (self._share,)
+
     def exchange(self, cargo: Cargo) -> Rounds:
         """Gathers values and places."""
         flat = cargo.flat

@@ -229,4 +229,13 @@ def test_a_transport_that_does_not_exist_is_refused_before_anything_is_started(l
 def test_transports_that_exist_are_passed_on(monkeypatch, name):
     entry = EntryPoint("doves", "doves:Doves", "coordd.transports")
     monkeypatch.setattr(register, "entry_points", lambda group: [entry] if group == "coordd.transports" else [])
-    assert plan(f"-n 2 --transport {name} x").settings == {"COORDD_TRANSPORT": name}
+    assert plan(f"-n 1 --transport {name} x").settings == {"COORDD_TRANSPORT": name}
+
+
+@pytest.mark.parametrize(
+    ("line", "variables", "source"),
+    [("-n 2 --transport local x", {}, "--transport"), ("-n 2 x", {"COORDD_TRANSPORT": "local"}, "COORDD_TRANSPORT")],
+)
+def test_ranks_that_would_not_find_each_other_are_not_started(line, variables, source):
+    with pytest.raises(ConfigError, match=f"{source}=local is for one rank, .*: leave it out to start 2"):
+        plan(line, **variables)

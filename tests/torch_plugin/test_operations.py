@@ -309,3 +309,16 @@ def test_conjugated_views_travel_by_value():
         return cd.allreduce(mine, op=cd.Sum).item(), cd.allreduce_(mine, op=cd.Sum).item(), mine.item()
 
     assert each_rank(2, body) == [(2 - 4j, 2 - 4j, 2 - 4j)] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: cd.allreduce(0.5), "a tensor is wanted, not a float"),
+        (lambda: cd.allreduce(torch.ones(1), process_set=[0]), r"process_set is a list, and must be a ProcessSet"),
+        (lambda: cd.allreduce(torch.ones(1), op="sum"), "op is 'sum', and must be Average, Sum, "),
+    ],
+)
+def test_what_has_the_wrong_type_is_refused_with_what_is_wanted(call, text):
+    with local_ranks(1) as ranks, pytest.raises(cd.ArgumentError, match=text):
+        ranks.each(lambda _: call())
