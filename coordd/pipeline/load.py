@@ -61,9 +61,12 @@ _LIVE: dict[str, Callable[[int, int, int], int]] = {
     "1f1b": lambda m, p, s: min(m, p - s),
     "pipedream": lambda m, p, s: min(m, p - s),
     "2bw": lambda m, p, s: min(m, p - s),
-    "zb-h1": lambda m, p, s: min(m, p),  # noqa: ARG005
+    "zb-h1": lambda m, p, s: min(m, p),  # noqa: ARG005 - as above
 }
-_VERSIONS: dict[str, Callable[[int, int], int]] = {"pipedream": lambda p, s: p - s, "2bw": lambda p, s: 2}  # noqa: ARG005
+_VERSIONS: dict[str, Callable[[int, int], int]] = {
+    "pipedream": lambda p, s: p - s,
+    "2bw": lambda p, s: 2,  # noqa: ARG005 - as above
+}
 
 
 @dataclass(frozen=True)

@@ -181,4 +181,4 @@ def _unchanged_randomness() -> Iterator[None]:
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(legacy)  # noqa: NPY002
+        np.random.set_state(legacy)  # noqa: NPY002 - as above

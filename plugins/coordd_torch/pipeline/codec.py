@@ -57,7 +57,7 @@ class TorchCodec:
         if not differentiable:
             return tensor
         with torch.enable_grad():
-            entered: torch.Tensor = _Entrance.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
+            entered: torch.Tensor = _Entrance.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]  # torch's
             return entered
 
 
@@ -65,7 +65,7 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the leaf that has the gradient of a tensor that entered, the tensor itself if it has none."""
     if tensor.grad_fn is None:
         return tensor
-    found: torch.Tensor = tensor.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]
+    found: torch.Tensor = tensor.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]  # `_Entrance` has one
     return found
 
 
