@@ -51,6 +51,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "leaving",
     "local_rank",
     "local_size",
     "operations",
@@ -297,6 +298,27 @@ def barrier(*, process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have come; raises like `allreduce`."""
     handle: Handle[Any] = operations().barrier(process_set=process_set)
     handle.result()
+
+
+def leaving() -> bool:
+    """Says between two steps whether to end training now, because a batch system has sent SIGTERM to any rank.
+
+    All ranks call it at the same place and get the same answer, so all finish the same step, save and leave with exit
+    code 0. From the first call on SIGTERM does not end this process any more.
+
+    Raises:
+        ConfigError: this process's SIGTERM is handled by something else, or `init` was called in another thread.
+        PeerError, ShutdownError: see `coordd.errors`.
+    """
+    own = operations()
+    if _override.get() is None and not _exits.heed_sigterm():
+        text = (
+            "leaving() cannot hear SIGTERM: call init() in the main thread, and set no handler of your own before or "
+            "after it"
+        )
+        raise ConfigError(text)
+    asked = np.array([_exits.asked], np.uint8)
+    return bool(own.allreduce(asked, name="coordd.leaving", op=ReduceOp.MAX).result()[0])
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's signature

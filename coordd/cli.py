@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -30,9 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; by default those of this process.
     """
-    options, unknown = _parser().parse_known_args(joined(sys.argv[1:] if arguments is None else arguments))
+    words = sys.argv[1:] if arguments is None else arguments
+    parser, commands = _parser()
+    if words and words[0] not in commands and not words[0].startswith("-"):
+        _refuse(parser, words[:1], commands)
+    options, unknown = parser.parse_known_args(joined(words))
     if unknown:
-        _refuse(options.parser, unknown)
+        flags = [flag for action in options.parser._actions for flag in action.option_strings]  # noqa: SLF001 - no public way
+        _refuse(options.parser, unknown, flags)
     try:
         return int(options.action(options))
     except ConfigError as error:
@@ -48,14 +53,14 @@ def _complain(error: Exception, status: int) -> int:
     return status
 
 
-def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Ends with the usage of the command, and with what may have been meant."""
-    known = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001 - no public way
-    near = [flag for word in unknown for flag in difflib.get_close_matches(word.partition("=")[0], known, n=1)]
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str], known: Collection[str]) -> NoReturn:
+    """Ends with the usage, and with what may have been meant."""
+    near = [word for one in unknown for word in difflib.get_close_matches(one.partition("=")[0], known, n=1)]
     parser.error(f"there is no {' '.join(unknown)}" + (f"; did you mean {' '.join(near)}?" if near else ""))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """Returns the parser, and the names of the commands."""
     parser = argparse.ArgumentParser(prog="coordd", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"coordd {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -109,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     path.set_defaults(action=_drop_in_path, parser=path)
     version = commands.add_parser("version", help="tell the version")
     version.set_defaults(action=_version, parser=version)
-    return parser
+    return parser, commands.choices
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

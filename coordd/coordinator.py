@@ -117,10 +117,6 @@ class Coordinator:
         """When `turn` must be called even if no message arrives."""
         return self._investigation.deadline if self._investigation else None
 
-    def missing(self) -> list[int]:
-        """The ranks that have not arrived."""
-        return [rank for rank in self._ranks if rank not in self._arrived]
-
     def hear(self, voice: int, message: Message | Lost, *, now: float) -> None:
         """Takes one message in."""
         self._heard = True

@@ -16,7 +16,7 @@ import numpy as np
 from coordd.account import await_end
 from coordd.bell import Bell
 from coordd.config import Config
-from coordd.errors import ForkedProcessError, NotInitializedError, StartError
+from coordd.errors import ForkedProcessError, NotInitializedError, StartError, spans
 from coordd.handles import Handle
 from coordd.inbox import Inbox
 from coordd.loop import Loop, Work
@@ -80,6 +80,8 @@ class Daemon:
         self._thread.start()
         if not self._status.started.wait(self.config.start_seconds):
             text = f"the ranks did not find each other within {self.config.start_seconds:g} s (start_seconds)"
+            if absent := self._status.absent():
+                text += f": on this host nothing is seen of rank{'s' * (len(absent) > 1)} {spans(absent)}"
             raise StartError(text)
         if self._status.start_error is not None:
             self.end(_END_SECONDS)  # or the interpreter would end MPI while the thread still uses it

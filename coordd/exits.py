@@ -68,6 +68,8 @@ class ExitWatch:
         self._excepthook = sys.excepthook
         self._final: tuple[str, str] | None = None
         self._told = False
+        self._heeded = False
+        self._asked = False
         self._status = 0
         self._parting = False
         self._known_to_forks = False
@@ -81,6 +83,11 @@ class ExitWatch:
     def told(self) -> bool:
         """Whether a failure was reported."""
         return self._told
+
+    @property
+    def asked(self) -> bool:
+        """Whether SIGTERM has come since somebody heeds it."""
+        return self._asked
 
     def verdict(self) -> None:
         """Reports a failing ``sys.exit``, or an error that another hook has kept; called as the interpreter exits."""
@@ -106,12 +113,21 @@ class ExitWatch:
                 forks = _Forks(self.forget_sigterm)
                 os.register_at_fork(before=forks.prepare, after_in_parent=forks.go_on, after_in_child=forks.begin)
 
+    def heed_sigterm(self) -> bool:
+        """Has SIGTERM set `asked`, and no more, from now on; says whether it can: not if it is somebody else's."""
+        self._heeded = signal.getsignal(signal.SIGTERM) == self._terminated
+        return self._heeded
+
     def forget_sigterm(self) -> None:
         """Has SIGTERM end this process at once again."""
+        self._heeded = False
         if _in_main_thread() and signal.getsignal(signal.SIGTERM) == self._terminated:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
+        if self._heeded:
+            self._asked = True
+            return
         if self._parting:  # Slurm tells each process of a rank, and the one above this one passes on what it was told
             return
         self._parting = True

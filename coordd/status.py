@@ -44,6 +44,8 @@ class Status:
         self.traffic = Traffic()
         self.desk: Callable[[Inquiry | Account], None] = lambda _: None
         """Takes what other ranks ask of this one and answer to it; called by the thread, so it must not block."""
+        self.absent: Callable[[], list[int]] = list
+        """Lists the ranks that have not begun on this host, if anything is known of its ranks."""
         self.failing = False
         """Whether the job has failed, or this rank is about to tell that it has."""
         self.leaving = False

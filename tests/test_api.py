@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -34,6 +35,7 @@ USES = {
     "broadcast": lambda: coordd.broadcast(np.ones(1), 0),
     "allgather": lambda: coordd.allgather(np.ones(1)),
     "barrier": coordd.barrier,
+    "leaving": coordd.leaving,
     "torch.allreduce_async": lambda: cd.allreduce_async(torch.ones(1)),
     "torch.barrier": cd.barrier,
     "torch.broadcast_parameters": lambda: cd.broadcast_parameters({"w": torch.ones(1)}),
@@ -84,6 +86,24 @@ def test_settings_come_from_the_environment_too(monkeypatch):
     coordd.init()
     config = api.operations().daemon.config
     assert (config.cycle_ms, config.fusion_mb) == (3.5, 4.0)
+
+
+def test_ranks_that_ask_whether_to_leave_get_the_same_answer(monkeypatch):
+    answers = iter([False, False, True, False])
+    monkeypatch.setattr(type(api._exits), "asked", property(lambda _: next(answers)))
+    for expected in (False, True):
+        assert each_rank(2, lambda _: coordd.leaving()) == [expected] * 2
+
+
+def test_leaving_needs_sigterm_for_itself():
+    coordd.init()
+    assert not coordd.leaving()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(coordd.errors.ConfigError, match="leaving\\(\\) cannot hear SIGTERM"):
+            coordd.leaving()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("settings", [{"fusion_mb": -1}, {"cycles": 1}, {"stall_check": "maybe"}])

@@ -211,6 +211,31 @@ SIGTERMS = {
         "0 False\n",
         0,
     ),
+    "may be only noted": (
+        """
+        print(watch.heed_sigterm(), watch.asked)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        print(watch.asked)
+        """,
+        "True False\nTrue\n",
+        0,
+    ),
+    "cannot be noted if it is somebody else's": (
+        f"{MINE}; print(watch.heed_sigterm()); signal.raise_signal(signal.SIGTERM); print(watch.asked)",
+        "False\nmine\nFalse\n",
+        0,
+    ),
+    "is not noted any more by who has forgotten it": (
+        """
+        watch.heed_sigterm()
+        watch.forget_sigterm()
+        watch.hear_sigterm()
+        signal.raise_signal(signal.SIGTERM)
+        """,
+        "told: was ended by SIGTERM  None\n",
+        -15,
+    ),
     "is left alone by other threads": (
         """
         watch.forget_sigterm()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import csv
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordd.config import timeline_folder
+from coordd.errors import ConfigError
 from coordd.launch.console import wide_console
 
 if TYPE_CHECKING:
+    from coordd.timeline.journal import Journal
     from coordd.timeline.summary import Summary
     from coordd.timeline.trace import Trace
 
@@ -43,6 +46,7 @@ def timeline(options: argparse.Namespace) -> int:
     """Carries out `coordd timeline`; returns the exit code.
 
     Raises:
+        ConfigError: no tensor has the name that is to tell steps apart.
         TimelineError: there is no recording, or nothing that could be read.
         OSError: a file cannot be read or written.
     """
@@ -57,10 +61,11 @@ def timeline(options: argparse.Namespace) -> int:
         sys.stderr.write(f"coordd: {sentence}\n")
     journals = [Journal(trace.rank, trace.events()) for trace in traces]
     console = wide_console()
+    if options.step:
+        _check_step(options.step, journals)
     summary = summarize(journals, options.step)
     if summary is None:
-        text = "no step was found: nothing comes twice on all ranks" if not options.step else "that tensor never comes"
-        console.print(text)
+        console.print("no step was found: nothing comes twice on all ranks")
     else:
         show(summary, console)
         (folder / "step.svg").write_text(picture(summary, journals), "utf-8")
@@ -83,6 +88,14 @@ def collect(folder: Path) -> tuple[list[Trace], Path]:
     traces, target = find(folder), folder / "timeline.json"
     merge(traces, target)
     return traces, target
+
+
+def _check_step(name: str, journals: Sequence[Journal]) -> None:
+    known = {name for journal in journals for operation in journal.operations for name in operation.names}
+    if name not in known:
+        near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0) or ["nothing"]
+        text = f"--step: no tensor {name!r} was recorded; what was is called {', '.join(near)} and so on"
+        raise ConfigError(text)
 
 
 def _flaws(traces: Sequence[Trace]) -> list[str]:

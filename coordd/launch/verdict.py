@@ -47,6 +47,11 @@ class Record:
         """Ranks that have started and not ended."""
         return sorted(self.hosts.keys() - {end.rank for end in self.ended})
 
+    @property
+    def well(self) -> bool:
+        """Whether every rank has ended with exit code 0."""
+        return len(self.ended) == self.size and not any(end.outcome.failed for end in self.ended)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -59,13 +64,15 @@ class Verdict:
 
 def judge(record: Record) -> Verdict:
     """Finds the cause."""
+    if record.stopped_by == signal.SIGTERM and record.well:
+        return Verdict(0, "all ranks have ended in time, with exit code 0")
     if record.stopped_by:
         name = signal_name(record.stopped_by)
         text = "interrupted" if record.stopped_by == signal.SIGINT else f"ended by {name}"
         return Verdict(128 + record.stopped_by, text, hurried=record.stopped_by != signal.SIGINT)
     if cause := _cause(record):
         return _blamed(cause, record)
-    if len(record.ended) == record.size:
+    if record.well:
         return Verdict(0)
     return _unheard(record)
 
@@ -94,6 +101,8 @@ def _blamed(cause: Ended, record: Record) -> Verdict:
     text += f" {cause.outcome.text}"
     if cause.outcome.signal == signal.SIGKILL:
         text += " (if nobody sent it, the kernel did for want of memory: see 'dmesg')"
+    if "No module named 'horovod'" in cause.outcome.exception:
+        text += " (to run scripts of Horovod on coordd: coordd run --as-horovod)"
     alike = [end.rank for end in record.ended if end.rank != cause.rank and _alike(end.outcome, cause.outcome)]
     if alike:
         text += f" (rank{'s' * (len(alike) > 1)} {spans(alike)} too)"

@@ -21,7 +21,7 @@ from coordd.account import THREAD
 from coordd.bell import Bell
 from coordd.daemon import Daemon
 from coordd.messages import Account, Inquiry
-from coordd.survey.address import FAR_SECONDS, Address, peer
+from coordd.survey.address import FAR_SECONDS, Address, listed, peer
 from coordd.survey.standing import Question, Standing
 from coordd.survey.witness import Witness
 
@@ -57,6 +57,7 @@ class Desk:
         self._listen()
         self._thread = threading.Thread(target=self._run, name=f"{THREAD} desk", daemon=True)
         daemon.status.desk = self._notify
+        daemon.status.absent = self._absent
         self._thread.start()
 
     def settle(self) -> None:
@@ -71,6 +72,13 @@ class Desk:
         self._closing = True
         self._bell.ring()
         self._thread.join(_SLOW_SECONDS)
+
+    def _absent(self) -> list[int]:
+        """Lists the ranks of this job that have no desk on this host."""
+        if not self._sockets:
+            return []
+        present = {found.rank for found in listed() if found.job == self._address.job}
+        return sorted(set(range(self._address.size)) - present)
 
     def _listen(self) -> None:
         """Opens the socket of the present address; a former one stays open, for somebody may be asking there."""

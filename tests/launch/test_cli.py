@@ -75,6 +75,13 @@ def test_a_flag_that_does_not_exist_comes_with_what_was_meant(capsys):
     assert "there is no --fuson-mb; did you mean --fusion-mb?" in shown
 
 
+def test_a_command_that_does_not_exist_comes_with_what_was_meant(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["rum", "-n", "2", "python", "x.py"])
+    assert stop.value.code == 2
+    assert "there is no rum; did you mean run?" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt

@@ -27,10 +27,17 @@ if "save" in sys.argv:
 api.init()
 api.allreduce(np.ones(9, np.float32), name="first")
 print("ready", os.getpid(), flush=True)
-while True:
+step = 0
+while "leave" not in sys.argv or not api.leaving():
     api.allreduce(np.ones(9, np.float32), name="weight")
     threading.Event().wait(0.005)
+    step += 1
+print("left after step", step, flush=True)
 """
+FINISHED = [
+    "coordd: SIGTERM: ranks have 5 s (--grace-seconds) to end",
+    "coordd: all ranks have ended in time, with exit code 0",
+]
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
 
 
@@ -48,17 +55,40 @@ def train(tmp_path):
 
 def pids(job):
     """The ranks' processes, by rank."""
-    return [int(line.split()[-1]) for line in sorted(job.out.splitlines())]
+    return [int(line.split()[-1]) for line in sorted(job.out.splitlines()) if "ready" in line]
+
+
+def steps(job):
+    """After which steps the ranks have left."""
+    told = [line.split()[-1] for line in job.out.splitlines() if "left after step" in line]
+    assert len(told) == 2
+    return set(told)
 
 
 def test_sent_to_coordd_run_gives_ranks_the_time_to_save(train):
     with train("save") as job:
         job.send(signal.SIGTERM)
-        assert job.wait() == 143
+        assert job.wait() == 0
         assert job.out.count("saved") == 2
-        said = job.err.splitlines()[1:]
-        assert said == ["coordd: SIGTERM: ranks have 5 s (--grace-seconds) to end", "coordd: ended by SIGTERM"]
+        assert job.err.splitlines()[1:] == FINISHED
         assert wait_until(lambda: not job.left)
+
+
+def test_sent_to_coordd_run_lets_ranks_finish_the_same_step(train):
+    with train("leave") as job:
+        job.send(signal.SIGTERM)
+        assert job.wait() == 0
+        assert len(steps(job)) == 1
+        assert job.err.splitlines()[1:] == FINISHED
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_sent_to_one_rank_has_all_leave_after_the_same_step(train, victim):
+    with train("leave") as job:
+        os.kill(pids(job)[victim], signal.SIGTERM)
+        assert job.wait() == 0
+        assert len(steps(job)) == 1
+        assert not job.err.splitlines()[1:]
 
 
 def test_sent_to_coordd_run_ends_ranks_that_do_not_handle_it_without_a_word_of_theirs(train):

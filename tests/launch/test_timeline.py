@@ -76,8 +76,8 @@ def test_without_steps_there_is_still_a_trace(tmp_path, capsys):
 def test_steps_may_be_told_by_a_tensor(folder, capsys):
     assert main(["timeline", "--step", "g1", str(folder)]) == 0
     assert "known by 'g1'" in capsys.readouterr().out
-    assert main(["timeline", "--step", "none", str(folder)]) == 0
-    assert "that tensor never comes" in capsys.readouterr().out
+    assert main(["timeline", "--step", "g3x", str(folder)]) == 2
+    assert capsys.readouterr().err.startswith("coordd: --step: no tensor 'g3x' was recorded; what was is called g")
 
 
 def test_a_folder_without_recordings_is_a_clear_error(tmp_path, capsys):

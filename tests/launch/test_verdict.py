@@ -54,6 +54,10 @@ def record(*ends: tuple[int, Outcome], size: int = 2, hosts: str = "aa", **more)
         ),
         (record(stopped_by=signal.SIGINT), 130, "interrupted"),
         (record((1, BAD), stopped_by=signal.SIGTERM), 143, "ended by SIGTERM"),
+        (record((1, FINE), stopped_by=signal.SIGTERM), 143, "ended by SIGTERM"),
+        (record((1, FINE), (0, STOPPED), stopped_by=signal.SIGTERM), 143, "ended by SIGTERM"),
+        (record((1, FINE), (0, FINE), stopped_by=signal.SIGTERM), 0, "all ranks have ended in time, with exit code 0"),
+        (record((1, FINE), (0, FINE), stopped_by=signal.SIGINT), 130, "interrupted"),
         (record(hosts="", status=213), 213, "Open MPI 5 exited with code 213 before any rank had started; what it"),
         (record(hosts="", status=0), 1, "Open MPI 5 exited with code 0 before any rank had started"),
         (record((0, FINE), status=-9), 137, "Open MPI 5 was ended by SIGKILL while rank 1 ran"),
@@ -79,3 +83,8 @@ def test_a_kill_from_nowhere_hints_at_memory_and_is_not_said_of_others():
     assert verdict == Verdict(137, verdict.text)
     assert verdict.text.startswith("rank 1 ended by SIGKILL (if nobody sent it, the kernel did")
     assert "too" not in verdict.text
+
+
+def test_a_script_that_wants_horovod_is_told_how_to_get_it():
+    lost = Outcome(1, exception="ModuleNotFoundError: No module named 'horovod'")
+    assert judge(record((0, lost))).text.endswith("(to run scripts of Horovod on coordd: coordd run --as-horovod)")
