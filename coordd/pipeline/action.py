@@ -26,6 +26,19 @@ class Kind(StrEnum):
     STEP = "STEP"
 
 
+_WORDS = {
+    Kind.FORWARD: "forward pass",
+    Kind.BACKWARD: "backward pass",
+    Kind.INPUT: "backward pass for inputs",
+    Kind.WEIGHT: "backward pass for weights",
+    Kind.SEND_FORWARD: "send of the results",
+    Kind.RECV_FORWARD: "receive of the inputs",
+    Kind.SEND_BACKWARD: "send of the gradients",
+    Kind.RECV_BACKWARD: "receive of the gradients",
+    Kind.REDUCE: "reduction of the gradients",
+    Kind.STEP: "optimizer's step",
+}
+
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
 """The kinds that occupy the processor."""
 
@@ -64,6 +77,12 @@ class Action(NamedTuple):
         arrow = "<" if self.kind in RECEIVES else ">"
         peer = f"{arrow}{self.peer}" if self.peer >= 0 else ""
         return f"{self.stage}{self.kind}{microbatch}{peer}"
+
+    @property
+    def told(self) -> str:
+        """It in words, for errors: ``the forward pass of microbatch 0 in stage 2``."""
+        microbatch = f" of microbatch {self.microbatch}" if self.microbatch >= 0 else ""
+        return f"the {_WORDS[self.kind]}{microbatch} in stage {self.stage}"
 
     @classmethod
     def parse(cls, text: str) -> Action:

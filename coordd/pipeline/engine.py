@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from coordd.errors import CoorddError
+from coordd.errors import PeerError, ShutdownError
 from coordd.handles import Handle, wait_all
 from coordd.pipeline.action import COMPUTE, DIRECTION, RECEIVES, SENDS, Action, Kind
 from coordd.pipeline.plan import Plan
@@ -128,10 +128,11 @@ class Engine:
         for action in plan.actions[rank]:
             try:
                 self._do(plan, action)
-            except CoorddError:
+            except (PeerError, ShutdownError):  # all ranks know already
                 raise
             except BaseException as error:
-                self._fail(f"failed in {action} of the pipeline: {error!r}", traceback.format_exc())
+                error.add_note(f"in {action} of the pipeline: {action.told}, on rank {rank}")
+                self._fail(f"failed in {action} of the pipeline: {error!r}, in {action.told}", traceback.format_exc())
                 raise
             if action.kind in COMPUTE:
                 spans.append(Span(action, self._began - begin, time.perf_counter() - begin))

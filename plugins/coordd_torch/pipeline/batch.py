@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
 
-__all__ = ["Batch", "rows_of"]
+__all__ = ["Batch", "Weigh", "joined", "lengths", "rows_of"]
+
+Weigh = Callable[[Any, Any], float | torch.Tensor]
+"""Says of a microbatch's inputs and targets how much its loss counts."""
 
 
 def rows_of(values: Any) -> int:
@@ -19,13 +23,24 @@ def rows_of(values: Any) -> int:
     Raises:
         ArgumentError: there is no such tensor, or they differ.
     """
-    lengths = {len(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.dim()}
-    if len(lengths) != 1:
-        told = ", ".join(map(str, sorted(lengths))) or "none"
+    found = lengths(values)
+    if len(found) != 1:
+        told = ", ".join(map(str, found)) or "none"
         raise ArgumentError(
             f"the tensors of a batch must have equally many rows to be cut into microbatches, not {told}"
         )
-    return lengths.pop()
+    return found[0]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Puts the outputs of microbatches together again: tensors by their rows, all else in lists."""
+    return pytree.tree_map(lambda *leaves: _joined(leaves), *parts)
+
+
+def lengths(values: Any) -> list[int]:
+    """Lists the first dimensions of all tensors that have one, each once."""
+    leaves = pytree.tree_leaves(values)
+    return sorted({len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()})
 
 
 class Batch:
@@ -39,6 +54,7 @@ class Batch:
         *,
         steps: int = 1,
         named: Callable[[Any], dict[str, Any]],
+        weigh: Weigh | None = None,
     ) -> None:
         """Takes a batch.
 
@@ -48,12 +64,17 @@ class Batch:
             parts: the rows of each microbatch.
             steps: how many steps are taken, with equally many microbatches each.
             named: makes of a microbatch's inputs the values by name that stages take.
+            weigh: says how much a microbatch counts; by default as much as it has rows.
+
+        Raises:
+            ArgumentError: a weight is negative, infinite or no number.
         """
         self._inputs = inputs
         self._targets = targets
         self._parts = parts
         self._named = named
         self._each = len(parts) // steps
+        self._amounts = [self._amount(number, weigh) for number in range(len(parts))]
 
     @property
     def count(self) -> int:
@@ -69,18 +90,28 @@ class Batch:
         return _rows(self._targets, self._parts[microbatch])
 
     def weight(self, microbatch: int) -> float:
-        """Its part of the rows of its step."""
+        """How much of its step it is."""
         first = microbatch // self._each * self._each
-        return self._length(microbatch) / sum(map(self._length, range(first, first + self._each)))
+        return self._amounts[microbatch] / (sum(self._amounts[first : first + self._each]) or 1.0)
 
     def share(self, microbatch: int) -> float:
-        """Its part of the rows of the batch."""
-        return self._length(microbatch) / sum(map(self._length, range(len(self._parts))))
+        """How much of the batch it is."""
+        return self._amounts[microbatch] / (sum(self._amounts) or 1.0)
 
-    def _length(self, microbatch: int) -> int:
+    def _amount(self, microbatch: int, weigh: Weigh | None) -> float:
         part = self._parts[microbatch]
-        return int(part.stop - part.start)
+        if weigh is None:
+            return int(part.stop - part.start)
+        amount = float(weigh(_rows(self._inputs, part), self.targets(microbatch)))
+        if not 0 <= amount < math.inf:
+            raise ArgumentError(f"a microbatch cannot have a weight of {amount:g}: weight= must return 0 or more")
+        return amount
 
 
 def _rows(values: Any, part: slice) -> Any:
     return pytree.tree_map(lambda leaf: leaf[part] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, values)
+
+
+def _joined(leaves: tuple[Any, ...]) -> Any:
+    tensors = isinstance(leaves[0], torch.Tensor) and leaves[0].dim() > 0
+    return torch.cat(leaves) if tensors else list(leaves)

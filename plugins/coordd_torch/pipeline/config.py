@@ -26,7 +26,8 @@ class PipelineConfig:
         reuse: modules of which each stage that calls them gets a copy, kept equal.
         cuts: names of modules at which a stage may begin, for a model that cannot be traced.
         recompute: whether activations are computed anew for the backward pass, and not kept.
-        compression: how floating values travel between stages: None for as they are, ``"bf16"`` or ``"int8"``.
+        compression: how activations and gradients travel between stages: None for as they are, ``"bf16"`` or
+            ``"int8"``. What no gradient flows through, such as masks and indices, travels as it is.
         clip_norm: the largest norm of all gradients together; None for any.
         seed: makes dropout depend on step, stage and microbatch alone.
     """
@@ -49,6 +50,20 @@ class PipelineConfig:
         for name in ("microbatches", "data_parallel"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}, and must be at least 1")
+        if self.clip_norm is not None:
+            self.check_one_step("clip_norm")
+
+    def check_one_step(self, wanted: str) -> None:
+        """Raises if stages do not step together, as what is wanted needs.
+
+        Raises:
+            ArgumentError: each stage steps at moments of its own.
+        """
+        if self.schedule == "pipedream":
+            raise ArgumentError(
+                f"{wanted} looks at the gradients of all stages at a time, which never are those of one step under "
+                "'pipedream': use another schedule, such as '2bw'"
+            )
 
     @property
     def choice(self) -> Choice:
@@ -62,8 +77,11 @@ class PipelineConfig:
             ArgumentError: the world does not divide into so many replicas.
         """
         if world % self.data_parallel:
+            fewer = world - world % self.data_parallel
+            fitting = [fewer, fewer + self.data_parallel] if fewer else [self.data_parallel]
+            divisors = [str(each) for each in range(1, world + 1) if world % each == 0]
             raise ArgumentError(
-                f"{world} ranks do not make {self.data_parallel} equal pipelines: change data_parallel, or start "
-                "another number of ranks"
+                f"{world} ranks do not make {self.data_parallel} equal pipelines: start "
+                f"{' or '.join(map(str, fitting))} ranks, or set data_parallel to {', '.join(divisors)}"
             )
         return world // self.data_parallel

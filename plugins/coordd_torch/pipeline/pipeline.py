@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from coordd import api
 from coordd.errors import ArgumentError
@@ -24,7 +23,8 @@ from coordd.pipeline.microbatch import cut, fitting
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Span
 from coordd.process_sets import ProcessSet
-from coordd_torch.pipeline.batch import Batch, rows_of
+from coordd_torch.pipeline.accord import Accord
+from coordd_torch.pipeline.batch import Batch, Weigh, joined, rows_of
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.build import materialise, outline
 from coordd_torch.pipeline.capture import capture
@@ -32,8 +32,9 @@ from coordd_torch.pipeline.checkpoint import aliases, load, save_stage, write_ma
 from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.fitting import History, fit
 from coordd_torch.pipeline.layout import Layout
-from coordd_torch.pipeline.norm import clip
 from coordd_torch.pipeline.optimizer_state import load_optimizer, save_optimizer
+from coordd_torch.pipeline.scaling import Scaling
+from coordd_torch.pipeline.settling import Settling
 from coordd_torch.pipeline.sharing import Sharing
 from coordd_torch.pipeline.stage import Loss, TorchStage
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
@@ -64,6 +65,8 @@ class Pipeline:
         optimizer: MakeOptimizer,
         loss: Loss,
         example: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        weight: Weigh | None = None,
     ) -> None:
         """Splits a model.
 
@@ -73,20 +76,28 @@ class Pipeline:
             optimizer: makes the optimizer of some parameters.
             loss: of an output and targets, the mean over their rows.
             example: inputs as in `train_batch`, for models that can be captured only with some.
+            scaler: of losses, for training in fp16; it is the pipeline's from now on, and alike on all ranks.
+            weight: says of a microbatch's inputs and targets how much its loss counts: the number of what it is the
+                mean of, such as that of valid tokens; by default as much as it has rows.
 
         Raises:
             ArgumentError: the model cannot be split like this.
             NotInitializedError: `init` was not called.
         """
         self.config = config or PipelineConfig()
+        if scaler is not None:
+            self.config.check_one_step("a scaler")
         self._operations = api.operations()
         world = self._operations.daemon.world
         self._rank = world.rank
         self._ranks = self.config.ranks(world.size)
         self._name = f"{self._operations.namespace()}pipeline"
+        self._accord = Accord(self._operations, name=f"{self._name}.given")
         self._sketch = self._plan(self.config.microbatches)
         self._model = model
         self._criterion = loss
+        self._weigh = weight
+        self._scaling = None if scaler is None else Scaling(scaler)
         outlined = model if isinstance(model, nn.Module) else outline(model)
         self._captured = capture(outlined, example, cuts=self.config.cuts)
         self.layout = Layout.of(self._captured, self._sketch.stages, self.config)
@@ -97,7 +108,6 @@ class Pipeline:
             )
         self._savers = self._saved_by()
         self._plans: dict[tuple[int, bool], Plan] = {}
-        self._settled = False
         self.spans: list[Span] = []
         built = model if isinstance(model, nn.Module) else self._materialised(model)
         self.stages = self._made(built, optimizer, loss)
@@ -136,8 +146,7 @@ class Pipeline:
         found: dict[int, Any] = {}
         for outputs in allgather_object(mine, name=f"{self._name}.outputs"):
             found |= outputs
-        parts = [found[microbatch] for microbatch in sorted(found)]
-        return pytree.tree_map(lambda *leaves: _joined(leaves), *parts)
+        return joined([found[microbatch] for microbatch in sorted(found)])
 
     def fit(
         self,
@@ -252,22 +261,25 @@ class Pipeline:
         return found
 
     def _run(self, x: Any, y: Any, *, training: bool, step: bool = True, keep: bool = False) -> None:
+        call = ("train_batch" if step else "verify_parity") if training else "predict" if keep else "eval_batch"
+        self._accord.check(call, x, y, scale=self._scaling.scale if self._scaling else 1.0)
         plan = self._lowered(self._fitting(x), training=training)
         if not step:
             still = [tuple(action for action in mine if action.kind is not Kind.STEP) for mine in plan.actions]
             plan = replace(plan, actions=tuple(still), versions=())
         steps = plan.microbatches // self.config.data_parallel if self.config.schedule == "pipedream" and step else 1
         batch = self._batch(x, y, plan.microbatches, steps=steps)
-        self._settled = False
+        self._settling.begin()
         for stage in self.stages.values():
-            stage.begin(batch, training=training, keep=keep)
+            stage.begin(batch, training=training, keep=keep, scaling=self._scaling if step else None)
         self.spans = self._engine.run(plan, self._rank)
 
     def _fitting(self, x: Any) -> int:
         return fitting(rows_of(x), self.config.microbatches, self.config.data_parallel)
 
     def _batch(self, x: Any, y: Any, microbatches: int, *, steps: int = 1) -> Batch:
-        return Batch(x, y, cut(rows_of(x), microbatches), steps=steps, named=self._captured.inputs)
+        parts = cut(rows_of((x, y)), microbatches)
+        return Batch(x, y, parts, steps=steps, named=self._captured.inputs, weigh=self._weigh)
 
     def _loss(self) -> float:
         mine = sum(stage.loss for stage in self.stages.values())
@@ -311,14 +323,24 @@ class Pipeline:
         owners = {key: self._owners(key, number) for number, mine in held.items() for key in mine}
         self._sharing = Sharing(held, owners, self._operations, name=self._name)
         self._sharing.align()
-        made: dict[int, TorchStage] = {}
+        optimizers: dict[int, torch.optim.Optimizer | None] = {}
         known: set[str] = set()
-        for number, module in modules.items():
-            own = {key: value for key, value in held[number].items() if key not in known and value.requires_grad}
+        for number, mine in held.items():
+            own = {key: value for key, value in mine.items() if key not in known and value.requires_grad}
             known |= own.keys()
-            made[number] = self._stage(number, module, optimizer(own.values()) if own else None, loss)
-        self._counted = [value for mine in held.values() for key, value in mine.items() if owners[key][0] == self._rank]
-        return made
+            optimizers[number] = optimizer(own.values()) if own else None
+        whose = {value: owners[key][0] for mine in held.values() for key, value in mine.items()}
+        self._settling = Settling(
+            self._sharing.finish,
+            [value for value, owner in whose.items() if owner == self._rank],
+            [value for value, owner in whose.items() if owner != self._rank],
+            optimizers=[each for each in optimizers.values() if each is not None],
+            clip_norm=self.config.clip_norm,
+            scaling=self._scaling,
+            operations=self._operations,
+            name=f"{self._name}.norm",
+        )
+        return {number: self._stage(number, module, optimizers[number], loss) for number, module in modules.items()}
 
     def _stage(
         self, number: int, module: StageModule, optimizer: torch.optim.Optimizer | None, loss: Loss
@@ -341,8 +363,9 @@ class Pipeline:
             route=lambda inputs: self.layout.route(number, inputs, training=module.training),
             versions=Versions(list(module.parameters()), keep) if keep > 1 else None,
             reduce=lambda: self._sharing.start(number),
-            settle=self._settle,
+            settle=self._settling.settle,
             gather=lambda rows: self._gathered(number, rows),
+            compress=config.compression,
         )
 
     def _gathered(self, stage: int, rows: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -365,25 +388,9 @@ class Pipeline:
         stages = self.layout.tied.get(key, (stage,))
         return sorted({rank for each in stages for rank in self._sketch.placement[each]})
 
-    def _settle(self) -> None:
-        """Completes all gradients of this rank that are complete elsewhere, and clips them once."""
-        self._sharing.finish()
-        if self._settled or self.config.clip_norm is None:
-            return
-        self._settled = True
-        mine = {id(value.grad): value.grad for value in self._counted if value.grad is not None}
-        everything = (value.grad for stage in self.stages.values() for value in stage.module.parameters())
-        others = {id(grad): grad for grad in everything if grad is not None and id(grad) not in mine}
-        clip(mine.values(), others.values(), self.config.clip_norm, self._operations, name=f"{self._name}.norm")
-
 
 def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     if one is None or other is None:
         present = [gradient for gradient in (one, other) if gradient is not None]
         return max((float(gradient.abs().max()) for gradient in present), default=0.0)
     return float((one - other).abs().max()) if one.numel() else 0.0
-
-
-def _joined(leaves: tuple[Any, ...]) -> Any:
-    tensors = isinstance(leaves[0], torch.Tensor) and leaves[0].dim() > 0
-    return torch.cat(leaves) if tensors else list(leaves)

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils import _pytree as pytree
 
+from coordd.errors import ArgumentError
 from coordd.pipeline.frame import pack, unpack
 from coordd_torch.pipeline.batch import Batch
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.codec import TorchCodec
+from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
+from coordd_torch.pipeline.surroundings import casting, uncast
 from coordd_torch.pipeline.versions import Versions
 
 __all__ = ["Loss", "TorchStage"]
@@ -45,8 +49,9 @@ class TorchStage:
         loss: Loss | None,
         route: Route,
         versions: Versions | None,
-        settle: Callable[[], None],
+        settle: Callable[[], bool],
         gather: Callable[[Rows], Sequence[Rows]],
+        compress: str | None = None,
     ) -> None:
         """Puts the parts together.
 
@@ -58,8 +63,9 @@ class TorchStage:
             loss: of the last stage: of a microbatch's output and targets, its mean.
             route: which later stage gets what.
             versions: of the weights, where there are several.
-            settle: is called before a step, and completes the gradients.
+            settle: is called before a step, completes the gradients, and says whether the step is to be taken.
             gather: makes of statistics of batch normalisation those of all replicas.
+            compress: the form in which gradients travel, ``"bf16"`` or ``"int8"``; None for as they are.
         """
         self.module = module
         self.optimizer = optimizer
@@ -72,21 +78,24 @@ class TorchStage:
         self._versions = versions
         self._settle = settle
         self._gather = gather
+        self._compress = compress
         self._codec = TorchCodec()
         self._batch: Batch | None = None
         self._frames: dict[tuple[int, int], np.ndarray] = {}
         self._losses: dict[int, torch.Tensor] = {}
 
-    def begin(self, batch: Batch, *, training: bool, keep: bool = False) -> None:
+    def begin(self, batch: Batch, *, training: bool, keep: bool = False, scaling: Scaling | None = None) -> None:
         """Prepares a run.
 
         Args:
             batch: that is gone through.
             training: whether it is gone back.
             keep: whether the last stage keeps its outputs, and finds no loss.
+            scaling: of the loss, before it is gone back from.
         """
         self._batch = batch
         self._training = training
+        self._scaling = scaling
         self.loss = 0.0
         self.outputs = {} if keep else None
         self._losses.clear()
@@ -96,12 +105,16 @@ class TorchStage:
             self._versions.restart()
 
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
-        """Takes a microbatch through; the last stage finds its loss."""
+        """Takes a microbatch through; the last stage finds its loss.
+
+        Raises:
+            ArgumentError: the loss is not one number.
+        """
         batch = self._batch
         assert batch is not None  # noqa: S101 - begun
         inputs = batch.inputs(microbatch)
         parcels = {stage: unpack(frame, self._codec) for stage, frame in given.items()}
-        with nullcontext() if self._training else torch.no_grad():
+        with nullcontext() if self._training else torch.no_grad(), casting():
             outputs = self._boundary.forward(microbatch, parcels, inputs)
             if OUTPUT in outputs:
                 self._conclude(microbatch, outputs[OUTPUT], batch)
@@ -117,15 +130,18 @@ class TorchStage:
 
     def backward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Takes a microbatch back."""
-        self._return(microbatch, self._boundary.backward(microbatch, self._gradients(microbatch, given)))
+        with uncast(self._codec.device):
+            self._return(microbatch, self._boundary.backward(microbatch, self._gradients(microbatch, given)))
 
     def backward_input(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Does the part of it that earlier stages wait for."""
-        self._return(microbatch, self._boundary.backward_input(microbatch, self._gradients(microbatch, given)))
+        with uncast(self._codec.device):
+            self._return(microbatch, self._boundary.backward_input(microbatch, self._gradients(microbatch, given)))
 
     def backward_weight(self, microbatch: int) -> None:
         """Does the rest."""
-        self._boundary.backward_weight(microbatch)
+        with uncast(self._codec.device):
+            self._boundary.backward_weight(microbatch)
 
     def gradient(self, microbatch: int, giver: int) -> np.ndarray:
         """The frame of gradients that an earlier stage gets."""
@@ -141,17 +157,18 @@ class TorchStage:
         self._reduce()
 
     def step(self) -> None:
-        """Lets the optimizer step, and forgets the gradients."""
+        """Lets the optimizer step, unless all ranks skip the step, and forgets the gradients."""
         if self._versions is not None:
             self._versions.advance()
-        self._settle()
+        taken = self._settle()
         self._boundary.statistics.update(self._gather(self._boundary.statistics.take()))
         self._boundary.step += 1
         if self.optimizer is not None:
             parameters = list(self.module.parameters())
             # Graphs of other microbatches are gone back with the weights that they were made with, which are kept.
             with _unsafe_preserve_version_counter(tuple(parameters)):
-                self.optimizer.step()
+                if taken:
+                    self.optimizer.step()
             self.optimizer.zero_grad()
 
     def surrender(self) -> dict[str, torch.Tensor | None]:
@@ -165,10 +182,12 @@ class TorchStage:
         if self.outputs is not None:
             self.outputs[microbatch] = output
         elif self._criterion is not None:
-            loss = self._criterion(output, batch.targets(microbatch))
-            self.loss += float(loss.detach()) * batch.share(microbatch)
+            weight = batch.weight(microbatch)
+            loss = _checked(self._criterion(output, batch.targets(microbatch))) if weight else _nothing(output)
+            self.loss += float(loss.detach()) * batch.share(microbatch) if weight else 0.0
             if self._training:
-                self._losses[microbatch] = loss * batch.weight(microbatch)
+                weighted = loss * weight
+                self._losses[microbatch] = self._scaling.scaled(weighted) if self._scaling else weighted
 
     def _gradients(self, microbatch: int, given: Mapping[int, np.ndarray]) -> Any:
         if microbatch in self._losses:
@@ -177,4 +196,17 @@ class TorchStage:
 
     def _return(self, microbatch: int, gradients: Mapping[int, Any]) -> None:
         for giver, found in gradients.items():
-            self._frames[microbatch, giver] = pack(found, self._codec)[0]
+            self._frames[microbatch, giver] = pack(found, self._codec, compress=lambda _: self._compress)[0]
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise ArgumentError(f"loss= must return one number, the mean over a microbatch's rows, not {found}")
+    return loss.reshape(())
+
+
+def _nothing(output: Any) -> torch.Tensor:
+    """A loss whose gradient is zero: that of a microbatch without weight, whose mean is of nothing and no number."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return torch.stack([leaf.mul(0).sum() for leaf in leaves]).sum() if leaves else torch.zeros(())

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Surroundings", "seed_for", "seeded"]
+__all__ = ["Surroundings", "casting", "seed_for", "seeded", "uncast"]
 
 
 def seed_for(seed: int, step: int, stage: int, microbatch: int) -> int:
@@ -27,6 +27,30 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def casting() -> Iterator[None]:
+    """Computes with autocast as it is, but with weights cast anew.
+
+    Autocast keeps the weights that it has cast until its outermost block ends. Around a whole step, or several, they
+    would be those before the optimizer changed them, or of another version.
+    """
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def uncast(device: torch.device) -> Iterator[None]:
+    """Computes without autocast: a backward pass has the types of its forward pass, and none is to be cast again."""
+    with ExitStack() as stack:
+        for kind in _kinds(device):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 class Surroundings:
     """Those of the moment when it is made."""
 
@@ -39,7 +63,7 @@ class Surroundings:
         self._device = device
         self._chance = torch.get_rng_state()
         self._chance_there = None if device.type == "cpu" else _module(device).get_rng_state(device)
-        self._autocast = [_autocast(kind) for kind in dict.fromkeys(["cpu", device.type])]
+        self._autocast = [_autocast(kind) for kind in _kinds(device)]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -50,6 +74,7 @@ class Surroundings:
                 _module(self._device).set_rng_state(self._chance_there, self._device)
             for settings in self._autocast:
                 stack.enter_context(torch.autocast(**settings))
+            stack.enter_context(casting())
             yield
 
 
@@ -57,6 +82,11 @@ def _forked(device: torch.device) -> Any:
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def _kinds(device: torch.device) -> list[str]:
+    """The kinds of devices on which something is computed for a device."""
+    return list(dict.fromkeys(["cpu", device.type]))
 
 
 def _autocast(kind: str) -> dict[str, Any]:

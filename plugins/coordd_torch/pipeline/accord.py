@@ -1,0 +1,99 @@
+"""All ranks of a pipeline are given the same batch: seen to before anything is computed of it.
+
+Inputs and targets never travel, so ranks whose data loaders shuffle differently would train the first stage on one
+batch and the last on another, and nothing would fail.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from coordd.errors import ArgumentError, spans
+from coordd.messages import ReduceOp
+from coordd.operations import Operations
+from coordd_torch.pipeline.batch import lengths
+from coordd_torch.state import allgather_object
+
+__all__ = ["Accord", "fingerprint"]
+
+_VALUES = 256
+"""So many of a row's values are looked at."""
+
+
+class Accord:
+    """Compares what the ranks were given."""
+
+    def __init__(self, operations: Operations, *, name: str) -> None:
+        """Prepares it.
+
+        Args:
+            operations: of the daemon.
+            name: of the reductions.
+        """
+        self._operations = operations
+        self._name = name
+        self._calls = 0
+
+    def check(self, call: str, inputs: Any, targets: Any, *, scale: float) -> None:
+        """Returns if all ranks do the same with the same batch; all ranks call it.
+
+        Args:
+            call: what is done.
+            inputs: of all rows.
+            targets: of all rows.
+            scale: of the loss.
+
+        Raises:
+            ArgumentError: on all ranks; the text says what differs, and which rank has what.
+        """
+        self._calls += 1
+        given = {
+            "what they call": f"{call}, call {self._calls}",
+            "rows": str(lengths((inputs, targets))).strip("[]"),
+            "inputs": fingerprint(inputs),
+            "targets": fingerprint(targets),
+            "the scale of the loss": scale,
+        }
+        number = int.from_bytes(blake2b(repr(given).encode(), digest_size=7).digest())
+        found = np.array([number, -number], np.int64)
+        largest, smallest = self._operations.allreduce(found, name=self._name, op=ReduceOp.MAX).result()
+        if largest == -smallest:
+            return
+        told = [_told(key, everybodys) for key, everybodys in self._everybodys(given) if len(everybodys) > 1]
+        raise ArgumentError(
+            f"the ranks of a pipeline differ in {'; '.join(told)}: all of them must make the same calls with the same "
+            "batches (shuffle with the same seed everywhere, and use no sampler that deals rows out to ranks)"
+        )
+
+    def _everybodys(self, given: Mapping[str, Any]) -> list[tuple[str, dict[Any, list[int]]]]:
+        """For each thing that was given its values, and which ranks have them."""
+        parts: list[Mapping[str, Any]] = allgather_object(dict(given), f"{self._name}.given")
+        found: dict[str, dict[Any, list[int]]] = {}
+        for rank, part in enumerate(parts):
+            for key, value in part.items():
+                found.setdefault(key, {}).setdefault(value, []).append(rank)
+        return list(found.items())
+
+
+def _told(key: str, everybodys: Mapping[Any, list[int]]) -> str:
+    each = (f"{value} on rank{'s' * (len(ranks) > 1)} {spans(ranks)}" for value, ranks in everybodys.items())
+    return f"{key} ({', '.join(each)})"
+
+
+def fingerprint(values: Any) -> str:
+    """Makes a short text of some of the values of three rows of all tensors: the first, the middle and the last."""
+    found = 0
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
+            rows = leaf.detach()[:: max(1, (len(leaf) - 1) // 2)] if leaf.dim() else leaf.detach()
+            flat = rows.reshape(-1)
+            some = flat[:: max(1, len(flat) // _VALUES)].contiguous().cpu()
+            found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
+    return f"{found:08x}"
