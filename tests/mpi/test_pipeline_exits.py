@@ -101,12 +101,11 @@ def _times(outcome: Outcome, word: str) -> list[float]:
     ("place", "schedule", "size", "action", "told"),
     [
         ("forward 1", "1f1b", 2, "0F0", "the forward pass of microbatch 0 in stage 0"),
-        ("forward 5", "zb-v", 4, "2F0", "the forward pass of microbatch 0 in stage 2"),
+        ("forward 5", "zb-v", 4, "5F0", "the forward pass of microbatch 0 in stage 5"),
         ("backward 3", "1f1b", 2, "1B0", "the backward pass of microbatch 0 in stage 1"),
         ("backward 2", "zb-h1", 4, "1I0", "the backward pass for inputs of microbatch 0 in stage 1"),
         ("loss", "gpipe", 4, "3F0", "the forward pass of microbatch 0 in stage 3"),
         ("step 1", "1f1b", 4, "1STEP", "the optimizer's step in stage 1"),
-        ("step 0", "2bw", 2, "0STEP", "the optimizer's step in stage 0"),
     ],
 )
 def test_what_a_stage_raises_is_raised_on_all_ranks(
@@ -126,7 +125,7 @@ def test_an_error_of_coordd_in_one_stage_is_no_secret_either() -> None:
     assert "rank 0 failed in 0F0 of the pipeline: ArgumentError('an odd batch')" in outcome.stdout, str(outcome)
 
 
-@pytest.mark.parametrize(("place", "size"), [("forward 1", 2), ("backward 4", 4), ("loss", 2), ("step 0", 4)])
+@pytest.mark.parametrize(("place", "size"), [("forward 1", 2), ("backward 4", 4), ("step 0", 4)])
 def test_a_killed_stage_is_missed_at_once(place: str, size: int) -> None:
     outcome = _end(place, "kill", size=size)
     _assert_all_heard(outcome, size=size)
