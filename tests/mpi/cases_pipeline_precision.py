@@ -1,4 +1,4 @@
-"""Numbers of fewer bits in pipelines: compressed messages, autocast, and loss scaling; and losses that count by tokens."""
+"""Numbers of fewer bits in pipelines: compressed messages, autocast, loss scaling. And losses that count by tokens."""
 
 from __future__ import annotations
 

@@ -38,3 +38,9 @@ def test_every_action_does(stage, kind, microbatch, peer):
 def test_anything_else_is_refused(text):
     with pytest.raises(ArgumentError, match="actions look like 2F0"):
         Action.parse(text)
+
+
+def test_an_action_has_words_for_errors():
+    assert Action.parse("2F0").told == "the forward pass of microbatch 0 in stage 2"
+    assert Action.parse("1STEP").told == "the optimizer's step in stage 1"
+    assert all(Action(0, kind, 0).told.startswith("the ") for kind in Kind)

@@ -7,7 +7,7 @@ import torch
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.microbatch import cut
-from coordd_torch.pipeline.batch import Batch, rows_of
+from coordd_torch.pipeline.batch import Batch, joined, rows_of
 
 
 def batch(rows, count, **options):
@@ -43,3 +43,21 @@ def test_rows_are_those_of_all_tensors():
         rows_of((torch.ones(3), torch.ones(4)))
     with pytest.raises(ArgumentError, match="not none"):
         rows_of((1, None))
+
+
+def test_microbatches_may_count_by_what_they_hold():
+    made = batch(6, 3, weigh=lambda x, y: (x["x"] > 2).sum() + 0 * y[0].sum())
+    assert [made.weight(number) for number in range(3)] == pytest.approx([0.0, 1 / 3, 2 / 3])
+    assert [batch(4, 2, weigh=lambda *_: 0).weight(number) for number in range(2)] == [0.0, 0.0]
+    for wrong in (-1, float("nan"), float("inf")):
+        with pytest.raises(ArgumentError, match="a microbatch cannot have a weight of"):
+            batch(4, 2, weigh=lambda *_, wrong=wrong: wrong)
+
+
+def test_outputs_are_joined_by_rows():
+    found = joined(
+        [{"y": torch.ones(2, 3), "loss": torch.tensor(1.0), "n": 1}, {"y": torch.ones(1, 3), "loss": 2, "n": 2}]
+    )
+    assert found["y"].shape == (3, 3)
+    assert found["loss"] == [torch.tensor(1.0), 2]
+    assert found["n"] == [1, 2]

@@ -21,8 +21,16 @@ def test_there_is_at_least_one_of_everything(name):
 
 def test_ranks_make_equal_pipelines():
     assert cd.PipelineConfig(data_parallel=2).ranks(6) == 3
-    with pytest.raises(ArgumentError, match="5 ranks do not make 2 equal pipelines"):
+    with pytest.raises(ArgumentError, match="5 ranks do not make 2 equal pipelines") as caught:
         cd.PipelineConfig(data_parallel=2).ranks(5)
+    assert str(caught.value).endswith("start 4 or 6 ranks, or set data_parallel to 1, 5")
+    with pytest.raises(ArgumentError, match="start 4 ranks, or set data_parallel to 1, 3"):
+        cd.PipelineConfig(data_parallel=4).ranks(3)
+
+
+def test_what_needs_the_gradients_of_a_whole_step_is_not_for_those_without_one():
+    with pytest.raises(ArgumentError, match="clip_norm looks at the gradients of all stages at a time"):
+        cd.PipelineConfig(schedule="pipedream", clip_norm=1.0)
 
 
 def test_what_is_there_on_demand_only_is_named_when_it_is_not():

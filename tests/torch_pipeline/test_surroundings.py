@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch.nn.functional import linear
 
-from coordd_torch.pipeline.surroundings import Surroundings, seed_for, seeded
+from coordd_torch.pipeline.surroundings import Surroundings, casting, seed_for, seeded, uncast
 
 CPU = torch.device("cpu")
 
@@ -49,3 +49,19 @@ def test_autocast_is_as_it_was():
         with outside.again():
             assert linear(x, x).dtype == torch.float32
     assert linear(x, x).dtype == torch.float32
+
+
+def test_weights_are_cast_anew():
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for value in (1, 2):
+            with torch.no_grad():
+                weight.fill_(value)
+            with casting():
+                assert linear(torch.ones(1, 2), weight)[0, 0] == 2 * value
+
+
+def test_backward_passes_are_not_cast():
+    with torch.autocast("cpu", dtype=torch.bfloat16), uncast(CPU):
+        assert linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+        assert not torch.is_autocast_enabled("cpu")

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.frame import joined, pack, parted
+from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.codec import TorchCodec, leaf
 from coordd_torch.pipeline.shelf import Shelf
 from coordd_torch.pipeline.split import SplitBackward, divisible
@@ -57,6 +58,8 @@ class Boundary:
     Attributes:
         statistics: of the stage's batch normalisation, to be updated once a step.
         step: the number of the training step, for the seed.
+        codec: knows the stage's device.
+        attic: where activations, and the optimizer's state, wait; None for where they are.
         undivided: how many backward passes were to be split and could not be: `backward_input` did all of it.
     """
 
@@ -70,18 +73,20 @@ class Boundary:
         split: bool = False,
         seed: int | None = None,
         stage: int = 0,
+        attic: Attic | None = None,
     ) -> None:
         """Makes the boundary of a stage.
 
         Args:
             module: the stage: gets and returns a dictionary of values by name.
-            codec: knows the stage's device.
+            codec: knows the stage's device; by default it is the CPU.
             compress: the form in which tensors are stored that gradients flow through, ``"bf16"`` or ``"int8"``; all
                 others, such as masks, travel as they are.
             recompute: keeps no activations but what came in, and computes the others anew for the backward pass.
             split: frees between `backward_input` and `backward_weight` what only the former needs.
             seed: of the random numbers of each microbatch.
             stage: its number, for the seed.
+            attic: where activations wait for the backward pass, if not where they are.
 
         Raises:
             ArgumentError: a layer needs several ranks at a time, or this PyTorch cannot go back from the middle of a
@@ -94,12 +99,13 @@ class Boundary:
         self.step = 0
         self.undivided = 0
         self._module = module
-        self._codec = codec or TorchCodec()
+        self.codec = codec or TorchCodec()
         self._compress = compress
         self._recompute = recompute
         self._split = split
         self._seed = seed
         self._stage = stage
+        self.attic = attic
         self._passages: dict[int, _Passage] = {}
 
     @property
@@ -124,7 +130,7 @@ class Boundary:
         with self.statistics.microbatch(), self._chance(microbatch):
             if self._recompute and torch.is_grad_enabled():
                 passage.again = self._replay(passage, {**inputs, **values})
-                passage.outputs = self._forgetful({**inputs, **_copied(values, self._codec)})
+                passage.outputs = self._forgetful({**inputs, **_copied(values, self.codec)})
             else:
                 passage.outputs = self._built(passage, {**inputs, **values})
         return dict(passage.outputs)
@@ -149,7 +155,7 @@ class Boundary:
         frames = {}
         for stage, names in sends.items():
             value = {name: outputs[name] for name in names}
-            frames[stage], tensors = pack(value, self._codec, compress=self._form)
+            frames[stage], tensors = pack(value, self.codec, compress=self._form)
             passage.sent[stage] = list(names)
             if passage.again is None:
                 passage.edges[stage] = [_edge(tensor) for tensor in tensors]
@@ -200,12 +206,12 @@ class Boundary:
         if self._seed is None:
             yield
         else:
-            with seeded(seed_for(self._seed, self.step, self._stage, microbatch), self._codec.device):
+            with seeded(seed_for(self._seed, self.step, self._stage, microbatch), self.codec.device):
                 yield
 
     def _built(self, passage: _Passage, values: dict[str, Any]) -> dict[str, Any]:
         """Computes outputs, and the graph to them."""
-        passage.shelf = Shelf() if self._split else None
+        passage.shelf = Shelf(self.attic) if self._split or self.attic else None
         with passage.shelf.filling() if passage.shelf else nullcontext():
             outputs: dict[str, Any] = self._module(values)
         return outputs
@@ -213,13 +219,13 @@ class Boundary:
     def _forgetful(self, values: dict[str, Any]) -> dict[str, Any]:
         """Computes outputs that are leaves, and know which of them have gradients; the graph to them is not kept."""
         with torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten):
-            structure, tensors = parted(self._module(values), self._codec)
+            structure, tensors = parted(self._module(values), self.codec)
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         found: dict[str, Any] = joined(structure, leaves)
         return found
 
     def _replay(self, passage: _Passage, values: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-        surroundings = Surroundings(self._codec.device)
+        surroundings = Surroundings(self.codec.device)
 
         def again() -> dict[str, Any]:
             with surroundings.again(), self.statistics.paused(), torch.enable_grad():
@@ -254,11 +260,11 @@ class Boundary:
         if isinstance(gradients, Tensor):
             assert passage.outputs is not None  # noqa: S101 - the loss was computed of them
             passage.sent = {0: list(passage.outputs)}
-            _, leaves = parted(passage.outputs, self._codec)
+            _, leaves = parted(passage.outputs, self.codec)
             torch.autograd.backward(gradients, inputs=[leaf for leaf in leaves if leaf.requires_grad])
             gradients = {0: [leaf.grad for leaf in leaves]}
         for stage, names in passage.sent.items():
-            _, tensors = parted({name: outputs[name] for name in names}, self._codec)
+            _, tensors = parted({name: outputs[name] for name in names}, self.codec)
             passage.edges[stage] = [_edge(tensor) for tensor in tensors]
         return gradients
 

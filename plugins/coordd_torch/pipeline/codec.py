@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.storage import laid
@@ -24,6 +25,11 @@ class TorchCodec:
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @classmethod
+    def of(cls, module: nn.Module) -> TorchCodec:
+        """Makes that of a stage, for the device on which its parameters are; the CPU if it has none."""
+        return cls(next((each.device for each in module.parameters()), torch.device("cpu")))
 
     def is_tensor(self, value: object) -> bool:
         """Says whether a value is a tensor."""

@@ -26,6 +26,8 @@ class PipelineConfig:
         reuse: modules of which each stage that calls them gets a copy, kept equal.
         cuts: names of modules at which a stage may begin, for a model that cannot be traced.
         recompute: whether activations are computed anew for the backward pass, and not kept.
+        offload: whether activations, until they are gone back through, and the state of optimizers, between steps, wait
+            in the host's memory. On the CPU they are there anyway.
         compression: how activations and gradients travel between stages: None for as they are, ``"bf16"`` or
             ``"int8"``. What no gradient flows through, such as masks and indices, travels as it is.
         clip_norm: the largest norm of all gradients together; None for any.
@@ -41,6 +43,7 @@ class PipelineConfig:
     reuse: Sequence[str] = ()
     cuts: Sequence[str] | None = None
     recompute: bool = False
+    offload: bool = False
     compression: Literal["bf16", "int8"] | None = None
     clip_norm: float | None = None
     seed: int | None = None

@@ -24,15 +24,18 @@ from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Span
 from coordd.process_sets import ProcessSet
 from coordd_torch.pipeline.accord import Accord
+from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.batch import Batch, Weigh, joined, rows_of
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.build import materialise, outline
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.checkpoint import aliases, load, save_stage, write_manifest
+from coordd_torch.pipeline.codec import TorchCodec
 from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.fitting import History, fit
 from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.optimizer_state import load_optimizer, save_optimizer
+from coordd_torch.pipeline.parity import Gradients, distance, gradients
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.settling import Settling
 from coordd_torch.pipeline.sharing import Sharing
@@ -237,21 +240,16 @@ class Pipeline:
         for part in allgather_object(self.state_dict(), f"{self._name}.weights"):
             weights |= part
         wanted = self._in_one_piece(weights, x, y)
-        differences = [_distance(gradient, wanted[name]) for name, gradient in mine.items()]
-        found = np.array([max(differences, default=0.0)], np.float64)
+        found = np.array([distance(mine, wanted)], np.float64)
         return float(self._operations.allreduce(found, name=f"{self._name}.parity", op=ReduceOp.MAX).result()[0])
 
-    def _in_one_piece(self, weights: dict[str, torch.Tensor], x: Any, y: Any) -> dict[str, torch.Tensor | None]:
+    def _in_one_piece(self, weights: dict[str, torch.Tensor], x: Any, y: Any) -> Gradients:
         """The gradients of all parameters, found without stages."""
         model = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
         model.load_state_dict(weights, strict=False)
         whole = StageModule(model, self._captured.traces, 0, len(self._captured.layers) - 1).train()
-        whole.zero_grad()
         batch = self._batch(x, y, self._lowered(self._fitting(x), training=True).microbatches)
-        for number in range(batch.count):
-            loss = self._criterion(whole(batch.inputs(number))[OUTPUT], batch.targets(number))
-            (loss * batch.share(number)).backward()
-        return {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
+        return gradients(whole, batch, lambda values, y: self._criterion(values[OUTPUT], y))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers of this rank's stages, under the names that they have in the model."""
@@ -348,11 +346,13 @@ class Pipeline:
         config = self.config
         boundary = Boundary(
             module,
+            codec=TorchCodec.of(module),
             compress=config.compression,
             recompute=config.recompute,
             split=config.schedule in {"zb-h1", "zb-v"},
             seed=config.seed,
             stage=number,
+            attic=Attic(module) if config.offload else None,
         )
         keep = {"pipedream": self._sketch.stages - number, "2bw": 2}.get(config.schedule, 1)
         return TorchStage(
@@ -387,10 +387,3 @@ class Pipeline:
         """The ranks that have a parameter of a stage."""
         stages = self.layout.tied.get(key, (stage,))
         return sorted({rank for each in stages for rank in self._sketch.placement[each]})
-
-
-def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    if one is None or other is None:
-        present = [gradient for gradient in (one, other) if gradient is not None]
-        return max((float(gradient.abs().max()) for gradient in present), default=0.0)
-    return float((one - other).abs().max()) if one.numel() else 0.0

@@ -14,30 +14,41 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from coordd_torch.pipeline.attic import Attic, Stowed, fetched
+
 __all__ = ["Shelf"]
 
 
 class _Slot:
     """One saved tensor."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("kept", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor.detach()  # with its graph, it would keep itself alive
-        self.version = tensor._version  # noqa: SLF001 - as PyTorch does, to notice changes in place
+    def __init__(self, tensor: Tensor, attic: Attic | None) -> None:
+        own = tensor.detach()  # with its graph, it would keep itself alive
+        self.kept: Stowed | None = attic.stow(own) if attic else own
+        self.version = _version(self.kept)
 
 
 class Shelf:
     """Has the tensors that a graph saves while it is built."""
 
-    def __init__(self) -> None:
+    def __init__(self, attic: Attic | None = None) -> None:
+        """Makes an empty one.
+
+        Args:
+            attic: where the tensors wait meanwhile, if not where they are.
+        """
+        self._attic = attic
         self._clearing = False
         self._used: list[_Slot] = []
         self._needed = threading.local()  # an engine thread for each device
 
     def filling(self) -> saved_tensors_hooks:
         """Returns a context in which what is saved comes here."""
-        return saved_tensors_hooks(_Slot, self._tensor)
+        if self._attic:
+            self._attic.begin()
+        return saved_tensors_hooks(lambda tensor: _Slot(tensor, self._attic), self._tensor)
 
     @contextmanager
     def clearing(self, needed: Iterable[Node]) -> Iterator[None]:
@@ -52,7 +63,7 @@ class Shelf:
             finally:
                 self._clearing = False
         for slot in self._used:
-            slot.tensor = None
+            slot.kept = None
         self._used.clear()
 
     def _begin(self, _: Any) -> None:
@@ -62,11 +73,12 @@ class Shelf:
         self._needed.now = False
 
     def _tensor(self, slot: _Slot) -> Tensor:
-        tensor = slot.tensor
-        if tensor is None:
+        kept = slot.kept
+        if kept is None:
             text = "this part of a graph has been gone back through already"
             raise RuntimeError(text)
-        if tensor._version != slot.version:  # noqa: SLF001 - as above
+        tensor = fetched(kept)
+        if _version(kept) != slot.version:
             text = (
                 f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} that is needed for the backward pass was "
                 "changed in place"
@@ -75,3 +87,8 @@ class Shelf:
         if self._clearing and not getattr(self._needed, "now", False):
             self._used.append(slot)
         return tensor
+
+
+def _version(kept: Stowed) -> int:
+    """Counts the changes in place, as PyTorch does; of a tensor in the attic nobody else has the memory."""
+    return kept._version if isinstance(kept, Tensor) else 0  # noqa: SLF001 - as PyTorch does

@@ -15,7 +15,6 @@ from coordd.errors import ArgumentError
 from coordd.pipeline.frame import pack, unpack
 from coordd_torch.pipeline.batch import Batch
 from coordd_torch.pipeline.boundary import Boundary
-from coordd_torch.pipeline.codec import TorchCodec
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
 from coordd_torch.pipeline.surroundings import casting, uncast
@@ -79,7 +78,7 @@ class TorchStage:
         self._settle = settle
         self._gather = gather
         self._compress = compress
-        self._codec = TorchCodec()
+        self._codec = boundary.codec
         self._batch: Batch | None = None
         self._frames: dict[tuple[int, int], np.ndarray] = {}
         self._losses: dict[int, torch.Tensor] = {}
@@ -168,7 +167,9 @@ class TorchStage:
             # Graphs of other microbatches are gone back with the weights that they were made with, which are kept.
             with _unsafe_preserve_version_counter(tuple(parameters)):
                 if taken:
-                    self.optimizer.step()
+                    attic = self._boundary.attic
+                    with attic.emptied(self.optimizer) if attic else nullcontext():
+                        self.optimizer.step()
             self.optimizer.zero_grad()
 
     def surrender(self) -> dict[str, torch.Tensor | None]:

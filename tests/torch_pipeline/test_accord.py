@@ -1,0 +1,62 @@
+"""Ranks that were given different batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd_torch.pipeline.accord import Accord, fingerprint
+from tests.local_ranks import local_ranks
+
+
+def check(rank, first, others, **options):
+    """Rank 0 is given one call, inputs and targets, the others another."""
+    accord = Accord(api.operations(), name="given")
+    call, x, y = first if rank == 0 else others
+    accord.check(call, x, y, scale=options["scales"][rank] if options else 1.0)
+
+
+def told(*given, **options):
+    with local_ranks(3) as ranks:
+        errors = ranks.errors(lambda rank: check(rank, *given, **options), ArgumentError)
+    texts = {str(error) for error in errors}
+    assert len(texts) == 1
+    return texts.pop()
+
+
+def test_the_same_is_not_remarked_upon():
+    given = ("train_batch", {"x": torch.ones(4, 2), "n": 3}, None)
+    with local_ranks(2) as ranks:
+        ranks.each(lambda rank: check(rank, given, given))
+
+
+def test_other_rows_calls_and_scales_are_told_with_the_ranks():
+    x, y = torch.ones(4, 2), torch.zeros(4)
+    assert "rows (4 on rank 0, 3 on ranks 1-2)" in told(("train_batch", x, y), ("train_batch", x[:3], y[:3]))
+    text = told(("train_batch", x, y), ("eval_batch", x, y))
+    assert "what they call (train_batch, call 1 on rank 0, eval_batch, call 1 on ranks 1-2)" in text
+    assert "rows (" not in text
+    same = ("train_batch", x, y)
+    assert "the scale of the loss (1.0 on ranks 0, 2, 2.0 on rank 1)" in told(same, same, scales=[1.0, 2.0, 1.0])
+
+
+def test_a_loader_that_shuffles_otherwise_is_told():
+    x, y = torch.arange(40.0).reshape(20, 2), torch.arange(20)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+    text = told(("train_batch", x, y), ("train_batch", x[order], y[order]))
+    assert "inputs (" in text
+    assert "targets (" in text
+    assert "shuffle with the same seed" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_a_fingerprint_is_of_the_first_the_middle_and_the_last_row(dtype):
+    x = torch.zeros(9, 3).to(dtype)
+    plain = fingerprint([x, None, torch.tensor(1.0), torch.zeros(0, 3)])
+    assert plain == fingerprint((x.t().contiguous().t(), 7, torch.tensor(1.0)))
+    for row in (0, 4, 8):
+        other = x.clone()
+        other[row, 1] = 1
+        assert fingerprint([other, torch.tensor(1.0)]) != plain
