@@ -59,6 +59,9 @@ class Optimizer(torch.optim.SGD):
 
 
 def loss(output, y):
+    if fault == "many" and armed:
+        print(f"at {time.monotonic()}", flush=True)
+        return torch.nn.functional.cross_entropy(output, y, reduction="none")
     go_wrong("loss")
     return torch.nn.functional.cross_entropy(output, y)
 
@@ -123,6 +126,13 @@ def test_an_error_of_coordd_in_one_stage_is_no_secret_either() -> None:
     outcome = _end("forward 0", "refuse", size=2)
     _assert_all_heard(outcome, size=2)
     assert "rank 0 failed in 0F0 of the pipeline: ArgumentError('an odd batch')" in outcome.stdout, str(outcome)
+
+
+def test_a_loss_of_many_numbers_is_refused_on_all_ranks() -> None:
+    outcome = _end("loss", "many", size=2)
+    _assert_all_heard(outcome, size=2)
+    wanted = "loss= must return one number, the mean over a microbatch's rows, not a tensor of shape (2,)"
+    assert wanted in outcome.of_rank(0), str(outcome)
 
 
 @pytest.mark.parametrize(("place", "size"), [("forward 1", 2), ("backward 4", 4), ("step 0", 4)])

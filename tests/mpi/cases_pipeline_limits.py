@@ -1,0 +1,73 @@
+"""What is hardly enough for a pipeline, or not: it works, or all ranks say why not, and go on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.testing import assert_close
+
+import coordd.torch as cd
+from tests.mpi.cases import ranks
+from tests.mpi.cases_pipeline import FLUSHING, build, compare, doubles, in_one_piece, pipeline, random, sgd
+
+
+@ranks(2, 4, deadline=60)
+def case_fewer_microbatches_than_stages() -> None:
+    """As many as are wanted, or as there are rows for: one microbatch goes through four stages as well."""
+    with doubles():
+        for schedule in FLUSHING:
+            for rows in (1, 3):
+                x, y = random(rows, 6), torch.zeros(rows, dtype=torch.long)
+                model = build("skips")
+                pipe = pipeline(copy.deepcopy(model), schedule=schedule)
+                losses = [pipe.train_batch(x, y) for _ in range(2)]
+                assert_close(losses, in_one_piece(model, x, y, rows, 2), rtol=1e-12, atol=1e-12)
+                compare(pipe, model)
+
+
+@ranks(2, 4)
+def case_ranks_that_do_not_make_equal_pipelines() -> None:
+    with pytest.raises(cd.ArgumentError, match=f"{cd.size()} ranks do not make 3 equal pipelines: start 3"):
+        pipeline(build("plain"), data_parallel=3)
+    with pytest.raises(cd.ArgumentError, match="layers_per_proc has 3 stages, but"):
+        pipeline(build("plain"), layers_per_proc=[3, 3, 3])
+    pipe = pipeline(build("plain"), data_parallel=cd.size())  # replicas of all of it
+    assert pipe.train_batch(random(8, 6), torch.zeros(8, dtype=torch.long)) > 0
+
+
+@ranks(2, 4)
+def case_batches_that_differ_are_told_on_all_ranks_and_nothing_is_lost() -> None:
+    with doubles():
+        x, y = random(18, 6), torch.zeros(18, dtype=torch.long)
+        model = build("plain")
+        pipe = pipeline(copy.deepcopy(model), seed=1)
+        last = cd.rank() == cd.size() - 1
+        with pytest.raises(cd.ArgumentError, match=f"rows .18 on rank.*, 2 on rank {cd.size() - 1}"):
+            pipe.train_batch(*((x[:2], y[:2]) if last else (x, y)))
+        with pytest.raises(cd.ArgumentError, match=r"inputs .* on rank"):
+            pipe.train_batch(x.flip(0) if last else x, y)
+        with pytest.raises(cd.ArgumentError, match="what they call"):
+            (pipe.eval_batch if last else pipe.train_batch)(x, y)
+        with pytest.raises(cd.ArgumentError, match="equally many rows to be cut into microbatches, not 17, 18"):
+            pipe.train_batch(x, y[:17])
+        with pytest.raises(cd.ArgumentError, match="not none"):
+            pipe.predict(3)
+        assert_close(pipe.train_batch(x, y), in_one_piece(model, x, y, 4, 1)[0], rtol=1e-12, atol=1e-12)
+        compare(pipe, model)
+
+
+@ranks(2, 4, deadline=60)
+def case_what_waits_on_the_host_trains_as_in_one_piece() -> None:
+    with doubles():
+        x, y = random(18, 6), torch.zeros(18, dtype=torch.long)
+        for schedule, recompute in (("1f1b", False), ("1f1b", True), ("zb-v", False), ("2bw", False)):
+            model = build("tied")
+            config = cd.PipelineConfig(
+                microbatches=4, split="layers", schedule=schedule, recompute=recompute, offload=True
+            )
+            pipe = cd.Pipeline(copy.deepcopy(model), config, optimizer=sgd, loss=functional.cross_entropy)
+            assert_close(pipe.train_batch(x, y), in_one_piece(model, x, y, 4, 1)[0], rtol=1e-12, atol=1e-12)
+            compare(pipe, model)
