@@ -132,7 +132,11 @@ class Pipeline:
             y: what the loss compares the output with.
 
         Returns:
-            the loss, on every rank: its mean over all rows.
+            the loss, on every rank: its mean over all rows, or by `weight`.
+
+        Raises:
+            ArgumentError: ranks were given different batches, or inputs and targets have different numbers of rows.
+            PeerError: something went wrong in another rank's stage.
         """
         self._run(x, y, training=True)
         return self._loss()
