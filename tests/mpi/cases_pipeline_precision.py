@@ -27,6 +27,14 @@ def wide() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
 
 
+class Exact(nn.Linear):
+    """A layer that is left out of autocast, also on the way back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
 def data(rows: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     x = random(rows, WIDTH)
     return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
@@ -73,6 +81,7 @@ def case_autocast_around_all_of_it_is_that_of_a_plain_run() -> None:
     x, y = data()
     for schedule, recompute in (("1f1b", False), ("1f1b", True), ("zb-v", False)):
         model = wide()
+        model.append(nn.Tanh()).append(Exact(3, 3)).insert(2, Exact(WIDTH, WIDTH))
         pipe = pipeline(copy.deepcopy(model), schedule=schedule, recompute=recompute)
         optimizer = sgd(model.parameters())
         with torch.autocast("cpu", torch.bfloat16):  # around several steps: weights are cast anew in each
