@@ -11,7 +11,7 @@ from coordd.config import Config
 from coordd.mailbox import Letter
 from coordd.messages import Message, Overdue, StallReport, Waiting
 from coordd.stall import StallWatch, tell
-from coordd.table import Entry, TensorTable
+from coordd.table import Entry, TensorTable, show_site
 
 __all__ = ["Delay", "Lookout"]
 
@@ -71,7 +71,8 @@ class Lookout:
         """Prints what the coordinator has found out."""
         self._answer_due = None
         if report.waiting:
-            log.warning("%s", tell(report))
+            sites = {entry.request.name: show_site(entry.site) for entry in self._table if entry.site is not None}
+            log.warning("%s", tell(report, sites))
 
     def look(self, now: float) -> None:
         """Asks about what has waited too long; cheap, for it looks only now and then."""

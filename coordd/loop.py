@@ -108,7 +108,7 @@ class Loop:
         """Notes that results have arrived."""
         for entry in entries:
             self._member.table.release(entry)
-        self._status.traffic.count(entries)
+        self._status.count(entries, time.monotonic())
         self._lookout.observe(entries[0], time.monotonic())
 
     def settled(self, word: Locked, *, moved: bool) -> None:

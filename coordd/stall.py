@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coordd.errors import spans
 from coordd.messages import StallReport, Waiting
@@ -13,6 +13,7 @@ __all__ = ["StallWatch", "tell"]
 _LEAST, _MOST, _TIMES = 5.0, 60.0, 20.0
 _MEMORY = 0.9
 _SHOWN = 6
+_PLACES = 3
 
 
 class StallWatch:
@@ -72,14 +73,19 @@ class StallWatch:
         return max(submitted, self._stirred) if entry.patient else submitted
 
 
-def tell(report: StallReport) -> str:
-    """Writes a stall report for people."""
+def tell(report: StallReport, sites: Mapping[str, str] | None = None) -> str:
+    """Writes a stall report for people.
+
+    Args:
+        report: what the coordinator has found out.
+        sites: on which lines of code this rank has submitted what it knows of, by name.
+    """
     who = ", waiting for remainder of ranks" if any(waiting.missing for waiting in report.waiting) else ""
     lines = [f"no progress for {report.seconds:.1f} s{who}:"]
     by_missing: dict[tuple[int, ...], list[Waiting]] = {}
     for waiting in report.waiting:
         by_missing.setdefault(waiting.missing, []).append(waiting)
-    lines += [f"  {_names(group)} {_wait(missing)}" for missing, group in by_missing.items()]
+    lines += [f"  {_names(group)} {_wait(missing)}{_where(group, sites or {})}" for missing, group in by_missing.items()]
     for account in report.accounts:
         lines.append(f"  rank {account.rank} has last submitted {account.last}; its main thread is at")
         lines += [f"    {line}" for line in account.stack.rstrip().splitlines()]
@@ -97,6 +103,12 @@ def _names(group: Sequence[Waiting]) -> str:
 
 def _wait(missing: Sequence[int]) -> str:
     return f"waiting for {_rank_words(missing)}" if missing else "agreed by all ranks, data still on the way"
+
+
+def _where(group: Sequence[Waiting], sites: Mapping[str, str]) -> str:
+    places = list(dict.fromkeys(sites[waiting.name] for waiting in group if waiting.name in sites))
+    rest = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
+    return f"; submitted here at {', '.join(places[:_PLACES])}{rest}" if places else ""
 
 
 def _rank_words(ranks: Sequence[int]) -> str:

@@ -6,15 +6,17 @@ That thread writes it, and all read it; others write only that they leave or fai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from coordd.errors import PeerError
 from coordd.execution import Flights
 from coordd.inbox import Inbox
+from coordd.lead import Lead
 from coordd.mailbox import Mailbox
 from coordd.member import Member
 from coordd.messages import Account, Failure, Inquiry
+from coordd.table import Entry
 from coordd.traffic import Traffic
 from coordd.transport.commons import Commons
 from coordd.world import World
@@ -42,6 +44,7 @@ class Status:
         self.failure: Failure | None = None
         self.parts: Parts | None = None
         self.traffic = Traffic()
+        self.lead = Lead()
         self.desk: Callable[[Inquiry | Account], None] = lambda _: None
         """Takes what other ranks ask of this one and answer to it; called by the thread, so it must not block."""
         self.absent: Callable[[], list[int]] = list
@@ -54,6 +57,11 @@ class Status:
         self.over = threading.Event()
         """Set when nothing can be completed any more: the thread has ended, or the job has failed."""
         self.ended = threading.Event()
+
+    def count(self, entries: Sequence[Entry], now: float) -> None:
+        """Counts what has landed together."""
+        self.traffic.count(entries)
+        self.lead.observe(entries, now)
 
     def place(self, rank: int) -> str:
         """Says where a rank's process is."""

@@ -55,7 +55,8 @@ def test_every_rank_is_told_who_is_missing_and_what_that_one_does(log):
             handle.result(WAIT)
 
     each_rank(3, body, stall_seconds=0.1)
-    (told, *_) = log.await_text("waiting for rank 2")
+    (told, *_) = log.await_text("waiting for rank 2; submitted here at")
+    assert f"'b' (allreduce), 'a' (allreduce) waiting for rank 2; submitted here at {__file__}:" in told
     assert told.startswith("no progress for 0.")
     assert f"rank 2 has last submitted 'early' at {__file__}:" in told
     assert "; its main thread is at\n" in told

@@ -131,5 +131,15 @@ def test_a_report_says_what_the_others_do():
     ]
 
 
+def test_a_report_says_where_this_rank_has_submitted_what_waits():
+    waiting = tuple(Waiting(name, "allreduce", (1,)) for name in "abcd") + (Waiting("e", "allreduce", (2,)),)
+    lines = {"a": "train.py:7", "b": "train.py:9", "c": "train.py:7", "others": "x.py:1"}
+    first, second = tell(StallReport(5.0, waiting, ()), lines).splitlines()[1:]
+    assert first.endswith(" waiting for rank 1; submitted here at train.py:7, train.py:9")
+    assert second.endswith(" waiting for rank 2")
+    many = {name: f"train.py:{number}" for number, name in enumerate("abcd")}
+    assert tell(StallReport(5.0, waiting[:4], ()), many).endswith(" at train.py:0, train.py:1, train.py:2 and 1 more")
+
+
 def test_several_may_be_silent():
     assert "  ranks 0, 2-3 do not answer: " in tell(StallReport(5.0, (), (), silent=(0, 2, 3)))

@@ -110,6 +110,7 @@ def _told(found: Survey) -> bytes:
             "state": states[seen.rank].state,
             "waits_for": states[seen.rank].waits_for,
             "trouble": states[seen.rank].trouble,
+            "behind": states[seen.rank].behind,
         }
         for seen in found.sightings
     ]

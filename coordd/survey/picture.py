@@ -17,6 +17,7 @@ from coordd.survey.view import Row, duration, plan_words, rows, size_words, verd
 __all__ = ["Speed", "picture"]
 
 _STACK_LINES = 12
+_NOTABLE_SECONDS = 1e-4
 _IDLE = ("/threading.py:", "/queue.py:", "/selectors.py:", "/concurrent/futures/", "/multiprocessing/connection.py:")
 
 Speed = dict[int, float]
@@ -61,12 +62,21 @@ def _ranks(found: Sequence[Row]) -> Table:
     table.add_column("host", no_wrap=True)
     table.add_column("pid", justify="right")
     table.add_column("state", overflow="fold", ratio=3)
+    some = any(map(_behind, found))
+    if some:
+        table.add_column("behind", justify="right", no_wrap=True)
     table.add_column("last submitted", overflow="fold", ratio=2, style="dim")
     for row in found:
         style = "yellow" if row.trouble else "green"
         pid = str(row.pid) if row.pid else ""
-        table.add_row(str(row.rank), escape(row.host), pid, f"[{style}]{escape(row.state)}[/]", escape(row.last))
+        cells = [str(row.rank), escape(row.host), pid, f"[{style}]{escape(row.state)}[/]"]
+        table.add_row(*cells, *[_behind(row)] * some, escape(row.last))
     return table
+
+
+def _behind(row: Row) -> str:
+    """Milliseconds, because a rank that is late by some of them is so in every step."""
+    return f"{1e3 * row.behind:,.1f} ms" if row.behind >= _NOTABLE_SECONDS else ""
 
 
 def _numbers(told: Sequence[Standing], speed: Speed | None) -> Table:

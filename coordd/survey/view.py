@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from coordd.errors import spans
+from coordd.lead import behind
 from coordd.survey.sighting import Life, Sighting, Survey
 from coordd.survey.standing import Operation, Plan, Standing
 
@@ -18,7 +19,7 @@ _JOIN = "join"
 class Row(NamedTuple):
     """One rank: where, in what state, what it has submitted last, and the ranks that keep it waiting.
 
-    ``trouble`` is whether somebody should look at it.
+    ``trouble`` is whether somebody should look at it, ``behind`` how many seconds after the first rank it comes as a rule.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class Row(NamedTuple):
     waits_for: tuple[int, ...] = ()
     seconds: float = 0.0
     trouble: bool = False
+    behind: float = 0.0
 
 
 def rows(survey: Survey) -> list[Row]:
@@ -37,13 +39,15 @@ def rows(survey: Survey) -> list[Row]:
     absent = tuple(seen.rank for seen in survey.sightings if seen.standing is None and not seen.pid)
     leaving = {rank for rank, standing in standings.items() if standing.phase == "leaving"}
     others = tuple(rank for rank in range(survey.size) if rank not in leaving)
+    late_by = behind({rank: standing.lead for rank, standing in standings.items()})
     found = []
     for seen in survey.sightings:
         if seen.standing is None:
             found.append(Row(seen.rank, seen.host, seen.pid, _unheard(seen), trouble=True))
         else:
             late = {"starting": absent, "leaving": others}.get(seen.standing.phase, ())
-            found.append(_row(seen.standing, late, standings, survey.size))
+            row = _row(seen.standing, late, standings, survey.size)
+            found.append(row._replace(behind=late_by.get(seen.rank, 0.0)))
     return found
 
 

@@ -67,6 +67,7 @@ class Witness:
             stacks=tuple(Stack(place.thread, tuple(place.lines), place.inside) for place in places(_DEPTH)[:_THREADS]),
             plan=_plan(status.parts),
             traffic=_traffic(status),
+            lead=status.lead.seconds,
         )
 
 

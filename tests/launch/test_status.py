@@ -143,6 +143,20 @@ def test_a_rank_that_sleeps_is_named_with_the_line_where_it_does():
         assert "rank 1 has not submitted it" in shown
 
 
+def test_a_rank_that_comes_late_in_every_step_is_told_with_how_much():
+    late = """
+while True:
+    threading.Event().wait(0.06 if api.rank() == 1 else 0.01)
+    allreduce("weight")
+"""
+    with job(BEGIN + late) as running:
+        told = running.told_when(lambda told: told["ranks"][1]["behind"] > 0.03)
+        assert told["ranks"][0]["behind"] == 0
+        header, *shown = running.ask().stdout.partition("\nrank ")[2].splitlines()[:3]
+        assert "behind" in header
+        assert [" ms  'weight' at " in line for line in shown] == [False, True]
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_whichever_it_is(stopped):
     with job(BEGIN + TRAIN) as running:

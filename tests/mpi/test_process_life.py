@@ -122,7 +122,8 @@ def test_a_rank_that_does_not_come_is_named_with_its_line_and_ends_the_job_in_ti
     limits = {"COORDD_STALL_SECONDS": "0.3", "COORDD_STALL_ABORT_SECONDS": "2"}
     outcome = launch(2, _MISSING, str(missing), launcher="coordd", timeout=25, variables=limits)
     assert outcome.returncode != 0, str(outcome)
-    assert f"'late' (allreduce) waiting for rank {missing}" in outcome.stderr, str(outcome)
+    waits = rf"'late' \(allreduce\) waiting for rank {missing}; submitted here at \S*script.py:10\n"
+    assert re.search(waits, outcome.stderr), str(outcome)
     assert "script.py:9 in <module>: threading.Event().wait(30)" in outcome.stderr, str(outcome)
     kept = rf"rank {missing} kept 'late' waiting for \d+ s \(stall_abort_seconds\)"
     assert re.search(kept, outcome.stderr), str(outcome)

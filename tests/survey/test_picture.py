@@ -80,6 +80,13 @@ def test_speed_between_two_looks_takes_the_place_of_the_average():
     assert "0 B" in drawn(survey(standing(0)), {})
 
 
+def test_ranks_that_come_late_are_shown_with_how_much():
+    shown = drawn(survey(standing(0, lead=0.5), standing(1, lead=0.1)))
+    assert "behind  last submitted" in shown
+    assert [line.split()[4] for line in shown.splitlines() if line.startswith(("   0", "   1"))] == ["'w'", "400.0"]
+    assert "behind" not in drawn(survey(standing(0, lead=0.5), standing(1, lead=0.49999)))
+
+
 def test_what_looks_like_markup_is_shown_as_it_is():
     odd = operation("[red]w[/]")
     shown = drawn(survey(standing(0, odd, waits=True, stacks=(WAITING,)), standing(1)))

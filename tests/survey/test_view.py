@@ -148,6 +148,11 @@ def test_leaving_names_only_those_who_stay():
     assert [row.state for row in rows(told)] == [leaving, "computing", leaving]
 
 
+def test_a_rank_that_comes_late_as_a_rule_is_that_much_behind():
+    told = survey(standing(0, lead=0.5), standing(1, lead=0.125), seen(2), standing(3))
+    assert [row.behind for row in rows(told)] == [0.0, 0.375, 0.0, 0.0]
+
+
 def test_plans_are_written():
     assert plan_words(Plan()) == "negotiating; no plan yet"
     assert plan_words(Plan(seen=1200)) == "negotiating; plan 1,200 was the last"
