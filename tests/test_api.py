@@ -66,6 +66,12 @@ def test_a_script_alone_is_a_world_of_one():
     coordd.barrier()
 
 
+def test_a_script_alone_needs_neither_mpi_nor_a_network():
+    absent = "import sys; sys.modules.update(mpi4py=None, zmq=None)\n"
+    done = run(absent + "import coordd; coordd.init(); print(coordd.size(), coordd.allreduce([2.0]).tolist())")
+    assert done.stdout == "1 [2.0]\n", done.stderr
+
+
 def test_init_twice_is_one_init_and_other_settings_are_refused():
     coordd.init(fusion_mb=1)
     daemon = api.operations().daemon

@@ -9,12 +9,13 @@ import coordd.torch as cd
 
 
 def _disagree(start: Callable[[], object], *words: str) -> None:
-    """Expects one error on all ranks that holds the words and where the tensor was submitted."""
+    """Expects the same error on all ranks, that holds the words and where the tensor was submitted."""
     with pytest.raises(cd.MismatchError) as caught:
         cd.synchronize(start())
     text = str(caught.value)
     for word in (*words, "cases_mismatch.py:"):
         assert word in text
+    assert len(set(cd.allgather_object(text))) == 1
     assert cd.allreduce(torch.tensor(1), op=cd.Sum) == cd.size()
 
 

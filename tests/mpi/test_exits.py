@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,9 @@ def test_ctrl_c_ends_everything(launcher: str, tmp_path: Path) -> None:
     with Job(program, environment(), timeout=60) as job:
         job.wait_for("at ")
         job.signal(signal.SIGINT)
+        asked = time.monotonic()
         outcome = job.wait(30)
+        assert time.monotonic() - asked < _SECONDS, str(outcome)
     assert outcome.returncode != 0, str(outcome)
     if launcher == "coordd":
         assert outcome.returncode == 130, str(outcome)

@@ -27,7 +27,7 @@ def _items() -> Iterator[ParameterSet]:
     for way in _WAYS:
         for size in sorted({size for case in _CASES for size in case.sizes}):
             for case in _CASES:
-                wanted = way == "memory" or (size in _ON_OTHER_WAYS[way] and not case.module.endswith("large"))
+                wanted = way == "memory" or size in _ON_OTHER_WAYS[way]
                 wanted |= way == "network" and case.sizes == EVERY
                 if size in case.sizes and wanted:
                     yield pytest.param(way, size, case, id=f"{case}-{size}-{way}")

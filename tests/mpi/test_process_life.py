@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -76,6 +77,28 @@ if "CULPRIT" in os.environ and os.environ["OMPI_COMM_WORLD_RANK"] == os.environ[
     os.environ.update([os.environ["SETTING"].split("=")])
 import coordd.torch as cd
 cd.init()
+"""
+
+
+_VERSION = """
+import os
+import coordd
+from coordd import loop
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    loop.VERSION = "0.0.1"
+coordd.init()
+"""
+_NEIGHBOUR = """
+import sys
+import torch
+import coordd.torch as cd
+
+cd.init()
+for _ in range(60):
+    for count in (3, 50_000):
+        found = cd.allreduce(torch.full((count,), float(sys.argv[1])), name=f"{count}", op=cd.Sum)
+        assert found.min() == found.max() == 2 * float(sys.argv[1]), found
+print("size", cd.size(), flush=True)
 """
 
 
@@ -158,6 +181,24 @@ def test_ranks_with_different_settings_do_not_start() -> None:
     assert "MPI_FINALIZE" not in outcome.stderr, str(outcome)
 
 
+def test_ranks_with_different_versions_do_not_start() -> None:
+    outcome = launch(2, _VERSION, launcher="coordd")
+    assert outcome.returncode == 1, str(outcome)
+    for rank in range(2):
+        told = rf"the ranks have different versions of coordd \(ranks 0: \S+; ranks 1: 0\.0\.1\): make them equal"
+        assert re.search(told, outcome.of_rank(rank)), str(outcome)
+
+
+@pytest.mark.parametrize("way", [{}, {"COORDD_SHARED_MEMORY": "0"}], ids=["memory", "network"])
+def test_jobs_side_by_side_know_nothing_of_each_other(way: dict[str, str]) -> None:
+    """Their tensors have the same names, and their ranks the same numbers."""
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(launch, 2, _NEIGHBOUR, str(own), launcher="coordd", variables=way) for own in (1, 100)]
+        for outcome in (job.result() for job in jobs):
+            assert outcome.returncode == 0, str(outcome)
+            assert outcome.stdout.count("size 2") == 2, str(outcome)
+
+
 def test_a_rank_alone_with_a_setting_that_makes_no_sense_ends_the_job() -> None:
     variables = {"CULPRIT": "1", "SETTING": "COORDD_FUSION_MB=abc"}
     outcome = launch(2, _SETTING, launcher="coordd", variables=variables)
@@ -168,3 +209,10 @@ def test_a_rank_alone_with_a_setting_that_makes_no_sense_ends_the_job() -> None:
 def test_more_ranks_than_cores_still_train() -> None:
     outcome = launch(8, _LEAVING, "0", launcher="coordd")
     assert outcome.returncode == 0, str(outcome)
+
+
+def test_more_threads_than_cores_are_told_once() -> None:
+    outcome = launch(2, "import coordd\ncoordd.init()", variables={"OMP_NUM_THREADS": "4096"})
+    assert outcome.returncode == 0, str(outcome)
+    assert outcome.stderr.count("2 ranks of 4096 threads take turns on ") == 1, str(outcome)
+    assert "set OMP_NUM_THREADS=" in outcome.stderr, str(outcome)
