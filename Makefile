@@ -29,6 +29,7 @@ check: $(DEV)  ## lints, checks types, layers, sizes and generated pages
 	$(IN) python -m coordd_tools.knob_table --check docs/knobs.md
 	$(IN) python -m coordd_tools.compatibility --check docs/horovod-compatibility.md
 	$(IN) python -m coordd_tools.pipeline_page --check docs/pipeline.md
+	$(IN) python -m coordd_tools.named_tests docs/bad-input.md
 
 pages: $(DEV)  ## writes the generated pages anew
 	$(IN) python -m coordd_tools.knob_table docs/knobs.md

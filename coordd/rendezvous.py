@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from coordd.bell import Bell
 from coordd.config import Config
@@ -78,7 +79,7 @@ def _over(transport: Transport, config: Config, bell: Bell) -> Link:
         return Link(transport, MemoryStar(1).join(0), (host,))
     from coordd.control import branch, nearby
 
-    hosts = tuple(transport.gather(_split(host, transport, config.simulate_hosts)))
+    hosts = _apart(transport.gather((_split(host, transport, config.simulate_hosts), _machine())))
     commons = join(transport.gather, hosts, transport.rank, bell.descriptor) if config.shared_memory else None
     place = post(transport.rank, hosts, config.fan_in)
     control: Control = branch.join(
@@ -91,6 +92,23 @@ def _over(transport: Transport, config: Config, bell: Bell) -> Link:
     if commons is not None:
         control = nearby.join(control, place, transport.gather, commons)
     return Link(transport, control, hosts, commons)
+
+
+_KERNEL = Path("/proc/sys/kernel/random/boot_id")
+
+
+def _machine() -> str:
+    """What tells this machine's kernel from others; nothing where it does not say."""
+    return _KERNEL.read_text("ascii").strip() if _KERNEL.is_file() else ""
+
+
+def _apart(found: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Names the host of each rank, given its name and machine: of those that share a name, all but the first get a number."""
+    machines: dict[str, list[str]] = {}
+    for name, machine in dict.fromkeys(found):
+        machines.setdefault(name, []).append(machine)
+    places = [(name, machines[name].index(machine)) for name, machine in found]
+    return tuple(f"{name}~{place + 1}" if place else name for name, place in places)
 
 
 def _split(host: str, transport: Transport, parts: int) -> str:

@@ -54,12 +54,12 @@ def test_a_name_in_flight_cannot_be_used_again_until_it_has_landed(ranks):
 
 
 def test_threads_of_one_rank_may_submit_at_once(ranks):
-    """Eight threads, two hundred submissions each, against a rank that submits in another order."""
-    names = [f"{thread}.{number}" for thread in range(8) for number in range(200)]
+    """Eight threads, a thousand submissions each, against a rank that submits in another order."""
+    names = [f"{thread}.{number}" for thread in range(8) for number in range(1000)]
 
     def submit(daemon: Daemon, thread: int, found: dict) -> None:
         with api.using(daemon):
-            for number in range(200):
+            for number in range(1000):
                 found[f"{thread}.{number}"] = start(f"{thread}.{number}", value=float(number))
 
     def body(rank):

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import os
 import threading
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
 
-from coordd import rendezvous
+from coordd import api, rendezvous
 from coordd.bell import Bell
 from coordd.config import Config
 from coordd.daemon import Daemon
@@ -72,32 +74,58 @@ def test_a_transport_that_nobody_has_is_refused_by_name():
         meet(Config(transport="pigeons"))
 
 
-class Pigeons(LocalTransport):
-    """A third party's data plane: the local one, by another name."""
+@contextmanager
+def pigeons(monkeypatch, **settings):
+    """Three ranks that meet over a third party's data plane: the local one, by another name."""
+    world, numbers, lock = LocalWorld(3), iter(range(3)), threading.Lock()
 
-    world = LocalWorld(3)
-    ranks = iter(range(3))
-    lock = threading.Lock()
+    def make():
+        with lock:
+            return LocalTransport(world, next(numbers), lambda: None)
 
-    def __init__(self) -> None:
-        with self.lock:
-            super().__init__(self.world, next(self.ranks), lambda: None)
+    entry = EntryPoint("pigeons", f"{__name__}:pigeons", "coordd.transports")
+    monkeypatch.setattr(register, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(EntryPoint, "load", lambda self: make)
+    config = Config(transport="pigeons", **settings)
+    ranks = LocalRanks([Daemon(config, meet(config)) for _ in range(3)])
+    ranks.start()
+    yield ranks
+    ranks.stop()
 
 
 def test_a_third_partys_transport_gets_a_real_control_channel(monkeypatch):
-    """Three ranks meet over it; the address and the key of the ZeroMQ channel travel over its data plane."""
-    entry = EntryPoint("pigeons", f"{__name__}:Pigeons", "coordd.transports")
-    monkeypatch.setattr(register, "entry_points", lambda group: [entry])
-    monkeypatch.setattr(EntryPoint, "load", lambda self: Pigeons)
-    config = Config(transport="pigeons")
-    ranks = LocalRanks([Daemon(config, meet(config)) for _ in range(3)])
-    ranks.start()
+    """The address and the key of the ZeroMQ channel travel over its data plane."""
 
     def body(index):
-        from coordd import api
-
         found = api.allreduce(np.array([1.0, api.rank()])).tolist()
         return found, api.broadcast(np.arange(3), 2).tolist(), api.allgather(np.full(api.rank(), api.rank())).tolist()
 
-    assert ranks.each(body) == [([1.0, 1.0], [0, 1, 2], [1, 2, 2])] * 3
-    ranks.stop()
+    with pigeons(monkeypatch) as ranks:
+        assert ranks.each(body) == [([1.0, 1.0], [0, 1, 2], [1, 2, 2])] * 3
+
+
+def test_machines_of_one_name_are_different_hosts(monkeypatch):
+    """Clones of one image, say, that all call themselves localhost."""
+    here, machines = os.uname().nodename, iter(["one kernel", "another", "one kernel"])
+    monkeypatch.setattr(rendezvous, "_machine", lambda: next(machines))
+    with pigeons(monkeypatch, interface="127.0.0.1") as ranks:
+        sizes = sorted(ranks.each(lambda _: (api.local_size(), api.cross_size(), api.allreduce([1.0]).tolist())))
+        assert [size for size, *_ in sizes] == [1, 2, 2]
+        assert len({daemon.world.hosts for daemon in ranks.daemons}) == 1
+        assert set(ranks.daemons[0].world.hosts) == {here, f"{here}~2"}
+
+
+@pytest.mark.parametrize(
+    ("found", "hosts"),
+    [
+        ([("a", "1"), ("a", "1"), ("b", "2")], ("a", "a", "b")),
+        ([("a", "2"), ("a", "1"), ("b", "1"), ("a", "2"), ("a", "3"), ("b", "1")], ("a", "a~2", "b", "a", "a~3", "b")),
+        ([("a", ""), ("a", "")], ("a", "a")),
+    ],
+)
+def test_hosts_that_share_a_name_get_numbers(found, hosts):
+    assert rendezvous._apart(found) == hosts
+
+
+def test_a_machine_knows_itself():
+    assert rendezvous._machine() == rendezvous._machine() != ""
