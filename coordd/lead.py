@@ -1,7 +1,7 @@
 """How far a rank is ahead of the last one, on a moving average. Pure.
 
-No clocks are compared: an allreduce ends on all ranks at about the same time, so who has waited least came last. All ranks
-average over the same operations, so the difference of two averages is the average difference.
+No clocks are compared: an allreduce ends on all ranks at about the same time, so who has waited least came last. All
+ranks average over the same operations, so the difference of two averages is the average difference.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _machine() -> str:
 
 
 def _apart(found: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Names the host of each rank, given its name and machine: of those that share a name, all but the first get a number."""
+    """Names the host of each rank, given its name and machine; machines that share a name get a number behind it."""
     machines: dict[str, list[str]] = {}
     for name, machine in dict.fromkeys(found):
         machines.setdefault(name, []).append(machine)

@@ -85,7 +85,9 @@ def tell(report: StallReport, sites: Mapping[str, str] | None = None) -> str:
     by_missing: dict[tuple[int, ...], list[Waiting]] = {}
     for waiting in report.waiting:
         by_missing.setdefault(waiting.missing, []).append(waiting)
-    lines += [f"  {_names(group)} {_wait(missing)}{_where(group, sites or {})}" for missing, group in by_missing.items()]
+    lines += [
+        f"  {_names(group)} {_wait(missing)}{_where(group, sites or {})}" for missing, group in by_missing.items()
+    ]
     for account in report.accounts:
         lines.append(f"  rank {account.rank} has last submitted {account.last}; its main thread is at")
         lines += [f"    {line}" for line in account.stack.rstrip().splitlines()]

@@ -132,7 +132,7 @@ def test_a_report_says_what_the_others_do():
 
 
 def test_a_report_says_where_this_rank_has_submitted_what_waits():
-    waiting = tuple(Waiting(name, "allreduce", (1,)) for name in "abcd") + (Waiting("e", "allreduce", (2,)),)
+    waiting = (*(Waiting(name, "allreduce", (1,)) for name in "abcd"), Waiting("e", "allreduce", (2,)))
     lines = {"a": "train.py:7", "b": "train.py:9", "c": "train.py:7", "others": "x.py:1"}
     first, second = tell(StallReport(5.0, waiting, ()), lines).splitlines()[1:]
     assert first.endswith(" waiting for rank 1; submitted here at train.py:7, train.py:9")

@@ -19,7 +19,8 @@ _JOIN = "join"
 class Row(NamedTuple):
     """One rank: where, in what state, what it has submitted last, and the ranks that keep it waiting.
 
-    ``trouble`` is whether somebody should look at it, ``behind`` how many seconds after the first rank it comes as a rule.
+    ``trouble`` is whether somebody should look at it, ``behind`` how many seconds after the first rank it comes as a
+    rule.
     """
 
     rank: int

@@ -125,7 +125,9 @@ def case_nothing_is_there_before_all_have_come() -> None:
     tensors = [torch.full((count,), cd.rank() + 1.0) for count in (3, 50_000, 3, 50_000)]
     before = [tensor.clone() for tensor in tensors]
     handles = [cd.allreduce_async(tensor, name=f"out {number}", op=cd.Sum) for number, tensor in enumerate(tensors[:2])]
-    handles += [cd.allreduce_async_(tensor, name=f"in {number}", op=cd.Sum) for number, tensor in enumerate(tensors[2:])]
+    handles += [
+        cd.allreduce_async_(tensor, name=f"in {number}", op=cd.Sum) for number, tensor in enumerate(tensors[2:])
+    ]
     if cd.rank() == 0:
         assert not any(map(cd.poll, handles))
         assert all(map(torch.equal, tensors, before))

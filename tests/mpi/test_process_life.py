@@ -185,7 +185,7 @@ def test_ranks_with_different_versions_do_not_start() -> None:
     outcome = launch(2, _VERSION, launcher="coordd")
     assert outcome.returncode == 1, str(outcome)
     for rank in range(2):
-        told = rf"the ranks have different versions of coordd \(ranks 0: \S+; ranks 1: 0\.0\.1\): make them equal"
+        told = r"the ranks have different versions of coordd \(ranks 0: \S+; ranks 1: 0\.0\.1\): make them equal"
         assert re.search(told, outcome.of_rank(rank)), str(outcome)
 
 
