@@ -79,8 +79,8 @@ class Standing(msgspec.Struct, frozen=True):
     """What one rank is doing.
 
     ``phase`` is ``starting``, ``running``, ``failed``, which ``failure`` explains, or ``leaving``. Of its operations,
-    oldest first, ``more`` are left out. ``lead`` is how many seconds an allreduce takes as a rule from this rank's part to
-    the result. ``hosts`` and ``pids`` are those of all ranks, once they have met.
+    oldest first, ``more`` are left out. ``lead`` is how many seconds an allreduce takes as a rule from this rank's part
+    to the result. ``hosts`` and ``pids`` are those of all ranks, once they have met.
     """
 
     version: str

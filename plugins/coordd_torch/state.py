@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from coordd import api
-from coordd.errors import ArgumentError
+from coordd.errors import ArgumentError, MismatchError
 from coordd.handles import wait_all
+from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd_torch.operations import allgather_async, broadcast_, broadcast_async_, synchronize
+from coordd_torch.census import alike, differences, fingerprint
+from coordd_torch.operations import allgather_async, allreduce_, broadcast_, broadcast_async_, synchronize
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -31,14 +33,26 @@ def broadcast_parameters(
 
     Raises:
         ArgumentError: these are no parameters.
-        MismatchError: a shape or type differs between ranks.
+        MismatchError: names differ between ranks, and then nothing is copied, or a shape or type does.
     """
+    named = _named(params)
+    _compare([name for name, _ in named], process_set)
     wait_all(
         [
             broadcast_async_(tensor, root_rank, name=f"broadcast.{name}", process_set=process_set)
-            for name, tensor in _named(params)
+            for name, tensor in named
         ]
     )
+
+
+def _compare(names: list[str], process_set: ProcessSet) -> None:
+    """Lets no rank wait for what others do not have."""
+    common = "broadcast.parameters"
+    greatest = torch.tensor(fingerprint(sorted(names)), device="cpu")
+    if alike(allreduce_(greatest, name=common, op=ReduceOp.MAX, process_set=process_set).tolist()):
+        return
+    told = differences(allgather_object((api.rank(), names), f"{common}.names", process_set))
+    raise MismatchError.told("broadcast_parameters", "names", f"the ranks broadcast different parameters: {told}")
 
 
 def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:

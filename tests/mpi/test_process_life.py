@@ -59,9 +59,10 @@ import coordd.torch as cd
 
 cd.init()
 cd.allreduce(torch.ones(1), name="first")
-if cd.rank() == int(sys.argv[1]):
-    threading.Event().wait(30)
-cd.allreduce(torch.ones(1), name="late")
+for step in range(int(sys.argv[2])):
+    if cd.rank() == int(sys.argv[1]) and step == int(sys.argv[2]) - 1:
+        threading.Event().wait(30)
+    cd.allreduce(torch.ones(1), name="late")
 """
 _NEVER = """
 import os, threading
@@ -140,14 +141,14 @@ def test_ranks_may_end_at_different_times_without_waiting_for_what_is_in_flight(
     assert "improperly" not in outcome.stderr, str(outcome)
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_rank_that_does_not_come_is_named_with_its_line_and_ends_the_job_in_time(missing: int) -> None:
+@pytest.mark.parametrize(("missing", "steps"), [(0, 1), (1, 1), (1, 20)], ids=["rank 0", "rank 1", "locked plan"])
+def test_a_rank_that_does_not_come_is_named_with_its_line_and_ends_the_job_in_time(missing: int, steps: int) -> None:
     limits = {"COORDD_STALL_SECONDS": "0.3", "COORDD_STALL_ABORT_SECONDS": "2"}
-    outcome = launch(2, _MISSING, str(missing), launcher="coordd", timeout=25, variables=limits)
+    outcome = launch(2, _MISSING, str(missing), str(steps), launcher="coordd", timeout=25, variables=limits)
     assert outcome.returncode != 0, str(outcome)
-    waits = rf"'late' \(allreduce\) waiting for rank {missing}; submitted here at \S*script.py:10\n"
+    waits = rf"'late' \(allreduce\) waiting for rank {missing}; submitted here at \S*script.py:11\n"
     assert re.search(waits, outcome.stderr), str(outcome)
-    assert "script.py:9 in <module>: threading.Event().wait(30)" in outcome.stderr, str(outcome)
+    assert "script.py:10 in <module>: threading.Event().wait(30)" in outcome.stderr, str(outcome)
     kept = rf"rank {missing} kept 'late' waiting for \d+ s \(stall_abort_seconds\)"
     assert re.search(kept, outcome.stderr), str(outcome)
 

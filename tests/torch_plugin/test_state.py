@@ -55,6 +55,20 @@ def test_models_that_differ_are_named_and_the_rest_has_arrived():
     assert each_rank(2, body) == [[1.0, 1.0]] * 2
 
 
+def test_what_only_some_ranks_have_is_listed_on_all_and_nobody_waits_for_it():
+    def body(rank):
+        state = {"a": torch.zeros(2), "b": torch.full((2,), float(rank))}
+        if rank < 2:
+            state[f"c{rank}"] = torch.zeros(1)
+        with pytest.raises(cd.MismatchError) as caught:
+            cd.broadcast_parameters(state)
+        cd.broadcast_parameters({"b": state["b"]}, root_rank=2)
+        return str(caught.value), state["b"].tolist()
+
+    told = "the ranks broadcast different parameters: c0 on rank 0 only; c1 on rank 1 only"
+    assert each_rank(3, body) == [(told, [2.0, 2.0])] * 3
+
+
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
