@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordd.errors import ArgumentError
@@ -24,6 +24,7 @@ class Choice:
         takes: the names of its further arguments.
         flushes: whether the pipeline runs empty before weights change, so that gradients are those of plain training.
         slow: whether working it out takes long for many ranks.
+        uneven: whether stages may have different numbers of replicas.
     """
 
     name: str
@@ -32,9 +33,16 @@ class Choice:
     takes: frozenset[str] = frozenset()
     flushes: bool = True
     slow: bool = False
+    uneven: bool = False
 
     def plan(
-        self, ranks: int, microbatches: int, *, chunks: int | None = None, replicas: int = 1, steps: int = 1
+        self,
+        ranks: int,
+        microbatches: int,
+        *,
+        chunks: int | None = None,
+        replicas: int | Sequence[int] = 1,
+        steps: int = 1,
     ) -> Plan:
         """Makes a plan.
 
@@ -42,7 +50,7 @@ class Choice:
             ranks: of each replica of the pipeline.
             microbatches: of each replica, in a step.
             chunks: stages of each rank; by default what the schedule does best with.
-            replicas: of the whole pipeline.
+            replicas: of the whole pipeline, or of each stage.
             steps: how many follow each other, if the pipeline does not run empty between them.
 
         Raises:
@@ -53,6 +61,11 @@ class Choice:
             raise ArgumentError(
                 f"{self.name} does not cut the layers of a rank into {chunks} stages but into {self.chunks}: leave "
                 "chunks out, or choose interleaved"
+            )
+        if not (self.uneven or isinstance(replicas, int)):
+            few = ", ".join(choice.name for choice in _CHOICES if choice.uneven)
+            raise ArgumentError(
+                f"{self.name} gives all stages equally many replicas: give one number of them, or choose one of {few}"
             )
         if steps > 1 and self.flushes:
             raise ArgumentError(f"{self.name} has an empty pipeline between steps: plan one step, not {steps}")
@@ -67,13 +80,13 @@ def _pipedream(ranks: int, microbatches: int, *, replicas: int, steps: int) -> P
 
 
 _CHOICES = (
-    Choice("gpipe", schedule.gpipe),
-    Choice("1f1b", schedule.one_f_one_b),
+    Choice("gpipe", schedule.gpipe, uneven=True),
+    Choice("1f1b", schedule.one_f_one_b, uneven=True),
     Choice("interleaved", schedule.interleaved, chunks=2, takes=frozenset({"chunks"})),
     Choice("zb-h1", schedule.zero_bubble),
     Choice("zb-v", schedule.zero_bubble_v, chunks=2, slow=True),
     Choice("pipedream", _pipedream, takes=frozenset({"steps"}), flushes=False, slow=True),
-    Choice("2bw", schedule.two_buffered, takes=frozenset({"steps"}), flushes=False, slow=True),
+    Choice("2bw", schedule.two_buffered, takes=frozenset({"steps"}), flushes=False, slow=True, uneven=True),
 )
 
 SCHEDULES: Mapping[str, Choice] = {choice.name: choice for choice in _CHOICES}

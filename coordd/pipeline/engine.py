@@ -83,7 +83,11 @@ _Need = tuple[int, str, int]
 
 
 class Engine:
-    """One rank's part of a pipeline."""
+    """One rank's part of a pipeline.
+
+    Attributes:
+        since: when the last run began, by `time.perf_counter`.
+    """
 
     def __init__(
         self,
@@ -116,6 +120,7 @@ class Engine:
         self._here: dict[_Need, dict[int, np.ndarray]] = {}
         self._sent: list[Handle[Any]] = []
         self._began = 0.0
+        self.since = 0.0
 
     def run(self, plan: Plan, rank: int) -> list[Span]:
         """Carries out what a plan has this rank do, and returns when it computed what, in seconds from now on.
@@ -123,7 +128,7 @@ class Engine:
         Raises:
             PeerError: another rank has failed.
         """
-        begin = time.perf_counter()
+        begin = self.since = time.perf_counter()
         spans: list[Span] = []
         for action in plan.actions[rank]:
             try:

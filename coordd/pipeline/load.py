@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
 from coordd.errors import ArgumentError
+from coordd.pipeline.action import Kind
+from coordd.pipeline.plan import Plan
 
 __all__ = ["Load", "Memory", "Share", "shares"]
 
@@ -21,6 +24,7 @@ class Load:
         parameters: bytes of weights; those of tied layers count in each of them.
         activation: bytes kept from the forward pass for the backward pass.
         layers: how many layers these are.
+        inward: seconds of `backward` that the gradients of the inputs take, for which the stage before waits.
     """
 
     forward: float = 0.0
@@ -28,6 +32,7 @@ class Load:
     parameters: int = 0
     activation: int = 0
     layers: int = 1
+    inward: float = 0.0
 
     def __post_init__(self) -> None:
         for value in astuple(self):
@@ -46,6 +51,7 @@ class Load:
             self.parameters + other.parameters,
             self.activation + other.activation,
             self.layers + other.layers,
+            self.inward + other.inward,
         )
 
     @classmethod
@@ -55,7 +61,8 @@ class Load:
 
 
 # For each schedule how many microbatches' activations are live on a stage, and how many versions of its weights there
-# are: (microbatches m, stages p, stage s). Where ranks have several stages each, only the simulator knows.
+# are: (microbatches m, stages p, stage s). Where ranks have several stages each, or stages
+# different numbers of replicas, only the plan knows.
 _LIVE: dict[str, Callable[[int, int, int], int]] = {
     "gpipe": lambda m, p, s: m,  # noqa: ARG005 - the forms of a table share their arguments
     "1f1b": lambda m, p, s: min(m, p - s),
@@ -69,6 +76,9 @@ _VERSIONS: dict[str, Callable[[int, int], int]] = {
 }
 
 
+_FREES = frozenset({Kind.BACKWARD, Kind.WEIGHT})
+
+
 @dataclass(frozen=True)
 class Memory:
     """What a stage holds: its weights, as much again of gradients, the optimizer's state, and live activations.
@@ -78,15 +88,22 @@ class Memory:
         schedule: its name; GPipe keeps the activations of all microbatches, 1F1B those of as many as stages follow.
         microbatches: how many one rank takes in a step.
         state: bytes of the optimizer's state for a byte of weights: 0 for SGD, 1 with momentum, 2 for Adam.
+        plan: what is done; what is live is counted there, whatever `schedule` and `microbatches` are.
+        recompute: whether only what enters a stage is kept, and the activations of one microbatch at a time.
+        entering: for each cut between items the bytes of a microbatch that a stage keeps besides its activations if it
+            begins there; nothing if left out.
     """
 
     cap: float | None = None
     schedule: str = "1f1b"
     microbatches: int = 1
     state: float = 2.0
+    plan: Plan | None = None
+    recompute: bool = False
+    entering: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        if self.schedule not in _LIVE:
+        if self.schedule not in _LIVE and self.plan is None:
             known = ", ".join(_LIVE)
             raise ArgumentError(f"what a stage holds under {self.schedule!r} has no closed form; choose one of {known}")
         if self.cap is not None and not self.cap >= 0:
@@ -97,13 +114,35 @@ class Memory:
             raise ArgumentError(f"an optimizer cannot have {self.state} bytes of state for a byte of weights")
 
     def live(self, stage: int, stages: int) -> int:
-        """How many microbatches' activations are there at most at a time."""
+        """How many microbatches are there at most at a time, between their two passes."""
+        if self.plan is not None:
+            return self._counted[stage]
         return _LIVE[self.schedule](self.microbatches, stages, stage)
 
     def weight(self, stage: int, stages: int) -> float:
         """Bytes for a byte of weights: the weights, older versions of them, gradients, and the optimizer's state."""
         versions = _VERSIONS[self.schedule](stages, stage) if self.schedule in _VERSIONS else 1
         return versions + 1 + self.state
+
+    def alive(self, stage: int, stages: int) -> int:
+        """How many microbatches' activations are there at most at a time."""
+        return 1 if self.recompute else self.live(stage, stages)
+
+    def received(self, items: int) -> list[float]:
+        """Bytes for one microbatch that enter a stage which begins at each of so many items."""
+        return [0.0, *(self.entering or [0.0] * (items - 1))]
+
+    @cached_property
+    def _counted(self) -> list[int]:
+        """For each stage the most microbatches of a replica between their two passes, whatever these cost."""
+        assert self.plan is not None  # noqa: S101 - who calls has looked
+        most = [0] * self.plan.stages
+        for actions in self.plan.actions:
+            now = dict.fromkeys(range(self.plan.stages), 0)
+            for stage, kind, _, _ in actions:
+                now[stage] += (kind is Kind.FORWARD) - (kind in _FREES)
+                most[stage] = max(most[stage], now[stage])
+        return most
 
 
 @dataclass(frozen=True)
@@ -131,7 +170,11 @@ class Share:
 
 
 def shares(
-    loads: Sequence[Load], stages: Sequence[range], *, cuts: Sequence[float] = (), memory: Memory | None = None
+    loads: Sequence[Load],
+    stages: Sequence[range],
+    *,
+    cuts: Sequence[float] = (),
+    memory: Memory | None = None,
 ) -> tuple[Share, ...]:
     """Reports what each stage costs and holds.
 
@@ -142,11 +185,13 @@ def shares(
         memory: as for `split`.
     """
     memory = memory or Memory()
+    received = memory.received(len(loads))
     edges = [0.0, *(cuts if len(cuts) else [0.0] * (len(loads) - 1)), 0.0]
     found = []
     for stage, items in enumerate(stages):
         load = Load.total(loads[items.start : items.stop])
         live = memory.live(stage, len(stages))
-        held = memory.weight(stage, len(stages)) * load.parameters + live * load.activation
+        held = memory.weight(stage, len(stages)) * load.parameters + live * received[items.start]
+        held += memory.alive(stage, len(stages)) * load.activation
         found.append(Share(items, load, edges[items.start] + edges[items.stop], live, math.ceil(held)))
     return tuple(found)

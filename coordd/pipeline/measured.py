@@ -9,7 +9,7 @@ from coordd.pipeline.action import COMPUTE, SENDS, Kind
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Costs, Span, Timeline
 
-__all__ = ["measured"]
+__all__ = ["lag", "measured", "observed"]
 
 _FREES = frozenset({Kind.BACKWARD, Kind.WEIGHT})
 
@@ -42,6 +42,45 @@ def measured(plan: Plan, spans: Sequence[Iterable[Span]], costs: Costs | None = 
         _volume(plan, costs),
         max((span.end for mine in shifted for span in mine), default=0.0),
     )
+
+
+def observed(plan: Plan, spans: Sequence[Iterable[Span]]) -> Costs:
+    """Says what the passes of each stage have taken, in the mean, and keeps one unit of memory for a microbatch.
+
+    What comes of the plan with these costs is what would have happened without any waiting but for each other.
+    """
+    taken: dict[tuple[int, Kind], list[float]] = {}
+    for mine in spans:
+        for (stage, kind, _, _), begin, end in mine:
+            taken.setdefault((stage, kind), []).append(end - begin)
+
+    def mean(stage: int, kind: Kind) -> float:
+        found = taken.get((stage, kind), [0.0])
+        return sum(found) / len(found)
+
+    stages = range(plan.stages)
+    chunks = max(map(len, plan.held))
+    return Costs(
+        [mean(stage, Kind.FORWARD) for stage in stages],
+        [mean(stage, Kind.BACKWARD) + mean(stage, Kind.INPUT) for stage in stages],
+        [mean(stage, Kind.WEIGHT) for stage in stages],
+        activation=[1 / chunks] * plan.stages,
+    )
+
+
+def lag(mine: Sequence[tuple[float, float]], first: Sequence[tuple[float, float]]) -> float:
+    """Finds how far a clock is ahead of the first rank's, from barriers that both went through.
+
+    Nobody leaves a barrier before all have come, which bounds it from both sides; half the difference is its doubt.
+
+    Args:
+        mine: for each barrier when this rank came and left, in seconds of its clock.
+        first: when the first rank did, in seconds of its own.
+    """
+    meetings = list(zip(mine, first, strict=True))
+    least = max(came - left for (came, _), (_, left) in meetings)
+    most = min(left - came for (_, left), (came, _) in meetings)
+    return (least + most) / 2
 
 
 def _peak(spans: Iterable[Span], costs: Costs | None) -> float:

@@ -19,22 +19,23 @@ def cut(rows: int, count: int) -> list[slice]:
     return [slice(bounds[number], bounds[number + 1]) for number in range(count)]
 
 
-def fitting(rows: int, wanted: int, replicas: int) -> int:
+def fitting(rows: int, wanted: int, replicas: int, *, stride: int = 1) -> int:
     """Says into how many microbatches a batch is cut: as many as wanted, or fewer if it is too small for them.
 
     Args:
         rows: of the batch, of all replicas together.
         wanted: microbatches for each replica.
         replicas: how many take microbatches in turn; all get equally many.
+        stride: of what the number is a multiple.
 
     Returns:
         The number for each replica.
 
     Raises:
-        ArgumentError: there are fewer rows than replicas.
+        ArgumentError: there are too few rows for that.
     """
-    if rows < replicas:
+    if rows < replicas * stride:
         raise ArgumentError(
-            f"a batch of {rows} rows does not reach {replicas} replicas: use a larger batch, or drop it"
+            f"a batch of {rows} rows does not reach {replicas * stride} replicas: use a larger batch, or drop it"
         )
-    return min(wanted, rows // replicas)
+    return min(wanted, rows // replicas) // stride * stride

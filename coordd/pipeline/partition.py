@@ -23,10 +23,11 @@ from coordd.errors import ArgumentError
 from coordd.pipeline.load import Load, Memory
 from coordd.pipeline.price import Cost, Held
 from coordd.pipeline.sweep import evenest, lowest
+from coordd.pipeline.units import Units
 
 __all__ = ["By", "regroup", "split", "split_counts"]
 
-By = Literal["time", "parameters", "layers"]
+By = Literal["time", "parameters", "layers", "memory"]
 
 _FINE = 2.0**50  # units of the sum of all costs: equal times are equal whole numbers, in whatever order they are added
 _MOST_LISTED = 12
@@ -63,17 +64,23 @@ def split_counts(names: Sequence[str], counts: Sequence[int]) -> tuple[range, ..
 
 
 def split(
-    loads: Sequence[Load], stages: int, *, by: By = "time", cuts: Sequence[float] = (), memory: Memory | None = None
+    loads: Sequence[Load],
+    stages: int,
+    *,
+    by: By = "time",
+    cuts: Sequence[float] = (),
+    memory: Memory | None = None,
 ) -> tuple[range, ...]:
     """Splits so that the costliest stage costs as little as can be.
 
     Args:
         loads: of the items, in order.
         stages: how many there are to be.
-        by: what a stage costs: the seconds of its items and cuts, or the bytes of its weights, or its layers.
+        by: what a stage costs: the seconds of its items and cuts, or the bytes of its weights, or its layers,
+            or all the bytes that it holds.
         cuts: for each cut, of which there is one less than there are items, the seconds per microbatch that a stage on
             either side of it cannot hide; none costs anything if left out.
-        memory: what stages hold, and the most they may hold.
+        memory: what stages hold, and the most they may hold; by default what 1F1B does with one microbatch.
 
     Returns:
         For each stage its items. It is exact where costs are whole numbers, and to a 10¹⁵th of their sum where not.
@@ -82,12 +89,17 @@ def split(
         ArgumentError: there are fewer items than stages, or no split stays below the memory's cap.
     """
     _check(loads, stages, by, cuts)
+    memory = memory or Memory()
+    held = _held(loads, stages, memory)
+    if by == "memory":
+        return _leanest(held, len(loads), stages, memory)
     edges = cuts if len(cuts) and by == "time" else [0.0] * (len(loads) - 1)
     cost = _cost([_value(load, by) for load in loads], edges)
     if not cost.work[-1]:
         raise ArgumentError(f"no layer has a cost to split by={by!r}: measure the layers, or split by='layers'")
-    if memory is not None and memory.cap is not None:
-        cost.limit(_held(loads, stages, memory), memory.cap)
+    if memory.cap is not None:
+        _leanest(held, len(loads), stages, memory)
+        cost.limit(held, memory.cap)
     highest, ways = lowest(cost, len(loads), stages)
     return evenest(cost, highest, ways)
 
@@ -111,20 +123,34 @@ def _cost(values: Sequence[float], edges: Sequence[float]) -> Cost:
 
 
 def _held(loads: Sequence[Load], stages: int, memory: Memory) -> Held:
-    held = Held(
+    return Held(
         np.array([0, *accumulate(load.parameters for load in loads)], float),
         np.array([0, *accumulate(load.activation for load in loads)], float),
         np.array([memory.weight(stage, stages) for stage in range(stages)], float),
         np.array([memory.live(stage, stages) for stage in range(stages)], float),
+        np.array([memory.alive(stage, stages) for stage in range(stages)], float),
+        np.array(memory.received(len(loads)), float),
     )
-    least, _ = lowest(held, len(loads), stages)
-    if memory.cap is not None and least > memory.cap:
-        raise ArgumentError(
-            f"no split in {stages} stages takes at most {memory.cap:,.0f} bytes on each: under {memory.schedule!r} "
-            f"with {memory.microbatches} microbatches the least that works is {least:,.0f}; allow that much, change "
-            "the number of stages, make microbatches smaller, or recompute activations"
-        )
-    return held
+
+
+def _leanest(held: Held, items: int, stages: int, memory: Memory) -> tuple[range, ...]:
+    """The split whose fullest stage holds least."""
+    least, ways = lowest(held, items, stages)
+    found = evenest(held, max(least, 1.0), ways)
+    if memory.cap is None or least <= memory.cap:
+        return found
+    full = [
+        float(held(stage, slice(run.start, run.start + 1), slice(run.stop, run.stop + 1))[0])
+        for stage, run in enumerate(found)
+    ]
+    stage = full.index(max(full))
+    size = Units().size
+    raise ArgumentError(
+        f"no split in {stages} stages takes at most {memory.cap:,.0f} bytes on each: under {memory.schedule!r} "
+        f"with {memory.microbatches} microbatches the least that works is {least:,.0f}; even then stage {stage} takes "
+        f"{size(least)} and lacks {size(least - memory.cap)}: allow that much, change the number of stages, make "
+        "microbatches smaller, or recompute activations"
+    )
 
 
 def _check(loads: Sequence[Load], stages: int, by: str, cuts: Sequence[float]) -> None:

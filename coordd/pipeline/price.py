@@ -41,29 +41,34 @@ class Held:
         parameters: bytes of weights before each place.
         activations: bytes for one microbatch before each place.
         weight: for each stage how many bytes a byte of weights takes.
-        live: for each stage how many microbatches' activations it has.
+        live: for each stage how many microbatches it has between their passes.
+        alive: for each stage of how many of them it has the activations.
+        received: bytes for one microbatch that enter a stage that begins at each place.
     """
 
     parameters: Numbers
     activations: Numbers
     weight: Numbers
     live: Numbers
+    alive: Numbers
+    received: Numbers
 
     def __call__(self, stage: int, begins: slice, ends: slice) -> Numbers:
         """Bytes."""
         weights = self.weight[stage] * (self.parameters[ends] - self.parameters[begins])
-        held: Numbers = np.ceil(weights + self.live[stage] * (self.activations[ends] - self.activations[begins]))
+        kept = self.alive[stage] * (self.activations[ends] - self.activations[begins])
+        held: Numbers = np.ceil(weights + self.live[stage] * self.received[begins] + kept)
         return held
 
     def floors(self, stage: int, bound: float) -> Floors:
         """What the items before each place would take."""
-        return [(self.weight[stage] * self.parameters + self.live[stage] * self.activations, bound)]
+        return [(self.weight[stage] * self.parameters + self.alive[stage] * self.activations, bound)]
 
     def least(self) -> float:
         """An item is in none of the stages after the one of its own number."""
-        latest = np.minimum(np.arange(len(self.parameters) - 1), len(self.live) - 1)
-        weight, live = np.minimum.accumulate(self.weight)[latest], np.minimum.accumulate(self.live)[latest]
-        return float(np.max(weight * np.diff(self.parameters) + live * np.diff(self.activations)))
+        latest = np.minimum(np.arange(len(self.parameters) - 1), len(self.alive) - 1)
+        weight, alive = np.minimum.accumulate(self.weight)[latest], np.minimum.accumulate(self.alive)[latest]
+        return float(np.max(weight * np.diff(self.parameters) + alive * np.diff(self.activations)))
 
 
 @dataclass

@@ -8,12 +8,14 @@ from rich.table import Table
 
 from coordd.errors import spans
 from coordd.pipeline.lanes import lanes
+from coordd.pipeline.load import Memory
 from coordd.pipeline.outcome import Outcome
 from coordd.pipeline.plan import Plan
+from coordd.pipeline.profile import Profile
 from coordd.pipeline.simulate import Timeline
 from coordd.pipeline.units import Units
 
-__all__ = ["best", "comparison", "headline", "per_rank"]
+__all__ = ["best", "comparison", "headline", "per_rank", "per_stage"]
 
 _ROWS = 16
 
@@ -36,6 +38,21 @@ def per_rank(plan: Plan, timeline: Timeline, units: Units) -> Table:
         held = spans({stage for rank in lane for stage in plan.held[rank]})
         peak = units.size(max(timeline.peaks[rank] for rank in lane))
         table.add_row(spans(lane), held, units.span(busy), f"{idle:.1f} %", peak)
+    return table
+
+
+def per_stage(profile: Profile, spans: Sequence[range], memory: Memory, units: Units) -> Table:
+    """Makes a table of the stages that a model is split in: for one microbatch, but for all that a stage holds."""
+    table = _table("stage", "layers", "forward", "backward", "packing", "weights", "sends", "holds")
+    borders = (
+        [profile.borders[span.stop - 1].volume for span in spans[:-1]] if profile.borders else [0] * (len(spans) - 1)
+    )
+    for stage, (share, sent) in enumerate(zip(profile.shares(spans, memory), [*borders, 0], strict=True)):
+        names = [profile.names[at] for at in (spans[stage].start, spans[stage].stop - 1)]
+        times = (share.load.forward, share.load.backward, share.exchange)
+        sizes = (share.load.parameters, sent, share.memory)
+        layers = " to ".join(dict.fromkeys(names))
+        table.add_row(str(stage), layers, *map(units.span, times), *map(units.size, sizes))
     return table
 
 

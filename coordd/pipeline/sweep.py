@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from coordd.pipeline.price import Cost, Floors, Numbers, Price
+from coordd.pipeline.price import Floors, Numbers, Price
 
 __all__ = ["Ways", "evenest", "lowest"]
 
@@ -94,7 +94,7 @@ def lowest(price: Price, items: int, stages: int) -> tuple[float, Ways]:
             return best, ways
 
 
-def evenest(cost: Cost, highest: float, ways: Ways) -> tuple[range, ...]:
+def evenest(cost: Price, highest: float, ways: Ways) -> tuple[range, ...]:
     """Finds the split with the lowest sum of squares, whose last stages are short where there are several.
 
     Args:

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-__all__ = ["Units"]
+from coordd.errors import ArgumentError
+
+__all__ = ["Units", "in_bytes"]
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _SIZES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+_AMOUNT = re.compile(r"(\d+(?:\.\d*)?)\s*([KMG]iB|B|)")
+
+
+def in_bytes(size: float | str) -> float:
+    """Reads an amount of memory: bytes, or a text such as ``"2GiB"`` or ``"1.5 MiB"``.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(size, str):
+        return size
+    if (found := _AMOUNT.fullmatch(size.strip())) is None:
+        raise ArgumentError(f"{size!r} is no amount of memory: write bytes, or a number with KiB, MiB or GiB")
+    factors = {name: factor for factor, name in _SIZES}
+    return float(found[1]) * factors[found[2] or "B"]
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ __all__ = [
     "synchronize",
 ]
 
-_PIPELINE = {"Pipeline": "pipeline", "PipelineConfig": "config"}
+_PIPELINE = {"Pipeline": "pipeline", "PipelineConfig": "config", "profile_model": "appraisal"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import sys
+import time
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from coordd.cli import main
 from coordd.pipeline.plan import Plan
-from coordd.pipeline.simulate import simulate
+from coordd.pipeline.recording import Recording
+from coordd.pipeline.schedule import one_f_one_b
+from coordd.pipeline.simulate import Costs, Span, simulate
+from coordd.pipeline.units import Units
+from tests.pipeline.plans import chained
 
 SMALL = ["plan", "--stages", "4", "--microbatches", "8"]
 
@@ -82,6 +88,97 @@ def test_the_picture_is_in_the_file(capsys, tmp_path):
     assert f"the picture: {path}" in told(capsys, "--schedule", "interleaved", "--chunks", "3", "--out", str(path))
     text = " ".join(ET.parse(path).getroot().itertext())  # noqa: S314 - our own
     assert "interleaved: 4 ranks, 12 stages, 8 microbatches" in text
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A module that the user has written, and is in the folder of."""
+    (tmp_path / "written_by_user.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def build(): return nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))\n"
+        "def batch(): return torch.ones(64, 16)\n"
+        "def wrong(): return torch.ones(64, 15)\n"
+        "number = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("written_by_user", None)
+
+
+MODEL = ["--model", "written_by_user:build", "--sample", "written_by_user:batch"]
+
+
+@pytest.mark.usefixtures("sources")
+def test_the_layers_of_a_model_are_measured_and_split(capsys, tmp_path):
+    text = told(capsys, *MODEL, "--split", "parameters", "--compare", "--out", str(tmp_path / "plan.svg"))
+    assert row(text, "stage") == ["stage", "layers", "forward", "backward", "packing", "weights", "sends", "holds"]
+    assert [row(text.partition("stage ")[2], str(stage))[1:4] for stage in range(4)] == [
+        ["0", "to", "2"],
+        ["3", "to", "4"],
+        ["5", "to", "6"],
+        ["7", "to", "8"],
+    ]
+    assert row(text, "zb-v")[0] == "zb-v"
+    assert "iB" in text.splitlines()[0]
+    assert (tmp_path / "plan.svg").exists()
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([*MODEL, "--memory", "1 KiB"], "and lacks"),
+        ([*MODEL, "--split", "colour"], "by='colour' is unknown"),
+        ([*MODEL, "--forward", "1"], "--model measures how long passes take: leave --forward out"),
+        (MODEL[:2], "add --sample module:function"),
+        (["--model", "written_by_user:none", *MODEL[2:]], "there is no 'written_by_user:none'"),
+        (["--model", "written_by_user", *MODEL[2:]], "write module:function"),
+        (["--model", "written_by_user:number", *MODEL[2:]], "'written_by_user:number' is int, and no function"),
+        ([*MODEL[:2], "--sample", "written_by_user:wrong"], "cannot be measured: RuntimeError"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_is_said_in_one_line(capsys, arguments, text):
+    assert main([*SMALL, *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert text in shown
+    assert shown.startswith("coordd: ")
+
+
+def test_a_stage_may_have_replicas_of_its_own(capsys):
+    assert main(["plan", "--stages", "2", "--microbatches", "4", "--replicas", "2,1"]) == 0
+    assert capsys.readouterr().out.startswith("1f1b on 3 ranks, 2 stages, 8 microbatches: makespan 27 units")
+
+
+def test_a_run_is_shown_beside_what_was_predicted(capsys, tmp_path):
+    plan = chained(one_f_one_b(2, 3))
+    late = [[Span(action, 3 * begin, 3 * end) for action, begin, end in spans] for spans in simulate(plan).spans]
+    recorded = Recording(plan, tuple(map(tuple, late)), Costs.even(2), Units(memory="activations"))
+    recorded.write(tmp_path / "run.json")
+    assert main(["plan", "--measured", str(tmp_path / "run.json"), "--out", str(tmp_path / "run.svg")]) == 0
+    text = capsys.readouterr().out
+    predicted, _, measured = text.partition("measured:")
+    assert "makespan 12 s, bubble 25.0 %" in predicted
+    assert "makespan 36 s, bubble 25.0 %" in measured
+    assert "measured: makespan 36 s" in (tmp_path / "run.svg").read_text("utf-8")
+
+
+def test_what_is_planned_must_be_said(capsys):
+    assert main(["plan", "--stages", "2"]) == 2
+    assert "say --microbatches, or --measured" in capsys.readouterr().err
+    assert main(["plan", "--measured", "/dev/null"]) == 2
+    assert "/dev/null is no recording of a pipeline" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ten_thousand_ranks_are_planned_checked_and_drawn_within_a_minute(capsys, tmp_path):
+    path = tmp_path / "large.svg"
+    begin = time.process_time()
+    assert main(["plan", "--stages", "2500", "--replicas", "4", "--microbatches", "16", "--out", str(path)]) == 0
+    assert time.process_time() - begin < 60
+    assert capsys.readouterr().out.startswith("1f1b on 10000 ranks, 2500 stages, 64 microbatches: makespan 7545 units")
+    assert path.stat().st_size < 1_000_000
 
 
 @pytest.mark.parametrize(

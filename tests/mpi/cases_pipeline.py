@@ -115,11 +115,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def pipeline(model: Any, **settings: Any) -> cd.Pipeline:
+def pipeline(model: Any, example: Any = None, **settings: Any) -> cd.Pipeline:
     settings.setdefault("split", "layers")
-    return cd.Pipeline(
-        model, cd.PipelineConfig(microbatches=4, **settings), optimizer=sgd, loss=functional.cross_entropy
-    )
+    config = cd.PipelineConfig(microbatches=4, **settings)
+    return cd.Pipeline(model, config, optimizer=sgd, loss=functional.cross_entropy, example=example)
 
 
 def in_one_piece(model: nn.Module, x: torch.Tensor, y: torch.Tensor, microbatches: int, steps: int) -> list[float]:
@@ -147,7 +146,7 @@ def compare(pipe: cd.Pipeline, model: nn.Module) -> None:
 
 def trained(name: str, **settings: Any) -> None:
     """Trains a model both ways, and compares losses, weights and predictions."""
-    rows, replicas = 18, settings.get("data_parallel", 1)
+    rows, replicas = 18, cd.PipelineConfig(**settings).widest
     x, y = random(rows, 6), torch.randint(0, 3, (rows,), generator=torch.Generator().manual_seed(2))
     model = build(name)
     pipe = pipeline(copy.deepcopy(model), **settings)

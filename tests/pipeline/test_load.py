@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.load import Load, Memory, shares
+from coordd.pipeline.schedule import gpipe, interleaved, one_f_one_b, zero_bubble
 from tests.pipeline.splits import even, loads
 
 
@@ -69,3 +72,25 @@ def test_a_stage_pays_for_both_its_cuts():
 def test_memory_that_cannot_be_is_refused(arguments, message):
     with pytest.raises(ArgumentError, match=message):
         Memory(**arguments)
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zero_bubble])
+@given(stages=st.integers(1, 5), microbatches=st.integers(1, 9))
+def test_what_a_plan_keeps_is_what_its_closed_form_says(schedule, stages, microbatches):
+    plan = schedule(stages, microbatches)
+    counted, told = Memory(plan=plan), Memory(schedule=plan.name, microbatches=microbatches)
+    assert [counted.live(at, stages) for at in range(stages)] == [told.live(at, stages) for at in range(stages)]
+
+
+def test_what_has_no_closed_form_is_counted():
+    assert [Memory(plan=interleaved(2, 4)).live(stage, 4) for stage in range(4)] == [4, 3, 2, 1]
+    wide = one_f_one_b(2, 4, replicas=[1, 2])
+    assert [Memory(plan=wide).live(stage, 2) for stage in range(2)] == [3, 1]
+
+
+def test_recomputing_keeps_what_enters_and_one_microbatch():
+    items = [Load(1.0, 2.0, 10, 100)] * 4
+    memory = Memory(microbatches=6, state=0.0, recompute=True, entering=[7, 8, 9])
+    assert [share.memory for share in shares(items, even(4, 4), memory=memory)] == [120, 141, 136, 129]
+    kept = replace(memory, recompute=False)
+    assert [share.memory for share in shares(items, even(4, 4), memory=kept)] == [420, 341, 236, 129]

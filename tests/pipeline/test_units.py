@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.pipeline.units import Units
+from coordd.errors import ArgumentError
+from coordd.pipeline.units import Units, in_bytes
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,16 @@ def test_bytes_do_too(amount, text):
 def test_other_units_are_written_as_they_are():
     units = Units("units", "activations")
     assert (units.span(1500), units.span(1), units.size(5.5)) == ("1500 units", "1 unit", "5.5 activations")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [(7, 7), (1.5, 1.5), ("12", 12), ("12 B", 12), ("2GiB", 2**31), (" 1.5 KiB ", 1536)]
+)
+def test_amounts_of_memory_are_read(text, size):
+    assert in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "2GB", "-1", "1e3", "KiB"])
+def test_what_is_no_amount_is_refused(text):
+    with pytest.raises(ArgumentError, match="is no amount of memory: write bytes, or a number with KiB, MiB or GiB"):
+        in_bytes(text)

@@ -36,3 +36,29 @@ def test_what_needs_the_gradients_of_a_whole_step_is_not_for_those_without_one()
 def test_what_is_there_on_demand_only_is_named_when_it_is_not():
     with pytest.raises(AttributeError, match="module 'coordd_torch' has no attribute 'Pipelines'"):
         cd.Pipelines  # noqa: B018 - to be looked up is all it is for
+
+
+def test_stages_may_have_replicas_of_their_own():
+    config = cd.PipelineConfig(data_parallel=[2, 3, 1])
+    assert (config.ranks(6), config.widest, config.least) == (3, 3, 6)
+    assert [config.fitting(rows) for rows in (6, 11, 12, 99)] == [2, 2, 4, 8]
+    with pytest.raises(ArgumentError, match=r"data_parallel=\[2, 3, 1\] takes 6 ranks, and there are 4"):
+        config.ranks(4)
+    with pytest.raises(ArgumentError, match=r"data_parallel is \[2, 0\], and must be at least 1"):
+        cd.PipelineConfig(data_parallel=[2, 0])
+
+
+def test_only_what_costs_time_is_measured():
+    assert not cd.PipelineConfig(split="parameters").measured
+    assert not cd.PipelineConfig(split="time", layers_per_proc=[1, 1]).measured
+    assert cd.PipelineConfig(split="time").measured
+    assert cd.PipelineConfig(layers_per_proc=[1, 1], memory_cap="1GiB").measured
+
+
+def test_what_cannot_be_even_is_refused():
+    with pytest.raises(
+        ArgumentError, match="split='colour' is unknown; choose one of time, parameters, layers, memory"
+    ):
+        cd.PipelineConfig(split="colour")
+    with pytest.raises(ArgumentError, match="'2GB' is no amount of memory"):
+        cd.PipelineConfig(memory_cap="2GB")

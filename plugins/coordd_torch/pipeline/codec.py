@@ -13,7 +13,7 @@ from coordd.errors import ArgumentError
 from coordd.pipeline.storage import laid
 from coordd_torch.tensors import check_dense, from_array, view
 
-__all__ = ["TorchCodec", "leaf"]
+__all__ = ["TorchCodec", "enter", "leaf"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,14 @@ class TorchCodec:
         """
         lying, axes = laid(array)
         tensor = from_array(lying).permute(axes).to(self.device)
-        if not differentiable:
-            return tensor
-        with torch.enable_grad():
-            entered: torch.Tensor = _Entrance.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]  # torch's
-            return entered
+        return enter(tensor) if differentiable else tensor
+
+
+def enter(tensor: torch.Tensor) -> torch.Tensor:
+    """Begins a new graph at a tensor, which becomes a leaf; what is returned may be changed in place."""
+    with torch.enable_grad():
+        entered: torch.Tensor = _Entrance.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]  # torch's
+        return entered
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:

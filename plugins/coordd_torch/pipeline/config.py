@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.catalogue import Choice, find
+from coordd.pipeline.microbatch import fitting
+from coordd.pipeline.partition import By
+from coordd.pipeline.units import in_bytes
+from coordd_torch.pipeline.tying import Reuse
 
 __all__ = ["PipelineConfig"]
 
@@ -20,10 +25,13 @@ class PipelineConfig:
         layers_per_proc: how many layers each stage gets; ``"auto"`` splits evenly by `split`.
         microbatches: into how many each replica's part of a batch is cut.
         schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``zb-h1``, ``zb-v``, ``pipedream`` or ``2bw``.
-        data_parallel: how many replicas of the pipeline there are.
+        data_parallel: how many replicas of the pipeline there are; or of each stage, as in ``[2, 1]``.
         chunks: how many stages a rank has, where the schedule lets one choose.
-        split: what is to be even: ``"parameters"`` or ``"layers"``.
-        reuse: modules of which each stage that calls them gets a copy, kept equal.
+        split: what is to be even: ``"parameters"``, ``"layers"``, or what is measured on one microbatch of the example:
+            ``"time"``, or ``"memory"`` with all that a stage holds in training.
+        memory_cap: what a rank may hold at most, in bytes or as in ``"2GiB"``; it is measured, too. None for any.
+        reuse: modules of which each stage that calls them gets a copy, kept equal. Under a key, as in ``{"embedding":
+            ["embed", "head"]}``, several modules get the parameters of the first, as if the model had tied them.
         cuts: names of modules at which a stage may begin, for a model that cannot be traced.
         recompute: whether activations are computed anew for the backward pass, and not kept.
         offload: whether activations, until they are gone back through, and the state of optimizers, between steps, wait
@@ -37,10 +45,11 @@ class PipelineConfig:
     layers_per_proc: Sequence[int] | Literal["auto"] = "auto"
     microbatches: int = 8
     schedule: str = "1f1b"
-    data_parallel: int = 1
+    data_parallel: int | Sequence[int] = 1
     chunks: int | None = None
-    split: Literal["parameters", "layers"] = "parameters"
-    reuse: Sequence[str] = ()
+    split: By = "parameters"
+    memory_cap: float | str | None = None
+    reuse: Reuse = ()
     cuts: Sequence[str] | None = None
     recompute: bool = False
     offload: bool = False
@@ -50,11 +59,15 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         find(self.schedule)
-        for name in ("microbatches", "data_parallel"):
-            if getattr(self, name) < 1:
+        for name, least in (("microbatches", self.microbatches), ("data_parallel", min(self._each, default=0))):
+            if least < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}, and must be at least 1")
         if self.clip_norm is not None:
             self.check_one_step("clip_norm")
+        if self.split not in get_args(By):
+            raise ArgumentError(f"split={self.split!r} is unknown; choose one of {', '.join(get_args(By))}")
+        if self.memory_cap is not None:
+            in_bytes(self.memory_cap)
 
     def check_one_step(self, wanted: str) -> None:
         """Raises if stages do not step together, as what is wanted needs.
@@ -73,12 +86,51 @@ class PipelineConfig:
         """The schedule."""
         return find(self.schedule)
 
+    @property
+    def widest(self) -> int:
+        """How many replicas the stage has that has most."""
+        return max(self._each)
+
+    @property
+    def least(self) -> int:
+        """The fewest rows that a batch can have."""
+        return self.widest * self._stride
+
+    def fitting(self, rows: int) -> int:
+        """Into how many microbatches for each replica of the widest stage a batch of so many rows is cut.
+
+        Raises:
+            ArgumentError: these are too few.
+        """
+        return fitting(rows, self.microbatches, self.widest, stride=self._stride)
+
+    @property
+    def _stride(self) -> int:
+        """Of what the number of microbatches is a multiple, so that the replicas of each stage get equally many."""
+        return math.lcm(*(each // math.gcd(each, self.widest) for each in self._each))
+
+    @property
+    def measured(self) -> bool:
+        """Whether the layers must be measured."""
+        return self.memory_cap is not None or (self.layers_per_proc == "auto" and self.split in {"time", "memory"})
+
+    @property
+    def _each(self) -> Sequence[int]:
+        return [self.data_parallel] if isinstance(self.data_parallel, int) else self.data_parallel
+
     def ranks(self, world: int) -> int:
-        """How many ranks a pipeline has in a world of this size.
+        """How many ranks a pipeline has in a world of this size, or, with a number for each stage, how many stages.
 
         Raises:
             ArgumentError: the world does not divide into so many replicas.
         """
+        if not isinstance(self.data_parallel, int):
+            if sum(self._each) != world:
+                raise ArgumentError(
+                    f"data_parallel={list(self._each)} takes {sum(self._each)} ranks, and there are {world}: change "
+                    "it, or start another number of ranks"
+                )
+            return len(self._each)
         if world % self.data_parallel:
             fewer = world - world % self.data_parallel
             fitting = [fewer, fewer + self.data_parallel] if fewer else [self.data_parallel]

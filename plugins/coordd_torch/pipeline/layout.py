@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
 from torch import nn
 
 from coordd.pipeline import graph
-from coordd.pipeline.load import Load
-from coordd.pipeline.partition import regroup, split, split_counts
+from coordd.pipeline.load import Load, Memory
+from coordd.pipeline.partition import split_counts
+from coordd.pipeline.profile import Profile
 from coordd_torch.pipeline.capture import Captured
 from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.trace import Trace
+from coordd_torch.pipeline.tying import copied
 
 __all__ = ["Layout"]
 
@@ -34,8 +36,23 @@ class Layout:
         self._cut = lru_cache(maxsize=None)(self._uncached_cut)
 
     @classmethod
-    def of(cls, captured: Captured, stages: int, config: PipelineConfig) -> Layout:
+    def of(
+        cls,
+        captured: Captured,
+        stages: int,
+        config: PipelineConfig,
+        *,
+        profile: Profile | None = None,
+        memory: Memory | None = None,
+    ) -> Layout:
         """Splits a model.
+
+        Args:
+            captured: the model.
+            stages: how many there are to be.
+            config: how.
+            profile: of its layers, where the split depends on what they cost.
+            memory: what a stage holds, and may hold.
 
         Raises:
             ArgumentError: it cannot be split like this; the text says why, and what can be done.
@@ -43,13 +60,11 @@ class Layout:
         layers = captured.table
         if config.layers_per_proc != "auto":
             spans = split_counts([layer.name for layer in layers], config.layers_per_proc)
-            graph.check_cuts(layers, [span.start for span in spans[1:]], config.reuse)
+            graph.check_cuts(layers, [span.start for span in spans[1:]], copied(layers, config.reuse))
+            if profile is not None:
+                profile.check(spans, memory)
             return cls(captured, spans)
-        sizes = {name: parameter.nbytes for name, parameter in captured.model.named_parameters()}
-        loads = [Load(0.0, 0.0, sum(sizes[key] for key in layer.parameters), 0) for layer in layers]
-        groups = graph.condense(layers, config.reuse)
-        items = [Load.total(loads[group.start : group.stop]) for group in groups]
-        return cls(captured, regroup(groups, split(items, stages, by=config.split)))
+        return cls(captured, (profile or _unmeasured(captured, config)).split(stages, by=config.split, memory=memory))
 
     @cached_property
     def flows(self) -> tuple[tuple[int, int], ...]:
@@ -70,6 +85,12 @@ class Layout:
         span = self.spans[stage]
         return StageModule(model, self.captured.traces, span.start, span.stop - 1)
 
+    def names(self, stages: Iterable[int]) -> set[str]:
+        """All names of the parameters and buffers that some stages have."""
+        modules = [self.module(stage, self.captured.model) for stage in stages]
+        parameters = {name for each in modules for name, _ in each.named_parameters(remove_duplicate=False)}
+        return parameters | {name for each in modules for name, _ in each.named_buffers(remove_duplicate=False)}
+
     def route(self, stage: int, inputs: Mapping[str, Any], *, training: bool) -> dict[int, Sequence[str]]:
         """Says for inputs like these the names of the values that each later stage gets from a stage."""
         trace = self.captured.traces.find(inputs, training=training)
@@ -84,3 +105,11 @@ class Layout:
     def _uncached_cut(self, trace: Trace, stage: int) -> Cut:
         span = self.spans[stage]
         return Cut(trace, span.start, span.stop - 1)
+
+
+def _unmeasured(captured: Captured, config: PipelineConfig) -> Profile:
+    """What is known of the layers without running them."""
+    sizes = {name: parameter.nbytes for name, parameter in captured.model.named_parameters()}
+    loads = [Load(parameters=sum(sizes[key] for key in layer.parameters)) for layer in captured.table]
+    names = tuple(layer.name for layer in captured.table)
+    return Profile(names, tuple(loads), tuple(graph.condense(captured.table, copied(captured.table, config.reuse))))

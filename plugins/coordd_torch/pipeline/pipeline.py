@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ from torch import nn
 from coordd import api
 from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
-from coordd.pipeline.action import Kind
 from coordd.pipeline.engine import Engine
-from coordd.pipeline.lowering import lower
-from coordd.pipeline.microbatch import cut, fitting
+from coordd.pipeline.microbatch import cut
 from coordd.pipeline.plan import Plan
+from coordd.pipeline.profile import Profile
 from coordd.pipeline.simulate import Span
 from coordd.process_sets import ProcessSet
 from coordd_torch.pipeline.accord import Accord
+from coordd_torch.pipeline.appraisal import budget, measured
 from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.batch import Batch, Weigh, joined, rows_of
 from coordd_torch.pipeline.boundary import Boundary
@@ -36,11 +35,14 @@ from coordd_torch.pipeline.fitting import History, fit
 from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.optimizer_state import load_optimizer, save_optimizer
 from coordd_torch.pipeline.parity import Gradients, distance, gradients
+from coordd_torch.pipeline.plans import Plans
+from coordd_torch.pipeline.record import record
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.settling import Settling
 from coordd_torch.pipeline.sharing import Sharing
 from coordd_torch.pipeline.stage import Loss, TorchStage
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
+from coordd_torch.pipeline.tying import tied
 from coordd_torch.pipeline.versions import Versions
 from coordd_torch.state import allgather_object
 
@@ -68,6 +70,7 @@ class Pipeline:
         optimizer: MakeOptimizer,
         loss: Loss,
         example: Any = None,
+        example_targets: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         weight: Weigh | None = None,
     ) -> None:
@@ -78,7 +81,8 @@ class Pipeline:
             config: how it is split and trained.
             optimizer: makes the optimizer of some parameters.
             loss: of an output and targets, the mean over their rows.
-            example: inputs as in `train_batch`, for models that can be captured only with some.
+            example: inputs as in `train_batch`, for models that can be captured or measured only with some.
+            example_targets: their targets, for the loss to be measured, too.
             scaler: of losses, for training in fp16; it is the pipeline's from now on, and alike on all ranks.
             weight: says of a microbatch's inputs and targets how much its loss counts: the number of what it is the
                 mean of, such as that of valid tokens; by default as much as it has rows.
@@ -93,25 +97,31 @@ class Pipeline:
         self._operations = api.operations()
         world = self._operations.daemon.world
         self._rank = world.rank
-        self._ranks = self.config.ranks(world.size)
         self._name = f"{self._operations.namespace()}pipeline"
         self._accord = Accord(self._operations, name=f"{self._name}.given")
-        self._sketch = self._plan(self.config.microbatches)
-        self._model = model
+        self._plans = Plans(self.config, world.size)
+        self._sketch = self._plans.sketch
+        self._model = model = tied(model, self.config.reuse)
         self._criterion = loss
         self._weigh = weight
         self._scaling = None if scaler is None else Scaling(scaler)
         outlined = model if isinstance(model, nn.Module) else outline(model)
         self._captured = capture(outlined, example, cuts=self.config.cuts)
-        self.layout = Layout.of(self._captured, self._sketch.stages, self.config)
+        self._profile: Profile | None = None
+        memory = None
+        if self.config.measured:
+            given, name = (example, example_targets), f"{self._name}.profile"
+            self._profile = measured(self._captured, given, self.config, loss=loss, name=name)
+            memory = budget(self.config, self._plans, optimizer)
+        self.layout = Layout.of(self._captured, self._sketch.stages, self.config, profile=self._profile, memory=memory)
         if len(self.layout.spans) != self._sketch.stages:
             raise ArgumentError(
-                f"layers_per_proc has {len(self.layout.spans)} stages, but {self._ranks} ranks have "
+                f"layers_per_proc has {len(self.layout.spans)} stages, but {self._plans.ranks} ranks have "
                 f"{self._sketch.stages} under {self.config.schedule!r}: give as many numbers"
             )
         self._savers = self._saved_by()
-        self._plans: dict[tuple[int, bool], Plan] = {}
         self.spans: list[Span] = []
+        self._done: Plan | None = None
         built = model if isinstance(model, nn.Module) else self._materialised(model)
         self.stages = self._made(built, optimizer, loss)
         self._engine = Engine(
@@ -192,7 +202,7 @@ class Pipeline:
             validation_data=validation_data,
             shuffle=shuffle,
             seed=self.config.seed or 0,
-            least=self.config.data_parallel,
+            least=self.config.least,
             console=Console() if verbose and self._rank == 0 else None,
         )
 
@@ -226,6 +236,26 @@ class Pipeline:
             if stage.optimizer is not None:
                 load_optimizer(folder, stage.optimizer, dict(stage.module.named_parameters()))
 
+    def record(self, path: str | Path) -> None:
+        """Writes down when each rank computed what in the last run, beside what was to be expected.
+
+        That is what the layers' measured times lead to, if the split has measured them. Else it is what would have
+        happened if every pass had taken as long as its stage's passes took in the mean, and no message any time.
+
+        Args:
+            path: of a picture (``.svg``, ``.png``), or of a ``.json`` for ``coordd plan --measured``; rank 0 writes it.
+
+        Raises:
+            ArgumentError: nothing was run yet, or the file is neither.
+        """
+        if self._done is None:
+            raise ArgumentError("nothing was run that could be recorded: train a batch first")
+        costs = None if self._profile is None else self._profile.costs(self.layout.spans)
+        spans = [
+            Span(action, self._engine.since + begin, self._engine.since + end) for action, begin, end in self.spans
+        ]
+        record(Path(path), self._done, spans, costs, self._operations, name=f"{self._name}.record")
+
     def verify_parity(self, x: Any, y: Any) -> float:
         """Finds the gradients of a batch in stages and in one piece, and returns the largest difference.
 
@@ -252,7 +282,7 @@ class Pipeline:
         model = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
         model.load_state_dict(weights, strict=False)
         whole = StageModule(model, self._captured.traces, 0, len(self._captured.layers) - 1).train()
-        batch = self._batch(x, y, self._lowered(self._fitting(x), training=True).microbatches)
+        batch = self._batch(x, y, self.config.fitting(rows_of(x)) * self.config.widest)
         return gradients(whole, batch, lambda values, y: self._criterion(values[OUTPUT], y))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -265,19 +295,14 @@ class Pipeline:
     def _run(self, x: Any, y: Any, *, training: bool, step: bool = True, keep: bool = False) -> None:
         call = ("train_batch" if step else "verify_parity") if training else "predict" if keep else "eval_batch"
         self._accord.check(call, x, y, scale=self._scaling.scale if self._scaling else 1.0)
-        plan = self._lowered(self._fitting(x), training=training)
-        if not step:
-            still = [tuple(action for action in mine if action.kind is not Kind.STEP) for mine in plan.actions]
-            plan = replace(plan, actions=tuple(still), versions=())
-        steps = plan.microbatches // self.config.data_parallel if self.config.schedule == "pipedream" and step else 1
+        plan = self._plans.lowered(self.config.fitting(rows_of(x)), self.layout, training=training, step=step)
+        steps = plan.microbatches // self.config.widest if self.config.schedule == "pipedream" and step else 1
         batch = self._batch(x, y, plan.microbatches, steps=steps)
         self._settling.begin()
         for stage in self.stages.values():
             stage.begin(batch, training=training, keep=keep, scaling=self._scaling if step else None)
         self.spans = self._engine.run(plan, self._rank)
-
-    def _fitting(self, x: Any) -> int:
-        return fitting(rows_of(x), self.config.microbatches, self.config.data_parallel)
+        self._done = plan
 
     def _batch(self, x: Any, y: Any, microbatches: int, *, steps: int = 1) -> Batch:
         parts = cut(rows_of((x, y)), microbatches)
@@ -291,33 +316,8 @@ class Pipeline:
             ).result()[0]
         )
 
-    def _plan(self, microbatches: int) -> Plan:
-        choice, config = self.config.choice, self.config
-        return choice.plan(self._ranks, microbatches, chunks=config.chunks, replicas=config.data_parallel)
-
-    def _lowered(self, microbatches: int, *, training: bool) -> Plan:
-        key = (microbatches, training)
-        if key not in self._plans:
-            plan = self._plan(microbatches)
-            if not training:
-                forward = [tuple(action for action in mine if action.kind is Kind.FORWARD) for mine in plan.actions]
-                plan = replace(plan, actions=tuple(forward), versions=())
-            tied = {stage for stages in self.layout.tied.values() for stage in stages}
-            self._plans[key] = lower(plan, self.layout.flows, tied=tied)
-        return self._plans[key]
-
     def _materialised(self, builder: Callable[[], nn.Module]) -> nn.Module:
-        outlined = self._captured.model
-        modules = [self.layout.module(stage, outlined) for stage in self._sketch.held[self._rank]]
-        wanted = {
-            name
-            for module in modules
-            for name, _ in (
-                *module.named_parameters(remove_duplicate=False),
-                *module.named_buffers(remove_duplicate=False),
-            )
-        }
-        return materialise(builder, wanted)
+        return materialise(builder, self.layout.names(self._sketch.held[self._rank]))
 
     def _made(self, model: nn.Module, optimizer: MakeOptimizer, loss: Loss) -> dict[int, TorchStage]:
         modules = {number: self.layout.module(number, model) for number in self._sketch.held[self._rank]}

@@ -1,0 +1,105 @@
+"""What a split goes by: what the layers cost, which rank 0 measures for all, and what a stage may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd.pipeline.load import Memory
+from coordd.pipeline.microbatch import cut
+from coordd.pipeline.profile import Profile
+from coordd.pipeline.units import in_bytes
+from coordd_torch.pipeline.batch import Batch, rows_of
+from coordd_torch.pipeline.build import outline
+from coordd_torch.pipeline.capture import Captured, capture
+from coordd_torch.pipeline.config import PipelineConfig
+from coordd_torch.pipeline.plans import Plans
+from coordd_torch.pipeline.profiling import profile
+from coordd_torch.pipeline.stage import Loss
+from coordd_torch.pipeline.tying import tied
+from coordd_torch.state import broadcast_object
+
+__all__ = ["budget", "measured", "profile_model"]
+
+_PROBE = (64, 64)
+"""The shape of a parameter by which an optimizer shows what it keeps."""
+
+
+def profile_model(
+    model: nn.Module | Callable[[], nn.Module], example: Any, config: PipelineConfig | None = None
+) -> Profile:
+    """Measures what the layers of a model cost, in this process alone.
+
+    Args:
+        model: unchanged; or a function that builds it, so that no more than one layer is ever in memory.
+        example: inputs of a batch, which is cut into microbatches as in training; the first one is measured.
+        config: how it is cut, and captured.
+
+    Raises:
+        ArgumentError: the model cannot be cut in layers, or the batch not in microbatches.
+        Exception: whatever a layer raises.
+    """
+    config = config or PipelineConfig()
+    model = tied(model, config.reuse)
+    outlined = model if isinstance(model, nn.Module) else outline(model)
+    captured = capture(outlined, example, cuts=config.cuts)
+    return profile(captured, _batch(captured, (example, None), config).inputs(0), config)
+
+
+def measured(captured: Captured, example: tuple[Any, Any], config: PipelineConfig, *, loss: Loss, name: str) -> Profile:
+    """Has rank 0 measure the layers on the first microbatch of an example, and gives all ranks what it found.
+
+    Args:
+        captured: the model.
+        example: inputs and targets of a batch; without targets the loss does not count.
+        config: how the model is split.
+        loss: of an output and targets.
+        name: of what is sent; the same on all ranks.
+
+    Raises:
+        ArgumentError: there is no example, or a layer cannot be run; on all ranks.
+    """
+    x, y = example
+    if x is None:
+        wish = "memory_cap" if config.memory_cap is not None else f"split={config.split!r}"
+        raise ArgumentError(f"{wish} measures the layers, which takes inputs: give some as `example`")
+    found: Profile | str = ""
+    if api.rank() == 0:
+        try:
+            batch = _batch(captured, example, config)
+            finish = None if y is None else lambda output: loss(output, batch.targets(0))
+            found = profile(captured, batch.inputs(0), config, finish=finish)
+        except Exception as error:  # noqa: BLE001 - user code raises whatever it likes, and the others wait for an answer
+            found = f"the layers cannot be measured: {error!r}; split by 'parameters' or 'layers'"
+    found = broadcast_object(found, 0, name=name)
+    if isinstance(found, str):
+        raise ArgumentError(found)
+    return found
+
+
+def _batch(captured: Captured, example: tuple[Any, Any], config: PipelineConfig) -> Batch:
+    rows = rows_of(example[0])
+    return Batch(*example, cut(rows, config.fitting(rows) * config.widest), named=captured.inputs)
+
+
+def budget(config: PipelineConfig, plans: Plans, optimizer: Callable[[Iterable[nn.Parameter]], Any]) -> Memory:
+    """Says what a stage holds, and may hold: where a rank has several, each may take its part."""
+    cap = None if config.memory_cap is None else in_bytes(config.memory_cap) * plans.ranks / plans.sketch.stages
+    return Memory(
+        cap, config.schedule, config.microbatches, _state(optimizer), plan=plans.sketch, recompute=config.recompute
+    )
+
+
+def _state(make: Callable[[Iterable[nn.Parameter]], Any]) -> float:
+    """Bytes that an optimizer keeps for a byte of weights."""
+    probe = nn.Parameter(torch.zeros(_PROBE))
+    probe.grad = torch.zeros(_PROBE)
+    optimizer = make([probe])
+    optimizer.step()
+    kept = (value.nbytes for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+    return sum(kept) / probe.nbytes

@@ -1,0 +1,99 @@
+"""What layers keep for their backward passes, and what would enter a stage at each cut: bytes, nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["Footprint", "address"]
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; that of its views is the same."""
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass
+class _Piece:
+    """Memory that layers pass on.
+
+    Attributes:
+        size: bytes.
+        made: the layer whose result it is.
+        last: the last layer that reads it.
+        keeper: the first layer that keeps it; None if none does.
+    """
+
+    size: int
+    made: int
+    last: int
+    keeper: int | None
+
+
+class Footprint:
+    """Follows the values from layer to layer.
+
+    Memory that several layers keep counts for the first of them. If a cut comes between these, the stage behind has a
+    copy of its own, which is what enters there.
+    """
+
+    def __init__(self, reads: Sequence[Iterable[str]], inputs: Iterable[Any]) -> None:
+        """Knows the model.
+
+        Args:
+            reads: for each layer the names of the values that it takes.
+            inputs: of the model, which are there anyway.
+        """
+        self._last = {name: at for at, names in enumerate(reads) for name in names}
+        self._there = {address(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
+        self._pieces: list[_Piece] = []
+        self._living: dict[int, _Piece] = {}
+
+    def crosses(self, name: str, at: int) -> bool:
+        """Whether a value is still read behind a layer."""
+        return self._last.get(name, -1) > at
+
+    def note(self, at: int, saved: Mapping[int, int], outputs: Mapping[str, Any]) -> int:
+        """Takes a layer in, in order.
+
+        Args:
+            at: its number.
+            saved: what it keeps, but for its own tensors: bytes by address.
+            outputs: its values.
+
+        Returns:
+            the bytes of its activations.
+        """
+        kept = 0
+        for place, size in saved.items():
+            piece = self._living.get(place)
+            if place in self._there or (piece is not None and piece.keeper is not None):
+                continue
+            kept += size
+            if piece is not None:
+                piece.keeper = at
+        for name, value in outputs.items():
+            self._pass_on(at, self._last.get(name, -1), value, saved)
+        self._living = {place: piece for place, piece in self._living.items() if piece.last > at}
+        return kept
+
+    def entering(self, at: int) -> int:
+        """Bytes that a stage keeps which begins behind a layer, besides the activations of its layers."""
+        crossing = (piece for piece in self._pieces if piece.made <= at < piece.last)
+        return sum(piece.size for piece in crossing if piece.keeper is None or piece.keeper <= at)
+
+    def _pass_on(self, at: int, last: int, value: Any, saved: Mapping[int, int]) -> None:
+        for leaf in pytree.tree_leaves(value):
+            if not isinstance(leaf, Tensor) or last <= at or address(leaf) in self._there:
+                continue
+            place = address(leaf)
+            if place in self._living:  # a view of what entered
+                self._living[place].last = max(self._living[place].last, last)
+                continue
+            keeper = at if place in saved else None
+            self._living[place] = _Piece(leaf.untyped_storage().nbytes(), at, last, keeper)
+            self._pieces.append(self._living[place])
