@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 
 from coordd.errors import ArgumentError
@@ -9,7 +10,7 @@ from coordd.pipeline.action import COMPUTE, SENDS, Kind
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Costs, Span, Timeline
 
-__all__ = ["measured"]
+__all__ = ["costs", "measured"]
 
 _FREES = frozenset({Kind.BACKWARD, Kind.WEIGHT})
 
@@ -42,6 +43,26 @@ def measured(plan: Plan, spans: Sequence[Iterable[Span]], costs: Costs | None = 
         _volume(plan, costs),
         max((span.end for mine in shifted for span in mine), default=0.0),
     )
+
+
+def costs(plan: Plan, timeline: Timeline) -> Costs:
+    """Finds what passes have taken: the median, by stage and kind.
+
+    A backward pass in one piece counts as one for the inputs: where weights' gradients come with it, they cost nothing.
+
+    Args:
+        plan: what was done.
+        timeline: when.
+    """
+    taken: dict[tuple[int, Kind], list[float]] = {}
+    for span in (span for mine in timeline.spans for span in mine):
+        kind = Kind.INPUT if span.action.kind is Kind.BACKWARD else span.action.kind
+        taken.setdefault((span.action.stage, kind), []).append(span.end - span.begin)
+
+    def of(kind: Kind) -> list[float]:
+        return [statistics.median(taken.get((stage, kind), [0.0])) for stage in range(plan.stages)]
+
+    return Costs(of(Kind.FORWARD), of(Kind.INPUT), of(Kind.WEIGHT))
 
 
 def _peak(spans: Iterable[Span], costs: Costs | None) -> float:

@@ -164,7 +164,7 @@ __all__ = [
     "synchronize",
 ]
 
-_PIPELINE = {"Pipeline": "pipeline", "PipelineConfig": "config"}
+_PIPELINE = {"Pipeline": "pipeline", "PipelineConfig": "config", "PipelineReview": "review"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.action import Action, Kind
-from coordd.pipeline.measured import measured
+from coordd.pipeline.measured import costs, measured
 from coordd.pipeline.schedule import gpipe, one_f_one_b, zero_bubble
 from coordd.pipeline.simulate import Costs, Span, simulate
 from tests.pipeline.plans import chained
@@ -20,6 +20,24 @@ def test_what_went_as_predicted_is_what_was_predicted(schedule):
     predicted = simulate(plan, COSTS)
     late = [[Span(action, begin + 64, end + 64) for action, begin, end in spans] for spans in predicted.spans]
     assert measured(plan, late, COSTS) == predicted
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zero_bubble])
+def test_a_plan_costs_what_its_passes_took(schedule):
+    plan = chained(schedule(3, 4))
+    took = simulate(plan, Costs([1.0, 2.0, 3.0], [2.0, 5.0, 1.0], [1.0, 0.5, 3.0], transfer={(0, 1): 9.0}))
+    again = simulate(plan, costs(plan, took))
+    assert [again.busy(rank) for rank in range(3)] == [took.busy(rank) for rank in range(3)]
+    assert again.makespan < took.makespan, "messages cost nothing"
+
+
+def test_one_pass_that_took_long_says_nothing_of_the_others():
+    plan = chained(gpipe(1, 3))
+    ends = [1.0, 2.0, 12.0, 14.0, 16.0, 18.0]
+    begins = [0.0, *ends[:-1]]
+    spans = map(Span, (action for action in plan.actions[0] if action.microbatch is not None), begins, ends)
+    found = costs(plan, measured(plan, [list(spans)]))
+    assert (found.forward, found.inward, found.weight) == ([1.0], [2.0], [0.0])
 
 
 def test_only_passes_count():

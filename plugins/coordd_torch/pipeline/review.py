@@ -1,0 +1,72 @@
+"""A step that was taken, beside what the schedule makes of passes that take as long as they did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordd.errors import ArgumentError
+from coordd.pipeline.action import COMPUTE
+from coordd.pipeline.export import save
+from coordd.pipeline.lowering import lower
+from coordd.pipeline.measured import costs, measured
+from coordd.pipeline.picture import draw
+from coordd.pipeline.plan import Plan
+from coordd.pipeline.simulate import Timeline, simulate
+from coordd_torch.state import allgather_object
+
+if TYPE_CHECKING:
+    from coordd_torch.pipeline.pipeline import Pipeline
+
+__all__ = ["PipelineReview"]
+
+
+class PipelineReview:
+    """What was to come of a training step, and what came of it.
+
+    Attributes:
+        plan: who did what in which order.
+        predicted: the plan in virtual time: each pass takes what such passes took, and messages take none.
+        measured: what really happened, on clocks that all ranks have started together.
+    """
+
+    def __init__(self, plan: Plan, predicted: Timeline, found: Timeline) -> None:
+        self.plan = plan
+        self.predicted = predicted
+        self.measured = found
+
+    @classmethod
+    def of(cls, pipe: Pipeline) -> PipelineReview:
+        """Collects what the ranks have recorded of their last run; all of them call it.
+
+        Raises:
+            ArgumentError: that was no training step.
+        """
+        spans = allgather_object(pipe.spans, name="pipeline.review")
+        done = {span.action.microbatch for mine in spans for span in mine}
+        replicas = pipe.config.data_parallel
+        ranks = pipe.config.ranks(len(spans))
+        sketch = pipe.config.choice.plan(
+            ranks, max(1, len(done) // replicas), chunks=pipe.config.chunks, replicas=replicas
+        )
+        plan = lower(sketch, pipe.layout.flows)
+        passes = [[action for action in mine if action.kind in COMPUTE] for mine in plan.actions]
+        if [[span.action for span in mine] for mine in spans] != passes:
+            raise ArgumentError("the last run was no training step: review a pipeline right after train_batch")
+        found = measured(plan, spans)
+        return cls(plan, simulate(plan, costs(plan, found)), found)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.plan.name}: {1e3 * self.measured.makespan:.0f} ms and {self.measured.bubble:.1%} idle, "
+            f"predicted {1e3 * self.predicted.makespan:.0f} ms and {self.predicted.bubble:.1%}"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Draws both, on the same scale, as an SVG or a PNG.
+
+        Raises:
+            ArgumentError: the name says no such form, or what makes it is not installed.
+            OSError: the file cannot be written.
+        """
+        save(draw(self.plan, self.predicted, measured=self.measured), Path(path))
