@@ -23,7 +23,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schedule", default="1f1b", help="of coordd plan, such as gpipe or zb-h1")
     parser.add_argument("--microbatches", type=int, default=10, help="of each replica, in a batch")
     parser.add_argument("--data-parallel", type=int, default=1, help="replicas of each stage")
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=1000, help="images a step, all ranks together")
     parser.add_argument("--lr", type=float, default=6e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=1)
@@ -72,13 +72,13 @@ def main() -> None:
     config = cd.PipelineConfig(
         schedule=args.schedule, microbatches=args.microbatches, data_parallel=args.data_parallel, seed=args.seed
     )
-    pipe = cd.Pipeline(
-        network(), config, optimizer=lambda mine: torch.optim.Adam(mine, lr=args.lr), loss=cross_entropy
-    )
+    pipe = cd.Pipeline(network(), config, optimizer=lambda mine: torch.optim.Adam(mine, lr=args.lr), loss=cross_entropy)
 
     shuffles = torch.Generator().manual_seed(args.seed)  # alike on all ranks
     batches = [
-        batch for _ in range(args.epochs) for batch in torch.randperm(len(images), generator=shuffles).split(args.batch_size)
+        batch
+        for _ in range(args.epochs)
+        for batch in torch.randperm(len(images), generator=shuffles).split(args.batch_size)
     ][: args.max_steps]
     seconds = []
     bar = tqdm(batches, unit="step", disable=cd.rank() != 0)
@@ -93,7 +93,9 @@ def main() -> None:
     if cd.rank() == 0:
         stages = " | ".join(f"{len(span)} layers" for span in pipe.layout.spans)
         print(f"{cd.size()} rank(s), {args.data_parallel} replica(s) of {stages}")
-        print(f"test accuracy {hits:.2%} after {len(batches)} steps of {1e3 * sorted(seconds)[len(batches) // 2]:.0f} ms")
+        print(
+            f"test accuracy {hits:.2%} after {len(batches)} steps of {1e3 * sorted(seconds)[len(batches) // 2]:.0f} ms"
+        )
         print(f"the last step, {review}")
         if args.picture:
             review.save(args.picture)
