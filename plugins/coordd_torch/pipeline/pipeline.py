@@ -57,6 +57,7 @@ class Pipeline:
     Attributes:
         layout: which layers make which stage.
         stages: those of this rank, by number.
+        plan: of the last run.
         spans: when this rank computed what in the last run, in seconds since it began.
     """
 
@@ -111,6 +112,7 @@ class Pipeline:
             )
         self._savers = self._saved_by()
         self._plans: dict[tuple[int, bool], Plan] = {}
+        self.plan: Plan | None = None
         self.spans: list[Span] = []
         built = model if isinstance(model, nn.Module) else self._materialised(model)
         self.stages = self._made(built, optimizer, loss)
@@ -274,7 +276,7 @@ class Pipeline:
         self._settling.begin()
         for stage in self.stages.values():
             stage.begin(batch, training=training, keep=keep, scaling=self._scaling if step else None)
-        self.spans = self._engine.run(plan, self._rank)
+        self.plan, self.spans = plan, self._engine.run(plan, self._rank)
 
     def _fitting(self, x: Any) -> int:
         return fitting(rows_of(x), self.config.microbatches, self.config.data_parallel)

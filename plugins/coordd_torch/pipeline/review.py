@@ -1,4 +1,4 @@
-"""A step that was taken, beside what the schedule makes of passes that take as long as they did."""
+"""A run of a pipeline, beside what the schedule makes of passes that take as long as they did."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordd.errors import ArgumentError
-from coordd.pipeline.action import COMPUTE
 from coordd.pipeline.export import save
-from coordd.pipeline.lowering import lower
 from coordd.pipeline.measured import costs, measured
 from coordd.pipeline.picture import draw
 from coordd.pipeline.plan import Plan
@@ -22,7 +20,7 @@ __all__ = ["PipelineReview"]
 
 
 class PipelineReview:
-    """What was to come of a training step, and what came of it.
+    """What was to come of a run, and what came of it.
 
     Attributes:
         plan: who did what in which order.
@@ -40,21 +38,12 @@ class PipelineReview:
         """Collects what the ranks have recorded of their last run; all of them call it.
 
         Raises:
-            ArgumentError: that was no training step.
+            ArgumentError: there was none yet.
         """
-        spans = allgather_object(pipe.spans, name="pipeline.review")
-        done = {span.action.microbatch for mine in spans for span in mine}
-        replicas = pipe.config.data_parallel
-        ranks = pipe.config.ranks(len(spans))
-        sketch = pipe.config.choice.plan(
-            ranks, max(1, len(done) // replicas), chunks=pipe.config.chunks, replicas=replicas
-        )
-        plan = lower(sketch, pipe.layout.flows)
-        passes = [[action for action in mine if action.kind in COMPUTE] for mine in plan.actions]
-        if [[span.action for span in mine] for mine in spans] != passes:
-            raise ArgumentError("the last run was no training step: review a pipeline right after train_batch")
-        found = measured(plan, spans)
-        return cls(plan, simulate(plan, costs(plan, found)), found)
+        if pipe.plan is None:
+            raise ArgumentError("there is nothing to review yet: call train_batch first")
+        found = measured(pipe.plan, allgather_object(pipe.spans, name="pipeline.review"))
+        return cls(pipe.plan, simulate(pipe.plan, costs(pipe.plan, found)), found)
 
     def __str__(self) -> str:
         return (

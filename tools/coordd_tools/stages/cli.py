@@ -1,0 +1,86 @@
+"""The command line: ``python -m coordd_tools.stages {speedup,growth,cap}``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from coordd_tools.bench.group import GroupError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Makes one measurement and prints its figures; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    errors, out = Console(stderr=True), Console(width=max(100, Console().width))
+    try:
+        with errors.status(f"{options.noun}: starting") as status:
+            rows = options.measure(options, status.update, out)
+    except GroupError as error:
+        errors.print(f"stages: {error}", markup=False)
+        return error.code
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    return 0
+
+
+Tell = Callable[[str], None]
+
+
+def _speedup(options: argparse.Namespace, tell: Tell, out: Console) -> list[Any]:
+    from coordd_tools.stages import cnn, speedup
+
+    tell("measuring the layers")
+    took = cnn.calibrate(speedup.ROWS)
+    cores = len(os.sched_getaffinity(0))
+    cases = [case for case in speedup.CASES if not options.computed or case[0] * case[1] <= cores]
+    table = _table("stages", "replicas", "layers", "ideal ms", "step ms", "of ideal", "speed-up", "ideal", "paper")
+    rows: list[speedup.Row] = []
+    for row in speedup.measure(took, cases, schedule=options.schedule, steps=options.steps, computed=options.computed):
+        rows.append(row)
+        tell(f"{row.stages} stages, {row.replicas} replicas: {1e3 * row.seconds:.0f} ms")
+        paper = speedup.PAPER[row.stages, row.replicas]
+        table.add_row(
+            *(str(row.stages), str(row.replicas), "+".join(map(str, row.layers))),
+            *(f"{1e3 * row.ideal:.0f}", f"{1e3 * row.seconds:.0f}", f"{row.efficiency:.1%}"),
+            *(f"{row.speedup(rows[0]):.2f}", f"{row.limit(rows[0]):.2f}", f"{paper:.2f}"),
+        )
+    layers = ", ".join(f"{each.name} {1e3 * each.forward:.1f} + {1e3 * each.backward:.1f}" for each in took)
+    way = "computed" if options.computed else "asleep for as long as they were measured to compute"
+    out.print(f"{options.schedule}, {speedup.MICROBATCHES} microbatches of {speedup.ROWS} images; layers {way}", table)
+    out.print(f"ms of a microbatch, forward + backward: {layers}", highlight=False)
+    return rows
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m coordd_tools.stages", description=__doc__)
+    nouns = parser.add_subparsers(dest="noun", required=True)
+    speedup = _noun(nouns, "speedup", "the paper's network in stages and replicas, against the ideal", _speedup)
+    speedup.add_argument("--schedule", default="1f1b", help="of coordd plan (default: 1f1b)")
+    speedup.add_argument("--steps", type=int, default=3, help="that are timed (default: 3)")
+    speedup.add_argument("--computed", action="store_true", help="compute, where there are cores enough")
+    return parser
+
+
+def _noun(nouns: Any, name: str, about: str, measure: Callable[..., list[Any]]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = nouns.add_parser(name, help=about, description=about)
+    parser.set_defaults(measure=measure)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also writes all figures as JSON")
+    return parser
