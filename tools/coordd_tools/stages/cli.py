@@ -18,6 +18,8 @@ from coordd_tools.bench.group import GroupError
 
 __all__ = ["main"]
 
+_MIB = 1 << 20
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Makes one measurement and prints its figures; returns the exit code."""
@@ -62,6 +64,21 @@ def _speedup(options: argparse.Namespace, tell: Tell, out: Console) -> list[Any]
     return rows
 
 
+def _growth(options: argparse.Namespace, tell: Tell, out: Console) -> list[Any]:
+    from coordd_tools.stages import growth
+
+    table = _table("schedule", "microbatches", *(f"rank {rank}" for rank in range(options.ranks)))
+    rows = []
+    for row in growth.measure(options.ranks, growth.SCHEDULES, growth.MICROBATCHES):
+        rows.append(row)
+        tell(f"{row.schedule}, {row.microbatches} microbatches: {max(row.peaks) / _MIB:.0f} MiB")
+        table.add_row(row.schedule, str(row.microbatches), *(f"{peak / _MIB:.0f}" for peak in row.peaks))
+    out.print(
+        f"MiB that a step adds at its peak; a microbatch keeps {rows[0].activation / _MIB:.0f} MiB in a stage", table
+    )
+    return rows
+
+
 def _table(*names: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in names:
@@ -76,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     speedup.add_argument("--schedule", default="1f1b", help="of coordd plan (default: 1f1b)")
     speedup.add_argument("--steps", type=int, default=3, help="that are timed (default: 3)")
     speedup.add_argument("--computed", action="store_true", help="compute, where there are cores enough")
+    growth = _noun(nouns, "growth", "memory of a step, by microbatches", _growth)
+    growth.add_argument("-n", "--ranks", type=int, default=4, help="how many (default: 4)")
     return parser
 
 
