@@ -18,7 +18,8 @@ from coordd_tools.bench.group import GroupError
 
 __all__ = ["main"]
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
+_SHOWN = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,9 +74,27 @@ def _growth(options: argparse.Namespace, tell: Tell, out: Console) -> list[Any]:
         rows.append(row)
         tell(f"{row.schedule}, {row.microbatches} microbatches: {max(row.peaks) / _MIB:.0f} MiB")
         table.add_row(row.schedule, str(row.microbatches), *(f"{peak / _MIB:.0f}" for peak in row.peaks))
-    out.print(
-        f"MiB that a step adds at its peak; a microbatch keeps {rows[0].activation / _MIB:.0f} MiB in a stage", table
-    )
+    out.print("MiB that a step adds to a rank's memory at its peak", table)
+    return rows
+
+
+def _cap(options: argparse.Namespace, tell: Tell, out: Console) -> list[Any]:
+    from coordd_tools.stages import cap
+
+    need = int(options.gib * _GIB)
+    table = _table("", "cap GiB", "peak GiB of each rank", "losses")
+    rows = []
+    for row in cap.measure(need, options.ranks):
+        rows.append(row)
+        tell(f"{row.way}: {row.failure or 'trained'}")
+        table.add_row(
+            row.way,
+            f"{row.limit / _GIB:.2f}" if row.limit else "-",
+            " ".join(f"{peak / _GIB:.2f}" for peak in row.peaks) or "-",
+            " ".join(f"{loss:.6f}" for loss in row.losses) or row.failure[:_SHOWN],
+        )
+    parameters = cap.layers_of(need) * cap.WIDTH**2
+    out.print(f"{parameters / 1e6:.0f} M parameters; with gradients and AdamW's state {options.gib:g} GiB", table)
     return rows
 
 
@@ -95,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     speedup.add_argument("--computed", action="store_true", help="compute, where there are cores enough")
     growth = _noun(nouns, "growth", "memory of a step, by microbatches", _growth)
     growth.add_argument("-n", "--ranks", type=int, default=4, help="how many (default: 4)")
+    cap = _noun(nouns, "cap", "a model three times as large as a rank's memory", _cap)
+    cap.add_argument("-n", "--ranks", type=int, default=4, help="how many (default: 4)")
+    cap.add_argument("--gib", type=float, default=4.5, help="what training the model needs (default: 4.5)")
     return parser
 
 

@@ -26,18 +26,16 @@ class Row:
         schedule: its name.
         microbatches: how many.
         peaks: bytes that a step adds on each rank.
-        activation: bytes that a microbatch keeps in a stage, by shapes.
     """
 
     schedule: str
     microbatches: int
     peaks: tuple[int, ...]
-    activation: int
 
 
 def measure(ranks: int, schedules: Sequence[str], microbatches: Sequence[int]) -> Iterator[Row]:
     """Measures each schedule with each number of microbatches, each in processes of its own."""
     for schedule in schedules:
         for count in microbatches:
-            found = run("growth", ranks, {"schedule": schedule, "microbatches": count}, variables=RETURNED)
-            yield Row(schedule, count, tuple(found["peaks"]), found["activation"])
+            peaks = run("growth", ranks, {"schedule": schedule, "microbatches": count}, variables=RETURNED)
+            yield Row(schedule, count, tuple(peaks))
