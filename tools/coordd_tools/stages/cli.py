@@ -19,7 +19,6 @@ from coordd_tools.bench.group import GroupError
 __all__ = ["main"]
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_SHOWN = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,10 +90,13 @@ def _cap(options: argparse.Namespace, tell: Tell, out: Console) -> list[Any]:
             row.way,
             f"{row.limit / _GIB:.2f}" if row.limit else "-",
             " ".join(f"{peak / _GIB:.2f}" for peak in row.peaks) or "-",
-            " ".join(f"{loss:.6f}" for loss in row.losses) or row.failure[:_SHOWN],
+            " ".join(f"{loss:.6f}" for loss in row.losses) or "failed",
         )
     parameters = cap.layers_of(need) * cap.WIDTH**2
     out.print(f"{parameters / 1e6:.0f} M parameters; with gradients and AdamW's state {options.gib:g} GiB", table)
+    for row in rows:
+        if row.failure:
+            out.print(f"{row.way}, under the cap: {row.failure}", markup=False, highlight=False)
     return rows
 
 

@@ -59,7 +59,7 @@ def network() -> nn.Sequential:
 def calibrate(rows: int, *, repeats: int = _REPEATS) -> list[Took]:
     """Measures each layer of the network on one thread: the shortest of some passes through it, and back."""
     torch.set_num_threads(1)
-    found = []
+    found: list[Took] = []
     x = torch.randn(rows, 1, SIDE, SIDE)
     for layer in network():
         readings = [_passes(layer, x.detach().requires_grad_(len(found) > 0)) for _ in range(repeats)]
@@ -94,7 +94,7 @@ class _Asleep(nn.Module):
         self.weight = nn.Parameter(torch.zeros(max(1, took.parameters)))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Sleep.apply(x, self.weight, self.took)
+        result: Tensor = _Sleep.apply(x, self.weight, self.took)  # type: ignore[no-untyped-call] # it has no types
         return result
 
 

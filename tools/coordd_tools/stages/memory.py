@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["RETURNED", "forget_peak", "peak", "private", "resident"]
+__all__ = ["RETURNED", "forget_peak", "peak", "resident"]
 
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Variables with which glibc gives the memory of a tensor back as soon as it is freed, so that it can be counted."""
@@ -18,11 +18,6 @@ def resident() -> int:
 def peak() -> int:
     """The most that there ever were, or since `forget_peak`."""
     return _status("VmHWM")
-
-
-def private() -> int:
-    """Bytes of data of its own that the process has asked for; a limit on data is one on these."""
-    return _status("VmData")
 
 
 def forget_peak() -> None:

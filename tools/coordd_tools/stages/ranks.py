@@ -28,7 +28,9 @@ class Outcome:
     found: Any
 
 
-def attempt(task: str, size: int, settings: Mapping[str, Any], *, variables: Mapping[str, str] | None = None) -> Outcome:
+def attempt(
+    task: str, size: int, settings: Mapping[str, Any], *, variables: Mapping[str, str] | None = None
+) -> Outcome:
     """Has ranks do a task, which may fail.
 
     Args:

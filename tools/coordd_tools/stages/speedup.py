@@ -1,4 +1,4 @@
-"""How much faster the paper's network trains in stages and replicas, beside the schedule's ideal and the paper's figures.
+"""How much faster the paper's network trains in stages and replicas, beside the ideal and the paper's own figures.
 
 The paper: NKFlow (Zhong et al., Computer Science 51(12), 2024), table 2: batches of 1000 images in 10 microbatches.
 Each replica takes a batch of its own, so speed-ups are those of images a second.

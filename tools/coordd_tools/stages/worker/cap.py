@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import coordd.torch as cd
-from coordd_tools.stages.memory import peak, private
+from coordd_tools.stages.memory import peak
 
 __all__ = ["measure"]
 
@@ -17,7 +17,7 @@ _ROWS, _MICROBATCHES, _STEPS = 32, 8, 3
 
 
 def measure(*, layers: int, width: int, whole: bool) -> dict[str, Any]:
-    """Returns the losses of some steps, and for each rank what it had in memory, and data of its own, in bytes."""
+    """Returns the losses of some steps, and for each rank the most bytes that it had in memory."""
     torch.set_num_threads(1)
     x = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(1))
 
@@ -27,12 +27,12 @@ def measure(*, layers: int, width: int, whole: bool) -> dict[str, Any]:
 
     if whole:
         losses = _in_one_piece(build(), x)
-        return {"losses": losses, "peaks": [peak()], "private": [private()]}
+        return {"losses": losses, "peaks": [peak()]}
     cd.init()
     config = cd.PipelineConfig(microbatches=_MICROBATCHES)
     pipe = cd.Pipeline(build, config, optimizer=_adam, loss=mse_loss)
     losses = [pipe.train_batch(x, x) for _ in range(_STEPS)]
-    found = {"losses": losses, "peaks": cd.allgather_object(peak()), "private": cd.allgather_object(private())}
+    found = {"losses": losses, "peaks": cd.allgather_object(peak())}
     cd.shutdown()
     return found
 

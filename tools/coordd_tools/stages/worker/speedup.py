@@ -24,7 +24,9 @@ def measure(
     """Returns the seconds of each step; of the network itself, where nothing is said of what its layers take."""
     torch.set_num_threads(1)
     cd.init()
-    model = network() if took is None else stand_in([Took(**{**each, "output": tuple(each["output"])}) for each in took])
+    model = (
+        network() if took is None else stand_in([Took(**{**each, "output": tuple(each["output"])}) for each in took])
+    )
     config = cd.PipelineConfig(
         layers_per_proc=layers, microbatches=MICROBATCHES, schedule=schedule, data_parallel=replicas
     )
