@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from coordd.pipeline.measured import costs, measured
 from coordd.pipeline.picture import draw
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Timeline, simulate
+from coordd.pipeline.units import Units
 from coordd_torch.state import allgather_object
 
 if TYPE_CHECKING:
@@ -42,8 +44,9 @@ class PipelineReview:
         """
         if pipe.plan is None:
             raise ArgumentError("there is nothing to review yet: call train_batch first")
-        found = measured(pipe.plan, allgather_object(pipe.spans, name="pipeline.review"))
-        return cls(pipe.plan, simulate(pipe.plan, costs(pipe.plan, found)), found)
+        spans = allgather_object(pipe.spans, name="pipeline.review")
+        taken = replace(costs(pipe.plan, measured(pipe.plan, spans)), activation=[1.0] * pipe.plan.stages)
+        return cls(pipe.plan, simulate(pipe.plan, taken), measured(pipe.plan, spans, taken))
 
     def __str__(self) -> str:
         return (
@@ -58,4 +61,5 @@ class PipelineReview:
             ArgumentError: the name says no such form, or what makes it is not installed.
             OSError: the file cannot be written.
         """
-        save(draw(self.plan, self.predicted, measured=self.measured), Path(path))
+        units = Units(memory="activations")
+        save(draw(self.plan, self.predicted, measured=self.measured, units=units), Path(path))
