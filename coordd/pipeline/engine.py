@@ -152,6 +152,7 @@ class Engine:
             self._pass(plan, action)
         elif kind in SENDS:
             frame = self._result(action, peer)
+            self._sent = [sent for sent in self._sent if not _arrived(sent)]  # handles keep what was sent
             self._sent.append(
                 self._mail.send(frame, plan.rank(peer, microbatch), name=self._title(action, stage, peer))
             )
@@ -201,3 +202,7 @@ class Engine:
 
     def _title(self, action: Action, giver: int, taker: int) -> str:
         return f"{self._name}.{self._runs}.{DIRECTION[action.kind]}{action.microbatch}.{giver}>{taker}"
+
+
+def _arrived(sent: Handle[Any]) -> bool:
+    return sent.poll() and sent.error() is None

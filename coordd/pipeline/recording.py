@@ -48,6 +48,13 @@ class Recording:
         """What came of it."""
         return measured(self.plan, self.spans, self.costs)
 
+    def __str__(self) -> str:
+        predicted, measured = self.predicted, self.measured
+        return (
+            f"{self.plan.name}: {1e3 * measured.makespan:.0f} ms and {measured.bubble:.1%} idle, "
+            f"predicted {1e3 * predicted.makespan:.0f} ms and {predicted.bubble:.1%}"
+        )
+
     def picture(self) -> str:
         """Both, one below the other, in one scale; an SVG."""
         return draw(self.plan, self.predicted, measured=self.measured, units=self.units)

@@ -27,6 +27,10 @@ def case_a_run_is_recorded_in_one_time() -> None:
         pipe.train_batch(x, y)
         for ending in ("json", "svg"):
             pipe.record(folder / f"{split}.{ending}")
+        recording = pipe.record()
+        assert str(recording).startswith("1f1b: ")
+        assert 0 < recording.measured.bubble < 1
+        assert [len(mine) for mine in recording.predicted.spans] == [2 * 4] * cd.size()
     with pytest.raises(ArgumentError, match=r"let run\.txt end in"):
         pipe.record(folder / "run.txt")
     cd.barrier()

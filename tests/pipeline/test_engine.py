@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from coordd import api
 from coordd.errors import PeerError
+from coordd.handles import Handle
 from coordd.messages import ReduceOp
 from coordd.pipeline.action import COMPUTE
 from coordd.pipeline.engine import Engine
@@ -176,3 +178,33 @@ def test_what_a_stage_raises_is_told_on_all_ranks():
     assert told[1] == "overflow here"
     for text in (told[0], told[2]):
         assert "rank 1 failed in 1B0 of the pipeline: ArithmeticError('overflow here')" in text
+
+
+def test_what_has_been_sent_is_let_go():
+    class Post:
+        """Delivers at once, and counts what is still kept of it."""
+
+        def __init__(self):
+            self.sent, self.most = [], 0
+
+        def send(self, array, destination, *, name):
+            self.sent.append(weakref.ref(array))
+            self.most = max(self.most, sum(each() is not None for each in self.sent))
+            return self._done(array, name)
+
+        def recv(self, array, source, *, name):
+            return self._done(np.array(1.0), name)
+
+        def _done(self, array, name):
+            handle = Handle(name)
+            handle.resolve(array)
+            return handle
+
+    class Alone(Times):
+        def reduce(self):
+            pass
+
+    post, plan = Post(), lower(one_f_one_b(3, 16), [(0, 1), (1, 2)])
+    stage = Alone(1, 3, batch_of(16), [], (1,))
+    Engine({1: stage}, [(0, 1), (1, 2)], post, name="p", fail=pytest.fail).run(plan, 1)
+    assert (len(post.sent), post.most) == (32, 1)

@@ -37,6 +37,12 @@ def test_what_is_written_can_be_read(tmp_path, schedule):
     assert again.measured.makespan == 2 * again.predicted.makespan
 
 
+def test_as_a_text_it_compares_both_in_a_line():
+    found = recording()
+    assert str(found).startswith(f"1f1b: {2e3 * found.predicted.makespan:.0f} ms and ")
+    assert str(found).endswith(f"predicted {1e3 * found.predicted.makespan:.0f} ms and {found.predicted.bubble:.1%}")
+
+
 def test_a_picture_shows_both(tmp_path):
     recording().write(tmp_path / "run.svg")
     text = (tmp_path / "run.svg").read_text("utf-8")

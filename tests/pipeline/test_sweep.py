@@ -45,7 +45,8 @@ def test_the_least_memory_is_found_whatever_stages_hold(falling, seed):
     stages = chance.randint(1, items)
     live = np.array(sorted((chance.randint(1, 40) for _ in range(stages)), reverse=falling), float)
     weight = np.array([chance.choice([2.0, 2.3, 4.0]) for _ in range(stages)])
-    held = Held(before(row(chance, items)), before(row(chance, items)), weight, live)
+    alive = chance.choice([live, np.ones(stages)])
+    held = Held(before(row(chance, items)), before(row(chance, items)), weight, live, alive, row(chance, items + 1))
     found, _ = lowest(held, items, stages)
     assert found == plainly(held, items, stages)
 
@@ -58,8 +59,14 @@ def test_the_least_cost_is_found_and_the_split_keeps_it(capped, seed):
     stages = chance.randint(1, items)
     cost = Cost(before(1 + row(chance, items)), np.array([0, *row(chance, items - 1), 0]))
     if capped:
+        live = np.arange(stages, 0.0, -1)
         held = Held(
-            before(row(chance, items)), before(row(chance, items)), np.full(stages, 4.0), np.arange(stages, 0.0, -1)
+            before(row(chance, items)),
+            before(row(chance, items)),
+            np.full(stages, 4.0),
+            live,
+            live,
+            row(chance, items + 1),
         )
         cost.limit(held, plainly(held, items, stages) * chance.choice([1.0, 1.2]))
     found, ways = lowest(cost, items, stages)

@@ -56,7 +56,7 @@ def test_a_layer_that_takes_longer_gets_a_stage_of_its_own(made):
     assert found.split(3) == (range(3), range(3, 4), range(4, 6))
     slow, other = found.loads[3], found.loads[2]
     assert slow.forward > 5 * other.forward
-    assert slow.backward > slow.inward > 5 * other.inward
+    assert slow.backward >= slow.inward > 5 * other.inward
 
 
 def test_only_gradients_of_inputs_are_waited_for():

@@ -19,6 +19,7 @@ from coordd.pipeline.engine import Engine
 from coordd.pipeline.microbatch import cut
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.profile import Profile
+from coordd.pipeline.recording import Recording
 from coordd.pipeline.simulate import Span
 from coordd.process_sets import ProcessSet
 from coordd_torch.pipeline.accord import Accord
@@ -236,14 +237,17 @@ class Pipeline:
             if stage.optimizer is not None:
                 load_optimizer(folder, stage.optimizer, dict(stage.module.named_parameters()))
 
-    def record(self, path: str | Path) -> None:
-        """Writes down when each rank computed what in the last run, beside what was to be expected.
+    def record(self, path: str | Path | None = None) -> Recording:
+        """Gathers when each rank computed what in the last run, beside what was to be expected; all ranks call it.
 
         That is what the layers' measured times lead to, if the split has measured them. Else it is what would have
         happened if every pass had taken as long as its stage's passes took in the mean, and no message any time.
 
         Args:
-            path: of a picture (``.svg``, ``.png``), or of a ``.json`` for ``coordd plan --measured``; rank 0 writes it.
+            path: where rank 0 writes it: a picture (``.svg``, ``.png``), or a ``.json`` for ``coordd plan --measured``.
+
+        Returns:
+            the recording; as a text it says in a line what was measured and predicted.
 
         Raises:
             ArgumentError: nothing was run yet, or the file is neither.
@@ -254,7 +258,8 @@ class Pipeline:
         spans = [
             Span(action, self._engine.since + begin, self._engine.since + end) for action, begin, end in self.spans
         ]
-        record(Path(path), self._done, spans, costs, self._operations, name=f"{self._name}.record")
+        where = None if path is None else Path(path)
+        return record(where, self._done, spans, costs, self._operations, name=f"{self._name}.record")
 
     def verify_parity(self, x: Any, y: Any) -> float:
         """Finds the gradients of a batch in stages and in one piece, and returns the largest difference.

@@ -20,12 +20,12 @@ _MEETINGS = 8
 
 
 def record(
-    path: Path, plan: Plan, spans: Sequence[Span], costs: Costs | None, operations: Operations, *, name: str
-) -> None:
+    path: Path | None, plan: Plan, spans: Sequence[Span], costs: Costs | None, operations: Operations, *, name: str
+) -> Recording:
     """Gathers the spans of all ranks, and has rank 0 write them.
 
     Args:
-        path: of the file.
+        path: of the file; None for none.
         plan: what was done, lowered.
         spans: of this rank, in seconds of its own clock.
         costs: what passes were expected to take, in seconds and bytes; if nothing was, it is what they took.
@@ -36,21 +36,23 @@ def record(
         ArgumentError: the file's name has no ending that is known.
         OSError: rank 0 cannot write it.
     """
-    check_name(path)
+    if path is not None:
+        check_name(path)
     world = operations.daemon.world
     meetings = [_meeting(operations) for _ in range(_MEETINGS if len(set(world.hosts)) > 1 else 0)]
     gathered = allgather_object((list(spans), meetings), name=name)
-    if world.rank != 0:
-        return
     found = []
     for rank, (each, met) in enumerate(gathered):
         # Processes of one host read the same clock.
         ahead = 0.0 if world.hosts[rank] == world.hosts[0] else lag(met, gathered[0][1])
         found.append(tuple(Span(action, begin - ahead, end - ahead) for action, begin, end in each))
     if costs is None:
-        Recording(plan, tuple(found), observed(plan, found), Units(memory="activations")).write(path)
+        recording = Recording(plan, tuple(found), observed(plan, found), Units(memory="activations"))
     else:
-        Recording(plan, tuple(found), costs).write(path)
+        recording = Recording(plan, tuple(found), costs)
+    if path is not None and world.rank == 0:
+        recording.write(path)
+    return recording
 
 
 def _meeting(operations: Operations) -> tuple[float, float]:

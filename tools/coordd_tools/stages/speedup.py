@@ -1,0 +1,99 @@
+"""How much faster the paper's network trains in stages and replicas, beside the ideal and the paper's own figures.
+
+The paper: NKFlow (Zhong et al., Computer Science 51(12), 2024), table 2: batches of 1000 images in 10 microbatches.
+Each replica takes a batch of its own, so speed-ups are those of images a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from coordd.pipeline.catalogue import find
+from coordd.pipeline.load import Load
+from coordd.pipeline.lowering import chain, lower
+from coordd.pipeline.partition import split
+from coordd.pipeline.simulate import Costs, simulate
+from coordd_tools.stages.cnn import Took
+from coordd_tools.stages.ranks import run
+
+__all__ = ["CASES", "MICROBATCHES", "PAPER", "ROWS", "Row", "ideal", "measure", "stages_of"]
+
+MICROBATCHES, ROWS = 10, 100
+CASES = tuple((stages, replicas) for replicas in (1, 2) for stages in (1, 2, 3))
+PAPER = {(1, 1): 1.00, (2, 1): 1.10, (3, 1): 1.13, (1, 2): 1.62, (2, 2): 1.98, (3, 2): 2.00}
+"""Speed-ups by stages and replicas: table 2."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train it.
+
+    Attributes:
+        stages: how many.
+        replicas: of each.
+        layers: of each stage.
+        ideal: seconds of a step by the schedule, if nothing but layers took time.
+        seconds: that a step took, the median.
+    """
+
+    stages: int
+    replicas: int
+    layers: tuple[int, ...]
+    ideal: float
+    seconds: float
+
+    @property
+    def efficiency(self) -> float:
+        """The part of the ideal throughput that is reached."""
+        return self.ideal / self.seconds
+
+    def speedup(self, base: Row) -> float:
+        """How many times as many images a second as in one stage on one rank."""
+        return self.replicas * base.seconds / self.seconds
+
+    def limit(self, base: Row) -> float:
+        """What the schedule allows of that."""
+        return self.replicas * base.ideal / self.ideal
+
+
+def stages_of(took: Sequence[Took], stages: int) -> tuple[range, ...]:
+    """Splits the layers so that the slowest stage is as fast as can be."""
+    return split([Load(each.forward, each.backward) for each in took], stages)
+
+
+def ideal(took: Sequence[Took], spans: Sequence[range], schedule: str) -> float:
+    """Seconds of a step, if each layer takes its time and nothing else takes any."""
+    plan = find(schedule).plan(len(spans), MICROBATCHES)
+    forward = [sum(took[layer].forward for layer in span) for span in spans]
+    backward = [sum(took[layer].backward for layer in span) for span in spans]
+    costs = Costs(forward, backward, [0.0] * len(spans))
+    return simulate(lower(plan, chain(len(spans))), costs).makespan
+
+
+def measure(
+    took: Sequence[Took], cases: Sequence[tuple[int, int]], *, schedule: str, steps: int, computed: bool = False
+) -> Iterator[Row]:
+    """Trains the network in each way, one after the other.
+
+    Args:
+        took: what its layers take.
+        cases: numbers of stages and replicas.
+        schedule: of the stages.
+        steps: that are timed.
+        computed: whether layers compute, and do not sleep.
+    """
+    for stages, replicas in cases:
+        spans = stages_of(took, stages)
+        settings = {
+            "took": None if computed else [dataclasses.asdict(each) for each in took],
+            "layers": [len(span) for span in spans],
+            "replicas": replicas,
+            "schedule": schedule,
+            "steps": steps,
+        }
+        seconds = run("speedup", stages * replicas, settings)
+        layers = tuple(len(span) for span in spans)
+        yield Row(stages, replicas, layers, ideal(took, spans, schedule), statistics.median(seconds))

@@ -1,0 +1,1 @@
+"""What the ranks do; one module for each task."""

@@ -1,0 +1,23 @@
+"""Starts one rank: limits its memory before anything is imported, does the task, and leaves what rank 0 found."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import resource
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Does the task that the command line names with the settings in the folder that it names."""
+    task, directory = sys.argv[1], Path(sys.argv[2])
+    settings = json.loads((directory / "settings.json").read_text())
+    if limit := settings.pop("data_limit", None):
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    found = importlib.import_module(f"coordd_tools.stages.worker.{task}").measure(**settings)
+    if found is not None:
+        (directory / "found.json").write_text(json.dumps(found))
+
+
+main()
