@@ -21,13 +21,15 @@ _WAYS = {
 }
 """How data travels: by default through memory; what is said of one way must hold on the others."""
 _ON_OTHER_WAYS = {"network": (2,), "hosts": (4,)}
+_ONE_WAY = "transformers"
+"""Cases that take long, and of which one way must do."""
 
 
 def _items() -> Iterator[ParameterSet]:
     for way in _WAYS:
         for size in sorted({size for case in _CASES for size in case.sizes}):
             for case in _CASES:
-                wanted = way == "memory" or size in _ON_OTHER_WAYS[way]
+                wanted = way == "memory" or (size in _ON_OTHER_WAYS[way] and not case.module.endswith(_ONE_WAY))
                 wanted |= way == "network" and case.sizes == EVERY
                 if size in case.sizes and wanted:
                     yield pytest.param(way, size, case, id=f"{case}-{size}-{way}")

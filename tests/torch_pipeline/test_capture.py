@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -168,16 +170,51 @@ def test_depth_opens_lists_in_lists():
     assert [name for name, _ in capture(model, depth=2).layers] == ["body.0.0", "body.0.1", "body.1.0", "body.1.1"]
 
 
-def test_what_prevents_a_cut_is_told():
+def test_what_prevents_a_cut_is_told(capsys):
     with pytest.raises(CaptureError) as caught:
         capture(Undecided(), torch.randn(2, 3))
     text = str(caught.value)
     assert "models.py" in text
     assert "`if x.sum() > 0:  # here`" in text
-    assert "control flow" in text
+    assert "the value of `gt(sum(first(x)), 0)` decides over control flow" in text
     assert "cuts=[" in text
     assert "data-dependent" in text
-    assert all("models.py" in place for place in caught.value.places[:1])
+    assert all("models.py" in place for place in caught.value.places)
+    assert "def forward" not in capsys.readouterr().err  # torch.export's graph would bury the error
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (int, "the value of `sum(x)` becomes a number"),
+        (float, "the value of `sum(x)` becomes a number"),
+        (list, "the value of `sum(x)` is iterated over"),
+    ],
+)
+def test_the_value_that_is_needed_at_the_capture_is_told(use, told):
+    class Needy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layer(x), use(x.sum())
+
+    with pytest.raises(CaptureError, match=re.escape(told)):
+        capture(Needy())
+
+
+def test_what_the_output_takes_from_early_layers_is_read_by_the_last():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x):
+            first = self.layers[0](x)
+            return self.layers[2](self.layers[1](first)), first
+
+    assert [row.reads for row in capture(Two()).table] == [(), (0,), (0, 1)]
 
 
 def test_cuts_make_a_chain_of_what_cannot_be_traced():

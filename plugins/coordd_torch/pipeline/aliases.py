@@ -98,7 +98,7 @@ def _schema(overload: OpOverload) -> Any:
 def _sole(writer: fx.Node) -> bool:
     """Whether what the node writes to has no other name: it is no view, no input, no buffer, and has no view."""
     target = writer.args[0]
-    if not isinstance(target, fx.Node) or target.op != "call_function":
+    if not isinstance(target, fx.Node) or target.op not in {"call_function", "call_module"}:
         return False
     made = not _shared(target) or (mutates(target) and _sole(target))
     return made and not any(_shared(user) for user in target.users if not mutates(user))

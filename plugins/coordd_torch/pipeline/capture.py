@@ -102,7 +102,9 @@ class Captured:
 
     def _row(self, index: int, name: str, nodes: list[fx.Node]) -> Layer:
         layer = self.traces.first.layer
-        reads = {layer[each] for node in nodes for each in node.all_input_nodes if each in layer} - {index}
+        last = index == len(self.layers) - 1
+        users = [*nodes, *(node for node in self.traces.first.graph.nodes if last and node.op == "output")]
+        reads = {layer[each] for node in users for each in node.all_input_nodes if each in layer} - {index}
         used = Cut(self.traces.first, index, index).tensors(self.model)
         parameters = tuple(name for name, parameter in self.model.named_parameters() if id(parameter) in used)
         return Layer(name, tuple(sorted(reads)), self._stateful(name), parameters)

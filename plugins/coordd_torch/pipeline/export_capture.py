@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,21 +11,26 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from coordd_torch.pipeline.aliases import renamed
+from coordd_torch.pipeline.batch_norms import restored
+from coordd_torch.pipeline.hush import hushed
 from coordd_torch.pipeline.inputs import Call
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.twin import Stand
 
 __all__ = ["trace"]
 
+# It prints the graph of what it gives up, tells which sizes it fixes, and what it cannot find; the error says the rest.
+_TALKERS = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes")
 _IDLE = {"aten.detach_.default", "aten._assert_tensor_metadata.default"}
 
 
-def trace(model: nn.Module, call: Call) -> Trace:
+def trace(model: nn.Module, call: Call, norms: Collection[str]) -> Trace:
     """Exports the model in its present mode, with all dimensions open that the model leaves open.
 
     Args:
         model: without data, as from `bare`.
         call: the arguments.
+        norms: the paths of the modules that are to be called as such.
 
     Raises:
         Exception: what torch.export raises.
@@ -37,16 +42,16 @@ def trace(model: nn.Module, call: Call) -> Trace:
             shapes[leaf] = tuple(Dim.AUTO for _ in leaf.shape)
     args, kwargs = call.arguments(stand.leaves)
     open_ = shapes.dynamic_shapes(stand.model, args, kwargs)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), hushed(*_TALKERS):
         warnings.simplefilter("ignore")  # what it dislikes is for those who keep the program
         program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=open_, strict=False)
-    module = _tidied(program)
+    module = _tidied(program, norms)
     fixed = {name: leaf for name, leaf in call.values.items() if not isinstance(leaf, torch.Tensor)}
     guards = _Guards(program, module.graph, call.names)
     return Trace(module, module.graph, call.names, program.call_spec.out_spec, model.training, fixed, guards)
 
 
-def _tidied(program: ExportedProgram) -> fx.GraphModule:
+def _tidied(program: ExportedProgram, norms: Collection[str]) -> fx.GraphModule:
     """The graph without what only watches."""
     module: fx.GraphModule = program.module(check_guards=False)
     for node in list(module.graph.nodes):
@@ -54,7 +59,7 @@ def _tidied(program: ExportedProgram) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
         if str(node.target) in _IDLE:
             module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
+    restored(module.graph, norms)
     renamed(module.graph)
     return module
 

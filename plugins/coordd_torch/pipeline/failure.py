@@ -37,9 +37,11 @@ class CaptureError(ArgumentError):
 
     @classmethod
     def composed(cls, model: nn.Module, errors: Sequence[tuple[str, Exception]]) -> Self:
-        """Tells of the errors of all ways that were tried."""
-        reasons = dict.fromkeys((way, _place(error), _why(error)) for way, error in errors)
-        return cls(type(model).__name__, list(reasons))
+        """Tells of the errors of all ways that were tried; of one way at one place once."""
+        reasons: dict[tuple[str, str], str] = {}
+        for way, error in errors:
+            reasons.setdefault((way, _place(error)), _why(error))
+        return cls(type(model).__name__, [(way, place, why) for (way, place), why in reasons.items()])
 
 
 def _place(error: BaseException) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
 from coordd_torch.pipeline.inputs import Call
@@ -20,7 +21,13 @@ __all__ = ["trace"]
 
 
 class _Proxy(fx.Proxy):
-    """A value that knows `x += y` from `x = x + y`."""
+    """A value that knows `x += y` from `x = x + y`, and tells what it is where data are needed."""
+
+    def __int__(self) -> int:
+        raise TraceError(_needs_data(self, "becomes a number"))
+
+    def __float__(self) -> float:
+        raise TraceError(_needs_data(self, "becomes a number"))
 
 
 def _in_place(target: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], fx.Proxy]:
@@ -52,6 +59,12 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        raise TraceError(_needs_data(obj, "decides over control flow"))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        raise TraceError(_needs_data(obj, "is iterated over"))
+
     def create_args_for_root(
         self,
         root_fn: Callable[..., Any],  # noqa: ARG002 - fx's own signature
@@ -69,6 +82,20 @@ class _Tracer(fx.Tracer):
             return found
 
         return run, [self.root]
+
+
+def _needs_data(proxy: fx.Proxy, use: str) -> str:
+    return f"the value of `{_written(proxy.node)}` {use}, and is known with data only"
+
+
+def _written(node: Any, depth: int = 3) -> str:
+    """A value as the expression that it comes from, what lies deep in it as its name only."""
+    if not isinstance(node, fx.Node):
+        return repr(node)
+    if depth == 0 or not node.op.startswith("call_"):
+        return str(node.target if node.op in {"placeholder", "get_attr"} else node.name)
+    target = getattr(node.target, "__name__", node.target)
+    return f"{target}({', '.join(_written(each, depth - 1) for each in (*node.args, *node.kwargs.values()))})"
 
 
 def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool) -> Trace:

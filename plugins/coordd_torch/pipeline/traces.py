@@ -11,6 +11,7 @@ from torch import nn
 
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline import export_capture, fx_capture
+from coordd_torch.pipeline.batch_norms import tracking
 from coordd_torch.pipeline.chain import INPUT, chain
 from coordd_torch.pipeline.failure import CaptureError
 from coordd_torch.pipeline.inputs import Call, only
@@ -32,11 +33,14 @@ class Traces:
         found: all of them.
     """
 
-    def __init__(self, model: nn.Module, way: str, layering: Layering, first: Trace) -> None:
+    def __init__(
+        self, model: nn.Module, way: str, layering: Layering, first: Trace, norms: frozenset[str] = frozenset()
+    ) -> None:
         self.way = way
         self.first = first
         self._layering = layering
         self._model = model
+        self._norms = norms
         self.found: list[Trace] = []
         self._by_kind: dict[tuple[Any, ...], Trace] = {}
         self._calls: dict[tuple[str, ...], Call] = {}
@@ -61,15 +65,16 @@ class Traces:
             CaptureError: neither torch.fx nor torch.export could.
         """
         plain = bare(model)
+        norms = tracking(plain)
         errors: list[tuple[str, Exception]] = []
         for way, opened in ((FX, depth), (EXPORT, depth), (FX, 0)):
             known = units(model, opened)
             try:
-                first = _traced(way, plain, known, call, example=example)
+                first = _traced(way, plain, known, norms, call, example=example)
             except Exception as error:  # noqa: BLE001 - user code, fx and export raise whatever they like
                 errors.append((way, error))
             else:
-                traces = cls(plain, way, Layering(known), first)
+                traces = cls(plain, way, Layering(known), first, norms)
                 traces.learn(call)
                 return traces
         raise CaptureError.composed(model, errors) from errors[-1][1]
@@ -115,7 +120,7 @@ class Traces:
         if self._model.training != training:
             self._model.train(training)
         try:
-            trace = _traced(self.way, self._model, self._layering.units, call, example=True)
+            trace = _traced(self.way, self._model, self._layering.units, self._norms, call, example=True)
         except Exception as error:
             raise CaptureError.composed(self._model, [(self.way, error)]) from error
         finally:
@@ -145,9 +150,11 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
     return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)
 
 
-def _traced(way: str, model: nn.Module, known: frozenset[str], call: Call, *, example: bool) -> Trace:
+def _traced(
+    way: str, model: nn.Module, known: frozenset[str], norms: frozenset[str], call: Call, *, example: bool
+) -> Trace:
     if way == FX:
         return fx_capture.trace(model, known, call, example=example)
     if not example:
         raise ArgumentError("it needs an example of a batch")
-    return export_capture.trace(model, call)
+    return export_capture.trace(model, call, norms)

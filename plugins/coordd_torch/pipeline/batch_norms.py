@@ -1,0 +1,52 @@
+"""Batch normalisation in exported graphs: put back as calls of its modules, whose statistics a stage collects itself.
+
+An exported graph writes to the running statistics with every microbatch, and each replica of a stage to its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["restored", "tracking"]
+
+_NORMALISES = torch.ops.aten.batch_norm.default
+_COUNTS = torch.ops.aten.add_.Tensor
+
+
+def tracking(model: nn.Module) -> frozenset[str]:
+    """The paths of the modules that do nothing but normalise, and track statistics.
+
+    What is in evaluation mode while the model is in training is frozen, and stays as it is.
+    """
+    return frozenset(name for name, module in model.named_modules(remove_duplicate=False) if _tracks(module, model))
+
+
+def _tracks(module: nn.Module, model: nn.Module) -> bool:
+    plain = type(module).forward is _BatchNorm.forward and not (module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001 - no other way to ask
+    return plain and bool(module.track_running_stats) and module.training == model.training
+
+
+def restored(graph: fx.Graph, paths: Collection[str]) -> None:
+    """Replaces what these modules have become in an exported graph by calls of them."""
+    for node in list(graph.nodes):
+        path = _path(node)
+        if path in paths and node.target is _NORMALISES:
+            with graph.inserting_before(node):
+                call = graph.call_module(path, (node.args[0],))
+            call.meta = dict(node.meta)
+            node.replace_all_uses_with(call)
+            graph.erase_node(node)
+        elif path in paths and node.target is _COUNTS:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _path(node: fx.Node) -> Any:
+    """The path of the innermost module that the node is of."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return stack[-1][0] if stack else None
