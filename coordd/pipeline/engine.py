@@ -152,6 +152,7 @@ class Engine:
             self._pass(plan, action)
         elif kind in SENDS:
             frame = self._result(action, peer)
+            self._let_go()
             self._sent.append(
                 self._mail.send(frame, plan.rank(peer, microbatch), name=self._title(action, stage, peer))
             )
@@ -162,6 +163,12 @@ class Engine:
             self._stages[stage].reduce()
         else:
             self._stages[stage].step()
+
+    def _let_go(self) -> None:
+        """Forgets sends that are over, for each keeps its frame."""
+        over = [handle for handle in self._sent if handle.poll()]
+        self._sent = [handle for handle in self._sent if handle not in over]
+        wait_all(over)
 
     def _pass(self, plan: Plan, action: Action) -> None:
         """Computes, once all that it needs is there."""

@@ -108,7 +108,9 @@ def _measure(job: Job, ranks: int, errors: Console) -> Document:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m coordd_tools.bench", description=__doc__)
-    nouns = parser.add_subparsers(dest="noun", required=True, metavar="{allreduce,step,idle,memory,startup,sets,pipeline}")
+    nouns = parser.add_subparsers(
+        dest="noun", required=True, metavar="{allreduce,step,idle,memory,startup,sets,pipeline}"
+    )
     allreduce_ = _noun(nouns, "allreduce", "in-place sums of one tensor, by size", _allreduce_job, rounds=10)
     allreduce_.add_argument("--sizes", type=_sizes, default=SIZES, help="such as 4,64K,16M (bytes; default: 4 to 64M)")
     allreduce_.add_argument("--calls", type=_count, default=0, help="calls a block (default: by size)")

@@ -3,14 +3,17 @@
 A reading is one block: the wall time a step of the slowest rank. The ideal is that of the schedule with stages that are
 all alike, with messages that take no time, and with as many cores as ranks; but where there are fewer, they cannot do
 more than all compute all the time. Forward and backward take what they do in one piece in the same round, and half of
-backward is for the weights. Memory is what a rank's proportional set size at its peak is above that before the engine
-was started; of the fullest rank, and the mean.
+backward is for the weights.
+
+Memory is that of the fullest rank, in fresh processes and after the first steps. ``+ MiB`` is its proportional set size
+at the peak, less that before the engine was started: with the engine's code, weights, and what the heap loses. ``step MiB`` is what was allocated at the peak and not when the stages were ready: gradients, activations, frames.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from coordd.pipeline.catalogue import find
 from coordd.pipeline.lowering import chain, lower
@@ -32,31 +35,29 @@ COLUMNS = (
     Column("ideal ms", "ideal_ms"),
     Column("CPU ms", "cpu_ms"),
     Column("+ MiB", "extra_mib"),
-    Column("mean", "mean_extra_mib"),
-    Column(f"÷ {PEER}", "extra_mib", against=PEER),
+    Column("÷", "extra_mib", against=PEER),
+    Column("step MiB", "allocated_mib"),
+    Column("÷", "allocated_mib", against=PEER),
     Column("n", "step_ms", show="n"),
 )
 
 Row = tuple[Block, ...]
 
 
-def ideal(schedule: str, ranks: int, microbatches: int, *, forward: float, backward: float, cores: int) -> float:
+def ideal(schedule: str, ranks: int, microbatches: int, *, whole: tuple[float, float], cores: int) -> float:
     """Seconds of a step.
 
     Args:
         schedule: its name.
         ranks: how many there are.
         microbatches: of a step.
-        forward: seconds of it for the whole model and batch.
-        backward: likewise.
+        whole: seconds of a forward and of a backward pass of the whole model and batch.
         cores: that the ranks share.
     """
     plan = find(schedule).plan(ranks, microbatches)
-    parts = plan.stages * microbatches
-    costs = Costs.even(
-        plan.stages, forward=forward / parts, inward=backward / 2 / parts, weight=backward / 2 / parts
-    )
-    return max(simulate(lower(plan, chain(plan.stages)), costs).makespan, (forward + backward) / cores)
+    forward, backward = (seconds / plan.stages / microbatches for seconds in whole)
+    costs = Costs.even(plan.stages, forward=forward, inward=backward / 2, weight=backward / 2)
+    return max(simulate(lower(plan, chain(plan.stages)), costs).makespan, sum(whole) / cores)
 
 
 def report(joined: Sequence[Row]) -> Report:
@@ -70,16 +71,15 @@ def report(joined: Sequence[Row]) -> Report:
         *figures("step_ms", walls, scale=1e3),
         *figures("ideal_ms", {(subject, engine): each for (_, engine), each in ideals.items()}, scale=1e3),
         *figures("cpu_ms", cpus, scale=1e3),
-        *figures("extra_mib", _memory(joined, max), scale=1 / (1 << 20)),
-        *figures("mean_extra_mib", _memory(joined, statistics.mean), scale=1 / (1 << 20)),
+        *figures("extra_mib", _memory(joined, attrgetter("peak_bytes")), scale=1 / (1 << 20)),
+        *figures("allocated_mib", _memory(joined, attrgetter("allocated_bytes")), scale=1 / (1 << 20)),
     ]
-    return Report(
-        tuple(found), (*ratios(found, "step_ms", against=PEER), *ratios(found, "extra_mib", against=PEER))
-    )
+    against = [
+        ratio for name in ("step_ms", "extra_mib", "allocated_mib") for ratio in ratios(found, name, against=PEER)
+    ]
+    return Report(tuple(found), tuple(against))
 
 
-def _memory(
-    joined: Sequence[Row], among: Callable[[Sequence[int]], float]
-) -> dict[tuple[str, str], list[float]]:
-    watched = [row for row in joined if row[0].peak_bytes]
-    return by_subject(watched, lambda row: [among([block.peak_bytes for block in row])])
+def _memory(joined: Sequence[Row], read: Callable[[Block], int]) -> dict[tuple[str, str], list[float]]:
+    watched = [row for row in joined if any(map(read, row))]
+    return by_subject(watched, lambda row: [max(map(read, row))])

@@ -12,7 +12,7 @@ from coordd_tools.bench.progress import Progress
 from coordd_tools.bench.worker.engines import TRAINERS, started
 from coordd_tools.bench.worker.rank import Rank
 from coordd_tools.bench.worker.step import Training
-from coordd_tools.bench.worker.watch import Watch
+from coordd_tools.bench.worker.watch import Watch, proportional_bytes
 
 __all__ = ["measure"]
 
@@ -28,7 +28,7 @@ def measure(job: MemoryJob, directory: Path) -> None:
         rank.tell(Progress(0, 1, f"{model} · {name}"))
         training = Training(model, engine, rank, seed=job.seed)
         rank.barrier()
-        watch = Watch()
+        watch = Watch(proportional_bytes)
         watch.start()
         for _ in range(_STEPS):
             training.step()

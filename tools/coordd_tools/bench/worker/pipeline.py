@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.optim import SGD
 
 from coordd.pipeline.catalogue import SCHEDULES
 from coordd_tools.bench.blocks import Block
@@ -18,13 +20,14 @@ from coordd_tools.bench.progress import Progress
 from coordd_tools.bench.worker import meter
 from coordd_tools.bench.worker.engines import started
 from coordd_tools.bench.worker.rank import Rank
-from coordd_tools.bench.worker.staged import PIPELINES, Staged, Whole, batch
-from coordd_tools.bench.worker.watch import Watch, proportional_bytes
+from coordd_tools.bench.worker.staged import PIPELINES, Staged, batch
+from coordd_tools.bench.worker.watch import Watch, allocated_bytes, proportional_bytes
 
 __all__ = ["measure"]
 
 _WARM_UP = 3
-_WATCHED_STEPS = 8
+_WATCHED_STEPS = 5
+_OFTEN_SECONDS = 1e-3
 _TOLERANCE = 1e-5
 
 
@@ -36,6 +39,7 @@ def measure(job: PipelineJob, directory: Path) -> None:
     """
     torch.set_num_threads(1)
     rank = Rank.join(directory)
+    SGD([torch.zeros(1, requires_grad=True)])  # PyTorch's first optimizer imports a large part of it, for any engine
     before = proportional_bytes()
     blocks: list[Block] = []
     with started([PIPELINES[name]() for name in job.engines], rank) as engines:
@@ -61,42 +65,47 @@ def _timed(job: PipelineJob, engines: Sequence[Staged], rank: Rank) -> Iterator[
             engine.step(x, y)  # untimed: it brings this copy back into the caches
             rank.barrier()
             calls = 0 if engine.name == FLOOR and rank.number else job.steps
-            yield meter.read(lambda engine=engine: engine.step(x, y), calls, subject="gpt", engine=engine.name)
+            yield meter.read(partial(engine.step, x, y), calls, subject="gpt", engine=engine.name)
         yield from _ideals(job, engines, rank)
 
 
 def _ideals(job: PipelineJob, engines: Sequence[Staged], rank: Rank) -> Iterator[Block]:
     """Yields what the engines' schedules would take, going by the last step in one piece."""
-    for whole in [engine for engine in engines if isinstance(engine, Whole)]:
-        forward, backward = rank.comm.bcast(whole.seconds)
-        for engine in engines:
-            if (schedule := engine.name.removeprefix("torch-")) in SCHEDULES:
-                seconds = ideal(
-                    schedule, rank.size, job.microbatches, forward=forward, backward=backward, cores=os.cpu_count() or 1
-                )
-                yield Block(IDEAL, engine.name, (seconds,))
+    found = rank.comm.bcast(next((engine.seconds for engine in engines if engine.seconds), None))
+    if found is None:
+        return
+    cores = os.cpu_count() or 1
+    for engine in engines:
+        if (schedule := engine.name.removeprefix("torch-")) in SCHEDULES:
+            seconds = ideal(schedule, rank.size, job.microbatches, whole=found, cores=cores)
+            yield Block(IDEAL, engine.name, (seconds,))
 
 
 def _watched(job: PipelineJob, engine: Staged, rank: Rank, before: int) -> Iterator[Block]:
-    """Yields one block, whose memory is what the process has more than before the engine started."""
+    """Yields one block, with what the process has more than before the engine started, and what steps allocate."""
     x, y = batch(job.seed)
     engine.prepare(rank, seed=job.seed, microbatches=job.microbatches)
+    ready = allocated_bytes()
+    for _ in range(_WARM_UP):
+        engine.step(x, y)
     rank.barrier()
-    watch = Watch()
-    watch.start()
+    watches = Watch(proportional_bytes), Watch(allocated_bytes, every=_OFTEN_SECONDS)
+    for watch in watches:
+        watch.start()
     for _ in range(_WATCHED_STEPS):
         engine.step(x, y)
-    peak = watch.stop()
-    yield Block("gpt", engine.name, (), peak_bytes=peak - before)
+    peak, allocated = (watch.stop() for watch in watches)
+    yield Block("gpt", engine.name, (), peak_bytes=peak - before, allocated_bytes=allocated - ready)
 
 
 def _known(loss: float | None, rank: Rank) -> float:
     """The loss, from the ranks that know it."""
-    return next(found for found in rank.comm.allgather(loss) if found is not None)
+    losses: list[float | None] = rank.comm.allgather(loss)
+    return next(found for found in losses if found is not None)
 
 
-def _compare(losses: dict[str, list[float]]) -> None:
+def _compare(losses: Mapping[str, Sequence[float]]) -> None:
     first, wanted = next(iter(losses.items()))
     for name, found in losses.items():
-        if not all(map(lambda one, other: math.isclose(one, other, rel_tol=_TOLERANCE), found, wanted)):
+        if not all(map(partial(math.isclose, rel_tol=_TOLERANCE), found, wanted)):
             raise RuntimeError(f"{name} finds the losses {found}, where {first} finds {wanted}")

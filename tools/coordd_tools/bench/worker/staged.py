@@ -1,4 +1,4 @@
-"""The engines of ``pipeline``: the bench's GPT trained in one piece, by ``cd.Pipeline``, and by PyTorch's own pipelines.
+"""The engines of ``pipeline``: the bench's GPT in one piece, by ``cd.Pipeline``, and by PyTorch's own pipelines.
 
 All of them cut the model at the same places, for as many ranks and as many stages a rank: where the fullest rank has
 the least to do.
@@ -7,6 +7,7 @@ the least to do.
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import pipelining
 from torch.nn import functional
 from torch.optim import SGD
 
@@ -25,7 +25,7 @@ from coordd_tools.bench.worker.models import LEARNING_RATE, MODELS
 if TYPE_CHECKING:  # as in `engines`
     from coordd_tools.bench.worker.rank import Rank
 
-__all__ = ["PIPELINES", "Staged", "Whole", "balanced", "batch", "loss"]
+__all__ = ["PIPELINES", "Staged", "balanced", "batch", "loss"]
 
 _ROWS = 16
 _PLACEMENTS: dict[str, Callable[[int], Placement]] = {
@@ -42,6 +42,8 @@ class Staged(Protocol):
     """An engine that trains the GPT in stages."""
 
     name: str
+    seconds: tuple[float, float] | None
+    """Those of the last step's forward and backward part, where it is done in one piece here."""
 
     def start(self, rank: Rank) -> None:
         """Imports and initialises it on this rank."""
@@ -56,10 +58,11 @@ class Staged(Protocol):
         """Trains on a batch; the loss before, where this rank knows it."""
 
 
-class Whole:
-    """The model in one piece, on rank 0 alone; ``seconds`` are those of the last step's forward and backward part."""
+class _Whole:
+    """The model in one piece, on rank 0 alone."""
 
     name = "none"
+    seconds: tuple[float, float] | None = None
 
     def start(self, rank: Rank) -> None:
         pass
@@ -71,7 +74,6 @@ class Whole:
         self._first = rank.number == 0
         self._model = _built(seed)
         self._optimizer = SGD(self._model.parameters(), lr=LEARNING_RATE)
-        self.seconds = 0.0, 0.0
 
     def step(self, x: Tensor, y: Tensor) -> float | None:
         if not self._first:
@@ -89,14 +91,14 @@ class Whole:
 class _Ours:
     """``cd.Pipeline``."""
 
+    seconds: tuple[float, float] | None = None
+
     def __init__(self, schedule: str) -> None:
         self.name = schedule
 
     def start(self, rank: Rank) -> None:  # noqa: ARG002 - the protocol's
-        import coordd.torch as cd
-
-        self._api: Any = cd
-        cd.init()
+        self._api: Any = importlib.import_module("coordd.torch")
+        self._api.init()
 
     def stop(self) -> None:
         self._api.shutdown()
@@ -118,13 +120,16 @@ class _Ours:
 class _Theirs:
     """``torch.distributed.pipelining`` over gloo."""
 
-    def __init__(self, schedule: str, make: Callable[..., Any], *, several: bool) -> None:
+    seconds: tuple[float, float] | None = None
+
+    def __init__(self, schedule: str, kind: str, *, several: bool) -> None:
         self.name = f"torch-{schedule}"
         self._placement = _PLACEMENTS[schedule]
-        self._make = make
+        self._kind = kind
         self._several = several
 
     def start(self, rank: Rank) -> None:
+        self._api: Any = importlib.import_module("torch.distributed.pipelining")  # its memory is this engine's
         if not dist.is_initialized():
             meeting = f"file://{rank.directory / 'gloo'}"
             dist.init_process_group("gloo", init_method=meeting, rank=rank.number, world_size=rank.size)
@@ -144,13 +149,14 @@ class _Theirs:
         del layers
         gc.collect()
         stages = [
-            pipelining.PipelineStage(module, stage, len(placement), torch.device("cpu"))
+            self._api.PipelineStage(module, stage, len(placement), torch.device("cpu"))
             for stage, module in mine.items()
         ]
         self._first, self._last = 0 in mine, len(placement) - 1 in mine
         parameters = [parameter for module in mine.values() for parameter in module.parameters()]
         self._optimizer = SGD(parameters, lr=LEARNING_RATE)
-        self._schedule = self._make(stages if self._several else stages[0], microbatches, loss_fn=loss)
+        make = getattr(self._api, self._kind)
+        self._schedule = make(stages if self._several else stages[0], microbatches, loss_fn=loss)
 
     def step(self, x: Tensor, y: Tensor) -> float | None:
         losses: list[Tensor] = []
@@ -218,15 +224,15 @@ _LAYERS = (0.1, *[1.0] * 6, 0.05, 0.15)
 """What each layer takes, in blocks."""
 
 PIPELINES: dict[str, Callable[[], Staged]] = {
-    "none": Whole,
+    "none": _Whole,
     "gpipe": lambda: _Ours("gpipe"),
     "1f1b": lambda: _Ours("1f1b"),
     "interleaved": lambda: _Ours("interleaved"),
     "zb-h1": lambda: _Ours("zb-h1"),
     "zb-v": lambda: _Ours("zb-v"),
-    "torch-gpipe": lambda: _Theirs("gpipe", pipelining.ScheduleGPipe, several=False),
-    "torch-1f1b": lambda: _Theirs("1f1b", pipelining.Schedule1F1B, several=False),
-    "torch-interleaved": lambda: _Theirs("interleaved", pipelining.ScheduleInterleaved1F1B, several=True),
-    "torch-zb": lambda: _Theirs("zb", pipelining.ScheduleInterleavedZeroBubble, several=True),
-    "torch-zb-v": lambda: _Theirs("zb-v", pipelining.ScheduleZBVZeroBubble, several=True),
+    "torch-gpipe": lambda: _Theirs("gpipe", "ScheduleGPipe", several=False),
+    "torch-1f1b": lambda: _Theirs("1f1b", "Schedule1F1B", several=False),
+    "torch-interleaved": lambda: _Theirs("interleaved", "ScheduleInterleaved1F1B", several=True),
+    "torch-zb": lambda: _Theirs("zb", "ScheduleInterleavedZeroBubble", several=True),
+    "torch-zb-v": lambda: _Theirs("zb-v", "ScheduleZBVZeroBubble", several=True),
 }
