@@ -6,7 +6,8 @@ more than all compute all the time. Forward and backward take what they do in on
 backward is for the weights.
 
 Memory is that of the fullest rank, in fresh processes and after the first steps. ``+ MiB`` is its proportional set size
-at the peak, less that before the engine was started: with the engine's code, weights, and what the heap loses. ``step MiB`` is what was allocated at the peak and not when the stages were ready: gradients, activations, frames.
+at the peak, less that before the engine was started: with the engine's code, weights, and what the heap loses.
+``step MiB`` is what was allocated at the peak and not when the stages were ready: gradients, activations, frames.
 """
 
 from __future__ import annotations
