@@ -154,9 +154,7 @@ class Loop:
             deck=self.recorder.deck,
         )
         self._flights = Flights(plane, self)
-        boards = self._link.commons.boards if self._link.commons is not None else {}
-        near = {rank: board.call for rank, board in boards.items()}
-        self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck, near=near)
+        self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck, near=self._link.near)
         self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
         self._status.parts = Parts(self._member, self._flights, self._mailbox, self._link.commons, self._inbox)
         self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
