@@ -25,8 +25,8 @@ from coordd_tools.bench.worker.watch import Watch, allocated_bytes, proportional
 
 __all__ = ["measure"]
 
-_WARM_UP = 3
-_WATCHED_STEPS = 5
+_WARM_UP = 2
+_WATCHED_BLOCKS = 2
 _OFTEN_SECONDS = 1e-3
 _TOLERANCE = 1e-5
 
@@ -92,7 +92,7 @@ def _watched(job: PipelineJob, engine: Staged, rank: Rank, before: int) -> Itera
     watches = Watch(proportional_bytes), Watch(allocated_bytes, every=_OFTEN_SECONDS)
     for watch in watches:
         watch.start()
-    for _ in range(_WATCHED_STEPS):
+    for _ in range(_WATCHED_BLOCKS * job.steps):
         engine.step(x, y)
     peak, allocated = (watch.stop() for watch in watches)
     yield Block("gpt", engine.name, (), peak_bytes=peak - before, allocated_bytes=allocated - ready)
