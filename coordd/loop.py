@@ -154,7 +154,7 @@ class Loop:
             deck=self.recorder.deck,
         )
         self._flights = Flights(plane, self)
-        self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck)
+        self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck, near=self._link.near)
         self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
         self._status.parts = Parts(self._member, self._flights, self._mailbox, self._link.commons, self._inbox)
         self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
@@ -375,7 +375,8 @@ class Loop:
             self._patience.restart()
         elif not self._control.ready():
             if self._mailbox or (self._flights and not self._flights.heralded):
-                self._patience.doze(self._bell, awaited=self._inbox.awaited)
+                heralded = self._mailbox.heralded and (not self._flights or self._flights.heralded)
+                self._patience.doze(self._bell, awaited=self._inbox.awaited, heralded=heralded)
             else:
                 self._inbox.sleep(self._deadline())
         self._flights.wake_up()

@@ -7,7 +7,7 @@ an early send costs its receiver no memory, and a receive that does not fit says
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -76,8 +76,19 @@ class Letter:
 class Mailbox:
     """The sends and receives of one rank."""
 
-    def __init__(self, lane: Lane, rank: int, deck: Deck | None = None) -> None:
+    def __init__(
+        self, lane: Lane, rank: int, deck: Deck | None = None, *, near: Mapping[int, Callable[[], None]] | None = None
+    ) -> None:
+        """Makes an empty mailbox.
+
+        Args:
+            lane: what messages travel on.
+            rank: the own one.
+            deck: records them.
+            near: wakes the daemons of ranks that can be woken, and that wake this one; for MPI wakes nobody.
+        """
         self._lane = lane
+        self._near = dict(near or {})
         self._deck = deck or Deck()
         self._rank = rank
         self._serial = 0
@@ -95,6 +106,12 @@ class Mailbox:
     def __len__(self) -> int:
         return len(self._moving) + sum(len(queue) for queue in self._wanted.values())
 
+    @property
+    def heralded(self) -> bool:
+        """Whether this rank is woken when there is something to do: all that it waits for is of ranks that do so."""
+        peers = {peer for peer, _ in self._wanted} | {letter.peer for letter, _ in self._moving}
+        return peers <= self._near.keys()
+
     def start(self, letter: Letter) -> None:
         """Starts a send, or a receive."""
         if letter.outgoing and letter.array is not None:
@@ -110,12 +127,11 @@ class Mailbox:
 
     def advance(self) -> bool:
         """Drives what is under way; says whether something was completed."""
-        if self._wanted:
-            self._listen()
+        heard = self._listen()
         done = [moving for moving in self._moving if next(moving[1], _DONE) is _DONE]
         for moving in done:
             self._moving.remove(moving)
-        return bool(done)
+        return heard or bool(done)
 
     def waiting(self) -> Iterator[tuple[float, Waiting]]:
         """Lists what is under way, with the time of its start."""
@@ -143,9 +159,14 @@ class Mailbox:
         header = _Header(self._rank, self._serial, letter.name, array.dtype.name, array.shape)
         tickets = [self._lane.isend(_frame(header), letter.peer, _HEADER_TAG)]
         tickets += [self._lane.isend(part, letter.peer, self._tag(header)) for part in _parts(payload)]
+        self._wake(letter.peer)
         while not self._lane.done(tickets):
             yield
         self._finish(letter, array, header)
+
+    def _wake(self, peer: int) -> None:
+        if peer in self._near:
+            self._near[peer]()
 
     def _tag(self, header: _Header) -> int:
         return _HEADER_TAG + 1 + header.serial % (self._lane.tags - 1)
@@ -158,17 +179,20 @@ class Mailbox:
             tape.delivered(letter.word, letter.name, letter.peer, spot=spot, nbytes=array.nbytes, since=since)
         letter.finish(array)
 
-    def _listen(self) -> None:
-        """Takes headers in, for as long as a receive waits for one."""
+    def _listen(self) -> bool:
+        """Takes headers in, for as long as a receive waits for one; says whether there were any."""
+        heard = False
         while self._wanted:
             if self._listening is None:
                 self._listening = self._lane.irecv(self._slot, ANY, _HEADER_TAG)
             if not self._lane.done([self._listening]):
-                return
+                break
+            heard = True
             self._listening = None
             length = int.from_bytes(self._slot[:4].tobytes(), "big")
             header = msgspec.msgpack.decode(self._slot[4 : 4 + length].tobytes(), type=_Header)
             self._sort(header)
+        return heard
 
     def _sort(self, header: _Header) -> None:
         key = (header.sender, header.name)
@@ -192,7 +216,9 @@ class Mailbox:
         raw = wanted.reshape(-1).view(np.uint8) if direct and wanted is not None else _buffer(header)
         tickets = [self._lane.irecv(part, letter.peer, self._tag(header)) for part in _parts(raw)]
         while not self._lane.done(tickets):
+            self._wake(letter.peer)  # who may have to push
             yield
+        self._wake(letter.peer)
         if wanted is None:
             self._finish(letter, raw.view(np.dtype(header.dtype)).reshape(header.shape), header)
         elif fits:

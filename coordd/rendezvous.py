@@ -31,6 +31,11 @@ class Link:
     hosts: tuple[str, ...]
     commons: Commons | None = None
 
+    @property
+    def near(self) -> dict[int, Callable[[], None]]:
+        """For each rank of this host what wakes its daemon."""
+        return {} if self.commons is None else {rank: board.call for rank, board in self.commons.boards.items()}
+
 
 Rendezvous = Callable[[Bell], Link]
 """Makes the link on the daemon's thread; its argument wakes the daemon."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 import coordd.torch as cd
 from coordd import api, mailbox
 from coordd.errors import MismatchError, PeerError, ShutdownError
+from coordd.handles import Handle
+from coordd.transport.local import LocalWorld
 from tests.local_ranks import LocalRanks, each_rank, local_ranks
 
 WAIT = 10.0
@@ -179,6 +182,33 @@ def test_messages_travel_beside_reductions(ranks):
         return [int(handle.result(WAIT).reshape(-1)[0]) for handle in handles]
 
     assert ranks.each(body) == [[number for number in range(40) for _ in range(3)]] * 3
+
+
+def test_neighbours_wake_each_other_when_something_was_sent_and_when_it_was_taken():
+    world, woken = LocalWorld(2), []
+    boxes = [
+        mailbox.Mailbox(world.join(rank).matched, rank, near={peer: functools.partial(woken.append, peer)})
+        for rank, peer in ((0, 1), (1, 0))
+    ]
+    sent, taken = Handle("x"), Handle("x")
+    boxes[1].start(mailbox.Letter("x", 0, None, taken, outgoing=False))
+    boxes[0].start(mailbox.Letter("x", 1, np.arange(3), sent, outgoing=True))
+    assert boxes[0].heralded
+    assert boxes[1].heralded
+    boxes[0].advance()
+    assert woken == [1]
+    while not taken.poll():
+        boxes[1].advance()
+    assert set(woken[1:]) == {0}
+    boxes[0].advance()
+    assert sent.poll()
+
+
+def test_who_waits_for_a_rank_that_cannot_wake_it_has_to_look():
+    box = mailbox.Mailbox(LocalWorld(2).join(0).matched, 0)
+    assert box.heralded
+    box.start(mailbox.Letter("x", 1, None, Handle("x"), outgoing=False))
+    assert not box.heralded
 
 
 def test_who_leaves_with_a_receive_that_nobody_matched_is_told(caplog):

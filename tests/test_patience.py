@@ -20,9 +20,9 @@ class Recorder:
     def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
 
-    def nap(self, patience: Patience, later: float, *, awaited: bool) -> float:
+    def nap(self, patience: Patience, later: float, *, awaited: bool, heralded: bool = False) -> float:
         self.now = 50.0 + later
-        patience.doze(self, awaited=awaited)
+        patience.doze(self, awaited=awaited, heralded=heralded)
         return self.naps[-1]
 
 
@@ -65,6 +65,15 @@ def test_naps_are_longer_if_nobody_waits(recorder):
     patience = Patience()
     patience.restart()
     assert recorder.nap(patience, 0.0, awaited=True) < recorder.nap(patience, 0.0, awaited=False)
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_naps_are_longer_still_once_only_what_rings_is_to_come(recorder, awaited):
+    patience = Patience()
+    patience.restart()
+    at_first, later = (recorder.nap(patience, seconds, awaited=awaited, heralded=True) for seconds in (0.0, 1.0))
+    assert at_first == recorder.nap(patience, 0.0, awaited=False)
+    assert later > recorder.nap(patience, 1.0, awaited=awaited)
 
 
 def test_staying_awake_lets_others_compute(monkeypatch):

@@ -2,7 +2,7 @@ import pytest
 
 from coordd_tools.bench import catalogue
 from coordd_tools.bench.cli import main
-from coordd_tools.bench.worker import engines
+from coordd_tools.bench.worker import engines, staged
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,8 @@ from coordd_tools.bench.worker import engines
         (["allreduce", "--sizes", "4,K"], "'4,K' is not a list of multiples of 4 bytes"),
         (["idle", "--json", "no-such-folder/idle.json"], "'no-such-folder' is not a folder"),
         (["sets", "-n", "3"], "'3' is not a whole number of at least 4"),
+        (["pipeline", "-n", "1"], "'1' is not a whole number of at least 2"),
+        (["pipeline", "--engines", "gpipe,coordd"], "unknown: coordd; choose of none, gpipe, 1f1b"),
         ([], "required"),
     ],
 )
@@ -37,7 +39,10 @@ def test_horovod_joins_where_it_is_installed(monkeypatch):
     assert catalogue.defaults("step") == ("none", "coordd", "ddp", "horovod")
 
 
-@pytest.mark.parametrize(("noun", "known"), [("step", engines.TRAINERS), ("allreduce", engines.REDUCERS)])
+@pytest.mark.parametrize(
+    ("noun", "known"),
+    [("step", engines.TRAINERS), ("allreduce", engines.REDUCERS), ("pipeline", staged.PIPELINES)],
+)
 def test_every_engine_of_the_catalogue_can_be_made_and_knows_its_name(noun, known):
     for name in catalogue.ENGINES[noun]:
         assert known[name]().name == name

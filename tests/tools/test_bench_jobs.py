@@ -1,6 +1,16 @@
 import pytest
 
-from coordd_tools.bench.jobs import SIZES, AllreduceJob, IdleJob, SetsJob, StartupJob, StepJob, dumps, loads
+from coordd_tools.bench.jobs import (
+    SIZES,
+    AllreduceJob,
+    IdleJob,
+    PipelineJob,
+    SetsJob,
+    StartupJob,
+    StepJob,
+    dumps,
+    loads,
+)
 
 TWO = {"engines": ("coordd", "gloo"), "rounds": 2, "seed": 3}
 JOBS = [
@@ -32,3 +42,14 @@ def test_engines_take_turns_with_groups_where_a_process_is_what_is_measured(job)
     groups = job.groups()
     assert [group.engines for group in groups] == [("coordd",), ("gloo",)] * 2
     assert {group.rounds for group in groups} == {1}
+
+
+def test_pipelines_share_one_group_for_their_times_and_have_one_each_for_their_memory():
+    job = PipelineJob(**TWO, microbatches=4)
+    assert loads(dumps(job)) == job
+    first, *watched = job.groups()
+    assert first == job
+    assert [(group.engines, group.watched, group.microbatches) for group in watched] == [
+        (("coordd",), True, 4),
+        (("gloo",), True, 4),
+    ]

@@ -54,3 +54,19 @@ def test_sets_measures_one_set_beside_another_that_is_idle_or_waits(tmp_path):
     ]
     assert all(f["median"] > 0 and f["n"] == 2 for f in figures)
     assert [ratio["engine"] for ratio in report["ratios"]] == ["stalled"] * 2
+
+
+def test_pipeline_measures_times_and_memory_of_the_same_training(tmp_path):
+    found = tmp_path / "pipeline.json"
+    ran = bench("pipeline", "--microbatches", "2", "--engines", "zb-h1,torch-1f1b", "--json", str(found))
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(found.read_text())
+    figures = {(f["engine"], f["name"]): f["median"] for f in report["figures"]}
+    memory = [(engine, name) for engine in ("zb-h1", "torch-1f1b") for name in ("extra_mib", "allocated_mib")]
+    times = [(engine, "step_ms") for engine in ("zb-h1", "torch-1f1b")]
+    assert all(figures[key] > 0 for key in (*memory, *times))
+    assert {(ratio["engine"], ratio["name"]) for ratio in report["ratios"]} >= {
+        ("zb-h1", "step_ms"),
+        ("zb-h1", "extra_mib"),
+        ("zb-h1", "allocated_mib"),
+    }

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.shelf import Shelf
-from coordd_torch.pipeline.split import SplitBackward, divisible
+from coordd_torch.pipeline.split import SplitBackward, divisible, walk
 from tests.torch_pipeline.graphs import GRAPHS, Custom, Scaled, multilayer
 from tests.torch_pipeline.stages import Stage
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_split_is_done_at_once_and_counted(whole):
     expected = taken(inner, x)
     stage = Boundary(Stage(Wrapped(), ["x"], ["y"]))
     loss = stage.forward(0, {1: ({"x": x}, [x])}, {})["y"].sum()
-    assert divisible([get_gradient_edge(loss)]) is not whole
+    assert divisible(walk([get_gradient_edge(loss)])) is not whole
     found = stage.backward_input(0, loss)
     assert stage.undivided == whole
     assert torch.equal(found[1][0], expected["input"])

@@ -20,7 +20,7 @@ from coordd.pipeline.frame import joined, pack, parted
 from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.codec import TorchCodec, leaf
 from coordd_torch.pipeline.shelf import Shelf
-from coordd_torch.pipeline.split import SplitBackward, divisible
+from coordd_torch.pipeline.split import SplitBackward, divisible, walk
 from coordd_torch.pipeline.statistics import DeferredStatistics
 from coordd_torch.pipeline.surroundings import Surroundings, seed_for, seeded
 
@@ -44,6 +44,12 @@ class _Passage:
     again: Callable[[], dict[str, Any]] | None = None
     shelf: Shelf | None = None
     split: SplitBackward | None = None
+    whole: tuple[list[GradientEdge], list[Tensor]] | None = None
+
+    @property
+    def owing(self) -> list[Tensor]:
+        """The leaves whose gradients other stages wait for."""
+        return [tensor for tensors in self.entered.values() for tensor in tensors if tensor.requires_grad]
 
 
 class Boundary:
@@ -183,9 +189,12 @@ class Boundary:
         """
         passage = self._passages[microbatch]
         edges, given = self._roots(passage, gradients)
-        if divisible(edges):
-            inputs = [tensor for tensors in passage.entered.values() for tensor in tensors]
-            passage.split = SplitBackward(edges, given, inputs, shelf=passage.shelf)
+        if not edges:
+            return _taken(passage)
+        if not (inputs := passage.owing):
+            passage.whole = edges, given
+        elif divisible(graph := walk(edges)):
+            passage.split = SplitBackward(edges, given, inputs, shelf=passage.shelf, graph=graph)
             passage.split.first()
         else:
             self.undivided += 1
@@ -197,6 +206,8 @@ class Boundary:
         passage = self._passages.pop(microbatch)
         if passage.split is not None:
             passage.split.second()
+        elif passage.whole is not None:
+            torch.autograd.backward(*passage.whole)
 
     def _form(self, tensor: Tensor) -> str | None:
         return self._compress if tensor.requires_grad else None
@@ -211,7 +222,8 @@ class Boundary:
 
     def _built(self, passage: _Passage, values: dict[str, Any]) -> dict[str, Any]:
         """Computes outputs, and the graph to them."""
-        passage.shelf = Shelf(self.attic) if self._split or self.attic else None
+        halved = self._split and passage.owing
+        passage.shelf = Shelf(self.attic) if halved or self.attic else None
         with passage.shelf.filling() if passage.shelf else nullcontext():
             outputs: dict[str, Any] = self._module(values)
         return outputs

@@ -29,7 +29,10 @@ from torch.utils.hooks import RemovableHandle
 
 from coordd_torch.pipeline.shelf import Shelf
 
-__all__ = ["SplitBackward", "divisible"]
+__all__ = ["Graph", "SplitBackward", "divisible", "walk"]
+
+Graph = dict[Node, list[Node]]
+"""All nodes of a graph with those that they lead to; each comes before these."""
 
 _INDIVISIBLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
 """What can be gone through only once, and only as a whole: reentrant checkpoints, what `torch.compile` made."""
@@ -69,6 +72,7 @@ class SplitBackward:
         inputs: Iterable[Tensor],
         *,
         shelf: Shelf | None = None,
+        graph: Graph | None = None,
     ) -> None:
         """Finds out what is to be done in which pass.
 
@@ -77,8 +81,9 @@ class SplitBackward:
             gradients: of the roots.
             inputs: the leaves whose gradients the first pass finds.
             shelf: has what the graph has saved.
+            graph: from `walk`, if that was done before.
         """
-        graph = _graph(edge.node for edge in roots)
+        graph = graph or walk(roots)
         self._inputs = [leaf for leaf in inputs if leaf.requires_grad and _accumulator(leaf) in graph]
         toward = _toward({_accumulator(leaf) for leaf in self._inputs}, graph)
         edges = list(zip(roots, gradients, strict=True))
@@ -117,9 +122,25 @@ class SplitBackward:
         self._branches.clear()
 
 
-def divisible(roots: Iterable[GradientEdge]) -> bool:
+def divisible(graph: Iterable[Node]) -> bool:
     """Says whether a graph's backward pass can be split."""
-    return not any(node.name() in _INDIVISIBLE for node in _graph(edge.node for edge in roots))
+    return not any(node.name() in _INDIVISIBLE for node in graph)
+
+
+def walk(roots: Iterable[GradientEdge]) -> Graph:
+    """Finds the graph that begins at some edges; that takes as long as some of its operators."""
+    children: Graph = {}
+    finished: list[Node] = []
+    waiting = [(root.node, False) for root in roots]
+    while waiting:
+        node, seen = waiting.pop()
+        if seen:
+            finished.append(node)
+        elif node not in children:
+            children[node] = [child for child, _ in node.next_functions if child is not None]
+            waiting.append((node, True))
+            waiting.extend((child, False) for child in children[node] if child not in children)
+    return {node: children[node] for node in reversed(finished)}
 
 
 def _run(
@@ -133,23 +154,7 @@ def _accumulator(leaf: Tensor) -> Node:
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
-def _graph(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Returns all nodes with those they lead to; each comes before these."""
-    children: dict[Node, list[Node]] = {}
-    finished: list[Node] = []
-    waiting = [(root, False) for root in roots]
-    while waiting:
-        node, seen = waiting.pop()
-        if seen:
-            finished.append(node)
-        elif node not in children:
-            children[node] = [child for child, _ in node.next_functions if child is not None]
-            waiting.append((node, True))
-            waiting.extend((child, False) for child in children[node] if child not in children)
-    return {node: children[node] for node in reversed(finished)}
-
-
-def _toward(targets: set[Node], graph: dict[Node, list[Node]]) -> set[Node]:
+def _toward(targets: set[Node], graph: Graph) -> set[Node]:
     """Returns the nodes that lead to a target, and the targets."""
     found = set(targets)
     for node, children in reversed(graph.items()):
@@ -162,9 +167,7 @@ _SEVERAL: Any = object()
 _ROOT: Any = object()
 
 
-def _sorted(
-    graph: dict[Node, list[Node]], toward: set[Node], roots: list[Node]
-) -> tuple[list[_Branch], list[Tensor], list[Tensor]]:
+def _sorted(graph: Graph, toward: set[Node], roots: list[Node]) -> tuple[list[_Branch], list[Tensor], list[Tensor]]:
     """Sorts the leaves that are no inputs.
 
     Returns:

@@ -19,6 +19,7 @@ class Block:
         cpu_seconds: CPU time of the process, all its threads, over the whole block.
         switches: how often its threads went to sleep in that time.
         peak_bytes: the most memory that it had, where that was watched.
+        allocated_bytes: the most that the C library had allocated at a time, where that was watched.
         gradient_bytes: what the model's gradients take, where there is a model.
     """
 
@@ -28,6 +29,7 @@ class Block:
     cpu_seconds: float = 0.0
     switches: int = 0
     peak_bytes: int = 0
+    allocated_bytes: int = 0
     gradient_bytes: int = 0
 
     @property

@@ -14,6 +14,10 @@ ENGINES = {
     "memory": ("none", "coordd", "ddp", "horovod", "ddp-view"),
     "startup": ("coordd", "gloo", "horovod"),
     "sets": ("idle", "stalled"),
+    "pipeline": (
+        *("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
+        *("torch-gpipe", "torch-1f1b", "torch-interleaved", "torch-zb", "torch-zb-v"),
+    ),
 }
 """The engines that can take part in each benchmark; with ``sets`` it is coordd in two states."""
 
@@ -28,6 +32,7 @@ _NEEDS = {
     "idle": _COORDD,
     "stalled": _COORDD,
     "horovod": ("horovod.torch",),
+    **dict.fromkeys(("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"), _COORDD),
 }
 _ALL_NEED = ("torch", "mpi4py")
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m coordd_tools.bench {allreduce,step,idle,memory,startup,sets}``."""
+"""The command line: ``python -m coordd_tools.bench {allreduce,step,idle,memory,startup,sets,pipeline}``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from coordd_tools.bench import allreduce, catalogue, idle, memory, sets, startup, step
+from coordd_tools.bench import allreduce, catalogue, idle, memory, pipeline, sets, startup, step
 from coordd_tools.bench.blocks import Block, join
 from coordd_tools.bench.document import Document
 from coordd_tools.bench.group import GroupError, Launcher, run
@@ -25,6 +25,7 @@ from coordd_tools.bench.jobs import (
     IdleJob,
     Job,
     MemoryJob,
+    PipelineJob,
     SetsJob,
     StartupJob,
     StepJob,
@@ -37,7 +38,7 @@ __all__ = ["main"]
 
 _WIDTH = 90
 _BUSY_PERCENT = 10.0
-_FEWEST_RANKS = {"sets": 4}
+_FEWEST_RANKS = {"sets": 4, "pipeline": 2}
 _MODELS = ("gpt", "mlp", "small")
 _ALL_MODELS = (*_MODELS, "wide")
 _NOUNS: dict[str, ModuleType] = {
@@ -47,6 +48,7 @@ _NOUNS: dict[str, ModuleType] = {
     "memory": memory,
     "startup": startup,
     "sets": sets,
+    "pipeline": pipeline,
 }
 
 
@@ -106,7 +108,9 @@ def _measure(job: Job, ranks: int, errors: Console) -> Document:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m coordd_tools.bench", description=__doc__)
-    nouns = parser.add_subparsers(dest="noun", required=True, metavar="{allreduce,step,idle,memory,startup,sets}")
+    nouns = parser.add_subparsers(
+        dest="noun", required=True, metavar="{allreduce,step,idle,memory,startup,sets,pipeline}"
+    )
     allreduce_ = _noun(nouns, "allreduce", "in-place sums of one tensor, by size", _allreduce_job, rounds=10)
     allreduce_.add_argument("--sizes", type=_sizes, default=SIZES, help="such as 4,64K,16M (bytes; default: 4 to 64M)")
     allreduce_.add_argument("--calls", type=_count, default=0, help="calls a block (default: by size)")
@@ -124,6 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     sets_ = _noun(nouns, "sets", about, _sets_job, rounds=20)
     sets_.add_argument("--sizes", type=_sizes, default=SET_SIZES, help="such as 4,64K,16M (bytes; default: 4,4M)")
     sets_.add_argument("--calls", type=_count, default=0, help="calls a block (default: by size)")
+    pipeline_ = _noun(nouns, "pipeline", "training steps of a model in stages", _pipeline_job, rounds=6)
+    pipeline_.add_argument("--microbatches", type=_count, default=8, help="of a batch of 16 rows (default: 8)")
+    pipeline_.add_argument("--steps", type=_count, default=2, help="steps a block (default: 2)")
     return parser
 
 
@@ -177,6 +184,13 @@ def _startup_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
 def _sets_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
     rounds, calls = (2, 3) if options.quick else (options.rounds, options.calls)
     return SetsJob(engines=engines, rounds=rounds, seed=options.seed, sizes=options.sizes, calls=calls)
+
+
+def _pipeline_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
+    rounds, steps = (2, 1) if options.quick else (options.rounds, options.steps)
+    return PipelineJob(
+        engines=engines, rounds=rounds, seed=options.seed, microbatches=options.microbatches, steps=steps
+    )
 
 
 def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

@@ -18,6 +18,7 @@ __all__ = [
     "IdleJob",
     "Job",
     "MemoryJob",
+    "PipelineJob",
     "SetsJob",
     "StartupJob",
     "StepJob",
@@ -125,11 +126,34 @@ class MemoryJob(_Job):
         ]
 
 
-Job = StepJob | AllreduceJob | IdleJob | StartupJob | MemoryJob | SetsJob
+@dataclass(frozen=True, kw_only=True)
+class PipelineJob(_Job):
+    """Training steps of the GPT in stages.
+
+    Attributes:
+        microbatches: into how many a batch is cut.
+        steps: of a block.
+        watched: whether memory is what is measured, and not time.
+    """
+
+    noun: ClassVar[str] = "pipeline"
+    microbatches: int = 8
+    steps: int = 2
+    watched: bool = False
+
+    def groups(self) -> Sequence[PipelineJob]:
+        """The jobs of the process groups to start: one for the times of all engines, and one for each one's memory."""
+        return [
+            self,
+            *(dataclasses.replace(self, engines=(name,), rounds=1, watched=True) for name in self.engines),
+        ]
+
+
+Job = StepJob | AllreduceJob | IdleJob | StartupJob | MemoryJob | SetsJob | PipelineJob
 
 
 _KINDS: dict[str, Callable[..., Job]] = {
-    kind.noun: kind for kind in (StepJob, AllreduceJob, IdleJob, StartupJob, MemoryJob, SetsJob)
+    kind.noun: kind for kind in (StepJob, AllreduceJob, IdleJob, StartupJob, MemoryJob, SetsJob, PipelineJob)
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import torch
@@ -13,30 +12,11 @@ from coordd_tools.bench.progress import Progress
 from coordd_tools.bench.worker.engines import TRAINERS, started
 from coordd_tools.bench.worker.rank import Rank
 from coordd_tools.bench.worker.step import Training
+from coordd_tools.bench.worker.watch import Watch, proportional_bytes
 
 __all__ = ["measure"]
 
-_EVERY_SECONDS = 10e-3
 _STEPS = 12
-
-
-class _Watch(threading.Thread):
-    """Samples the proportional set size until it is stopped."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._over = threading.Event()
-        self.peak = 0
-
-    def run(self) -> None:
-        while not self._over.wait(_EVERY_SECONDS):
-            self.peak = max(self.peak, _proportional_bytes())
-
-    def stop(self) -> int:
-        """Ends it, and returns the highest sample."""
-        self._over.set()
-        self.join()
-        return max(self.peak, _proportional_bytes())
 
 
 def measure(job: MemoryJob, directory: Path) -> None:
@@ -48,7 +28,7 @@ def measure(job: MemoryJob, directory: Path) -> None:
         rank.tell(Progress(0, 1, f"{model} · {name}"))
         training = Training(model, engine, rank, seed=job.seed)
         rank.barrier()
-        watch = _Watch()
+        watch = Watch(proportional_bytes)
         watch.start()
         for _ in range(_STEPS):
             training.step()
@@ -56,10 +36,3 @@ def measure(job: MemoryJob, directory: Path) -> None:
         rank.barrier()
     gradients = sum(parameter.nbytes for parameter in training.model.parameters())
     rank.save([Block(model, name, (1.0,), peak_bytes=peak, gradient_bytes=gradients)])
-
-
-def _proportional_bytes() -> int:
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError("this system does not tell a process's proportional set size")
