@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,11 @@ def test_it_knows_its_version(capsys):
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"coordd {VERSION}\n"
+
+
+def test_it_can_be_run_as_a_module():
+    found = subprocess.run([sys.executable, "-m", "coordd", "version"], capture_output=True, text=True, check=True)
+    assert found.stdout == f"coordd {VERSION}\n"
 
 
 def test_the_drop_in_path_can_be_put_on_a_path(capsys):

@@ -1,0 +1,8 @@
+"""``python -m coordd`` does what ``coordd`` does, where that is not on the path."""
+
+import sys
+
+from coordd.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
