@@ -25,6 +25,7 @@ class Choice:
         flushes: whether the pipeline runs empty before weights change, so that gradients are those of plain training.
         slow: whether working it out takes long for many ranks.
         uneven: whether stages may have different numbers of replicas.
+        fills: whether there must be as many microbatches as stages.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Choice:
     flushes: bool = True
     slow: bool = False
     uneven: bool = False
+    fills: bool = False
 
     def plan(
         self,
@@ -86,7 +88,7 @@ _CHOICES = (
     Choice("zb-h1", schedule.zero_bubble),
     Choice("zb-v", schedule.zero_bubble_v, chunks=2, slow=True),
     Choice("pipedream", _pipedream, takes=frozenset({"steps"}), flushes=False, slow=True),
-    Choice("2bw", schedule.two_buffered, takes=frozenset({"steps"}), flushes=False, slow=True, uneven=True),
+    Choice("2bw", schedule.two_buffered, takes=frozenset({"steps"}), flushes=False, slow=True, uneven=True, fills=True),
 )
 
 SCHEDULES: Mapping[str, Choice] = {choice.name: choice for choice in _CHOICES}

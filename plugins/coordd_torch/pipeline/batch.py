@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
 
-__all__ = ["Batch", "Weigh", "joined", "lengths", "rows_of"]
+__all__ = ["Batch", "Weigh", "joined", "lengths", "rows_of", "taken"]
 
 Weigh = Callable[[Any, Any], float | torch.Tensor]
 """Says of a microbatch's inputs and targets how much its loss counts."""
@@ -32,15 +32,40 @@ def rows_of(values: Any) -> int:
     return found[0]
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Puts the outputs of microbatches together again: tensors by their rows, all else in lists."""
-    return pytree.tree_map(lambda *leaves: _joined(leaves), *parts)
+def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Puts the outputs of microbatches together again: tensors by their rows, all else in lists.
+
+    Args:
+        parts: the output of each.
+        rows: how many rows each has.
+
+    Raises:
+        ArgumentError: the first dimension of a tensor is not that of the rows.
+    """
+
+    def whole(path: pytree.KeyPath, *leaves: Any) -> Any:
+        if not (isinstance(leaves[0], torch.Tensor) and leaves[0].dim()):
+            return list(leaves)
+        if [len(leaf) for leaf in leaves] != list(rows):
+            raise ArgumentError(
+                f"output{pytree.keystr(path)} has shape {tuple(leaves[0].shape)} for {rows[0]} rows, so its first "
+                "dimension is not that of the rows, and those of microbatches cannot be joined: let the model put the "
+                "rows first"
+            )
+        return torch.cat(leaves)
+
+    return pytree.tree_map_with_path(whole, *parts)
 
 
 def lengths(values: Any) -> list[int]:
     """Lists the first dimensions of all tensors that have one, each once."""
     leaves = pytree.tree_leaves(values)
     return sorted({len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()})
+
+
+def taken(values: Any, part: slice | torch.Tensor) -> Any:
+    """Takes some rows of all tensors that have rows."""
+    return pytree.tree_map(lambda leaf: leaf[part] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, values)
 
 
 class Batch:
@@ -83,11 +108,11 @@ class Batch:
 
     def inputs(self, microbatch: int) -> dict[str, Any]:
         """The model's inputs, by name."""
-        return self._named(_rows(self._inputs, self._parts[microbatch]))
+        return self._named(taken(self._inputs, self._parts[microbatch]))
 
     def targets(self, microbatch: int) -> Any:
         """What the loss compares with."""
-        return _rows(self._targets, self._parts[microbatch])
+        return taken(self._targets, self._parts[microbatch])
 
     def weight(self, microbatch: int) -> float:
         """How much of its step it is."""
@@ -98,20 +123,16 @@ class Batch:
         """How much of the batch it is."""
         return self._amounts[microbatch] / (sum(self._amounts) or 1.0)
 
+    @property
+    def shares(self) -> list[tuple[slice, float]]:
+        """The rows of each microbatch, and how much of the batch it is."""
+        return [(part, self.share(number)) for number, part in enumerate(self._parts)]
+
     def _amount(self, microbatch: int, weigh: Weigh | None) -> float:
         part = self._parts[microbatch]
         if weigh is None:
             return int(part.stop - part.start)
-        amount = float(weigh(_rows(self._inputs, part), self.targets(microbatch)))
+        amount = float(weigh(taken(self._inputs, part), self.targets(microbatch)))
         if not 0 <= amount < math.inf:
             raise ArgumentError(f"a microbatch cannot have a weight of {amount:g}: weight= must return 0 or more")
         return amount
-
-
-def _rows(values: Any, part: slice) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[part] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, values)
-
-
-def _joined(leaves: tuple[Any, ...]) -> Any:
-    tensors = isinstance(leaves[0], torch.Tensor) and leaves[0].dim() > 0
-    return torch.cat(leaves) if tensors else list(leaves)

@@ -136,6 +136,13 @@ class Captured:
         """
         return self.traces.call(batch)
 
+    def outcome(self, model: nn.Module, batch: Any) -> Any:
+        """Calls a model like this one, which is in one piece, with a batch."""
+        if self.way in {SEQUENTIAL, CUTS}:
+            return model(only(model, batch))
+        args, kwargs = Call.bound(model, batch).arguments()
+        return model(*args, **kwargs)
+
 
 def _compare(captured: Captured, example: Any) -> None:
     """Refuses a chain that does not give what the model gives."""

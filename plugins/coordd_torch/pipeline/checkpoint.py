@@ -8,7 +8,7 @@ writes the manifest. What is tied is saved once, by its lowest stage, and the ma
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from coordd.errors import ArgumentError
 from coordd_torch.pipeline import archive
 from coordd_torch.pipeline.archive import some
 
-__all__ = ["aliases", "load", "load_into", "save_stage", "stage_file", "write_manifest"]
+__all__ = ["aliases", "check_names", "load", "load_into", "load_like", "save_stage", "stage_file", "write_manifest"]
 
 _ALIASES = "aliases"
 
@@ -123,6 +123,16 @@ def load(
     return {name: found[source] for name, source in sources.items()}
 
 
+def load_like(folder: str | Path, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Loads tensors of the names and shapes of others.
+
+    Raises:
+        ArgumentError: the checkpoint is not complete, has no such names, or has them in other shapes.
+    """
+    _check_shapes(Path(folder), {name: [value] for name, value in held.items()})
+    return load(folder, held)
+
+
 def load_into(model: nn.Module, folder: str | Path) -> None:
     """Fills a model from a checkpoint: the plain one, or one of which only a part is real, which alone is read.
 
@@ -133,33 +143,54 @@ def load_into(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     weights, further = _contents(folder)
     held = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    saved = weights.keys() | further.keys()
-    _compare(folder, saved, held.keys(), aliases(model))
+    saved = check_names(folder, held.keys(), aliases(model))
     targets: dict[str, list[torch.Tensor]] = {}
     for name in [name for name, value in held.items() if name in saved and not value.is_meta]:
         targets.setdefault(further.get(name, name), []).append(held[name])
-    files = {name: weights[name] for name in targets}
-    different = [
-        f"{name} (here {tuple(target.shape)}, there {shape})"
-        for name, shape in archive.shapes(folder, files).items()
-        for target in targets[name]
-        if target.shape != shape
-    ]
-    if different:
-        raise ArgumentError(f"the checkpoint in {folder} has other shapes than the model: {some(different)}")
+    _check_shapes(folder, targets)
     with torch.no_grad():
-        for name, tensor in archive.stream(folder, files):
+        for name, tensor in archive.stream(folder, {name: weights[name] for name in targets}):
             for target in targets[name]:
                 target.copy_(tensor)
 
 
-def _compare(folder: Path, saved: AbstractSet[str], held: AbstractSet[str], alike: Mapping[str, str]) -> None:
+def check_names(folder: str | Path, held: AbstractSet[str], alike: Mapping[str, str]) -> set[str]:
+    """Compares the names in a checkpoint with those of a model.
+
+    Args:
+        folder: of the checkpoint.
+        held: the names that the model has.
+        alike: of these the further names of tied parameters, as `aliases` finds them.
+
+    Returns:
+        the names in the checkpoint.
+
+    Raises:
+        ArgumentError: it lacks some, or has others.
+    """
+    weights, further = _contents(Path(folder))
+    saved = weights.keys() | further.keys()
     missing = [name for name in held - saved if alike.get(name) not in saved]
     unexpected = saved - held
     complaints = [f"it has no {some(missing)}"] if missing else []
     complaints += [f"the model has no {some(unexpected)}"] if unexpected else []
     if complaints:
         raise ArgumentError(f"the checkpoint in {folder} is not of this model: {'; '.join(complaints)}")
+    return saved
+
+
+def _check_shapes(folder: Path, targets: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    weights, further = _contents(folder)
+    sources = {name: further.get(name, name) for name in targets}
+    there = archive.shapes(folder, {source: weights[source] for source in sources.values() if source in weights})
+    different = [
+        f"{name} (here {tuple(target.shape)}, there {there[source]})"
+        for name, source in sources.items()
+        for target in targets[name]
+        if target.shape != there.get(source, target.shape)
+    ]
+    if different:
+        raise ArgumentError(f"the checkpoint in {folder} has other shapes than the model: {some(different)}")
 
 
 def _contents(folder: Path) -> tuple[dict[str, str], dict[str, str]]:

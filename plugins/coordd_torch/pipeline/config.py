@@ -17,6 +17,9 @@ from coordd_torch.pipeline.tying import Reuse
 __all__ = ["PipelineConfig"]
 
 
+Compression = Literal["bf16", "int8"]
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """How a model is split, and in which order it is computed.
@@ -53,7 +56,7 @@ class PipelineConfig:
     cuts: Sequence[str] | None = None
     recompute: bool = False
     offload: bool = False
-    compression: Literal["bf16", "int8"] | None = None
+    compression: Compression | None = None
     clip_norm: float | None = None
     seed: int | None = None
 
@@ -64,10 +67,17 @@ class PipelineConfig:
                 raise ArgumentError(f"{name} is {getattr(self, name)}, and must be at least 1")
         if self.clip_norm is not None:
             self.check_one_step("clip_norm")
-        if self.split not in get_args(By):
-            raise ArgumentError(f"split={self.split!r} is unknown; choose one of {', '.join(get_args(By))}")
+            if not self.clip_norm > 0:
+                raise ArgumentError(f"clip_norm is {self.clip_norm}, and must be more than 0, or None for no limit")
+        self._check_known("split", get_args(By))
+        self._check_known("compression", (None, *get_args(Compression)))
         if self.memory_cap is not None:
             in_bytes(self.memory_cap)
+
+    def _check_known(self, name: str, known: Sequence[str | None]) -> None:
+        if (given := getattr(self, name)) not in known:
+            told = ", ".join(map(str, known))
+            raise ArgumentError(f"{name}={given!r} is unknown; choose one of {told}")
 
     def check_one_step(self, wanted: str) -> None:
         """Raises if stages do not step together, as what is wanted needs.
@@ -94,7 +104,11 @@ class PipelineConfig:
     @property
     def least(self) -> int:
         """The fewest rows that a batch can have."""
-        return self.widest * self._stride
+        return self.least_for(1)
+
+    def least_for(self, microbatches: int) -> int:
+        """The fewest rows that make so many microbatches for each replica of the widest stage."""
+        return self.widest * -(-microbatches // self._stride) * self._stride
 
     def fitting(self, rows: int) -> int:
         """Into how many microbatches for each replica of the widest stage a batch of so many rows is cut.

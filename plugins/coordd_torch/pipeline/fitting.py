@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
-from coordd_torch.pipeline.batch import rows_of
+from coordd_torch.pipeline.batch import rows_of, taken
 
 __all__ = ["History", "fit"]
 
@@ -27,7 +26,13 @@ class History:
 
 
 class Trainable(Protocol):
-    """What is trained."""
+    """What is trained.
+
+    Attributes:
+        epochs: how many it was trained for; each has an order of rows of its own.
+    """
+
+    epochs: int
 
     def train_batch(self, x: Any, y: Any) -> float:
         """Takes a step, and returns the mean loss."""
@@ -49,6 +54,7 @@ def fit(
     shuffle: bool,
     seed: int,
     least: int,
+    least_evaluated: int,
     console: Console | None,
 ) -> History:
     """Trains over epochs.
@@ -63,35 +69,44 @@ def fit(
         shuffle: whether rows come in another order in each epoch, the same on all ranks.
         seed: of these orders.
         least: rows that a batch must have; the rest of an epoch is left out if it has fewer.
+        least_evaluated: the same of a batch of the validation data.
         console: where progress is shown; None for nowhere.
 
     Raises:
         ArgumentError: inputs and targets have different numbers of rows, or too few for one batch.
     """
-    rows = rows_of((x, y))
-    if min(rows, batch_size) < least:
-        raise ArgumentError(f"a batch needs at least {least} rows, and gets {min(rows, batch_size)}: give more")
+    rows = _enough("a batch", (x, y), batch_size, least)
+    if validation_data is not None:
+        _enough("a batch of the validation data", validation_data, batch_size, least_evaluated)
     history = History()
     for epoch in range(epochs):
         begin, total = time.perf_counter(), 0.0
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + epoch)) if shuffle else None
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + pipe.epochs)) if shuffle else None
         parts = list(_parts(rows, batch_size, least))
         for part in _shown(parts, f"epoch {epoch + 1}/{epochs}", console):
             chosen = part if order is None else order[part]
-            total += pipe.train_batch(_rows(x, chosen), _rows(y, chosen)) * (part.stop - part.start)
+            total += pipe.train_batch(taken(x, chosen), taken(y, chosen)) * (part.stop - part.start)
+        pipe.epochs += 1
         history.loss.append(total / parts[-1].stop)
         text = f"epoch {epoch + 1}/{epochs}: loss {history.loss[-1]:.4f}"
         if validation_data is not None:
-            history.val_loss.append(_evaluated(pipe.eval_batch, *validation_data, batch_size=batch_size, least=least))
+            history.val_loss.append(_evaluated(pipe.eval_batch, *validation_data, batch_size, least_evaluated))
             text += f", validation loss {history.val_loss[-1]:.4f}"
         if console is not None:
             console.print(f"{text}, {time.perf_counter() - begin:.1f} s", highlight=False)
     return history
 
 
-def _evaluated(evaluate: Callable[[Any, Any], float], x: Any, y: Any, *, batch_size: int, least: int) -> float:
+def _enough(what: str, values: Any, batch_size: int, least: int) -> int:
+    rows = rows_of(values)
+    if min(rows, batch_size) < least:
+        raise ArgumentError(f"{what} needs at least {least} rows, and gets {min(rows, batch_size)}: give more")
+    return rows
+
+
+def _evaluated(evaluate: Callable[[Any, Any], float], x: Any, y: Any, batch_size: int, least: int) -> float:
     parts = list(_parts(rows_of((x, y)), batch_size, least))
-    total = sum(evaluate(_rows(x, part), _rows(y, part)) * (part.stop - part.start) for part in parts)
+    total = sum(evaluate(taken(x, part), taken(y, part)) * (part.stop - part.start) for part in parts)
     return float(total / parts[-1].stop)
 
 
@@ -99,10 +114,6 @@ def _parts(rows: int, size: int, least: int) -> Iterator[slice]:
     for start in range(0, rows, size):
         if min(size, rows - start) >= least:
             yield slice(start, min(start + size, rows))
-
-
-def _rows(values: Any, chosen: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, torch.Tensor) else leaf, values)
 
 
 def _shown(parts: list[slice], title: str, console: Console | None) -> Iterator[slice]:

@@ -17,7 +17,7 @@ from coordd_torch.pipeline import archive
 from coordd_torch.pipeline.archive import some
 from coordd_torch.pipeline.checkpoint import stage_file
 
-__all__ = ["load_optimizer", "save_optimizer"]
+__all__ = ["load_optimizer", "read_optimizer", "save_optimizer"]
 
 _NOT_SETTINGS = frozenset({"params", "param_names"})
 
@@ -53,7 +53,8 @@ def save_optimizer(
         for group in (optimizer.param_groups if optimizer else ())
     ]
     try:
-        notes = {"plain": json.dumps(plain), "groups": json.dumps(groups)}
+        kind = json.dumps(type(optimizer).__name__ if optimizer else None)
+        notes = {"kind": kind, "plain": json.dumps(plain), "groups": json.dumps(groups)}
     except TypeError as error:
         raise ArgumentError(
             f"the state of {type(optimizer).__name__} cannot be saved by parameter, since not all of it is tensors, "
@@ -64,19 +65,34 @@ def save_optimizer(
 
 
 def load_optimizer(folder: str | Path, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]) -> None:
-    """Gives an optimizer the state and the settings that its parameters had.
+    """Gives an optimizer what `read_optimizer` reads for it."""
+    optimizer.load_state_dict(read_optimizer(folder, optimizer, names))
+
+
+def read_optimizer(
+    folder: str | Path, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Reads the state and the settings that the parameters of an optimizer had, which is not changed.
 
     Args:
         folder: of the checkpoint.
         optimizer: of any stage, at any number of stages, or of the plain model.
         names: its parameters by their names in the whole model.
 
+    Returns:
+        the state as the optimizer's own `load_state_dict` takes it.
+
     Raises:
-        ArgumentError: the checkpoint is not complete, has no state of an optimizer or not of these parameters, or they
-            had different settings and are now in one group.
+        ArgumentError: the checkpoint is not complete, has no state of an optimizer, or that of one of another kind, or
+            not of these parameters; or they had different settings and are now in one group.
     """
     folder = Path(folder)
-    saved = _Saved(Path(folder))
+    saved = _Saved(folder)
+    if others := saved.kinds - {type(optimizer).__name__}:
+        raise ArgumentError(
+            f"the checkpoint in {folder} has the state of {' and '.join(sorted(others))}, which "
+            f"{type(optimizer).__name__} cannot go on with: load the weights alone (optimizer=False)"
+        )
     called = {id(parameter): saved.name(name) for name, parameter in names.items()}
     order = [called.get(id(one), "") for group in optimizer.param_groups for one in group["params"]]
     if "" in order:
@@ -89,13 +105,14 @@ def load_optimizer(folder: str | Path, optimizer: torch.optim.Optimizer, names: 
         group | saved.shared([order[index] for index in group["params"]], group) for group in packed["param_groups"]
     ]
     packed["state"] = {index: states[name] for index, name in enumerate(order) if states[name]}
-    optimizer.load_state_dict(packed)
+    return packed
 
 
 class _Saved:
     """What a checkpoint knows of optimizers.
 
     Attributes:
+        kinds: names of the classes of the optimizers that were saved.
         settings: by name of a parameter the settings of its group.
     """
 
@@ -103,12 +120,14 @@ class _Saved:
         self._folder = folder
         self._places: dict[str, str] = {}
         self._plain: dict[str, dict[str, Any]] = {}
+        self.kinds: set[str] = set()
         self.settings: dict[str, dict[str, Any]] = {}
         metadata = archive.read_manifest(folder)["metadata"]
         self._aliases: dict[str, str] = metadata.get("aliases", {})
         for file in metadata.get("optimizer", []):
             keys, notes, _ = archive.listed(folder, file)
             self._places |= dict.fromkeys(keys, file)
+            self.kinds |= {kind} if (kind := json.loads(notes.get("kind", "null"))) else set()
             self._plain |= json.loads(notes["plain"])
             for group in json.loads(notes["groups"]):
                 self.settings |= dict.fromkeys(group["names"], group["settings"])

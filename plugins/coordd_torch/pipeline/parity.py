@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from coordd_torch.pipeline.batch import Batch
+from coordd_torch.pipeline.batch import taken
 from coordd_torch.pipeline.stage import Loss
 
 __all__ = ["Gradients", "distance", "gradients"]
@@ -16,20 +19,33 @@ Gradients = Mapping[str, Tensor | None]
 """By the names of parameters, a tied one under all of its names; None where nothing leads to one."""
 
 
-def gradients(whole: nn.Module, batch: Batch, loss: Loss) -> Gradients:
-    """Accumulates the gradients of a batch over its microbatches.
+def gradients(
+    model: nn.Module,
+    inputs: Any,
+    targets: Any,
+    *,
+    run: Callable[[nn.Module, Any], Any],
+    loss: Loss,
+    shares: Sequence[tuple[slice, float]],
+) -> Gradients:
+    """Finds the gradients of a batch, all of whose rows a model gets at a time.
+
+    Where it normalises rows by others, microbatches have other gradients than the batch, so it gets one by one.
 
     Args:
-        whole: takes the inputs by name.
-        batch: what is gone through.
+        model: in one piece, which is changed.
+        inputs: of it.
+        targets: of the loss.
+        run: calls the model.
         loss: of what the model gives, and targets.
+        shares: the microbatches, and how much of the batch each one's loss is.
     """
-    whole.zero_grad()
-    for number in range(batch.count):
-        if share := batch.share(number):
-            found: Any = loss(whole(batch.inputs(number)), batch.targets(number))
-            (found * share).backward()
-    return {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
+    model.train().zero_grad()
+    for part, share in shares if _mixes(model) else [(slice(None), 1.0)]:
+        if share:
+            own = pytree.tree_map_only(torch.Tensor, torch.clone, taken(inputs, part))  # it may write to them
+            (loss(run(model, own), taken(targets, part)) * share).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def distance(mine: Gradients, others: Gradients) -> float:
@@ -41,4 +57,11 @@ def _distance(one: Tensor | None, other: Tensor | None) -> float:
     if one is None or other is None:
         present = [gradient for gradient in (one, other) if gradient is not None]
         return max((float(gradient.abs().max()) for gradient in present), default=0.0)
-    return float((one - other).abs().max()) if one.numel() else 0.0
+    alike = (one == other) | (one.isnan() & other.isnan())
+    apart = (one - other).abs().nan_to_num(nan=math.inf).masked_fill(alike, 0.0)
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def _mixes(model: nn.Module) -> bool:
+    norm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - what all of them are
+    return any(isinstance(module, norm) and module.training for module in model.modules())

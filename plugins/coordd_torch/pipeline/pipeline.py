@@ -29,20 +29,19 @@ from coordd_torch.pipeline.batch import Batch, Weigh, joined, rows_of
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.build import materialise, outline
 from coordd_torch.pipeline.capture import capture
-from coordd_torch.pipeline.checkpoint import aliases, load, save_stage, write_manifest
 from coordd_torch.pipeline.codec import TorchCodec
 from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.fitting import History, fit
 from coordd_torch.pipeline.layout import Layout
-from coordd_torch.pipeline.optimizer_state import load_optimizer, save_optimizer
-from coordd_torch.pipeline.parity import Gradients, distance, gradients
+from coordd_torch.pipeline.parity import distance, gradients
 from coordd_torch.pipeline.plans import Plans
 from coordd_torch.pipeline.record import record
+from coordd_torch.pipeline.saving import Saving
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.settling import Settling
 from coordd_torch.pipeline.sharing import Sharing
-from coordd_torch.pipeline.stage import Loss, TorchStage
-from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
+from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed
+from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.tying import tied
 from coordd_torch.pipeline.versions import Versions
 from coordd_torch.state import allgather_object
@@ -60,6 +59,7 @@ class Pipeline:
     Attributes:
         layout: which layers make which stage.
         stages: those of this rank, by number.
+        epochs: how many `fit` has gone through, also before what was loaded was saved.
         spans: when this rank computed what in the last run, in seconds since it began.
     """
 
@@ -80,8 +80,8 @@ class Pipeline:
         Args:
             model: unchanged; or a function that builds it, so that no rank ever has all of it in memory.
             config: how it is split and trained.
-            optimizer: makes the optimizer of some parameters.
-            loss: of an output and targets, the mean over their rows.
+            optimizer: makes the optimizer of a stage's parameters, frozen ones included; it gets no names of them.
+            loss: of an output and targets, the mean over their rows; nothing in it is trained.
             example: inputs as in `train_batch`, for models that can be captured or measured only with some.
             example_targets: their targets, for the loss to be measured, too.
             scaler: of losses, for training in fp16; it is the pipeline's from now on, and alike on all ranks.
@@ -93,6 +93,7 @@ class Pipeline:
             NotInitializedError: `init` was not called.
         """
         self.config = config or PipelineConfig()
+        check_fixed(loss)
         if scaler is not None:
             self.config.check_one_step("a scaler")
         self._operations = api.operations()
@@ -120,11 +121,12 @@ class Pipeline:
                 f"layers_per_proc has {len(self.layout.spans)} stages, but {self._plans.ranks} ranks have "
                 f"{self._sketch.stages} under {self.config.schedule!r}: give as many numbers"
             )
-        self._savers = self._saved_by()
+        self.epochs = 0
         self.spans: list[Span] = []
         self._done: Plan | None = None
         built = model if isinstance(model, nn.Module) else self._materialised(model)
         self.stages = self._made(built, optimizer, loss)
+        self._saving = Saving(self.stages, self.layout, self._sketch, self._operations, name=f"{self._name}.loading")
         self._engine = Engine(
             self.stages, self.layout.flows, self._operations, name=self._name, fail=self._operations.daemon.fail
         )
@@ -158,13 +160,18 @@ class Pipeline:
         return self._loss()
 
     def predict(self, x: Any) -> Any:
-        """Returns the model's output for all rows, on every rank."""
+        """Returns the model's output for all rows, on every rank.
+
+        Raises:
+            ArgumentError: a tensor of the output has its rows in another dimension than the first.
+        """
         self._run(x, None, training=False, keep=True)
         mine = next((stage.outputs for stage in self.stages.values() if stage.outputs), {})
         found: dict[int, Any] = {}
         for outputs in allgather_object(mine, name=f"{self._name}.outputs"):
             found |= outputs
-        return joined([found[microbatch] for microbatch in sorted(found)])
+        sizes = [part.stop - part.start for part in cut(rows_of(x), len(found))]
+        return joined([found[microbatch] for microbatch in sorted(found)], sizes)
 
     def fit(
         self,
@@ -203,7 +210,8 @@ class Pipeline:
             validation_data=validation_data,
             shuffle=shuffle,
             seed=self.config.seed or 0,
-            least=self.config.least,
+            least=self._plans.least,
+            least_evaluated=self.config.least,
             console=Console() if verbose and self._rank == 0 else None,
         )
 
@@ -213,29 +221,19 @@ class Pipeline:
         Args:
             folder: that all ranks see; use another one for each step.
         """
-        stages = self._sketch.stages
-        for number, stage in self.stages.items():
-            if self._sketch.placement[number][0] == self._rank:
-                kept = {name for name, owner in self._savers.items() if owner == number}
-                tensors = {name: value for name, value in stage.module.state_dict().items() if name in kept}
-                named = {name: value for name, value in stage.module.named_parameters() if name in kept}
-                save_stage(folder, number, stages, tensors, aliases=aliases(self._captured.model))
-                save_optimizer(folder, number, stages, stage.optimizer, named)
-        self._operations.barrier().result()
-        if self._rank == 0:
-            write_manifest(folder, stages, optimizer=True)
-        self._operations.barrier().result()
+        self._saving.save(Path(folder), epochs=self.epochs)
 
-    def load(self, folder: str | Path) -> None:
-        """Loads what `save` has saved, at whatever number of stages.
+    def load(self, folder: str | Path, *, optimizer: bool = True) -> None:
+        """Loads what `save` has saved, at whatever number of stages; all ranks do, or none.
+
+        Args:
+            folder: of the checkpoint.
+            optimizer: whether the state of optimizers is loaded, too, which must be of the same kind then.
 
         Raises:
-            ArgumentError: the checkpoint is not complete, or of another model.
+            ArgumentError: on all ranks: the checkpoint is not complete, or of another model or optimizer.
         """
-        for stage in self.stages.values():
-            stage.module.load_state_dict(load(folder, stage.module.state_dict()))
-            if stage.optimizer is not None:
-                load_optimizer(folder, stage.optimizer, dict(stage.module.named_parameters()))
+        self.epochs = self._saving.load(Path(folder), optimizer=optimizer)
 
     def record(self, path: str | Path | None = None) -> Recording:
         """Gathers when each rank computed what in the last run, beside what was to be expected; all ranks call it.
@@ -262,9 +260,10 @@ class Pipeline:
         return record(where, self._done, spans, costs, self._operations, name=f"{self._name}.record")
 
     def verify_parity(self, x: Any, y: Any) -> float:
-        """Finds the gradients of a batch in stages and in one piece, and returns the largest difference.
+        """Finds the gradients of a batch in stages, and of all its rows at a time by the model itself: how far apart?
 
-        Nothing is changed, but each rank has the whole model in memory for a moment. Dropout should be off.
+        Nothing is changed, but each rank has the whole model in memory for a moment. Dropout should be off. A model
+        with batch normalisation, which a microbatch's rows share, gets microbatches instead.
 
         Args:
             x: as in `train_batch`.
@@ -274,21 +273,19 @@ class Pipeline:
         self._sharing.finish()
         mine: dict[str, torch.Tensor | None] = {}
         for stage in self.stages.values():
-            mine |= stage.surrender()
+            mine |= stage.gradients
         weights: dict[str, torch.Tensor] = {}
         for part in allgather_object(self.state_dict(), f"{self._name}.weights"):
             weights |= part
-        wanted = self._in_one_piece(weights, x, y)
-        found = np.array([distance(mine, wanted)], np.float64)
-        return float(self._operations.allreduce(found, name=f"{self._name}.parity", op=ReduceOp.MAX).result()[0])
-
-    def _in_one_piece(self, weights: dict[str, torch.Tensor], x: Any, y: Any) -> Gradients:
-        """The gradients of all parameters, found without stages."""
         model = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
         model.load_state_dict(weights, strict=False)
-        whole = StageModule(model, self._captured.traces, 0, len(self._captured.layers) - 1).train()
-        batch = self._batch(x, y, self.config.fitting(rows_of(x)) * self.config.widest)
-        return gradients(whole, batch, lambda values, y: self._criterion(values[OUTPUT], y))
+        microbatches = self.config.fitting(rows_of(x)) * self.config.widest
+        shares = self._batch(x, y, microbatches).shares
+        wanted = gradients(model, x, y, run=self._captured.outcome, loss=self._criterion, shares=shares)
+        found = np.array([distance(mine, wanted)], np.float64)
+        for stage in self.stages.values():
+            stage.forget()
+        return float(self._operations.allreduce(found, name=f"{self._name}.parity", op=ReduceOp.MAX).result()[0])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers of this rank's stages, under the names that they have in the model."""
@@ -298,6 +295,10 @@ class Pipeline:
         return found
 
     def _run(self, x: Any, y: Any, *, training: bool, step: bool = True, keep: bool = False) -> None:
+        if training and not torch.is_grad_enabled():
+            raise ArgumentError(
+                "gradients are switched off here (torch.no_grad()), so nothing can be trained or verified"
+            )
         call = ("train_batch" if step else "verify_parity") if training else "predict" if keep else "eval_batch"
         self._accord.check(call, x, y, scale=self._scaling.scale if self._scaling else 1.0)
         plan = self._plans.lowered(self.config.fitting(rows_of(x)), self.layout, training=training, step=step)
@@ -333,7 +334,7 @@ class Pipeline:
         optimizers: dict[int, torch.optim.Optimizer | None] = {}
         known: set[str] = set()
         for number, mine in held.items():
-            own = {key: value for key, value in mine.items() if key not in known and value.requires_grad}
+            own = {key: value for key, value in mine.items() if key not in known}
             known |= own.keys()
             optimizers[number] = optimizer(own.values()) if own else None
         whose = {value: owners[key][0] for mine in held.values() for key, value in mine.items()}
@@ -383,14 +384,6 @@ class Pipeline:
         if len(ranks) == 1 or not rows:
             return [rows]
         return allgather_object(rows, f"{self._name}.{stage}.statistics", ProcessSet(ranks))
-
-    def _saved_by(self) -> dict[str, int]:
-        """The lowest stage that has each parameter or buffer, in whose file it is saved."""
-        found: dict[str, int] = {}
-        for number in range(self._sketch.stages):
-            for name in self.layout.module(number, self._captured.model).state_dict():
-                found.setdefault(name, number)
-        return found
 
     def _owners(self, key: str, stage: int) -> list[int]:
         """The ranks that have a parameter of a stage."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from coordd.pipeline.action import Kind
+from coordd.pipeline.action import Action, Kind
+from coordd.pipeline.catalogue import find
 from coordd.pipeline.lowering import lower
 from coordd.pipeline.plan import Plan
 from coordd_torch.pipeline.config import PipelineConfig
@@ -20,6 +22,7 @@ class Plans:
     Attributes:
         ranks: of a replica of the pipeline; with replicas for each stage, the number of stages.
         sketch: what is computed in a step with as many microbatches as the user wishes.
+        least: the fewest rows of a batch that is trained with.
     """
 
     def __init__(self, config: PipelineConfig, world: int) -> None:
@@ -31,11 +34,14 @@ class Plans:
         self._config = config
         self.ranks = config.ranks(world)
         self.sketch = self._plan(config.microbatches)
+        self.least = config.least_for(self.ranks if config.choice.fills else 1)
         self.lowered = lru_cache(maxsize=None)(self._lowered)
 
-    def _plan(self, microbatches: int) -> Plan:
+    def _plan(self, microbatches: int, *, training: bool = True) -> Plan:
+        """Where weights do not change, a schedule will do that asks for no number of microbatches."""
         config = self._config
-        return config.choice.plan(self.ranks, microbatches, chunks=config.chunks, replicas=config.data_parallel)
+        choice = config.choice if config.choice.flushes or training else find("1f1b")
+        return choice.plan(self.ranks, microbatches, chunks=config.chunks, replicas=config.data_parallel)
 
     def _lowered(self, microbatches: int, layout: Layout, *, training: bool, step: bool = True) -> Plan:
         """What the ranks do, with all that moves.
@@ -46,13 +52,22 @@ class Plans:
             training: whether microbatches go back.
             step: whether weights change, or gradients are left where they are.
         """
-        plan = self._plan(microbatches)
+        plan = self._plan(microbatches, training=training)
         if not training:
             forward = [tuple(action for action in mine if action.kind is Kind.FORWARD) for mine in plan.actions]
             plan = replace(plan, actions=tuple(forward), versions=())
         tied = {stage for stages in layout.tied.values() for stage in stages}
         plan = lower(plan, layout.flows, tied=tied)
-        if not step:
-            still = [tuple(action for action in mine if action.kind is not Kind.STEP) for mine in plan.actions]
-            plan = replace(plan, actions=tuple(still), versions=())
-        return plan
+        return plan if step else _still(plan)
+
+
+def _still(plan: Plan) -> Plan:
+    """Leaves the steps out; gradients are then those of all microbatches, and reduced when the last one is there."""
+
+    def kept(mine: tuple[Action, ...]) -> Iterator[Action]:
+        last = {action.stage: place for place, action in enumerate(mine) if action.kind is Kind.REDUCE}
+        for place, action in enumerate(mine):
+            if action.kind is not Kind.STEP and (action.kind is not Kind.REDUCE or last[action.stage] == place):
+                yield action
+
+    return replace(plan, actions=tuple(tuple(kept(mine)) for mine in plan.actions), versions=())

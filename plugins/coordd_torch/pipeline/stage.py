@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
@@ -20,7 +21,7 @@ from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
 from coordd_torch.pipeline.surroundings import casting, uncast
 from coordd_torch.pipeline.versions import Versions
 
-__all__ = ["Loss", "TorchStage"]
+__all__ = ["Loss", "TorchStage", "check_fixed"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Rows = dict[str, torch.Tensor]
@@ -82,6 +83,17 @@ class TorchStage:
         self._batch: Batch | None = None
         self._frames: dict[tuple[int, int], np.ndarray] = {}
         self._losses: dict[int, torch.Tensor] = {}
+
+    @property
+    def steps(self) -> int:
+        """How many there were."""
+        return self._boundary.step
+
+    def resume(self, steps: int) -> None:
+        """Goes on with weights that were put in the place of its own, after so many steps."""
+        self._boundary.step = steps
+        if self._versions is not None:
+            self._versions.clear()
 
     def begin(self, batch: Batch, *, training: bool, keep: bool = False, scaling: Scaling | None = None) -> None:
         """Prepares a run.
@@ -172,12 +184,15 @@ class TorchStage:
                         self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def surrender(self) -> dict[str, torch.Tensor | None]:
-        """Gives the gradients of a run that has not stepped away, and all else that it has collected up."""
+    @property
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Those of a run that has not stepped, by parameter."""
+        return {name: parameter.grad for name, parameter in self.module.named_parameters()}
+
+    def forget(self) -> None:
+        """Gives up what such a run has left: statistics, and gradients, which the rank's other stages may have, too."""
         self._boundary.statistics.take()
-        found = {name: parameter.grad for name, parameter in self.module.named_parameters()}
         self.module.zero_grad()
-        return found
 
     def _conclude(self, microbatch: int, output: Any, batch: Batch) -> None:
         if self.outputs is not None:
@@ -198,6 +213,20 @@ class TorchStage:
     def _return(self, microbatch: int, gradients: Mapping[int, Any]) -> None:
         for giver, found in gradients.items():
             self._frames[microbatch, giver] = pack(found, self._codec, compress=lambda _: self._compress)[0]
+
+
+def check_fixed(loss: Loss) -> None:
+    """Raises if a loss has something to train.
+
+    Raises:
+        ArgumentError: it has parameters that no optimizer has.
+    """
+    parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if names := [name for name, value in parameters if value.requires_grad]:
+        raise ArgumentError(
+            f"loss= has parameters that no stage would train: {', '.join(names)}; compute with them in the model's "
+            "last layer, or freeze them (requires_grad_(False))"
+        )
 
 
 def _checked(loss: Any) -> torch.Tensor:

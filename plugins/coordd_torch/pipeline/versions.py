@@ -31,6 +31,11 @@ class Versions:
         self._old = {version - self._newest: weights for version, weights in self._old.items()}
         self._newest = self._shown = 0
 
+    def clear(self) -> None:
+        """Forgets all but the newest: what comes next has nothing to do with what was before."""
+        self.show(self._newest)
+        self._old.clear()
+
     def show(self, version: int) -> None:
         """Puts a version into the parameters; if there is none so old, the oldest."""
         wanted = max(version, min([*self._old, self._newest]))

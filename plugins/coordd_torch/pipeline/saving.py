@@ -1,0 +1,100 @@
+"""The checkpoints of a pipeline: its ranks save together, and all of them load, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordd.errors import ArgumentError
+from coordd.operations import Operations
+from coordd.pipeline.plan import Plan
+from coordd_torch.pipeline.archive import read_manifest
+from coordd_torch.pipeline.checkpoint import aliases, check_names, load_like, save_stage, write_manifest
+from coordd_torch.pipeline.layout import Layout
+from coordd_torch.pipeline.optimizer_state import read_optimizer, save_optimizer
+from coordd_torch.pipeline.stage import TorchStage
+from coordd_torch.state import allgather_object
+
+__all__ = ["Saving"]
+
+
+class Saving:
+    """Writes what the stages of this rank have, and reads it."""
+
+    def __init__(
+        self, stages: Mapping[int, TorchStage], layout: Layout, plan: Plan, operations: Operations, *, name: str
+    ) -> None:
+        """Prepares it.
+
+        Args:
+            stages: of this rank.
+            layout: of all stages.
+            plan: says which ranks have which stage.
+            operations: of the daemon.
+            name: of the exchange between ranks.
+        """
+        self._stages = stages
+        self._plan = plan
+        self._operations = operations
+        self._rank = operations.daemon.world.rank
+        self._name = name
+        self._aliases = aliases(layout.captured.model)
+        self._savers: dict[str, int] = {}
+        """The lowest stage that has each parameter or buffer, in whose file it is saved."""
+        for number in range(plan.stages):
+            for key in layout.module(number, layout.captured.model).state_dict():
+                self._savers.setdefault(key, number)
+
+    def save(self, folder: Path, *, epochs: int) -> None:
+        """Saves weights, the state of optimizers, and how many steps and epochs there were."""
+        stages = self._plan.stages
+        for number, stage in self._stages.items():
+            if self._plan.placement[number][0] == self._rank:
+                kept = {name for name, owner in self._savers.items() if owner == number}
+                tensors = {name: value for name, value in stage.module.state_dict().items() if name in kept}
+                named = {name: value for name, value in stage.module.named_parameters() if name in kept}
+                save_stage(folder, number, stages, tensors, aliases=self._aliases)
+                save_optimizer(folder, number, stages, stage.optimizer, named)
+        self._operations.barrier().result()
+        if self._rank == 0:
+            steps = max(stage.steps for stage in self._stages.values())
+            write_manifest(folder, stages, optimizer=True, metadata={"steps": steps, "epochs": epochs})
+        self._operations.barrier().result()
+
+    def load(self, folder: Path, *, optimizer: bool) -> int:
+        """Loads all of it, and returns the number of epochs; nothing is changed before all ranks have read theirs.
+
+        Raises:
+            ArgumentError: on all ranks, if one of them cannot load its part.
+        """
+        read, problem = None, ""
+        try:
+            read = self._read(folder, optimizer=optimizer)
+        except ArgumentError as error:
+            problem = str(error)
+        problems = allgather_object(problem, self._name)
+        if read is None or any(problems):
+            raise ArgumentError(problem or next(filter(None, problems)))
+        noted, weights, states = read
+        for number, stage in self._stages.items():
+            stage.module.load_state_dict(weights[number])
+            if number in states and stage.optimizer is not None:
+                stage.optimizer.load_state_dict(states[number])
+            stage.resume(noted.get("steps", 0))
+        return int(noted.get("epochs", 0))
+
+    def _read(
+        self, folder: Path, *, optimizer: bool
+    ) -> tuple[dict[str, Any], dict[int, dict[str, torch.Tensor]], dict[int, dict[str, Any]]]:
+        noted = read_manifest(folder)["metadata"]
+        check_names(folder, self._savers.keys(), self._aliases)
+        weights = {number: load_like(folder, stage.module.state_dict()) for number, stage in self._stages.items()}
+        states = {
+            number: read_optimizer(folder, stage.optimizer, dict(stage.module.named_parameters()))
+            for number, stage in self._stages.items()
+            if optimizer and stage.optimizer is not None
+        }
+        return noted, weights, states
