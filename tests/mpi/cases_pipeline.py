@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,6 @@ from torch.testing import assert_close
 
 import coordd.torch as cd
 from coordd.pipeline.microbatch import cut
-from coordd_torch.pipeline.checkpoint import load_into
 from tests.mpi.cases import ranks
 
 FLUSHING = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -261,33 +259,6 @@ def case_each_microbatch_may_be_a_step() -> None:
             optimizer.zero_grad()
             stale = older
         compare(pipe, model)
-
-
-@ranks(2, 4)
-def case_parity_can_be_verified() -> None:
-    with doubles():
-        pipe = pipeline(build("tied"), data_parallel=cd.size() // 2)
-        before = {name: value.clone() for name, value in pipe.state_dict().items()}
-        x, y = random(19, 6), torch.zeros(19, dtype=torch.long)
-        assert pipe.verify_parity(x, y) < 1e-12
-        assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
-
-
-@ranks(2, 4)
-def case_what_was_saved_goes_on_at_another_number_of_stages() -> None:
-    with doubles():
-        x, y = random(19, 6), torch.zeros(19, dtype=torch.long)
-        folder = cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None, 0, name="folder")
-        pipe = pipeline(build("tied"), data_parallel=cd.size() // 2)
-        pipe.train_batch(x, y)
-        pipe.save(folder)
-        again = pipeline(lambda: build("tied"), schedule="zb-v", data_parallel=cd.size() // 2)
-        again.load(folder)
-        assert_close(again.train_batch(x, y), pipe.train_batch(x, y), rtol=1e-12, atol=1e-12)
-        model = build("tied")
-        load_into(model, folder)
-        in_one_piece(model, x, y, 4, 0)
-        cd.barrier()
 
 
 @ranks(2)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
 
@@ -71,3 +72,50 @@ def case_what_waits_on_the_host_trains_as_in_one_piece() -> None:
             pipe = cd.Pipeline(copy.deepcopy(model), config, optimizer=sgd, loss=functional.cross_entropy)
             assert_close(pipe.train_batch(x, y), in_one_piece(model, x, y, 4, 1)[0], rtol=1e-12, atol=1e-12)
             compare(pipe, model)
+
+
+@ranks(2)
+def case_a_schedule_that_wants_many_microbatches_evaluates_one_row_and_leaves_a_rest_out() -> None:
+    with doubles():
+        x, y = random(9, 6), torch.zeros(9, dtype=torch.long)
+        model = build("plain")
+        pipe = pipeline(copy.deepcopy(model), schedule="2bw")
+        assert_close(pipe.predict(x[:1]), model(x[:1]), rtol=1e-12, atol=1e-12)
+        history = pipe.fit(x, y, batch_size=4, validation_data=(x[:1], y[:1]), shuffle=False, verbose=False)
+        assert len(history.val_loss) == 1
+        assert next(iter(pipe.stages.values())).steps == 2
+
+
+@ranks(2)
+def case_layers_may_thaw() -> None:
+    with doubles():
+        x, y = random(18, 6), torch.zeros(18, dtype=torch.long)
+        model = build("plain").requires_grad_(requires_grad=False)
+        model[-1].requires_grad_(requires_grad=True)
+        mine = copy.deepcopy(model)
+        pipe = pipeline(mine)
+        for each in (model, mine):
+            each[0].requires_grad_(requires_grad=True)
+        losses = [pipe.train_batch(x, y) for _ in range(2)]
+        assert_close(losses, in_one_piece(model, x, y, 4, 2), rtol=1e-12, atol=1e-12)
+        compare(pipe, model)
+
+
+@ranks(2)
+def case_what_would_not_be_trained_is_refused() -> None:
+    class Warm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heat = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(output * self.heat, y)
+
+    loss, config = Warm(), cd.PipelineConfig(split="layers")
+    with pytest.raises(cd.ArgumentError, match="loss= has parameters that no stage would train: heat"):
+        cd.Pipeline(build("plain"), config, optimizer=sgd, loss=loss)
+    pipe = cd.Pipeline(build("plain"), config, optimizer=sgd, loss=loss.requires_grad_(requires_grad=False))
+    x, y = random(8, 6), torch.zeros(8, dtype=torch.long)
+    with torch.no_grad(), pytest.raises(cd.ArgumentError, match="gradients are switched off here"):
+        pipe.train_batch(x, y)
+    assert pipe.train_batch(x, y) > 0

@@ -7,7 +7,7 @@ import torch
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.microbatch import cut
-from coordd_torch.pipeline.batch import Batch, joined, rows_of
+from coordd_torch.pipeline.batch import Batch, joined, rows_of, taken
 
 
 def batch(rows, count, **options):
@@ -56,8 +56,20 @@ def test_microbatches_may_count_by_what_they_hold():
 
 def test_outputs_are_joined_by_rows():
     found = joined(
-        [{"y": torch.ones(2, 3), "loss": torch.tensor(1.0), "n": 1}, {"y": torch.ones(1, 3), "loss": 2, "n": 2}]
+        [{"y": torch.ones(2, 3), "loss": torch.tensor(1.0), "n": 1}, {"y": torch.ones(1, 3), "loss": 2, "n": 2}],
+        [2, 1],
     )
     assert found["y"].shape == (3, 3)
     assert found["loss"] == [torch.tensor(1.0), 2]
     assert found["n"] == [1, 2]
+
+
+def test_what_has_its_rows_elsewhere_is_not_joined():
+    parts = [(torch.ones(2, 3), {"hidden": torch.ones(1, 2, 6)}) for _ in range(2)]
+    with pytest.raises(ArgumentError, match=r"output\[1\]\['hidden'\] has shape \(1, 2, 6\) for 2 rows"):
+        joined(parts, [2, 2])
+
+
+def test_rows_are_taken_of_what_has_rows():
+    found = taken({"x": torch.arange(4), "scale": torch.tensor(2.0), "n": 3}, torch.tensor([3, 1]))
+    assert (found["x"].tolist(), found["scale"].item(), found["n"]) == ([3, 1], 2.0, 3)

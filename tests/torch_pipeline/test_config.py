@@ -62,3 +62,20 @@ def test_what_cannot_be_even_is_refused():
         cd.PipelineConfig(split="colour")
     with pytest.raises(ArgumentError, match="'2GB' is no amount of memory"):
         cd.PipelineConfig(memory_cap="2GB")
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 0.0, float("nan")])
+def test_gradients_are_not_turned_round(wrong):
+    with pytest.raises(ArgumentError, match=r"clip_norm is .*, and must be more than 0"):
+        cd.PipelineConfig(clip_norm=wrong)
+
+
+def test_compressions_are_known():
+    with pytest.raises(ArgumentError, match="compression='fp16' is unknown; choose one of None, bf16, int8"):
+        cd.PipelineConfig(compression="fp16")
+
+
+def test_so_many_rows_make_so_many_microbatches():
+    config = cd.PipelineConfig(data_parallel=[2, 3, 1])
+    assert [config.least_for(microbatches) for microbatches in (1, 2, 3)] == [6, 6, 12]
+    assert config.fitting(12) == 4

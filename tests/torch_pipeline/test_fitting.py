@@ -17,6 +17,7 @@ class Seen:
 
     def __init__(self):
         self.batches = []
+        self.epochs = 0
 
     def train_batch(self, x, y):
         assert torch.equal(x * 10, y)
@@ -27,10 +28,11 @@ class Seen:
         return float(y.double().mean())
 
 
-def fitted(rows=10, **options):
-    seen, out = Seen(), io.StringIO()
+def fitted(rows=10, seen=None, **options):
+    seen, out = seen or Seen(), io.StringIO()
     x = torch.arange(rows)
-    given = {"epochs": 1, "batch_size": 4, "validation_data": None, "shuffle": False, "seed": 0, "least": 1}
+    given = {"epochs": 1, "batch_size": 4, "validation_data": None, "shuffle": False, "seed": 0}
+    given |= {"least": 1, "least_evaluated": 1}
     history = fit(seen, x, x * 10, console=Console(file=out, width=100), **{**given, **options})
     return seen.batches, history, out.getvalue()
 
@@ -50,6 +52,14 @@ def test_rows_come_in_another_order_in_each_epoch_and_the_same_on_all_ranks():
     assert fitted(epochs=2, shuffle=True)[0] == batches
 
 
+def test_calls_go_on_where_the_last_one_has_ended():
+    seen = Seen()
+    for _ in range(2):
+        fitted(seen=seen, shuffle=True)
+    assert seen.epochs == 2
+    assert seen.batches == fitted(epochs=2, shuffle=True)[0]
+
+
 def test_validation_data_is_gone_through_after_each_epoch():
     x = torch.arange(6)
     _, history, told = fitted(validation_data=(x, x * 10))
@@ -62,3 +72,7 @@ def test_a_rest_that_is_too_small_is_left_out():
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(ArgumentError, match="a batch needs at least 5 rows, and gets 4"):
         fitted(least=5)
+    x = torch.arange(6)
+    with pytest.raises(ArgumentError, match="a batch of the validation data needs at least 2 rows, and gets 1"):
+        fitted(validation_data=(x[:1], x[:1]), least_evaluated=2)
+    assert fitted(validation_data=(x[:3], x[:3] * 10), least=4, least_evaluated=3)[1].val_loss == [10.0]

@@ -116,6 +116,13 @@ def test_missing_state_is_told(tmp_path) -> None:
         load_optimizer(tmp_path, sgd(parts[1].values()), parts[0])
 
 
+def test_the_state_of_another_kind_is_refused(tmp_path) -> None:
+    part = cut(model(), 1)[0]
+    save(tmp_path, [part], [sgd(part.values())])
+    with pytest.raises(ArgumentError, match=r"has the state of SGD, which AdamW cannot .* \(optimizer=False\)"):
+        load_optimizer(tmp_path, torch.optim.AdamW(part.values()), part)
+
+
 def test_a_checkpoint_without_optimizers_says_so(tmp_path) -> None:
     part = cut(model(), 1)[0]
     save_stage(tmp_path, 0, 1, part)

@@ -59,6 +59,19 @@ def test_a_new_run_counts_anew(weight):
     assert weight.item() == 1
 
 
+def test_what_was_before_is_forgotten(weight):
+    versions = Versions([weight], 3)
+    for _ in range(2):
+        step(versions, weight)
+    versions.show(1)
+    versions.clear()
+    assert weight.item() == 2
+    weight.data.fill_(9.0)
+    versions.restart()
+    versions.show(-1)
+    assert weight.item() == 9
+
+
 def test_graphs_are_gone_back_with_the_weights_that_they_were_made_with():
     """A linear layer's graph keeps a view of its weights, an elementwise one the weights themselves."""
     weight = nn.Parameter(torch.full((1, 1), 2.0))

@@ -75,9 +75,9 @@ class Saving:
             read = self._read(folder, optimizer=optimizer)
         except ArgumentError as error:
             problem = str(error)
-        problems = allgather_object(problem, self._name)
-        if read is None or any(problems):
-            raise ArgumentError(problem or next(filter(None, problems)))
+        problems = [each for each in allgather_object(problem, self._name) if each]
+        if read is None or problems:
+            raise ArgumentError(problems[0])
         noted, weights, states = read
         for number, stage in self._stages.items():
             stage.module.load_state_dict(weights[number])
