@@ -40,7 +40,9 @@ def gradients(
         loss: of what the model gives, and targets.
         shares: the microbatches, and how much of the batch each one's loss is.
     """
-    model.train().zero_grad()
+    if not model.training:
+        model.train()  # else what is not in training is so on purpose
+    model.zero_grad()
     for part, share in shares if _mixes(model) else [(slice(None), 1.0)]:
         if share:
             own = pytree.tree_map_only(torch.Tensor, torch.clone, taken(inputs, part))  # it may write to them
