@@ -42,8 +42,7 @@ class Saving:
         self._rank = operations.daemon.world.rank
         self._name = name
         self._aliases = aliases(layout.captured.model)
-        self._savers: dict[str, int] = {}
-        """The lowest stage that has each parameter or buffer, in whose file it is saved."""
+        self._savers: dict[str, int] = {}  # by name the lowest stage that has it, in whose file it is saved
         for number in range(plan.stages):
             for key in layout.module(number, layout.captured.model).state_dict():
                 self._savers.setdefault(key, number)
