@@ -32,7 +32,7 @@ def fitted(rows=10, seen=None, **options):
     seen, out = seen or Seen(), io.StringIO()
     x = torch.arange(rows)
     given = {"epochs": 1, "batch_size": 4, "validation_data": None, "shuffle": False, "seed": 0}
-    given |= {"least": 1, "least_evaluated": 1}
+    given |= {"least": 1, "least_evaluated": 1, "ended": lambda: False}
     history = fit(seen, x, x * 10, console=Console(file=out, width=100), **{**given, **options})
     return seen.batches, history, out.getvalue()
 
@@ -58,6 +58,12 @@ def test_calls_go_on_where_the_last_one_has_ended():
         fitted(seen=seen, shuffle=True)
     assert seen.epochs == 2
     assert seen.batches == fitted(epochs=2, shuffle=True)[0]
+
+
+def test_it_ends_after_any_step_and_the_epoch_does_not_count():
+    seen, told = Seen(), iter([False, False, False, True])
+    batches, history, _ = fitted(seen=seen, epochs=3, ended=lambda: next(told))
+    assert (len(batches), len(history.loss), seen.epochs) == (4, 1, 1)
 
 
 def test_validation_data_is_gone_through_after_each_epoch():

@@ -55,6 +55,7 @@ def fit(
     seed: int,
     least: int,
     least_evaluated: int,
+    ended: Callable[[], bool],
     console: Console | None,
 ) -> History:
     """Trains over epochs.
@@ -70,6 +71,7 @@ def fit(
         seed: of these orders.
         least: rows that a batch must have; the rest of an epoch is left out if it has fewer.
         least_evaluated: the same of a batch of the validation data.
+        ended: is asked after each step whether to end there; of an epoch that is not complete nothing is returned.
         console: where progress is shown; None for nowhere.
 
     Raises:
@@ -86,6 +88,8 @@ def fit(
         for part in _shown(parts, f"epoch {epoch + 1}/{epochs}", console):
             chosen = part if order is None else order[part]
             total += pipe.train_batch(taken(x, chosen), taken(y, chosen)) * (part.stop - part.start)
+            if ended():
+                return history
         pipe.epochs += 1
         history.loss.append(total / parts[-1].stop)
         text = f"epoch {epoch + 1}/{epochs}: loss {history.loss[-1]:.4f}"

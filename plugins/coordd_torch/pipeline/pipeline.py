@@ -182,6 +182,7 @@ class Pipeline:
         batch_size: int = 32,
         validation_data: tuple[Any, Any] | None = None,
         shuffle: bool = True,
+        leave: bool = False,
         verbose: bool = True,
     ) -> History:
         """Trains over epochs, and shows on rank 0 how far it is.
@@ -193,10 +194,11 @@ class Pipeline:
             batch_size: rows of a step.
             validation_data: inputs and targets whose loss is found after each epoch.
             shuffle: whether rows come in another order in each epoch.
+            leave: whether to end after the step in which a rank gets SIGTERM, as `leaving` then says again.
             verbose: whether something is shown.
 
         Returns:
-            the losses of each epoch.
+            the losses of each complete epoch.
 
         Raises:
             ArgumentError: inputs and targets do not fit together, or are too few.
@@ -212,6 +214,7 @@ class Pipeline:
             seed=self.config.seed or 0,
             least=self._plans.least,
             least_evaluated=self.config.least,
+            ended=api.leaving if leave else lambda: False,
             console=Console() if verbose and self._rank == 0 else None,
         )
 
