@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.shelf import Shelf
-from coordd_torch.pipeline.split import SplitBackward, divisible, walk
+from coordd_torch.pipeline.split import SplitBackward, obstacle, walk
 from tests.torch_pipeline.graphs import GRAPHS, Custom, Scaled, multilayer
 from tests.torch_pipeline.stages import Stage
 
@@ -140,8 +140,8 @@ def test_a_hook_on_the_way_changes_a_gradient_once():
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("whole", [True, False])
-def test_what_cannot_be_split_is_done_at_once_and_counted(whole):
+@pytest.mark.parametrize(("reentrant", "told"), [(True, "a reentrant checkpoint"), (False, "torch.utils.checkpoint")])
+def test_what_cannot_be_split_is_done_at_once_and_told_once(reentrant, told, caplog):
     inner = multilayer()
 
     class Wrapped(nn.Module):
@@ -150,16 +150,31 @@ def test_what_cannot_be_split_is_done_at_once_and_counted(whole):
             self.inner = inner
 
         def forward(self, x):
-            return checkpoint(inner, x, use_reentrant=whole)
+            return checkpoint(inner, x, use_reentrant=reentrant)
 
     x = torch.randn(5, 4, requires_grad=True)
     inner(x).sum().backward()
     expected = taken(inner, x)
-    stage = Boundary(Stage(Wrapped(), ["x"], ["y"]))
-    loss = stage.forward(0, {1: ({"x": x}, [x])}, {})["y"].sum()
-    assert divisible(walk([get_gradient_edge(loss)])) is not whole
-    found = stage.backward_input(0, loss)
-    assert stage.undivided == whole
-    assert torch.equal(found[1][0], expected["input"])
-    stage.backward_weight(0)
-    assert all(torch.equal(value, expected[key]) for key, value in taken(inner, x).items() if key != "input")
+    stage = Boundary(Stage(Wrapped(), ["x"], ["y"]), split=True)
+    for number in (0, 1):
+        loss = stage.forward(number, {1: ({"x": x}, [x])}, {})["y"].sum()
+        assert told in obstacle(walk([get_gradient_edge(loss)]))
+        found = stage.backward_input(number, loss)
+        assert torch.equal(found[1][0], expected["input"])
+        stage.backward_weight(number)
+        assert all(torch.equal(value, expected[key]) for key, value in taken(inner, x).items() if key != "input")
+    assert stage.undivided == 2
+    (warning,) = caplog.messages
+    assert "stage 0 are not split" in warning
+    assert told in warning
+
+
+def test_where_pytorch_does_not_show_who_gives_tensors_back_a_checkpoint_is_gone_back_through_twice(monkeypatch):
+    monkeypatch.setattr("coordd_torch.pipeline.shelf._SHOWN", False)
+    inner, x = multilayer(), torch.randn(5, 4, requires_grad=True)
+    inner(x * 2).sum().backward()
+    expected = taken(inner, x)
+    split = splitted(lambda x: checkpoint(inner, x * 2, use_reentrant=False), x, torch.ones(5, 4))
+    split.first()
+    split.second()
+    assert all(torch.equal(value, expected[key]) for key, value in taken(inner, x).items())

@@ -5,6 +5,7 @@ Values of other stages enter as leaves; gradients of what other stages got leave
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,11 +21,13 @@ from coordd.pipeline.frame import joined, pack, parted
 from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.codec import TorchCodec, leaf
 from coordd_torch.pipeline.shelf import Shelf
-from coordd_torch.pipeline.split import SplitBackward, divisible, walk
+from coordd_torch.pipeline.split import SplitBackward, obstacle, walk
 from coordd_torch.pipeline.statistics import DeferredStatistics
 from coordd_torch.pipeline.surroundings import Surroundings, seed_for, seeded
 
 __all__ = ["Boundary", "Gradients", "Parcel"]
+
+log = logging.getLogger("coordd")
 
 Parcel = tuple[Mapping[str, Any], Sequence[Tensor]]
 """What `unpack` makes of a frame: values by name, and their tensors in order."""
@@ -193,12 +196,12 @@ class Boundary:
             return _taken(passage)
         if not (inputs := passage.owing):
             passage.whole = edges, given
-        elif divisible(graph := walk(edges)):
+        elif reason := obstacle(graph := walk(edges)):
+            self._note(reason)
+            torch.autograd.backward(edges, given)
+        else:
             passage.split = SplitBackward(edges, given, inputs, shelf=passage.shelf, graph=graph)
             passage.split.first()
-        else:
-            self.undivided += 1
-            torch.autograd.backward(edges, given)
         return _taken(passage)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -208,6 +211,11 @@ class Boundary:
             passage.split.second()
         elif passage.whole is not None:
             torch.autograd.backward(*passage.whole)
+
+    def _note(self, reason: str) -> None:
+        self.undivided += 1
+        if self.undivided == 1:
+            log.warning("backward passes of stage %d are not split, as under 1f1b: it has %s", self._stage, reason)
 
     def _form(self, tensor: Tensor) -> str | None:
         return self._compress if tensor.requires_grad else None

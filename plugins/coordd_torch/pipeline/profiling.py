@@ -27,7 +27,7 @@ from coordd_torch.pipeline.capture import Captured, stage
 from coordd_torch.pipeline.codec import TorchCodec, enter
 from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.footprint import Footprint, address
-from coordd_torch.pipeline.split import divisible, walk
+from coordd_torch.pipeline.split import obstacle, walk
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
 from coordd_torch.pipeline.surroundings import seeded
 from coordd_torch.pipeline.tying import copied
@@ -152,7 +152,7 @@ class _Bench:
         ends = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         del outputs
         given = [torch.ones_like(end) for end in ends]
-        parts = bool(ends) and bool(entered) and divisible(walk(map(get_gradient_edge, ends)))
+        parts = bool(ends) and bool(entered) and obstacle(walk(map(get_gradient_edge, ends))) is None
         inward = 0.0
         if parts:
             begin = time.perf_counter()

@@ -7,16 +7,21 @@ activations that only the first half needed: what goes into a GELU, what comes o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from coordd_torch.pipeline.attic import Attic, Stowed, fetched
 
-__all__ = ["Shelf"]
+__all__ = ["Shelf", "strangers"]
+
+_SHOWN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001 - nowhere else
+"""Whether this PyTorch says who gives back what a node has saved."""
 
 
 class _Slot:
@@ -52,12 +57,15 @@ class Shelf:
 
     @contextmanager
     def clearing(self, needed: Iterable[Node]) -> Iterator[None]:
-        """Lets go afterwards of what nodes use meanwhile, but for those nodes that are needed again."""
+        """Lets go afterwards of what nodes use meanwhile, but for those nodes that are needed again.
+
+        Where PyTorch does not say that nobody else may come back for it, as a checkpoint does, nothing is let go.
+        """
         with ExitStack() as stack:
             for node in needed:
                 stack.callback(node.register_prehook(self._begin).remove)
                 stack.callback(node.register_hook(self._end).remove)
-            self._clearing = True
+            self._clearing = _SHOWN
             try:
                 yield
             finally:
@@ -87,6 +95,24 @@ class Shelf:
         if self._clearing and not getattr(self._needed, "now", False):
             self._used.append(slot)
         return tensor
+
+
+def strangers(node: Node) -> Iterator[Callable[..., Any]]:
+    """Finds the hooks that give back what a node has saved elsewhere than on a shelf; they may compute it first.
+
+    An older PyTorch does not show them.
+    """
+    for name in _saved(type(node)) if _SHOWN else ():
+        found = getattr(node, name) or ()
+        for each in found if isinstance(found, tuple | list) else (found,):
+            hook = each.unpack_hook
+            if hook is not None and not isinstance(getattr(hook, "__self__", None), Shelf):
+                yield hook
+
+
+@cache
+def _saved(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _version(kept: Stowed) -> int:

@@ -27,15 +27,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from coordd_torch.pipeline.shelf import Shelf
+from coordd_torch.pipeline.shelf import Shelf, strangers
 
-__all__ = ["Graph", "SplitBackward", "divisible", "walk"]
+__all__ = ["Graph", "SplitBackward", "obstacle", "walk"]
 
 Graph = dict[Node, list[Node]]
 """All nodes of a graph with those that they lead to; each comes before these."""
 
-_INDIVISIBLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
-"""What can be gone through only once, and only as a whole: reentrant checkpoints, what `torch.compile` made."""
+_INDIVISIBLE = {"CheckpointFunctionBackward": "a reentrant checkpoint", "CompiledFunctionBackward": "torch.compile"}
+"""What can be gone through only once, and only as a whole."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class SplitBackward:
         """Finds out what is to be done in which pass.
 
         Args:
-            roots: of the graph, `divisible`.
+            roots: of the graph, to which there is no `obstacle`.
             gradients: of the roots.
             inputs: the leaves whose gradients the first pass finds.
             shelf: has what the graph has saved.
@@ -122,9 +122,17 @@ class SplitBackward:
         self._branches.clear()
 
 
-def divisible(graph: Iterable[Node]) -> bool:
-    """Says whether a graph's backward pass can be split."""
-    return not any(node.name() in _INDIVISIBLE for node in graph)
+def obstacle(graph: Iterable[Node]) -> str | None:
+    """Names what keeps a graph's backward pass from being split; None if nothing does.
+
+    A checkpoint that is not reentrant would be computed anew by each part of the pass.
+    """
+    for node in graph:
+        if node.name() in _INDIVISIBLE:
+            return _INDIVISIBLE[node.name()]
+        for hook in strangers(node):
+            return f"saved tensors that {hook.__module__} gives back"
+    return None
 
 
 def walk(roots: Iterable[GradientEdge]) -> Graph:
