@@ -211,6 +211,31 @@ def test_activations_are_kept_unless_they_are_recomputed(recompute):
     assert inside.memory() is None
 
 
+class Force(nn.Module):
+    """The gradient of an energy, as a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Linear(6, 6)
+
+    def forward(self, x):
+        place = x.detach().requires_grad_()
+        return x + torch.autograd.grad(self.energy(place).square().sum(), place, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_may_ask_for_gradients_of_its_own(recompute, split):
+    line = Line(
+        [Stage(Force(), ["x"], ["h"]), Stage(Force(), ["h"], ["y"])], {0: {1: ["h"]}}, recompute=recompute, split=split
+    )
+    inputs = {"x": torch.randn(5, 6)}
+    expected = plain(line, inputs)
+    gradients = line.gradients()
+    assert torch.equal(step(line, inputs, "split" if split else "backward"), expected)
+    same(line.gradients(), gradients)
+
+
 def test_between_the_halves_of_a_backward_pass_only_what_the_second_needs_is_kept():
     for split in (False, True):
         inside = Inside()

@@ -237,9 +237,11 @@ class Boundary:
         return outputs
 
     def _forgetful(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Computes outputs that are leaves, and know which of them have gradients; the graph to them is not kept."""
-        with torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten):
-            structure, tensors = parted(self._module(values), self.codec)
+        """Computes outputs that are leaves, and know which of them have gradients; the graph to them is not kept.
+
+        It is there until all of them are computed: layers may ask for gradients of their own (forces, penalties).
+        """
+        structure, tensors = parted(self._module(values), self.codec)
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         found: dict[str, Any] = joined(structure, leaves)
         return found
@@ -301,10 +303,6 @@ def _taken(passage: _Passage) -> dict[int, list[Tensor | None]]:
             tensor.grad = None
     passage.entered, passage.edges, passage.outputs = {}, {}, None
     return found
-
-
-def _forgotten(_: Any) -> Any:
-    """Saves nothing of what a graph would save that is not gone back through."""
 
 
 def _copied(values: dict[str, Any], codec: TorchCodec) -> dict[str, Any]:
