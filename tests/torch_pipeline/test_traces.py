@@ -137,6 +137,30 @@ def test_what_a_stage_receives_is_never_written_to():
             assert all(value._version == 0 for value in received.values())
 
 
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_layer_may_write_to_the_input_of_which_microbatches_are_parts(chain):
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.linear(x.mul_(2))
+
+    model = nn.Sequential(Doubled(), nn.Tanh()) if chain else Doubled()
+    captured = capture(model, torch.ones(2, 3))
+    (stage,), x = cut(captured, 1), torch.randn(6, 3)
+    given = x.clone()
+    outputs = [stage(captured.inputs(part))["output"] for part in given.chunk(3)]
+    assert torch.equal(given, x)
+    for output in outputs:
+        output.sum().backward()
+    found = [parameter.grad for parameter in stage.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
+
+
 def test_arguments_that_are_no_tensors_may_change():
     model = Stations()
     captured = capture(model, {"batch": {"image": torch.ones(2, 5)}, "times": 2})

@@ -32,6 +32,11 @@ class _Program:
     written: set[str] | None = None
     """The values that the stage writes to in place; known after the first run."""
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The names of its arguments."""
+        return (*self.cut.inputs, *self.cut.reads)
+
 
 class StageModule(nn.Module):
     """Consecutive layers of a model.
@@ -82,11 +87,11 @@ class StageModule(nn.Module):
         """
         program = self._program(self._traces.find(values, training=self.training))
         cut = program.cut
-        missing = [name for name in (*cut.inputs, *cut.reads) if name not in values]
+        missing = [name for name in program.takes if name not in values]
         if missing:
             raise ArgumentError(f"layers {self._span[0]} to {self._span[1]} also read {', '.join(missing)}")
         received = _Received(program, values)
-        results = program.run(self, *(values[name] for name in cut.inputs), *received.values)
+        results = program.run(self, *received.values)
         received.note(program)
         given = dict(zip(cut.writes, results, strict=False))
         if cut.is_last:
@@ -115,8 +120,9 @@ class StageModule(nn.Module):
 
 
 class _Received:
-    """What a stage receives, guarded against being written to: whoever computes it again needs it as it is.
+    """What a stage takes, guarded against being written to: whoever computes it again needs it as it is.
 
+    And microbatches of inputs are parts of one tensor, which is the user's, and a change of one counts as one of all.
     What the first run writes to is copied in every run; in the first everything is.
     """
 
@@ -125,14 +131,14 @@ class _Received:
             pytree.tree_map_only(torch.Tensor, torch.clone, values[name])
             if program.written is None or name in program.written
             else values[name]
-            for name in program.cut.reads
+            for name in program.takes
         ]
         self._versions = [versions(value) for value in self.values] if program.written is None else []
 
     def note(self, program: _Program) -> None:
         """Remembers, after the first run, what was written to."""
         if program.written is None:
-            told = zip(program.cut.reads, self.values, self._versions, strict=True)
+            told = zip(program.takes, self.values, self._versions, strict=True)
             program.written = {name for name, value, version in told if versions(value) != version}
 
 
