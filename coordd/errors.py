@@ -5,6 +5,7 @@ Every exception takes data and composes its own text. All of them are `CoorddErr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -124,12 +125,26 @@ class ShutdownError(CoorddError):
     def __init__(self, name: str, ranks: Sequence[int] = ()) -> None:
         """Says what did not happen, and which ranks had left; none means this one."""
         self.ranks = tuple(ranks)
-        self.reason = (
-            f"left the job while others still waited for {name!r}; give all ranks the same number of batches "
-            "(DistributedSampler, drop_last=True) and steps, or end the loop with optimizer.join()"
-        )
+        self.reason = f"left the job while others still waited for {name!r}; {_advice(name)}"
         mine = f"{name!r} was not completed because this rank called shutdown() before it was done"
         super().__init__("coordd has been shut down: " + (f"{_ranks(ranks)} {self.reason}" if ranks else mine))
+
+
+_PIPELINE = re.compile(r"(opt\d+\.)?pipeline\.(given|loss|outputs|\d+\.[FB]\d+\..*)")
+"""What ranks wait for in a pipeline's calls."""
+
+
+def _advice(name: str) -> str:
+    """How all ranks come to the end together."""
+    if _PIPELINE.fullmatch(name):
+        return (
+            "all ranks of a pipeline must make the same calls with the same batches, so no sampler may deal rows out "
+            "to ranks, and none may stop before the others"
+        )
+    return (
+        "give all ranks the same number of batches (DistributedSampler, drop_last=True) and steps, or end the loop "
+        "with optimizer.join()"
+    )
 
 
 class DuplicateNameError(CoorddError):

@@ -107,6 +107,15 @@ def test_a_shutdown_says_who_left(ranks, who):
     assert error.ranks == ranks
 
 
+def test_a_shutdown_tells_pipelines_something_else_than_replicas():
+    for name in ("pipeline.given", "opt2.pipeline.loss", "opt1.pipeline.12.F3.0>1"):
+        text = str(ShutdownError(name, (1,)))
+        assert "the same calls with the same batches" in text
+        assert "DistributedSampler" not in text
+    for name in ("w", "pipeline.0.weight", "given"):
+        assert "DistributedSampler" in str(ShutdownError(name, (1,)))
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"), [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((7, 2, 3, 4, 0), "0, 2-4, 7"), (range(100), "0-99")]
 )

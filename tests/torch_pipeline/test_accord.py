@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,14 +50,23 @@ def test_a_loader_that_shuffles_otherwise_is_told():
     assert "inputs (" in text
     assert "targets (" in text
     assert "shuffle with the same seed" in text
+    one, other = ({"x": x, "scale": scale} for scale in (1.0, 2.0))
+    assert "inputs (" in told(("predict", one, None), ("predict", other, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 def test_a_fingerprint_is_of_the_first_the_middle_and_the_last_row(dtype):
     x = torch.zeros(9, 3).to(dtype)
     plain = fingerprint([x, None, torch.tensor(1.0), torch.zeros(0, 3)])
-    assert plain == fingerprint((x.t().contiguous().t(), 7, torch.tensor(1.0)))
+    assert plain == fingerprint((x.t().contiguous().t(), None, torch.tensor(1.0), torch.zeros(0, 3)))
     for row in (0, 4, 8):
         other = x.clone()
         other[row, 1] = 1
-        assert fingerprint([other, torch.tensor(1.0)]) != plain
+        assert fingerprint([other, None, torch.tensor(1.0), torch.zeros(0, 3)]) != plain
+
+
+def test_a_fingerprint_is_of_what_is_no_tensor_too():
+    plain = [3, 0.5, True, "text", None, np.int64(3), torch.float32]
+    found = {fingerprint({"x": torch.ones(2, 3), "more": each}) for each in (*plain, 4, 0.25, False, "test", "x" * 9000)}
+    assert len(found) == len(plain) + 5
+    assert fingerprint([object()]) == fingerprint([object()])

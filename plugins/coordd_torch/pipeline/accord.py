@@ -26,6 +26,11 @@ __all__ = ["Accord", "fingerprint"]
 _VALUES = 256
 """So many of a row's values are looked at."""
 
+_LETTERS = 4096
+"""So many of a text's letters."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype)
+
 
 class Accord:
     """Compares what the ranks were given."""
@@ -88,10 +93,17 @@ def _told(key: str, everybodys: Mapping[Any, list[int]]) -> str:
 
 
 def fingerprint(values: Any) -> str:
-    """Makes a short text of some of the values of three rows of all tensors: the first, the middle and the last."""
+    """Makes a short text of some of the values of a batch.
+
+    These are of each tensor three rows, the first, the middle and the last, and all numbers, truth values, texts and
+    None; of anything else, which may tell of itself where it lies in memory, its type.
+    """
     found = 0
     for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
+        if not isinstance(leaf, torch.Tensor):
+            told = repr(leaf)[:_LETTERS] if isinstance(leaf, _PLAIN) else ""
+            found = zlib.crc32(f"{type(leaf).__name__} {told}".encode(), found)
+        elif leaf.layout is torch.strided and leaf.numel():
             rows = leaf.detach()[:: max(1, (len(leaf) - 1) // 2)] if leaf.dim() else leaf.detach()
             flat = rows.reshape(-1)
             some = flat[:: max(1, len(flat) // _VALUES)].contiguous().cpu()
