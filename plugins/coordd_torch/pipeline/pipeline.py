@@ -165,8 +165,7 @@ class Pipeline:
         Raises:
             ArgumentError: a tensor of the output has its rows in another dimension than the first.
         """
-        self._run(x, None, training=False, keep=True)
-        mine = next((stage.outputs for stage in self.stages.values() if stage.outputs), {})
+        mine = self._run(x, None, training=False, keep=True)
         found: dict[int, Any] = {}
         for outputs in allgather_object(mine, name=f"{self._name}.outputs"):
             found |= outputs
@@ -297,7 +296,7 @@ class Pipeline:
             found |= stage.module.state_dict()
         return found
 
-    def _run(self, x: Any, y: Any, *, training: bool, step: bool = True, keep: bool = False) -> None:
+    def _run(self, x: Any, y: Any, *, training: bool, step: bool = True, keep: bool = False) -> dict[int, Any]:
         if training and not torch.is_grad_enabled():
             raise ArgumentError(
                 "gradients are switched off here (torch.no_grad()), so nothing can be trained or verified"
@@ -312,6 +311,7 @@ class Pipeline:
             stage.begin(batch, training=training, keep=keep, scaling=self._scaling if step else None)
         self.spans = self._engine.run(plan, self._rank)
         self._done = plan
+        return {microbatch: output for stage in self.stages.values() for microbatch, output in stage.end().items()}
 
     def _batch(self, x: Any, y: Any, microbatches: int, *, steps: int = 1) -> Batch:
         parts = cut(rows_of((x, y)), microbatches)

@@ -36,7 +36,6 @@ class TorchStage:
         module: the stage's layers.
         optimizer: of its parameters; None if it has none.
         loss: the sum of the microbatches' weighted losses of this run; of the last stage only.
-        outputs: what the last stage has made of each microbatch, if it is asked to keep it.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class TorchStage:
         self.module = module
         self.optimizer = optimizer
         self.loss = 0.0
-        self.outputs: dict[int, Any] | None = None
+        self._outputs: dict[int, Any] | None = None
         self._boundary = boundary
         self._reduce = reduce
         self._criterion = loss
@@ -108,12 +107,18 @@ class TorchStage:
         self._training = training
         self._scaling = scaling
         self.loss = 0.0
-        self.outputs = {} if keep else None
+        self._outputs = {} if keep else None
         self._losses.clear()
         self._frames.clear()
         self.module.train(training)
         if self._versions is not None:
             self._versions.restart()
+
+    def end(self) -> dict[int, Any]:
+        """Lets go of the batch, and gives away what the last stage was asked to keep: its output by microbatch."""
+        self._batch = None
+        outputs, self._outputs = self._outputs, None
+        return outputs or {}
 
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Takes a microbatch through; the last stage finds its loss.
@@ -195,8 +200,8 @@ class TorchStage:
         self.module.zero_grad()
 
     def _conclude(self, microbatch: int, output: Any, batch: Batch) -> None:
-        if self.outputs is not None:
-            self.outputs[microbatch] = output
+        if self._outputs is not None:
+            self._outputs[microbatch] = output
         elif self._criterion is not None:
             weight = batch.weight(microbatch)
             loss = _checked(self._criterion(output, batch.targets(microbatch))) if weight else _nothing(output)
