@@ -67,6 +67,8 @@ def test_a_fingerprint_is_of_the_first_the_middle_and_the_last_row(dtype):
 
 def test_a_fingerprint_is_of_what_is_no_tensor_too():
     plain = [3, 0.5, True, "text", None, np.int64(3), torch.float32]
-    found = {fingerprint({"x": torch.ones(2, 3), "more": each}) for each in (*plain, 4, 0.25, False, "test", "x" * 9000)}
+    found = {
+        fingerprint({"x": torch.ones(2, 3), "more": each}) for each in (*plain, 4, 0.25, False, "test", "x" * 9000)
+    }
     assert len(found) == len(plain) + 5
     assert fingerprint([object()]) == fingerprint([object()])

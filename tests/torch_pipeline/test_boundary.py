@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.frame import unpack
@@ -234,6 +235,28 @@ def test_a_layer_may_ask_for_gradients_of_its_own(recompute, split):
     gradients = line.gradients()
     assert torch.equal(step(line, inputs, "split" if split else "backward"), expected)
     same(line.gradients(), gradients)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_checkpoint_in_a_stage_counts_no_statistics_twice(recompute, way):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+
+        def forward(self, x):
+            return checkpoint(self.layers, x, use_reentrant=False)
+
+    line = Line(
+        [Stage(nn.Linear(6, 6), ["x"], ["h"]), Stage(Checkpointed(), ["h"], ["y"])],
+        {0: {1: ["h"]}},
+        recompute=recompute,
+        split=way == "split",
+    )
+    step(line, {"x": torch.randn(5, 6)}, way)
+    ((count, *_),) = line.boundaries[1].statistics.take().values()
+    assert count == 5
 
 
 def test_between_the_halves_of_a_backward_pass_only_what_the_second_needs_is_kept():

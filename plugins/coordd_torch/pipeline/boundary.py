@@ -179,9 +179,10 @@ class Boundary:
             for each stage that sent values, a gradient, or None, for each of their tensors in order.
         """
         passage = self._passages.pop(microbatch)
-        edges, given = self._roots(passage, gradients)
-        if edges:
-            torch.autograd.backward(edges, given)
+        with self.statistics.paused():  # a checkpoint computes anew what was counted in the forward pass
+            edges, given = self._roots(passage, gradients)
+            if edges:
+                torch.autograd.backward(edges, given)
         return _taken(passage)
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> dict[int, list[Tensor | None]]:
@@ -191,9 +192,22 @@ class Boundary:
             as `backward`.
         """
         passage = self._passages[microbatch]
-        edges, given = self._roots(passage, gradients)
-        if not edges:
-            return _taken(passage)
+        with self.statistics.paused():
+            edges, given = self._roots(passage, gradients)
+            if edges:
+                self._begin_backward(passage, edges, given)
+        return _taken(passage)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Accumulates what gradients of parameters `backward_input` has left."""
+        passage = self._passages.pop(microbatch)
+        with self.statistics.paused():
+            if passage.split is not None:
+                passage.split.second()
+            elif passage.whole is not None:
+                torch.autograd.backward(*passage.whole)
+
+    def _begin_backward(self, passage: _Passage, edges: list[GradientEdge], given: list[Tensor]) -> None:
         if not (inputs := passage.owing):
             passage.whole = edges, given
         elif reason := obstacle(graph := walk(edges)):
@@ -202,15 +216,6 @@ class Boundary:
         else:
             passage.split = SplitBackward(edges, given, inputs, shelf=passage.shelf, graph=graph)
             passage.split.first()
-        return _taken(passage)
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Accumulates what gradients of parameters `backward_input` has left."""
-        passage = self._passages.pop(microbatch)
-        if passage.split is not None:
-            passage.split.second()
-        elif passage.whole is not None:
-            torch.autograd.backward(*passage.whole)
 
     def _note(self, reason: str) -> None:
         self.undivided += 1

@@ -70,11 +70,11 @@ class DeferredStatistics:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Collects nothing, while a microbatch goes through the module again."""
-        self._paused = True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = before
 
     def take(self) -> dict[str, Tensor]:
         """Returns what was collected since the last time: for each layer and call a row of count, means, distances.
