@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from coordd.errors import ArgumentError
 
-__all__ = ["Layer", "check_cuts", "condense", "crossing", "cycles", "flows", "tied"]
+__all__ = ["Layer", "check_cuts", "condense", "cycles", "flows", "tied"]
 
 
 @dataclass(frozen=True)
@@ -134,27 +134,6 @@ def tied(layers: Sequence[Layer], stage_of_layer: Sequence[int]) -> dict[str, tu
         for key in layer.parameters:
             holders[key].add(stage)
     return {key: tuple(sorted(stages)) for key, stages in holders.items() if len(stages) > 1}
-
-
-def crossing(layers: Sequence[Layer], sizes: Sequence[int]) -> list[int]:
-    """Sums what crosses each cut, were it the only one: values produced before it that are read behind it, once each.
-
-    Args:
-        layers: in the order in which they run.
-        sizes: for each layer the size of its value.
-
-    Returns:
-        For each cut its size; cut ``i`` lies behind layer ``i``, so there is one less than there are layers.
-    """
-    last = list(range(len(layers)))
-    for at, layer in enumerate(layers):
-        for read in layer.reads:
-            last[read] = at
-    change = [0] * len(layers)
-    for at, (reader, size) in enumerate(zip(last, sizes, strict=True)):
-        change[at] += size
-        change[reader] -= size
-    return list(accumulate(change))[:-1]
 
 
 class _Components:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordd.errors import ArgumentError
-from coordd.pipeline.graph import Layer, check_cuts, condense, crossing, cycles, flows, tied
+from coordd.pipeline.graph import Layer, check_cuts, condense, cycles, flows, tied
 
 # Figure 2 of the paper: A ─▶ (B ─▶ C ─▶ D ─▶ B) ─▶ E
 FIGURE = (
@@ -171,13 +171,3 @@ def test_stages_that_are_no_runs_are_refused():
         flows([Layer("a"), Layer("b")], [1, 0])
     with pytest.raises(ArgumentError, match="there are 1 layers, and stages for 2"):
         tied([Layer("a")], [0, 1])
-
-
-@given(models(), st.data())
-def test_what_crosses_a_cut_is_what_is_read_behind_it(layers, data):
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(layers), max_size=len(layers)))
-    expected = []
-    for cut in range(1, len(layers)):
-        read = {at for layer in layers[cut:] for at in layer.reads if at < cut}
-        expected.append(sum(sizes[at] for at in read))
-    assert crossing(layers, sizes) == expected

@@ -13,6 +13,7 @@ from coordd.errors import ArgumentError
 from coordd_torch.pipeline import export_capture, fx_capture
 from coordd_torch.pipeline.batch_norms import tracking
 from coordd_torch.pipeline.chain import INPUT, chain
+from coordd_torch.pipeline.cut import VALUE
 from coordd_torch.pipeline.failure import CaptureError
 from coordd_torch.pipeline.inputs import Call, only
 from coordd_torch.pipeline.layers import Layering, units
@@ -100,9 +101,9 @@ class Traces:
         """
         if self.way in {SEQUENTIAL, CUTS}:
             return self.first
-        names = max((names for names in self._calls if values.keys() >= set(names)), key=len, default=None)
-        if names is None:
-            raise ArgumentError(f"the inputs {', '.join(values)} are not those of a batch that was given to `inputs`")
+        names = tuple(name for name in values if not name.startswith(VALUE))
+        if names not in self._calls:
+            raise ArgumentError(f"the inputs {', '.join(names)} are not those of a batch that was given to `inputs`")
         leaves = tuple(values[name] for name in names)
         key = (training, names, tuple(map(_kind, leaves)))
         if key not in self._by_kind:
