@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from coordd.errors import ArgumentError
 
-__all__ = ["Layer", "check_cuts", "condense", "cycles", "flows", "tied"]
+__all__ = ["Layer", "check_cuts", "condense", "cycles", "tied"]
 
 
 @dataclass(frozen=True)
@@ -97,29 +97,6 @@ def check_cuts(layers: Sequence[Layer], cuts: Sequence[int], reuse: Collection[s
         for cycle in found:
             if cycle[0] < cut <= cycle[-1]:
                 raise ArgumentError(_divided(layers, cut, cycle, condense(layers, reuse), reuse))
-
-
-def flows(layers: Sequence[Layer], stage_of_layer: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Finds which stages send values to which; a skip connection passes over the stages between.
-
-    Args:
-        layers: in the order in which they run.
-        stage_of_layer: for each layer its stage; stages are runs of layers.
-
-    Returns:
-        Pairs of a producing and a consuming stage, sorted.
-
-    Raises:
-        ArgumentError: the stages are no runs.
-    """
-    _check_stages(layers, stage_of_layer)
-    pairs = {
-        (stage_of_layer[read], stage)
-        for layer, stage in zip(layers, stage_of_layer, strict=True)
-        for read in layer.reads
-        if stage_of_layer[read] != stage
-    }
-    return tuple(sorted(pairs))
 
 
 def tied(layers: Sequence[Layer], stage_of_layer: Sequence[int]) -> dict[str, tuple[int, ...]]:

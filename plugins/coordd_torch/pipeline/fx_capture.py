@@ -61,7 +61,8 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         if self._differs(_modes()):
-            raise TraceError(f"`{_written(node)}` is computed under `no_grad`, `autocast` or the like, which would be lost")
+            text = f"`{_written(node)}` is computed under `no_grad`, `autocast` or the like, which would be lost"
+            raise TraceError(text)
         return node
 
     def _differs(self, modes: tuple[int, ...]) -> bool:

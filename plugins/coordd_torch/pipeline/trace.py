@@ -31,7 +31,7 @@ class Trace:
         training: the mode that it holds for; None for both.
         fixed: the inputs that are no tensors, and are constants of the graph.
         shapes: tells whether it holds for inputs of these shapes.
-        tried: with which types of inputs it was tried beside the model; None if it is only for such as it was tried with.
+        tried: with which types of inputs it was tried beside the model; None if it is for such only.
         together: pairs of nodes between which no cut may be.
         layer: the layer of each node; see `Layering.assign`.
     """

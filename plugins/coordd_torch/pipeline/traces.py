@@ -22,9 +22,9 @@ from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.trial import Trial, TrialError
 from coordd_torch.pipeline.twin import bare
 
-__all__ = ["Traces"]
+__all__ = ["KEPT", "Traces"]
 
-_KEPT = 256
+KEPT = 256
 """So many traces, and so many kinds of inputs, are remembered."""
 
 FX, EXPORT, SEQUENTIAL, CUTS = "fx", "export", "sequential", "cuts"
@@ -120,7 +120,7 @@ class Traces:
             found = next((trace for trace in fitting if self._stands(trace, call)), None)
             found = found or self._traced_again(call, training)
         self._by_kind[key] = found
-        if len(self._by_kind) > _KEPT:
+        if len(self._by_kind) > KEPT:
             del self._by_kind[next(iter(self._by_kind))]
         return found
 
@@ -169,7 +169,7 @@ class Traces:
     def _add(self, trace: Trace) -> Trace:
         trace.layer = self._layering.assign(trace)
         self.found.append(trace)
-        if len(self.found) > _KEPT:
+        if len(self.found) > KEPT:
             del self.found[1]  # the first says what the layers are
         return trace
 
