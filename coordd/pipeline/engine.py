@@ -185,10 +185,11 @@ class Engine:
         """Gives the results of a pass to other stages of this rank."""
         stage, kind, microbatch, _ = action
         direction = DIRECTION[kind]
-        for giver, taker in plan.flows:
-            here, other = (giver, taker) if direction == "F" else (taker, giver)
-            if here != stage:
-                continue
+        ends = {
+            "F": [taker for giver, taker in plan.flows if giver == stage],
+            "B": [giver for giver, taker in plan.flows if taker == stage],
+        }
+        for other in ends.get(direction, ()):
             if plan.rank(other, microbatch) == plan.rank(stage, microbatch):
                 self._here.setdefault((other, direction, microbatch), {})[stage] = self._result(action, other)
 
