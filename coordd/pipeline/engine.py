@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,7 +92,6 @@ class Engine:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        flows: Iterable[tuple[int, int]],
         mail: Mail,
         *,
         name: str,
@@ -102,16 +101,11 @@ class Engine:
 
         Args:
             stages: those of this rank.
-            flows: which stage's results which later stage takes.
             mail: sends and receives.
             name: begins the names of what is sent; the same on all ranks, and no other pipeline's.
             fail: tells all ranks that the job has failed: why in one line, and the traceback.
         """
         self._stages = stages
-        self._others: dict[tuple[int, str], list[int]] = {}
-        for giver, taker in flows:
-            self._others.setdefault((giver, "F"), []).append(taker)
-            self._others.setdefault((taker, "B"), []).append(giver)
         self._mail = mail
         self._name = name
         self._fail = fail
@@ -191,7 +185,11 @@ class Engine:
         """Gives the results of a pass to other stages of this rank."""
         stage, kind, microbatch, _ = action
         direction = DIRECTION[kind]
-        for other in self._others.get((stage, direction), ()):
+        ends = {
+            "F": [taker for giver, taker in plan.flows if giver == stage],
+            "B": [giver for giver, taker in plan.flows if taker == stage],
+        }
+        for other in ends.get(direction, ()):
             if plan.rank(other, microbatch) == plan.rank(stage, microbatch):
                 self._here.setdefault((other, direction, microbatch), {})[stage] = self._result(action, other)
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from coordd.errors import ArgumentError
 
-__all__ = ["Layer", "check_cuts", "condense", "crossing", "cycles", "flows", "tied"]
+__all__ = ["Layer", "check_cuts", "condense", "cycles", "tied"]
 
 
 @dataclass(frozen=True)
@@ -99,29 +99,6 @@ def check_cuts(layers: Sequence[Layer], cuts: Sequence[int], reuse: Collection[s
                 raise ArgumentError(_divided(layers, cut, cycle, condense(layers, reuse), reuse))
 
 
-def flows(layers: Sequence[Layer], stage_of_layer: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Finds which stages send values to which; a skip connection passes over the stages between.
-
-    Args:
-        layers: in the order in which they run.
-        stage_of_layer: for each layer its stage; stages are runs of layers.
-
-    Returns:
-        Pairs of a producing and a consuming stage, sorted.
-
-    Raises:
-        ArgumentError: the stages are no runs.
-    """
-    _check_stages(layers, stage_of_layer)
-    pairs = {
-        (stage_of_layer[read], stage)
-        for layer, stage in zip(layers, stage_of_layer, strict=True)
-        for read in layer.reads
-        if stage_of_layer[read] != stage
-    }
-    return tuple(sorted(pairs))
-
-
 def tied(layers: Sequence[Layer], stage_of_layer: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Finds the parameters that several stages hold, in the order in which they first occur, and those stages.
 
@@ -134,27 +111,6 @@ def tied(layers: Sequence[Layer], stage_of_layer: Sequence[int]) -> dict[str, tu
         for key in layer.parameters:
             holders[key].add(stage)
     return {key: tuple(sorted(stages)) for key, stages in holders.items() if len(stages) > 1}
-
-
-def crossing(layers: Sequence[Layer], sizes: Sequence[int]) -> list[int]:
-    """Sums what crosses each cut, were it the only one: values produced before it that are read behind it, once each.
-
-    Args:
-        layers: in the order in which they run.
-        sizes: for each layer the size of its value.
-
-    Returns:
-        For each cut its size; cut ``i`` lies behind layer ``i``, so there is one less than there are layers.
-    """
-    last = list(range(len(layers)))
-    for at, layer in enumerate(layers):
-        for read in layer.reads:
-            last[read] = at
-    change = [0] * len(layers)
-    for at, (reader, size) in enumerate(zip(last, sizes, strict=True)):
-        change[at] += size
-        change[reader] -= size
-    return list(accumulate(change))[:-1]
 
 
 class _Components:

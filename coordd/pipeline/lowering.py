@@ -40,7 +40,8 @@ def lower(plan: Plan, flows: Flows, *, tied: Collection[int] = ()) -> Plan:
     Raises:
         PlanError: it cannot be carried out.
     """
-    later, earlier = _neighbours(plan, flows)
+    plan = replace(plan, flows=tuple(flows))
+    later, earlier = _neighbours(plan)
 
     def moved(rank: int) -> Iterator[Action]:
         for action in _reduced(plan, rank, tied):
@@ -52,11 +53,11 @@ def lower(plan: Plan, flows: Flows, *, tied: Collection[int] = ()) -> Plan:
     return _hoist(replace(plan, actions=tuple(tuple(moved(rank)) for rank in range(len(plan.actions)))))
 
 
-def _neighbours(plan: Plan, flows: Flows) -> tuple[list[list[int]], list[list[int]]]:
+def _neighbours(plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
     """For each stage those that take its results, and those whose results it takes."""
     later: list[list[int]] = [[] for _ in plan.placement]
     earlier: list[list[int]] = [[] for _ in plan.placement]
-    for source, target in flows:
+    for source, target in plan.flows:
         later[source].append(target)
         earlier[target].append(source)
     return later, earlier

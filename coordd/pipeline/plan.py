@@ -5,7 +5,7 @@ A plan is for all ranks of a pipeline, replicas included: microbatches are dealt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from coordd.errors import ArgumentError
@@ -24,6 +24,7 @@ class Plan:
         placement: for each stage the ranks that have it; microbatches go to them in turn, round and round.
         actions: for each rank what it does, in order.
         versions: which version of the weights each stage uses for each microbatch; empty if there is only one.
+        flows: which stage's results which later stage takes; empty before they are known.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Plan:
     placement: tuple[tuple[int, ...], ...]
     actions: tuple[tuple[Action, ...], ...]
     versions: tuple[tuple[int, ...], ...] = ()
+    flows: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     @property
     def stages(self) -> int:

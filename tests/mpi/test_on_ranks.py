@@ -21,8 +21,8 @@ _WAYS = {
 }
 """How data travels: by default through memory; what is said of one way must hold on the others."""
 _ON_OTHER_WAYS = {"network": (2,), "hosts": (4,)}
-_ONE_WAY = "transformers"
-"""Cases that take long, and of which one way must do."""
+_ONE_WAY = ("transformers", "traces")
+"""Cases that take long, or have nothing to do with how data travel, and of which one way must do."""
 
 
 def _items() -> Iterator[ParameterSet]:

@@ -88,7 +88,7 @@ def trained(plan, flows, batch, *, runs=1):
 
     def body(rank):
         stages = {stage: Times(stage, plan.stages, batch, flows, plan.placement[stage]) for stage in plan.held[rank]}
-        engine = Engine(stages, flows, api.operations(), name="pipe", fail=api.operations().daemon.fail)
+        engine = Engine(stages, api.operations(), name="pipe", fail=api.operations().daemon.fail)
         spans = [engine.run(lowered, rank) for _ in range(runs)]
         for mine in spans:
             assert [span.action for span in mine] == [one for one in plan.actions[rank] if one.kind in COMPUTE]
@@ -168,7 +168,7 @@ def test_what_a_stage_raises_is_told_on_all_ranks():
     def body(rank):
         kind = Broken if rank == 1 else Times
         stage = kind(rank, 3, batch_of(4), [], (rank,))
-        engine = Engine({rank: stage}, [(0, 1), (1, 2)], api.operations(), name="p", fail=api.operations().daemon.fail)
+        engine = Engine({rank: stage}, api.operations(), name="p", fail=api.operations().daemon.fail)
         with pytest.raises(ArithmeticError if rank == 1 else PeerError) as caught:
             engine.run(plan, rank)
         return str(caught.value)
@@ -206,5 +206,5 @@ def test_what_has_been_sent_is_let_go():
 
     post, plan = Post(), lower(one_f_one_b(3, 16), [(0, 1), (1, 2)])
     stage = Alone(1, 3, batch_of(16), [], (1,))
-    Engine({1: stage}, [(0, 1), (1, 2)], post, name="p", fail=pytest.fail).run(plan, 1)
+    Engine({1: stage}, post, name="p", fail=pytest.fail).run(plan, 1)
     assert (len(post.sent), post.most) == (32, 1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordd.errors import ArgumentError
-from coordd.pipeline.graph import Layer, check_cuts, condense, crossing, cycles, flows, tied
+from coordd.pipeline.graph import Layer, check_cuts, condense, cycles, tied
 
 # Figure 2 of the paper: A ─▶ (B ─▶ C ─▶ D ─▶ B) ─▶ E
 FIGURE = (
@@ -143,21 +143,6 @@ def test_reuse_of_an_unknown_module_is_refused():
         condense(FIGURE, reuse=["x"])
 
 
-def test_flows_include_skips_and_stay_between_stages():
-    layers = [Layer("a"), Layer("b", (0,)), Layer("c", (1,)), Layer("d", (0, 2)), Layer("e", (3, 2))]
-    assert flows(layers, [0, 0, 1, 2, 2]) == ((0, 1), (0, 2), (1, 2))
-
-
-@given(staged())
-def test_flows_are_sorted_forward_and_all_there(model):
-    layers, stages = model
-    found = flows(layers, stages)
-    assert list(found) == sorted(set(found))
-    assert all(producer < consumer for producer, consumer in found)
-    needed = {(stages[read], stages[at]) for at, layer in enumerate(layers) for read in layer.reads}
-    assert set(found) == {(one, other) for one, other in needed if one != other}
-
-
 @given(staged())
 def test_tied_parameters_are_those_of_two_stages_or_more(model):
     layers, stages = model
@@ -168,16 +153,6 @@ def test_tied_parameters_are_those_of_two_stages_or_more(model):
 
 def test_stages_that_are_no_runs_are_refused():
     with pytest.raises(ArgumentError, match="layer 0 is in stage 1 and layer 1 in 0: stages are runs"):
-        flows([Layer("a"), Layer("b")], [1, 0])
+        tied([Layer("a"), Layer("b")], [1, 0])
     with pytest.raises(ArgumentError, match="there are 1 layers, and stages for 2"):
         tied([Layer("a")], [0, 1])
-
-
-@given(models(), st.data())
-def test_what_crosses_a_cut_is_what_is_read_behind_it(layers, data):
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(layers), max_size=len(layers)))
-    expected = []
-    for cut in range(1, len(layers)):
-        read = {at for layer in layers[cut:] for at in layer.reads if at < cut}
-        expected.append(sum(sizes[at] for at in read))
-    assert crossing(layers, sizes) == expected

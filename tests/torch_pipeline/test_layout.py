@@ -48,12 +48,13 @@ class Skip(nn.Module):
 
 def test_flows_ties_and_routes_are_those_of_the_model():
     made = layout(Skip(), 3, layers_per_proc=[1, 1, 1])
-    assert made.flows == ((0, 1), (1, 2))  # what lies between layers goes with the one before
     assert made.tied == {"first.weight": (0, 2)}
     inputs = made.captured.inputs(torch.ones(1, 2))
+    flows = made.flows([inputs], training=True)
+    assert flows == ((0, 1), (1, 2))  # what lies between layers goes with the one before
     for stage in range(2):
-        for taker, names in made.route(stage, inputs, training=True).items():
-            assert (stage, taker) in made.flows
+        for taker, names in made.route(stage, inputs, flows, training=True).items():
+            assert (stage, taker) in flows
             assert names
 
 
@@ -70,3 +71,26 @@ def test_a_circle_is_not_cut():
     with pytest.raises(ArgumentError, match="again"):
         layout(Twice(), 2, layers_per_proc=[1, 3])
     assert layout(Twice(), 2).spans == (range(3), range(3, 4))
+
+
+class Detour(nn.Module):
+    """Has a skip in one mode only, or for one kind of input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+    def forward(self, x, scale=None):
+        first = self.layers[0](x)
+        x = self.layers[2](self.layers[1](first))
+        if not self.training or scale is not None:
+            x = x + first
+        return self.layers[3](x)
+
+
+def test_flows_are_those_of_the_inputs_and_the_mode():
+    made = layout(Detour(), 3, layers_per_proc=[1, 1, 2])
+    plain, scaled = (made.captured.inputs(batch) for batch in ({"x": torch.ones(1, 2)}, (torch.ones(1, 2), 2.0)))
+    assert made.flows([plain], training=True) == ((0, 1), (1, 2))
+    assert made.flows([plain], training=False) == ((0, 1), (0, 2), (1, 2))
+    assert made.flows([plain, scaled], training=True) == ((0, 1), (0, 2), (1, 2))

@@ -8,6 +8,7 @@ from torch import nn
 import coordd.torch as cd
 from coordd.errors import ArgumentError
 from coordd.pipeline.action import Kind
+from coordd.pipeline.lowering import chain
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.plans import Plans
@@ -17,7 +18,8 @@ def planned(schedule, microbatches, *, world=4, replicas=2, **how):
     config = cd.PipelineConfig(schedule=schedule, microbatches=4, data_parallel=replicas)
     plans = Plans(config, world)
     layers = capture(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
-    return plans.lowered(microbatches, Layout.of(layers, plans.sketch.stages, config), **how)
+    layout, flows = Layout.of(layers, plans.sketch.stages, config), tuple(chain(plans.sketch.stages))
+    return plans.lowered(microbatches, layout, flows, **how)
 
 
 def test_without_steps_each_stage_reduces_once_when_it_has_all_gradients():

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from coordd_torch.pipeline.capture import capture
+from coordd_torch.pipeline.failure import CaptureError
 from tests.torch_pipeline.captures import assert_same, cut, forward, step
 from tests.torch_pipeline.models import Guarded, ResNet, Stations
 
@@ -168,3 +169,56 @@ def test_arguments_that_are_no_tensors_may_change():
     for batch in ({"times": 2}, {"times": 3, "scale": torch.ones(4, 1)}, {"times": 0}, {}):
         given = {"batch": {"image": torch.randn(4, 5)}, **batch}
         assert_same(*step(model, captured, stages, given, lambda out: out["logits"].sum()), tolerance=1e-6)
+
+
+class Scaled(nn.Module):
+    """Its float may stay open if it only multiplies."""
+
+    def __init__(self, *, decides):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.decides = decides
+
+    def forward(self, x, scale):
+        if self.decides and scale > 2:
+            x = -x
+        return self.layers[1](self.layers[0](x) * scale)
+
+
+@pytest.mark.parametrize(("decides", "count"), [(False, 1), (True, 5)])
+def test_a_float_that_changes_needs_no_new_trace_unless_it_decides(decides, count):
+    model = Scaled(decides=decides)
+    captured = capture(model, {"x": torch.ones(2, 3), "scale": 0.5})
+    stages = cut(captured, 2)
+    for scale in (0.5, 1.0, 2.0, 3.0, 4.0):
+        assert_same(*step(model, captured, stages, {"x": torch.randn(2, 3), "scale": scale}, torch.sum), tolerance=1e-6)
+    assert len(captured.traces.found) == count
+
+
+def test_what_is_remembered_of_changing_inputs_is_bounded(monkeypatch):
+    monkeypatch.setattr("coordd_torch.pipeline.traces.KEPT", 3)
+    model = Scaled(decides=True)
+    captured = capture(model, {"x": torch.ones(2, 3), "scale": 0.0})
+    stages = cut(captured, 2)
+    for scale in (1.0, 2.0, 3.0, 4.0, 1.0):
+        assert_same(*step(model, captured, stages, {"x": torch.randn(2, 3), "scale": scale}, torch.sum), tolerance=1e-6)
+    assert len(captured.traces.found) == 3
+    assert captured.traces.found[0] is captured.traces.first
+
+
+class Sorts(nn.Module):
+    """Does something else for a tensor than for what stands for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x))
+        return x * 2 if isinstance(x, torch.Tensor) else x
+
+
+def test_without_an_example_the_first_batch_is_the_trial():
+    captured = capture(Sorts())
+    with pytest.raises(CaptureError, match=r"the model calls aten::mul.* where its trace calls None"):
+        captured.traces.find(captured.inputs(torch.ones(2, 3)), training=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
 from coordd_torch.pipeline.capture import capture
-from tests.torch_pipeline.captures import assert_same, cut, step
+from coordd_torch.pipeline.failure import CaptureError
+from tests.torch_pipeline.captures import assert_same, cut, forward, step
 
 
 class Linears(nn.Module):
@@ -77,6 +80,96 @@ def test_stages_do_what_the_model_does(make, way, layers):
     stages = cut(captured, layers)
     for size in (2, 3, 4):
         assert_same(*step(model, captured, stages, torch.randn(size, 3), torch.sum), tolerance=1e-6)
+
+
+class Average(Linears):
+    """Another tensor becomes the buffer."""
+
+    def forward(self, x):
+        self.seen = self.seen * 0.5 + x.detach().sum(0)
+        return self.body(x)
+
+
+class Frozen(Linears):
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.blocks[0](x)
+        return self.blocks[2](self.blocks[1](x))
+
+
+class Cast(Linears):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.blocks[1](self.blocks[0](x))
+        return self.blocks[2](x.float())
+
+
+class Uncast(Linears):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.body(x)
+
+
+class Warming(Linears):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x) * min(1.0, self.calls / 10)
+
+
+class Dropping(Linears):
+    """Leaves layers out at random."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x if random.random() < 0.01 else block(x)
+        return x
+
+
+@pytest.mark.parametrize("make", [Average, Frozen, Cast, Uncast, Warming, Dropping, Noise])
+def test_what_a_trace_would_lose_or_keep_for_ever_is_refused(make):
+    luck = random.getstate()
+    with pytest.raises(CaptureError, match=r"no_grad|each time|random numbers"):
+        capture(make())
+    assert random.getstate() == luck
+
+
+@pytest.mark.parametrize("make", [Warming, Dropping])
+def test_and_so_it_is_by_torch_export(make):
+    with pytest.raises(CaptureError, match=r"export: InconstantError: forward .*(each time|random numbers)"):
+        capture(make(), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("make", [Frozen, Cast])
+def test_or_it_is_recorded_by_torch_export(make):
+    model = make().eval()
+    captured = capture(model, torch.randn(2, 3))
+    assert captured.way == "export"
+    stages = cut(captured, 2)
+    for each in (model, *stages):
+        each.train()
+    assert_same(*step(model, captured, stages, torch.randn(4, 3), torch.sum), tolerance=1e-6)
+
+
+def test_gradients_may_be_left_out_where_nothing_is_trained():
+    class Careful(Linears):
+        def forward(self, x):
+            with torch.set_grad_enabled(self.training):
+                return self.body(x)
+
+    model = Careful().eval()
+    captured = capture(model)
+    stages = cut(captured, 2)
+    assert captured.way == "fx"
+    for mode in (True, False):
+        for each in (model, *stages):
+            each.train(mode)
+        with torch.set_grad_enabled(mode):
+            x = torch.randn(2, 3)
+            assert torch.equal(forward(stages, captured.inputs(x))[-1][1]["output"], model(x))
 
 
 def test_an_open_module_that_cannot_be_traced_becomes_a_layer():

@@ -6,20 +6,19 @@ real, with ghosts in the place of what is not wanted.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline.ghosts import Ghosts, UnreadableError
+from coordd_torch.pipeline.luck import untouched
 
 __all__ = ["Builder", "Wanted", "keep", "materialise", "outline"]
 
@@ -120,7 +119,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
 
 
 def _rehearse(builder: Builder) -> _Rehearsal:
-    with _unchanged_randomness():
+    with untouched():
         with suppress(UnreadableError):
             return _rehearsed(builder, draw=False)
         return _rehearsed(builder, draw=True)  # an initialiser looks at what it has drawn
@@ -170,15 +169,3 @@ def _select(names: Collection[str], wanted: Wanted) -> frozenset[str]:
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + rest
-
-
-@contextmanager
-def _unchanged_randomness() -> Iterator[None]:
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - it is what a builder may use
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)  # noqa: NPY002 - as above

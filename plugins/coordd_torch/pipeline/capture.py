@@ -116,11 +116,6 @@ class Captured:
             return ""
         return next((path for path, module in self.model.named_modules() if module is called), "")
 
-    @cached_property
-    def graph_module(self) -> fx.GraphModule:
-        """The whole model as one graph, its layers one after another; its result are the leaves of the output."""
-        return fx.GraphModule(stage(self, 0, len(self.layers) - 1), Cut(self.traces.first, 0, len(self.layers)).graph())
-
     def interface(
         self, first: int, last: int, *, values: Mapping[str, Any] | None = None, training: bool = True
     ) -> Cut:

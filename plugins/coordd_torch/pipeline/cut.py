@@ -11,7 +11,10 @@ from torch import fx, nn
 from coordd_torch.pipeline.purity import attribute
 from coordd_torch.pipeline.trace import Trace
 
-__all__ = ["Cut"]
+__all__ = ["VALUE", "Cut"]
+
+VALUE = "%"
+"""Begins the names of all values that layers give, and of no input, though a layer and an input may share a name."""
 
 _ANYWHERE = -1
 
@@ -55,12 +58,12 @@ class Cut:
     @cached_property
     def reads(self) -> tuple[str, ...]:
         """The names of the values of earlier layers that are read."""
-        return tuple(node.name for node in self._outside if node in self._trace.layer)
+        return tuple(VALUE + node.name for node in self._outside if node in self._trace.layer)
 
     @cached_property
     def writes(self) -> tuple[str, ...]:
         """The names of the values that later layers read."""
-        return tuple(node.name for node in self._given)
+        return tuple(VALUE + node.name for node in self._given)
 
     @cached_property
     def modules(self) -> frozenset[str]:

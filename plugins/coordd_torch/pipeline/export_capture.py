@@ -12,9 +12,12 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from coordd_torch.pipeline.aliases import renamed
 from coordd_torch.pipeline.batch_norms import restored
+from coordd_torch.pipeline.constancy import refuse_luck
 from coordd_torch.pipeline.hush import hushed
 from coordd_torch.pipeline.inputs import Call
+from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.trace import Trace
+from coordd_torch.pipeline.trial import refuse_change
 from coordd_torch.pipeline.twin import Stand
 
 __all__ = ["trace"]
@@ -42,9 +45,11 @@ def trace(model: nn.Module, call: Call, norms: Collection[str]) -> Trace:
             shapes[leaf] = tuple(Dim.AUTO for _ in leaf.shape)
     args, kwargs = call.arguments(stand.leaves)
     open_ = shapes.dynamic_shapes(stand.model, args, kwargs)
-    with warnings.catch_warnings(), hushed(*_TALKERS):
+    refuse_change(model, call)
+    with warnings.catch_warnings(), hushed(*_TALKERS), untouched() as drawn:
         warnings.simplefilter("ignore")  # what it dislikes is for those who keep the program
         program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=open_, strict=False)
+        refuse_luck(drawn=drawn())
     module = _tidied(program, norms)
     fixed = {name: leaf for name, leaf in call.values.items() if not isinstance(leaf, torch.Tensor)}
     guards = _Guards(program, module.graph, call.names)

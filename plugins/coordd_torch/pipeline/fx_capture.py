@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
+from coordd_torch.pipeline.constancy import InconstantError, difference, refuse_luck
 from coordd_torch.pipeline.inputs import Call
+from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.purity import attribute
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.trial import Trial
@@ -37,7 +40,8 @@ def _in_place(target: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], fx.P
     return method
 
 
-for _name in ("iadd", "isub", "imul", "itruediv", "ipow", "imod", "ifloordiv", "iand", "ior", "ixor"):
+_NAMES = ("iadd", "isub", "imul", "itruediv", "ipow", "imod", "ifloordiv", "iand", "ior", "ixor")
+for _name in _NAMES:
     setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
@@ -49,9 +53,21 @@ class _Tracer(fx.Tracer):
         self._units = units
         self._call = call
         self._dynamic = dynamic
+        self._modes = _modes()
         self.output = pytree.tree_structure(0)
 
     proxy_buffer_attributes = True  # what forward does to a buffer must be in the graph
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        if self._differs(_modes()):
+            text = f"`{_written(node)}` is computed under `no_grad`, `autocast` or the like, which would be lost"
+            raise TraceError(text)
+        return node
+
+    def _differs(self, modes: tuple[int, ...]) -> bool:
+        """Whether these are not those of the call; nothing but training cares for gradients."""
+        return modes != self._modes if self.root.training else modes[0] != self._modes[0]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002 - fx's own signature
         return module_qualified_name in self._units
@@ -84,6 +100,13 @@ class _Tracer(fx.Tracer):
         return run, [self.root]
 
 
+def _modes() -> tuple[int, ...]:
+    """How many blocks of autocast there are around this, on or off, and whether there are gradients."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
 def _needs_data(proxy: fx.Proxy, use: str) -> str:
     return f"the value of `{_written(proxy.node)}` {use}, and is known with data only"
 
@@ -104,15 +127,32 @@ def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool)
     Args:
         model: without data, as from `bare`.
         units: the paths of the layers.
-        call: the arguments; tensors stay open, other leaves become constants.
+        call: the arguments; tensors stay open, and floats where they can, other leaves become constants.
         example: whether the leaves of the call are real ones, with which the graph is tried; else all of them are open.
 
     Raises:
         Exception: whatever stops the tracing, or a trial's failure.
     """
-    dynamic = frozenset(name for name, leaf in call.values.items() if not example or isinstance(leaf, torch.Tensor))
-    tracer = _Tracer(units, call, dynamic)
-    graph = tracer.trace(bare(model))  # a copy, for forward may keep what it computes
+    if not example:
+        return _trace(model, units, call, frozenset(call.names), example=False)
+    tensors = frozenset(name for name, leaf in call.values.items() if isinstance(leaf, torch.Tensor))
+    open_ = frozenset(name for name, leaf in call.values.items() if isinstance(leaf, torch.Tensor | float))
+    if open_ != tensors:
+        with suppress(Exception):  # forward decides over something by a float
+            return _trace(model, units, call, open_, example=True)
+    return _trace(model, units, call, tensors, example=True)
+
+
+def _trace(model: nn.Module, units: frozenset[str], call: Call, dynamic: frozenset[str], *, example: bool) -> Trace:
+    tracer, again = (_Tracer(units, call, dynamic) for _ in range(2))
+    root = bare(model)  # a copy, for forward may keep what it computes
+    with torch.enable_grad(), untouched() as drawn:
+        graph = tracer.trace(root)
+        _restore(root, model)
+        second = again.trace(root)
+        refuse_luck(drawn=drawn())
+    if told := difference(root, graph, second):
+        raise InconstantError(f"forward does not do the same each time it is called: {told}")
     for node in graph.nodes:
         if node.op == "get_attr" and attribute(model, node.target) is None:  # a constant that tracing has found
             setattr(model, node.target, attribute(tracer.root, node.target))
@@ -120,4 +160,29 @@ def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool)
     found = Trace(model, graph, call.names, tracer.output, model.training, fixed)
     if example:
         found.together = Trial(found, call).run()
+        types = {name: type(leaf) for name, leaf in call.values.items() if name in dynamic}
+        found.shapes = lambda values: all(isinstance(values[name], each) for name, each in types.items())
+    else:
+        found.tried = set()
     return found
+
+
+def _restore(root: nn.Module, model: nn.Module) -> None:
+    """Makes buffers tensors again that were written to in place, and are values of the trace since then."""
+    for path, module in root.named_modules():
+        for name, value in list(module._buffers.items()):  # noqa: SLF001 - what is no tensor is told nowhere else
+            if isinstance(value, fx.Proxy) and _written_buffer(value.node) == (f"{path}.{name}" if path else name):
+                setattr(module, name, torch.empty_like(model.get_submodule(path).get_buffer(name)))
+
+
+def _written_buffer(node: Any) -> str:
+    """The path of the buffer that a value is after it was written to; nothing if the value is another one."""
+    while isinstance(node, fx.Node) and node.op.startswith("call_") and _writes(node.target):
+        node = node.args[0]
+    return str(node.target) if isinstance(node, fx.Node) and node.op == "get_attr" else ""
+
+
+def _writes(target: Any) -> bool:
+    if isinstance(target, str):
+        return target.endswith("_") and not target.endswith("__")
+    return getattr(target, "__name__", "") in _NAMES

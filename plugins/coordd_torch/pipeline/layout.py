@@ -17,6 +17,7 @@ from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.trace import Trace
+from coordd_torch.pipeline.traces import KEPT
 from coordd_torch.pipeline.tying import copied
 
 __all__ = ["Layout"]
@@ -33,7 +34,8 @@ class Layout:
     def __init__(self, captured: Captured, spans: Sequence[range]) -> None:
         self.captured = captured
         self.spans = tuple(spans)
-        self._cut = lru_cache(maxsize=None)(self._uncached_cut)
+        self._flows = lru_cache(maxsize=KEPT)(self._uncached_flows)
+        self._cut = lru_cache(maxsize=KEPT * len(self.spans))(self._uncached_cut)
 
     @classmethod
     def of(
@@ -66,10 +68,19 @@ class Layout:
             return cls(captured, spans)
         return cls(captured, (profile or _unmeasured(captured, config)).split(stages, by=config.split, memory=memory))
 
-    @cached_property
-    def flows(self) -> tuple[tuple[int, int], ...]:
-        """Which stage's results which later stage takes."""
-        return graph.flows(self.captured.table, self._stage_of_layer)
+    def flows(self, microbatches: Iterable[Mapping[str, Any]], *, training: bool) -> tuple[tuple[int, int], ...]:
+        """Which stage's results which later stage takes, of any of these inputs.
+
+        Raises:
+            CaptureError: the model cannot be traced with them.
+        """
+        traces = dict.fromkeys(self.captured.traces.find(inputs, training=training) for inputs in microbatches)
+        return tuple(sorted({flow for trace in traces for flow in self._flows(trace)}))
+
+    def _uncached_flows(self, trace: Trace) -> frozenset[tuple[int, int]]:
+        cuts = [self._cut(trace, stage) for stage in range(len(self.spans))]
+        giver = {name: stage for stage, cut in enumerate(cuts) for name in cut.writes}
+        return frozenset((giver[name], taker) for taker, cut in enumerate(cuts) for name in cut.reads)
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
@@ -91,12 +102,14 @@ class Layout:
         parameters = {name for each in modules for name, _ in each.named_parameters(remove_duplicate=False)}
         return parameters | {name for each in modules for name, _ in each.named_buffers(remove_duplicate=False)}
 
-    def route(self, stage: int, inputs: Mapping[str, Any], *, training: bool) -> dict[int, Sequence[str]]:
-        """Says for inputs like these the names of the values that each later stage gets from a stage."""
+    def route(
+        self, stage: int, inputs: Mapping[str, Any], flows: Iterable[tuple[int, int]], *, training: bool
+    ) -> dict[int, Sequence[str]]:
+        """Says for inputs like these the names of the values that each later stage of the flows gets from a stage."""
         trace = self.captured.traces.find(inputs, training=training)
         writes = self._cut(trace, stage).writes
         found: dict[int, Sequence[str]] = {}
-        for giver, taker in self.flows:
+        for giver, taker in flows:
             if giver == stage:
                 reads = set(self._cut(trace, taker).reads)
                 found[taker] = [name for name in writes if name in reads]

@@ -127,9 +127,8 @@ class Pipeline:
         built = model if isinstance(model, nn.Module) else self._materialised(model)
         self.stages = self._made(built, optimizer, loss)
         self._saving = Saving(self.stages, self.layout, self._sketch, self._operations, name=f"{self._name}.loading")
-        self._engine = Engine(
-            self.stages, self.layout.flows, self._operations, name=self._name, fail=self._operations.daemon.fail
-        )
+        self._flows: tuple[tuple[int, int], ...] = ()
+        self._engine = Engine(self.stages, self._operations, name=self._name, fail=self._operations.daemon.fail)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -303,9 +302,12 @@ class Pipeline:
             )
         call = ("train_batch" if step else "verify_parity") if training else "predict" if keep else "eval_batch"
         self._accord.check(call, x, y, scale=self._scaling.scale if self._scaling else 1.0)
-        plan = self._plans.lowered(self.config.fitting(rows_of(x)), self.layout, training=training, step=step)
-        steps = plan.microbatches // self.config.widest if self.config.schedule == "pipedream" and step else 1
-        batch = self._batch(x, y, plan.microbatches, steps=steps)
+        each = self.config.fitting(rows_of(x))
+        batch = self._batch(
+            x, y, each * self.config.widest, steps=each if self.config.schedule == "pipedream" and step else 1
+        )
+        self._flows = self.layout.flows(map(batch.inputs, range(batch.count)), training=training)
+        plan = self._plans.lowered(each, self.layout, self._flows, training=training, step=step)
         self._settling.begin()
         for stage in self.stages.values():
             stage.begin(batch, training=training, keep=keep, scaling=self._scaling if step else None)
@@ -373,7 +375,7 @@ class Pipeline:
             boundary,
             optimizer=optimizer,
             loss=loss if number == self._sketch.stages - 1 else None,
-            route=lambda inputs: self.layout.route(number, inputs, training=module.training),
+            route=lambda inputs: self.layout.route(number, inputs, self._flows, training=module.training),
             versions=Versions(list(module.parameters()), keep) if keep > 1 else None,
             reduce=lambda: self._sharing.start(number),
             settle=self._settling.settle,

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.trace import Trace
-from coordd_torch.pipeline.traces import Traces
+from coordd_torch.pipeline.traces import KEPT, Traces
 from coordd_torch.pipeline.trial import versions
 
 __all__ = ["OUTPUT", "StageModule"]
@@ -116,6 +116,8 @@ class StageModule(nn.Module):
             # The generated code names what it needs as attributes of the module that runs it.
             run = type(fx.GraphModule(self, cut.graph())).forward
             self._programs[trace] = _Program(cut, run, trace.output)
+            if len(self._programs) > KEPT:
+                del self._programs[next(iter(self._programs))]
         return self._programs[trace]
 
 

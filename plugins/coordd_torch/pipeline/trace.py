@@ -31,6 +31,7 @@ class Trace:
         training: the mode that it holds for; None for both.
         fixed: the inputs that are no tensors, and are constants of the graph.
         shapes: tells whether it holds for inputs of these shapes.
+        tried: with which types of inputs it was tried beside the model; None if it is for such only.
         together: pairs of nodes between which no cut may be.
         layer: the layer of each node; see `Layering.assign`.
     """
@@ -42,6 +43,7 @@ class Trace:
     training: bool | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     shapes: Callable[[Mapping[str, Any]], bool] = _always
+    tried: set[tuple[Any, ...]] | None = None
     together: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     layer: dict[fx.Node, int] = field(default_factory=dict)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,18 @@ from coordd.errors import ArgumentError
 from coordd_torch.pipeline import export_capture, fx_capture
 from coordd_torch.pipeline.batch_norms import tracking
 from coordd_torch.pipeline.chain import INPUT, chain
+from coordd_torch.pipeline.cut import VALUE
 from coordd_torch.pipeline.failure import CaptureError
 from coordd_torch.pipeline.inputs import Call, only
 from coordd_torch.pipeline.layers import Layering, units
 from coordd_torch.pipeline.trace import Trace
+from coordd_torch.pipeline.trial import Trial, TrialError
 from coordd_torch.pipeline.twin import bare
 
-__all__ = ["Traces"]
+__all__ = ["KEPT", "Traces"]
+
+KEPT = 256
+"""So many traces, and so many kinds of inputs, are remembered."""
 
 FX, EXPORT, SEQUENTIAL, CUTS = "fx", "export", "sequential", "cuts"
 
@@ -42,7 +48,7 @@ class Traces:
         self._model = model
         self._norms = norms
         self.found: list[Trace] = []
-        self._by_kind: dict[tuple[Any, ...], Trace] = {}
+        self._by_kind: dict[tuple[Any, ...], Trace] = {}  # those that came last, the last one last
         self._calls: dict[tuple[str, ...], Call] = {}
         self._add(first)
 
@@ -65,6 +71,8 @@ class Traces:
             CaptureError: neither torch.fx nor torch.export could.
         """
         plain = bare(model)
+        if not plain.training:  # layers are those of training, in which alone gradients matter
+            plain.train()
         norms = tracking(plain)
         errors: list[tuple[str, Exception]] = []
         for way, opened in ((FX, depth), (EXPORT, depth), (FX, 0)):
@@ -100,20 +108,41 @@ class Traces:
         """
         if self.way in {SEQUENTIAL, CUTS}:
             return self.first
-        names = max((names for names in self._calls if values.keys() >= set(names)), key=len, default=None)
-        if names is None:
-            raise ArgumentError(f"the inputs {', '.join(values)} are not those of a batch that was given to `inputs`")
+        names = tuple(name for name in values if not name.startswith(VALUE))
+        if names not in self._calls:
+            raise ArgumentError(f"the inputs {', '.join(names)} are not those of a batch that was given to `inputs`")
         leaves = tuple(values[name] for name in names)
         key = (training, names, tuple(map(_kind, leaves)))
-        if key not in self._by_kind:
-            fitting = (trace for trace in self.found if trace.holds(names, values, training=training))
+        found = self._by_kind.pop(key, None)
+        if found is None:
             call = replace(self._calls[names], leaves=leaves)
-            self._by_kind[key] = next(fitting, None) or self._traced_again(call, training)
-        return self._by_kind[key]
+            fitting = (trace for trace in self.found if trace.holds(names, values, training=training))
+            found = next((trace for trace in fitting if self._stands(trace, call)), None)
+            found = found or self._traced_again(call, training)
+        self._by_kind[key] = found
+        if len(self._by_kind) > KEPT:
+            del self._by_kind[next(iter(self._by_kind))]
+        return found
 
     def learn(self, call: Call) -> None:
         """Remembers how such a batch is passed to the model."""
         self._calls.setdefault(call.names, call.without_leaves())
+
+    def _stands(self, trace: Trace, call: Call) -> bool:
+        """Whether a trace that was made without an example does what the model does with these types of inputs.
+
+        Raises:
+            ArgumentError: it does, but the layers are not those that it needs.
+        """
+        types = (call.names, *map(type, call.leaves))
+        if trace.tried is None or types in trace.tried:
+            return True
+        with suppress(TrialError):
+            trace.together = Trial(trace, call).run()
+            self._layering.assign(trace)
+            trace.tried.add(types)
+            return True
+        return False
 
     def _traced_again(self, call: Call, training: bool) -> Trace:
         modes = [module.training for module in self._model.modules()]
@@ -140,6 +169,8 @@ class Traces:
     def _add(self, trace: Trace) -> Trace:
         trace.layer = self._layering.assign(trace)
         self.found.append(trace)
+        if len(self.found) > KEPT:
+            del self.found[1]  # the first says what the layers are
         return trace
 
 

@@ -7,6 +7,7 @@ such as noise. Then the operators that run are not the same ones.
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,14 +16,16 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coordd_torch.pipeline.constancy import InconstantError
 from coordd_torch.pipeline.inputs import Call
+from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.twin import Stand
 
-__all__ = ["Trial", "TrialError", "versions"]
+__all__ = ["Trial", "TrialError", "refuse_change", "versions"]
 
 
-_HANDED_ON = ("aten::lift_fresh", "aten::detach", "aten::alias")
+_HANDED_ON = ("aten::lift_fresh", "aten::detach", "aten::alias", "prim::")
 
 
 def versions(value: Any) -> list[int]:
@@ -53,7 +56,7 @@ class Trial:
         Nothing is found out about a model with layers that need to see data.
         """
         args, kwargs = self._call.arguments(self._stand.leaves)
-        with self._stand.mode, torch.no_grad():
+        with self._stand.mode, torch.set_grad_enabled(self._stand.model.training):
             try:
                 with _Record() as wanted_calls:
                     wanted = self._stand.model(*args, **kwargs)
@@ -75,22 +78,52 @@ class Trial:
         return list(zip(self._call.names, self._stand.leaves, strict=True))
 
 
+def refuse_change(model: nn.Module, call: Call) -> None:
+    """Refuses a model that runs other operators, or with other numbers, when it is called again.
+
+    Raises:
+        InconstantError: it does; nothing is found out about one that needs to see data.
+    """
+    stand = Stand(model, call.leaves)
+    args, kwargs = call.arguments(stand.leaves)
+    records = [_Record(), _Record()]
+    with untouched(), stand.mode:
+        for record in records:
+            with suppress(Exception), record:
+                stand.model(*args, **kwargs)
+    for first, second in itertools.zip_longest(*(record.told for record in records)):
+        if first != second:
+            raise InconstantError(f"forward does not do the same each time it is called: {first}, then {second}")
+
+
 def _shown(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    return f"{leaf.dtype}{list(leaf.shape)}{' with gradients' * leaf.requires_grad}"
 
 
 class _Record(TorchDispatchMode):
-    """Notes the names of the operators that run, but for those that only hand on a constant."""
+    """Notes the operators that run, but for those that only hand on a constant.
+
+    Attributes:
+        names: of the operators, and whether gradients are wanted there.
+        told: the same with the numbers that they are given.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # it has no types
         self.names: list[str] = []
+        self.told: list[str] = []
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not func.name().startswith(_HANDED_ON):
-            self.names.append(func.name())
+            name = func.name() if torch.is_grad_enabled() else f"{func.name()} without gradients"
+            self.names.append(name)
+            leaves = pytree.tree_leaves((args, kwargs))
+            numbers = (str(leaf) for leaf in leaves if isinstance(leaf, bool | int | float | str))
+            self.told.append(f"{name}({', '.join(numbers)})")
         return func(*args, **(kwargs or {}))
 
 
