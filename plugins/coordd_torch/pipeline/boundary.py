@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from coordd.errors import ArgumentError
 from coordd.pipeline.frame import joined, pack, parted
 from coordd_torch.pipeline.attic import Attic
+from coordd_torch.pipeline.buffers import Held, WrittenBuffers, borrowed
 from coordd_torch.pipeline.codec import TorchCodec, leaf
 from coordd_torch.pipeline.shelf import Shelf
 from coordd_torch.pipeline.split import SplitBackward, divisible, walk
@@ -105,6 +106,7 @@ class Boundary:
         self.step = 0
         self.undivided = 0
         self._module = module
+        self._buffers = WrittenBuffers(module)
         self.codec = codec or TorchCodec()
         self._compress = compress
         self._recompute = recompute
@@ -135,8 +137,9 @@ class Boundary:
         passage = self._passages[microbatch] = _Passage(entered)
         with self.statistics.microbatch(), self._chance(microbatch):
             if self._recompute and torch.is_grad_enabled():
-                passage.again = self._replay(passage, {**inputs, **values})
-                passage.outputs = self._forgetful({**inputs, **_copied(values, self.codec)})
+                with self._buffers.kept() as found:
+                    passage.again = self._replay(passage, {**inputs, **values}, found)
+                    passage.outputs = self._forgetful({**inputs, **_copied(values, self.codec)})
             else:
                 passage.outputs = self._built(passage, {**inputs, **values})
         return dict(passage.outputs)
@@ -236,11 +239,11 @@ class Boundary:
         found: dict[str, Any] = joined(structure, leaves)
         return found
 
-    def _replay(self, passage: _Passage, values: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    def _replay(self, passage: _Passage, values: dict[str, Any], found: list[Held]) -> Callable[[], dict[str, Any]]:
         surroundings = Surroundings(self.codec.device)
 
         def again() -> dict[str, Any]:
-            with surroundings.again(), self.statistics.paused(), torch.enable_grad():
+            with surroundings.again(), borrowed(found), torch.enable_grad():
                 return self._built(passage, values)
 
         return again

@@ -311,6 +311,8 @@ class Pipeline:
         for stage in self.stages.values():
             stage.begin(batch, training=training, keep=keep, scaling=self._scaling if step else None)
         self.spans = self._engine.run(plan, self._rank)
+        for stage in self.stages.values():
+            stage.end()
         self._done = plan
 
     def _batch(self, x: Any, y: Any, microbatches: int, *, steps: int = 1) -> Batch:

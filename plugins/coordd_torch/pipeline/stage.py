@@ -115,6 +115,10 @@ class TorchStage:
         if self._versions is not None:
             self._versions.restart()
 
+    def end(self) -> None:
+        """Leaves the layers as they were before the run, but for what was trained."""
+        self.module.restore()
+
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Takes a microbatch through; the last stage finds its loss.
 

@@ -45,9 +45,10 @@ class StageModule(nn.Module):
         self._traces = traces
         self._span = (first, last)
         self._programs: dict[Trace, _Program] = {}
-        self.training = model.training
+        self.training = self._trains = model.training
         _furnish(self, model, Cut(traces.first, first, last))
         self._program(traces.first)
+        self._modes = [(module, module.training) for module in self.modules()]
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -92,6 +93,18 @@ class StageModule(nn.Module):
         if cut.is_last:
             given[OUTPUT] = pytree.tree_unflatten(results, program.output)
         return given
+
+    def train(self, mode: bool = True) -> StageModule:
+        """Sets the mode; what was in evaluation when the stage was made, in a model in training, is frozen and stays so."""
+        super().train(mode)
+        for module, trains in self._modes if self._trains else ():
+            module.training = mode and trains
+        return self
+
+    def restore(self) -> None:
+        """Leaves the layers in the modes in which they were when the stage was made."""
+        for module, trains in self._modes:
+            module.training = trains
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StageModule:
         """Keeps tied parameters tied where they are made anew, as by `to_empty`."""
