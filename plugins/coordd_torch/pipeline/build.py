@@ -21,7 +21,7 @@ from torch import nn
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline.ghosts import Ghosts, UnreadableError
 
-__all__ = ["Builder", "Wanted", "keep", "materialise", "outline"]
+__all__ = ["Builder", "Wanted", "keep", "materialise", "outline", "unchanged_randomness"]
 
 Builder = Callable[[], nn.Module]
 Wanted = Callable[[str], bool] | AbstractSet[str]
@@ -120,7 +120,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
 
 
 def _rehearse(builder: Builder) -> _Rehearsal:
-    with _unchanged_randomness():
+    with unchanged_randomness():
         with suppress(UnreadableError):
             return _rehearsed(builder, draw=False)
         return _rehearsed(builder, draw=True)  # an initialiser looks at what it has drawn
@@ -173,7 +173,8 @@ def _some(names: list[str]) -> str:
 
 
 @contextmanager
-def _unchanged_randomness() -> Iterator[None]:
+def unchanged_randomness() -> Iterator[None]:
+    """Puts the generators of random numbers, of Python, NumPy and PyTorch, back to where they were."""
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - it is what a builder may use
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:

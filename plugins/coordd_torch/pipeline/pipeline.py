@@ -27,7 +27,8 @@ from coordd_torch.pipeline.appraisal import budget, measured
 from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.batch import Batch, Weigh, joined, rows_of
 from coordd_torch.pipeline.boundary import Boundary
-from coordd_torch.pipeline.build import materialise, outline
+from coordd_torch.pipeline.buffers import borrowed, copies, every
+from coordd_torch.pipeline.build import materialise, outline, unchanged_randomness
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.codec import TorchCodec
 from coordd_torch.pipeline.config import PipelineConfig
@@ -39,10 +40,10 @@ from coordd_torch.pipeline.record import record
 from coordd_torch.pipeline.saving import Saving
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.settling import Settling
-from coordd_torch.pipeline.sharing import Sharing
+from coordd_torch.pipeline.sharing import Sharing, align
 from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed
 from coordd_torch.pipeline.stage_module import StageModule
-from coordd_torch.pipeline.tying import tied
+from coordd_torch.pipeline.tying import check_statistics, tied
 from coordd_torch.pipeline.versions import Versions
 from coordd_torch.state import allgather_object
 
@@ -121,6 +122,7 @@ class Pipeline:
                 f"layers_per_proc has {len(self.layout.spans)} stages, but {self._plans.ranks} ranks have "
                 f"{self._sketch.stages} under {self.config.schedule!r}: give as many numbers"
             )
+        check_statistics(self._captured.model, self.layout.holders)
         self.epochs = 0
         self.spans: list[Span] = []
         self._done: Plan | None = None
@@ -272,11 +274,16 @@ class Pipeline:
             x: as in `train_batch`.
             y: as in `train_batch`.
         """
-        self._run(x, y, training=True, step=False)
-        self._sharing.finish()
+        with unchanged_randomness():
+            return self._parity(x, y)
+
+    def _parity(self, x: Any, y: Any) -> float:
         mine: dict[str, torch.Tensor | None] = {}
-        for stage in self.stages.values():
-            mine |= stage.gradients
+        with borrowed(copies(every(nn.ModuleList(stage.module for stage in self.stages.values())))):
+            self._run(x, y, training=True, step=False)
+            self._sharing.finish()
+            for stage in self.stages.values():
+                mine |= stage.gradients
         weights: dict[str, torch.Tensor] = {}
         for part in allgather_object(self.state_dict(), f"{self._name}.weights"):
             weights |= part
@@ -333,9 +340,12 @@ class Pipeline:
     def _made(self, model: nn.Module, optimizer: MakeOptimizer, loss: Loss) -> dict[int, TorchStage]:
         modules = {number: self.layout.module(number, model) for number in self._sketch.held[self._rank]}
         held = {number: dict(module.named_parameters()) for number, module in modules.items()}
-        owners = {key: self._owners(key, number) for number, mine in held.items() for key in mine}
+        tensors: dict[str, torch.Tensor] = {}
+        for module in modules.values():
+            tensors |= {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        owners = {key: self._owners(key) for key in tensors}
+        align(tensors, owners, self._operations, name=self._name)
         self._sharing = Sharing(held, owners, self._operations, name=self._name)
-        self._sharing.align()
         optimizers: dict[int, torch.optim.Optimizer | None] = {}
         known: set[str] = set()
         for number, mine in held.items():
@@ -390,7 +400,6 @@ class Pipeline:
             return [rows]
         return allgather_object(rows, f"{self._name}.{stage}.statistics", ProcessSet(ranks))
 
-    def _owners(self, key: str, stage: int) -> list[int]:
-        """The ranks that have a parameter of a stage."""
-        stages = self.layout.tied.get(key, (stage,))
-        return sorted({rank for each in stages for rank in self._sketch.placement[each]})
+    def _owners(self, key: str) -> list[int]:
+        """The ranks that have a parameter or buffer."""
+        return sorted({rank for stage in self.layout.holders[key] for rank in self._sketch.placement[stage]})
