@@ -24,6 +24,7 @@ from coordd_torch.pipeline.shelf import Shelf
 from coordd_torch.pipeline.split import SplitBackward, divisible, walk
 from coordd_torch.pipeline.statistics import DeferredStatistics
 from coordd_torch.pipeline.surroundings import Surroundings, seed_for, seeded
+from coordd_torch.pipeline.views import aliased
 
 __all__ = ["Boundary", "Gradients", "Parcel"]
 
@@ -164,6 +165,7 @@ class Boundary:
         frames = {}
         for stage, names in sends.items():
             value = {name: outputs[name] for name in names}
+            value |= aliased(value)
             frames[stage], tensors = pack(value, self.codec, compress=self._form)
             passage.sent[stage] = list(names)
             if passage.again is None:

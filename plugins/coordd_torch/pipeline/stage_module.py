@@ -15,6 +15,7 @@ from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.traces import Traces
 from coordd_torch.pipeline.trial import versions
+from coordd_torch.pipeline.views import ALIASED
 
 __all__ = ["OUTPUT", "StageModule"]
 
@@ -29,8 +30,8 @@ class _Program:
     cut: Cut
     run: Callable[..., Any]
     output: pytree.TreeSpec
-    written: set[str] | None = None
-    """The values that the stage writes to in place; known after the first run."""
+    written: dict[str, set[int]] | None = None
+    """The values that the stage writes to in place, and which of their tensors; known after the first run."""
 
 
 class StageModule(nn.Module):
@@ -141,12 +142,26 @@ class _Received:
             for name in program.cut.reads
         ]
         self._versions = [versions(value) for value in self.values] if program.written is None else []
+        self._aliased = {name: set(values.get(name + ALIASED, ())) for name in program.cut.reads}
 
     def note(self, program: _Program) -> None:
-        """Remembers, after the first run, what was written to."""
+        """Remembers, after the first run, what was written to.
+
+        Raises:
+            ArgumentError: it is one of several views of one memory, of which the others were to see it, and cannot.
+        """
         if program.written is None:
-            told = zip(program.cut.reads, self.values, self._versions, strict=True)
-            program.written = {name for name, value, version in told if versions(value) != version}
+            told = zip(program.cut.reads, map(versions, self.values), self._versions, strict=True)
+            changed = {name: {i for i, pair in enumerate(zip(now, then)) if len({*pair}) > 1} for name, now, then in told}
+            program.written = {name: numbers for name, numbers in changed.items() if numbers}
+        for name, numbers in program.written.items():
+            if numbers & self._aliased[name]:
+                first, last = program.cut.span
+                raise ArgumentError(
+                    f"layers {first} to {last} write in place to {name!r}, which shares memory with something else "
+                    "that comes from the same stage: across a cut they are apart, and the other would not be written "
+                    "to; clone() it, or do not work in place, or let no cut be between"
+                )
 
 
 def _furnish(stage: nn.Module, model: nn.Module, cut: Cut) -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coordd_torch.pipeline.inputs import Call
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.twin import Stand
+from coordd_torch.pipeline.views import tensors_in
 
 __all__ = ["Trial", "TrialError", "versions"]
 
@@ -27,8 +28,7 @@ _HANDED_ON = ("aten::lift_fresh", "aten::detach", "aten::alias")
 
 def versions(value: Any) -> list[int]:
     """How often each tensor of a value was written to."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [tensor._version for tensor in tensors]  # noqa: SLF001 - autograd's own counter
+    return [tensor._version for tensor in tensors_in(value)]  # noqa: SLF001 - autograd's own counter
 
 
 class TrialError(RuntimeError):
