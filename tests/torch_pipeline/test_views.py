@@ -74,7 +74,7 @@ def passed(place, recompute=False):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("place", [0, 1])
 def test_writing_to_one_of_several_views_is_refused(place, recompute):
-    with pytest.raises(ArgumentError, match="layers 1 to 1 write in place to '.*', which shares memory with"):
+    with pytest.raises(ArgumentError, match=r"layers 1 to 1 write in place to '.*', which shares memory with"):
         passed(place, recompute)
 
 

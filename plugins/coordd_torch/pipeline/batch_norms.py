@@ -1,4 +1,4 @@
-"""Batch and instance normalisation in exported graphs: put back as calls of its modules, whose statistics a stage collects itself.
+"""Batch and instance normalisation in exported graphs: put back as calls of its modules, which a stage watches.
 
 An exported graph writes to the running statistics with every microbatch, and each replica of a stage to its own.
 """

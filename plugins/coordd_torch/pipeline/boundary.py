@@ -183,7 +183,8 @@ class Boundary:
         passage = self._passages.pop(microbatch)
         edges, given = self._roots(passage, gradients)
         if edges:
-            torch.autograd.backward(edges, given)
+            with self._buffers.spared():
+                torch.autograd.backward(edges, given)
         return _taken(passage)
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> dict[int, list[Tensor | None]]:
@@ -194,8 +195,21 @@ class Boundary:
         """
         passage = self._passages[microbatch]
         edges, given = self._roots(passage, gradients)
-        if not edges:
-            return _taken(passage)
+        if edges:
+            with self._buffers.spared():
+                self._begin(passage, edges, given)
+        return _taken(passage)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Accumulates what gradients of parameters `backward_input` has left."""
+        passage = self._passages.pop(microbatch)
+        with self._buffers.spared():
+            if passage.split is not None:
+                passage.split.second()
+            elif passage.whole is not None:
+                torch.autograd.backward(*passage.whole)
+
+    def _begin(self, passage: _Passage, edges: list[GradientEdge], given: list[Tensor]) -> None:
         if not (inputs := passage.owing):
             passage.whole = edges, given
         elif divisible(graph := walk(edges)):
@@ -204,15 +218,6 @@ class Boundary:
         else:
             self.undivided += 1
             torch.autograd.backward(edges, given)
-        return _taken(passage)
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Accumulates what gradients of parameters `backward_input` has left."""
-        passage = self._passages.pop(microbatch)
-        if passage.split is not None:
-            passage.split.second()
-        elif passage.whole is not None:
-            torch.autograd.backward(*passage.whole)
 
     def _form(self, tensor: Tensor) -> str | None:
         return self._compress if tensor.requires_grad else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -54,7 +54,12 @@ class WrittenBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._norms = [each for each in every(module) if isinstance(each.module, Norm)]
         self._written: set[tuple[nn.Module, str]] | None = None
+
+    def spared(self) -> AbstractContextManager[None]:
+        """Lets normalisation write to copies, where layers compute again by themselves, as under `checkpoint`."""
+        return borrowed(copies([each._replace(tensor=each.current) for each in self._norms]))
 
     @contextmanager
     def kept(self) -> Iterator[list[Held]]:
@@ -73,7 +78,7 @@ class WrittenBuffers:
             if each.current is not each.tensor or each.tensor._version != version  # noqa: SLF001 - as above
         }
         if self._written is None:
-            self._written = written | {each[:2] for each in held if isinstance(each.module, Norm)}
+            self._written = written | {each[:2] for each in self._norms}
             found[:] = [each for each in found if each[:2] in self._written]
         elif others := sorted(name for _, name in written - self._written):
             text = f"a forward pass writes to the buffer {others[0]!r}, and the first one did not; activations can be "

@@ -17,7 +17,7 @@ from coordd_torch.tensors import borrow
 
 __all__ = ["Sharing", "align"]
 
-_Pending = tuple[Handle[Any], Callable[[np.ndarray | None], Any]]
+_Pending = tuple[Handle[Any], Callable[[Any], Any]]
 
 
 def align(
@@ -85,7 +85,7 @@ class Sharing:
         if not parameter.requires_grad:
             return
         idle = parameter.grad is None
-        gradient = torch.zeros_like(parameter) if idle else parameter.grad
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         array, back = borrow(gradient)
         request = self._operations.request(
             Kind.ALLREDUCE, f"{self._name}.{key}", array, self._sets[key], op=ReduceOp.SUM, prescale=1.0, postscale=1.0

@@ -96,7 +96,7 @@ class StageModule(nn.Module):
         return given
 
     def train(self, mode: bool = True) -> StageModule:
-        """Sets the mode; what was in evaluation when the stage was made, in a model in training, is frozen and stays so."""
+        """Sets the mode; what was in evaluation mode from the start, in a model in training, is frozen and stays so."""
         super().train(mode)
         for module, trains in self._modes if self._trains else ():
             module.training = mode and trains
@@ -152,7 +152,7 @@ class _Received:
         """
         if program.written is None:
             told = zip(program.cut.reads, map(versions, self.values), self._versions, strict=True)
-            changed = {name: {i for i, pair in enumerate(zip(now, then)) if len({*pair}) > 1} for name, now, then in told}
+            changed = {name: _unequal(now, then) for name, now, then in told}
             program.written = {name: numbers for name, numbers in changed.items() if numbers}
         for name, numbers in program.written.items():
             if numbers & self._aliased[name]:
@@ -162,6 +162,10 @@ class _Received:
                     "that comes from the same stage: across a cut they are apart, and the other would not be written "
                     "to; clone() it, or do not work in place, or let no cut be between"
                 )
+
+
+def _unequal(now: list[int], then: list[int]) -> set[int]:
+    return {number for number, (one, other) in enumerate(zip(now, then, strict=True)) if one != other}
 
 
 def _furnish(stage: nn.Module, model: nn.Module, cut: Cut) -> None:

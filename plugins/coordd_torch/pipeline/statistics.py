@@ -1,4 +1,4 @@
-"""Batch and instance normalisation where a batch comes in pieces: one update of the running statistics a step, by the whole batch.
+"""Batch and instance normalisation where a batch comes in pieces: one update of the statistics a step, by all of it.
 
 Each microbatch is normalised by its own mean and variance, as in every pipeline. But the running statistics would be
 updated for each, which ages them as many steps, and would never see how far the microbatches' means lie apart.
@@ -64,7 +64,8 @@ class DeferredStatistics:
     def take(self) -> dict[str, Tensor]:
         """Returns what was collected since the last time: for each layer and call a row of count, means, distances.
 
-        Distances are sums of squared distances from the mean, or of rows' own variances. Replicas of a stage give each other theirs.
+        Distances are sums of squared distances from the mean, or of rows' own variances. Replicas of a stage give each
+        other theirs.
         """
         rows, self._rows = self._rows, {}
         return rows
