@@ -169,7 +169,7 @@ def case_every_schedule_and_model_trains_as_in_one_piece() -> None:
 def case_activations_may_be_computed_anew() -> None:
     with doubles():
         for name in MODELS:
-            trained(name, schedule="1f1b", recompute=True)
+            trained(name, schedule="1f1b", recompute=True, data_parallel=cd.size() // 2)
 
 
 @ranks(4, deadline=60)
