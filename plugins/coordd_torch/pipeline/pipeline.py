@@ -126,7 +126,8 @@ class Pipeline:
         self.epochs = 0
         self.spans: list[Span] = []
         self._done: Plan | None = None
-        built = model if isinstance(model, nn.Module) else self._materialised(model)
+        names = self.layout.names(self._sketch.held[self._rank])
+        built = model if isinstance(model, nn.Module) else materialise(model, names)
         self.stages = self._made(built, optimizer, loss)
         self._saving = Saving(self.stages, self.layout, self._sketch, self._operations, name=f"{self._name}.loading")
         self._engine = Engine(
@@ -334,16 +335,16 @@ class Pipeline:
             ).result()[0]
         )
 
-    def _materialised(self, builder: Callable[[], nn.Module]) -> nn.Module:
-        return materialise(builder, self.layout.names(self._sketch.held[self._rank]))
-
     def _made(self, model: nn.Module, optimizer: MakeOptimizer, loss: Loss) -> dict[int, TorchStage]:
         modules = {number: self.layout.module(number, model) for number in self._sketch.held[self._rank]}
         held = {number: dict(module.named_parameters()) for number, module in modules.items()}
-        tensors: dict[str, torch.Tensor] = {}
-        for module in modules.values():
-            tensors |= {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        owners = {key: self._owners(key) for key in tensors}
+        tensors = {
+            key: value for each in modules.values() for key, value in (*each.named_parameters(), *each.named_buffers())
+        }
+        placed = self._sketch.placement
+        owners = {
+            key: sorted({rank for stage in self.layout.holders[key] for rank in placed[stage]}) for key in tensors
+        }
         align(tensors, owners, self._operations, name=self._name)
         self._sharing = Sharing(held, owners, self._operations, name=self._name)
         optimizers: dict[int, torch.optim.Optimizer | None] = {}
@@ -399,7 +400,3 @@ class Pipeline:
         if len(ranks) == 1 or not rows:
             return [rows]
         return allgather_object(rows, f"{self._name}.{stage}.statistics", ProcessSet(ranks))
-
-    def _owners(self, key: str) -> list[int]:
-        """The ranks that have a parameter or buffer."""
-        return sorted({rank for stage in self.layout.holders[key] for rank in self._sketch.placement[stage]})
