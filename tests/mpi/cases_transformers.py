@@ -18,6 +18,7 @@ import coordd.torch as cd
 from coordd.pipeline.microbatch import cut
 from tests.mpi.cases import ranks
 from tests.mpi.cases_pipeline import doubles, sgd
+from tests.mpi.running import Statistics
 
 MICROBATCHES = 4
 STEPS = ((10, 8), (9, 6))
@@ -41,31 +42,6 @@ def batches(make: Callable[[int, int], dict[str, Any]], loss: Any) -> list[tuple
     torch.manual_seed(1)
     made = [make(*shape) for shape in STEPS]
     return [(x, None) if loss is own else (x, x.pop("labels")) for x in made]
-
-
-class Statistics:
-    """Running statistics of a plain model, of all rows of a batch, however many parts it comes in."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-        self._seen: list[list[torch.Tensor]] = [[] for _ in self._norms]
-        for norm, seen in zip(self._norms, self._seen, strict=True):
-            norm.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].detach().clone()))
-        self._before = [self._copied(norm) for norm in self._norms]
-
-    def update(self) -> None:
-        """Takes what a step has seen for one batch."""
-        for norm, seen, (mean, variance, count) in zip(self._norms, self._seen, self._before, strict=True):
-            rows = torch.cat(seen)
-            norm.running_mean.copy_(mean.lerp(rows.mean((0, 2, 3)), norm.momentum))
-            norm.running_var.copy_(variance.lerp(rows.var((0, 2, 3)), norm.momentum))
-            norm.num_batches_tracked.copy_(count + 1)
-            seen.clear()
-        self._before = [self._copied(norm) for norm in self._norms]
-
-    @staticmethod
-    def _copied(norm: nn.Module) -> list[torch.Tensor]:
-        return [buffer.clone() for buffer in (norm.running_mean, norm.running_var, norm.num_batches_tracked)]
 
 
 def in_one_piece(model: nn.Module, given: Any, loss: Any, parts: int) -> tuple[list[float], dict[str, Any]]:

@@ -63,6 +63,24 @@ def test_values_gradients_and_statistics_are_those_of_the_model(model):
     assert_same(*step(model, captured, stages, batch, torch.sum), tolerance=1e-12)
 
 
+def test_instance_normalisation_is_put_back_too():
+    class Instances(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.last = nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(5, 2)
+
+        def forward(self, x):
+            if x.dim() != 3:
+                raise ValueError
+            return self.last(self.norm(x))
+
+    model, batch = Instances().double(), torch.randn(3, 4, 5, dtype=torch.double)
+    captured = capture(model, batch)
+    assert captured.way == "export"
+    assert [node.target for node in captured.traces.first.graph.nodes if node.op == "call_module"] == ["norm"]
+    assert_same(*step(model, captured, cut(captured, 2), batch, torch.sum), tolerance=1e-12)
+
+
 def test_what_is_added_to_a_result_in_place_does_not_join_layers():
     class Residual(nn.Module):
         def __init__(self):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import coordd.torch as cd
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.statistics import DeferredStatistics
+from tests.torch_pipeline.stages import Stage
 
 
 class Twice(nn.Module):
@@ -112,6 +117,53 @@ def test_a_layer_that_fails_keeps_its_own():
     assert statistics.take() == {}
     close(buffers(ours), before)
     assert ours.norm.momentum == 0.1
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_instances_are_averaged_over_the_whole_batch(recompute):
+    plain, ours = (nn.InstanceNorm2d(3, affine=True, track_running_stats=True) for _ in range(2))
+    stage, batch = Boundary(Stage(ours, ["x"], ["y"]), recompute=recompute), torch.randn(11, 3, 4, 4) + 7
+    for _ in range(2):
+        plain(batch)
+        for number, part in enumerate(batch.split([4, 1, 6])):
+            stage.backward(number, stage.forward(number, {}, {"x": part})["y"].square().sum())
+        stage.statistics.update([stage.statistics.take()])
+    close(buffers(ours), buffers(plain))
+
+
+@pytest.mark.parametrize("way", ["backward", "backward_input"])
+def test_layers_that_compute_again_by_themselves_count_once(way):
+    class Checkpointed(Once):
+        def forward(self, values):
+            return {"y": checkpoint(self.norm, values["x"], use_reentrant=False)}
+
+    plain, ours, batch = Once(), Checkpointed(), torch.randn(11, 3, 2, 2)
+    plain({"x": batch})
+    stage = Boundary(ours)
+    for number, part in enumerate(batch.split([4, 1, 6])):
+        getattr(stage, way)(number, stage.forward(number, {}, {"x": part})["y"].square().sum())
+        if way == "backward_input":
+            stage.backward_weight(number)
+    stage.statistics.update([stage.statistics.take()])
+    close(buffers(ours), buffers(plain))
+
+
+def test_between_microbatches_layers_are_as_they_were_made():
+    ours, batch = Once(), torch.randn(6, 3, 2, 2)
+    plain = copy.deepcopy(ours)
+    first, second = DeferredStatistics(ours), DeferredStatistics(ours)
+    with first.microbatch():
+        ours({"x": batch})
+    assert second.take() == {}
+    first.update([first.take()])
+    plain({"x": batch})
+    close(buffers(ours), buffers(plain))
+    again = copy.deepcopy(ours)
+    pickle.dumps(ours)  # as torch.save does
+    for each in (ours, again, plain):
+        each({"x": batch})
+    close(buffers(ours), buffers(plain))
+    close(buffers(again), buffers(plain))
 
 
 @pytest.mark.parametrize("kind", [nn.SyncBatchNorm, cd.SyncBatchNorm])

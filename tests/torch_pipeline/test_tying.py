@@ -11,7 +11,7 @@ from coordd.errors import ArgumentError
 from coordd_torch.pipeline.build import materialise, outline
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.layout import Layout
-from coordd_torch.pipeline.tying import tied
+from coordd_torch.pipeline.tying import check_statistics, tied
 
 REUSE = {"embedding": ["0", "3"]}
 
@@ -71,3 +71,15 @@ def test_what_cannot_be_tied_is_refused(reuse, text):
 
 def test_without_keys_nothing_is_tied():
     assert tied(build, ["0"]) is build
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)])
+def test_statistics_that_several_stages_would_track_are_refused(norm):
+    model = nn.Sequential(norm, nn.Linear(3, 3), norm)
+    layout = Layout.of(capture(model), 2, cd.PipelineConfig(layers_per_proc=[1, 2], reuse=["0"]))
+    with pytest.raises(ArgumentError, match="'0' is called in stages 0, 1, and tracks running statistics"):
+        check_statistics(model, layout.holders)
+    norm.eval()
+    check_statistics(model, layout.holders)
+    whole = Layout.of(capture(model.train()), 1, cd.PipelineConfig(layers_per_proc=[3]))
+    check_statistics(model, whole.holders)

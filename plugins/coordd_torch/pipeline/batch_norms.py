@@ -1,4 +1,4 @@
-"""Batch normalisation in exported graphs: put back as calls of its modules, whose statistics a stage collects itself.
+"""Batch and instance normalisation in exported graphs: put back as calls of its modules, which a stage watches.
 
 An exported graph writes to the running statistics with every microbatch, and each replica of a stage to its own.
 """
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 __all__ = ["restored", "tracking"]
 
-_NORMALISES = torch.ops.aten.batch_norm.default
+_NORMALISES = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
 _COUNTS = torch.ops.aten.add_.Tensor
 
 
@@ -27,7 +28,9 @@ def tracking(model: nn.Module) -> frozenset[str]:
 
 
 def _tracks(module: nn.Module, model: nn.Module) -> bool:
-    plain = type(module).forward is _BatchNorm.forward and not (module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001 - no other way to ask
+    if type(module).forward not in {_BatchNorm.forward, _InstanceNorm.forward}:
+        return False
+    plain = not (module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001 - no other way to ask
     return plain and bool(module.track_running_stats) and module.training == model.training
 
 
@@ -35,7 +38,7 @@ def restored(graph: fx.Graph, paths: Collection[str]) -> None:
     """Replaces what these modules have become in an exported graph by calls of them."""
     for node in list(graph.nodes):
         path = _path(node)
-        if path in paths and node.target is _NORMALISES:
+        if path in paths and node.target in _NORMALISES:
             with graph.inserting_before(node):
                 call = graph.call_module(path, (node.args[0],))
             call.meta = dict(node.meta)

@@ -19,11 +19,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from coordd.errors import ArgumentError
 from coordd.pipeline.frame import joined, pack, parted
 from coordd_torch.pipeline.attic import Attic
+from coordd_torch.pipeline.buffers import Held, WrittenBuffers, borrowed
 from coordd_torch.pipeline.codec import TorchCodec, leaf
 from coordd_torch.pipeline.shelf import Shelf
 from coordd_torch.pipeline.split import SplitBackward, obstacle, walk
 from coordd_torch.pipeline.statistics import DeferredStatistics
 from coordd_torch.pipeline.surroundings import Surroundings, seed_for, seeded
+from coordd_torch.pipeline.views import aliased
 
 __all__ = ["Boundary", "Gradients", "Parcel"]
 
@@ -108,6 +110,7 @@ class Boundary:
         self.step = 0
         self.undivided = 0
         self._module = module
+        self._buffers = WrittenBuffers(module)
         self.codec = codec or TorchCodec()
         self._compress = compress
         self._recompute = recompute
@@ -138,8 +141,9 @@ class Boundary:
         passage = self._passages[microbatch] = _Passage(entered)
         with self.statistics.microbatch(), self._chance(microbatch):
             if self._recompute and torch.is_grad_enabled():
-                passage.again = self._replay(passage, {**inputs, **values})
-                passage.outputs = self._forgetful({**inputs, **_copied(values, self.codec)})
+                with self._buffers.kept() as found:
+                    passage.again = self._replay(passage, {**inputs, **values}, found)
+                    passage.outputs = self._forgetful({**inputs, **_copied(values, self.codec)})
             else:
                 passage.outputs = self._built(passage, {**inputs, **values})
         return dict(passage.outputs)
@@ -164,6 +168,7 @@ class Boundary:
         frames = {}
         for stage, names in sends.items():
             value = {name: outputs[name] for name in names}
+            value |= aliased(value)
             frames[stage], tensors = pack(value, self.codec, compress=self._form)
             passage.sent[stage] = list(names)
             if passage.again is None:
@@ -179,9 +184,9 @@ class Boundary:
             for each stage that sent values, a gradient, or None, for each of their tensors in order.
         """
         passage = self._passages.pop(microbatch)
-        with self.statistics.paused():  # a checkpoint computes anew what was counted in the forward pass
-            edges, given = self._roots(passage, gradients)
-            if edges:
+        edges, given = self._roots(passage, gradients)
+        if edges:
+            with self._buffers.spared():
                 torch.autograd.backward(edges, given)
         return _taken(passage)
 
@@ -192,16 +197,16 @@ class Boundary:
             as `backward`.
         """
         passage = self._passages[microbatch]
-        with self.statistics.paused():
-            edges, given = self._roots(passage, gradients)
-            if edges:
+        edges, given = self._roots(passage, gradients)
+        if edges:
+            with self._buffers.spared():
                 self._begin_backward(passage, edges, given)
         return _taken(passage)
 
     def backward_weight(self, microbatch: int) -> None:
         """Accumulates what gradients of parameters `backward_input` has left."""
         passage = self._passages.pop(microbatch)
-        with self.statistics.paused():
+        with self._buffers.spared():
             if passage.split is not None:
                 passage.split.second()
             elif passage.whole is not None:
@@ -251,11 +256,11 @@ class Boundary:
         found: dict[str, Any] = joined(structure, leaves)
         return found
 
-    def _replay(self, passage: _Passage, values: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    def _replay(self, passage: _Passage, values: dict[str, Any], found: list[Held]) -> Callable[[], dict[str, Any]]:
         surroundings = Surroundings(self.codec.device)
 
         def again() -> dict[str, Any]:
-            with surroundings.again(), self.statistics.paused(), torch.enable_grad():
+            with surroundings.again(), borrowed(found), torch.enable_grad():
                 return self._built(passage, values)
 
         return again

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline.batch import rows_of, taken
 
-__all__ = ["History", "fit"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["History", "fit", "screen"]
 
 
 @dataclass
@@ -120,11 +121,20 @@ def _parts(rows: int, size: int, least: int) -> Iterator[slice]:
             yield slice(start, min(start + size, rows))
 
 
+def screen() -> Console:
+    """Makes what progress can be shown on."""
+    from rich.console import Console  # takes memory, which others may lack
+
+    return Console()
+
+
 def _shown(parts: list[slice], title: str, console: Console | None) -> Iterator[slice]:
     """Shows a bar on a terminal, which goes away when it is full."""
     if console is None or not console.is_terminal:
         yield from parts
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         yield from progress.track(parts, description=title)

@@ -88,6 +88,19 @@ class Layout:
         return graph.tied(self.captured.table, self._stage_of_layer)
 
     @cached_property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """The stages that have each parameter or buffer, under all its names."""
+        found: dict[str, list[int]] = {}
+        for stage, module in enumerate(self._outlines):
+            for name in _names(module):
+                found.setdefault(name, []).append(stage)
+        return {name: tuple(stages) for name, stages in found.items()}
+
+    @cached_property
+    def _outlines(self) -> list[StageModule]:
+        return [self.module(stage, self.captured.model) for stage in range(len(self.spans))]
+
+    @cached_property
     def _stage_of_layer(self) -> list[int]:
         return [stage for stage, span in enumerate(self.spans) for _ in span]
 
@@ -98,9 +111,8 @@ class Layout:
 
     def names(self, stages: Iterable[int]) -> set[str]:
         """All names of the parameters and buffers that some stages have."""
-        modules = [self.module(stage, self.captured.model) for stage in stages]
-        parameters = {name for each in modules for name, _ in each.named_parameters(remove_duplicate=False)}
-        return parameters | {name for each in modules for name, _ in each.named_buffers(remove_duplicate=False)}
+        held = set(stages)
+        return {name for name, holders in self.holders.items() if not held.isdisjoint(holders)}
 
     def route(
         self, stage: int, inputs: Mapping[str, Any], flows: Iterable[tuple[int, int]], *, training: bool
@@ -118,6 +130,11 @@ class Layout:
     def _uncached_cut(self, trace: Trace, stage: int) -> Cut:
         span = self.spans[stage]
         return Cut(trace, span.start, span.stop - 1)
+
+
+def _names(module: nn.Module) -> set[str]:
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name for name, _ in named}
 
 
 def _unmeasured(captured: Captured, config: PipelineConfig) -> Profile:

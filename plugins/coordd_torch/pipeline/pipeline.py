@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 from coordd import api
@@ -27,22 +26,24 @@ from coordd_torch.pipeline.appraisal import budget, measured
 from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.batch import Batch, Weigh, joined, rows_of
 from coordd_torch.pipeline.boundary import Boundary
+from coordd_torch.pipeline.buffers import borrowed, copies, every
 from coordd_torch.pipeline.build import materialise, outline
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.codec import TorchCodec
 from coordd_torch.pipeline.config import PipelineConfig
-from coordd_torch.pipeline.fitting import History, fit
+from coordd_torch.pipeline.fitting import History, fit, screen
 from coordd_torch.pipeline.layout import Layout
+from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.parity import distance, gradients
 from coordd_torch.pipeline.plans import Plans
 from coordd_torch.pipeline.record import record
 from coordd_torch.pipeline.saving import Saving
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.settling import Settling
-from coordd_torch.pipeline.sharing import Sharing
+from coordd_torch.pipeline.sharing import Sharing, align
 from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed
 from coordd_torch.pipeline.stage_module import StageModule
-from coordd_torch.pipeline.tying import tied
+from coordd_torch.pipeline.tying import check_statistics, tied
 from coordd_torch.pipeline.versions import Versions
 from coordd_torch.state import allgather_object
 
@@ -121,10 +122,12 @@ class Pipeline:
                 f"layers_per_proc has {len(self.layout.spans)} stages, but {self._plans.ranks} ranks have "
                 f"{self._sketch.stages} under {self.config.schedule!r}: give as many numbers"
             )
+        check_statistics(self._captured.model, self.layout.holders)
         self.epochs = 0
         self.spans: list[Span] = []
         self._done: Plan | None = None
-        built = model if isinstance(model, nn.Module) else self._materialised(model)
+        names = self.layout.names(self._sketch.held[self._rank])
+        built = model if isinstance(model, nn.Module) else materialise(model, names)
         self.stages = self._made(built, optimizer, loss)
         self._saving = Saving(self.stages, self.layout, self._sketch, self._operations, name=f"{self._name}.loading")
         self._flows: tuple[tuple[int, int], ...] = ()
@@ -213,7 +216,7 @@ class Pipeline:
             least=self._plans.least,
             least_evaluated=self.config.least,
             ended=api.leaving if leave else lambda: False,
-            console=Console() if verbose and self._rank == 0 else None,
+            console=screen() if verbose and self._rank == 0 else None,
         )
 
     def save(self, folder: str | Path) -> None:
@@ -260,6 +263,7 @@ class Pipeline:
         where = None if path is None else Path(path)
         return record(where, self._done, spans, costs, self._operations, name=f"{self._name}.record")
 
+    @untouched()
     def verify_parity(self, x: Any, y: Any) -> float:
         """Finds the gradients of a batch in stages, and of all its rows at a time by the model itself: how far apart?
 
@@ -270,11 +274,12 @@ class Pipeline:
             x: as in `train_batch`.
             y: as in `train_batch`.
         """
-        self._run(x, y, training=True, step=False)
-        self._sharing.finish()
         mine: dict[str, torch.Tensor | None] = {}
-        for stage in self.stages.values():
-            mine |= stage.gradients
+        with borrowed(copies(every(nn.ModuleList(stage.module for stage in self.stages.values())))):
+            self._run(x, y, training=True, step=False)
+            self._sharing.finish()
+            for stage in self.stages.values():
+                mine |= stage.gradients
         weights: dict[str, torch.Tensor] = {}
         for part in allgather_object(self.state_dict(), f"{self._name}.weights"):
             weights |= part
@@ -327,15 +332,18 @@ class Pipeline:
             ).result()[0]
         )
 
-    def _materialised(self, builder: Callable[[], nn.Module]) -> nn.Module:
-        return materialise(builder, self.layout.names(self._sketch.held[self._rank]))
-
     def _made(self, model: nn.Module, optimizer: MakeOptimizer, loss: Loss) -> dict[int, TorchStage]:
         modules = {number: self.layout.module(number, model) for number in self._sketch.held[self._rank]}
         held = {number: dict(module.named_parameters()) for number, module in modules.items()}
-        owners = {key: self._owners(key, number) for number, mine in held.items() for key in mine}
+        tensors = {
+            key: value for each in modules.values() for key, value in (*each.named_parameters(), *each.named_buffers())
+        }
+        placed = self._sketch.placement
+        owners = {
+            key: sorted({rank for stage in self.layout.holders[key] for rank in placed[stage]}) for key in tensors
+        }
+        align(tensors, owners, self._operations, name=self._name)
         self._sharing = Sharing(held, owners, self._operations, name=self._name)
-        self._sharing.align()
         optimizers: dict[int, torch.optim.Optimizer | None] = {}
         known: set[str] = set()
         for number, mine in held.items():
@@ -389,8 +397,3 @@ class Pipeline:
         if len(ranks) == 1 or not rows:
             return [rows]
         return allgather_object(rows, f"{self._name}.{stage}.statistics", ProcessSet(ranks))
-
-    def _owners(self, key: str, stage: int) -> list[int]:
-        """The ranks that have a parameter of a stage."""
-        stages = self.layout.tied.get(key, (stage,))
-        return sorted({rank for each in stages for rank in self._sketch.placement[each]})

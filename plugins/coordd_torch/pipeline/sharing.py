@@ -1,4 +1,4 @@
-"""Gradients of parameters that several ranks have: replicas of a stage, and stages that are tied."""
+"""What several ranks have, replicas of a stage and stages that are tied: values at the start, then gradients."""
 
 from __future__ import annotations
 
@@ -10,14 +10,35 @@ import torch
 from torch import nn
 
 from coordd.handles import Handle
-from coordd.messages import ReduceOp
+from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
 from coordd_torch.tensors import borrow
 
-__all__ = ["Sharing"]
+__all__ = ["Sharing", "align"]
 
-_Pending = tuple[Handle[Any], Callable[[np.ndarray], Any]]
+_Pending = tuple[Handle[Any], Callable[[Any], Any]]
+
+
+def align(
+    tensors: Mapping[str, torch.Tensor], owners: Mapping[str, Sequence[int]], operations: Operations, *, name: str
+) -> None:
+    """Gives all ranks the values of the first that has a parameter or buffer.
+
+    Args:
+        tensors: of this rank by name; a name is the same on all ranks that have it.
+        owners: for each name these ranks.
+        operations: of the daemon.
+        name: begins the names of the broadcasts.
+    """
+    handles = []
+    for key, tensor in tensors.items():
+        if len(owners[key]) > 1 and tensor.numel():
+            members = ProcessSet(owners[key])
+            array, back = borrow(tensor.detach())
+            first = operations.broadcast(array, members.ranks[0], name=f"{name}.{key}.first", process_set=members)
+            handles.append((first, back))
+    _finish(handles)
 
 
 class Sharing:
@@ -47,16 +68,6 @@ class Sharing:
         self._open: dict[str, int] = {}
         self._pending: list[_Pending] = []
 
-    def align(self) -> None:
-        """Gives all ranks the values of the first that has a parameter."""
-        handles = []
-        for key, parameter in self._parameters.items():
-            members = self._sets[key]
-            array, back = borrow(parameter.data)
-            name = f"{self._name}.{key}.first"
-            handles.append((self._operations.broadcast(array, members.ranks[0], name=name, process_set=members), back))
-        _finish(handles)
-
     def start(self, stage: int) -> None:
         """Begins with a stage's gradients, but for those that another stage of this rank has still to add to."""
         for key in self._held[stage]:
@@ -73,11 +84,19 @@ class Sharing:
     def _submit(self, key: str, parameter: nn.Parameter) -> None:
         if not parameter.requires_grad:
             return
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)  # it takes part all the same
-        array, back = borrow(parameter.grad)
-        name, members = f"{self._name}.{key}", self._sets[key]
-        self._pending.append((self._operations.allreduce(array, name=name, op=ReduceOp.SUM, process_set=members), back))
+        idle = parameter.grad is None
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        array, back = borrow(gradient)
+        request = self._operations.request(
+            Kind.ALLREDUCE, f"{self._name}.{key}", array, self._sets[key], op=ReduceOp.SUM, prescale=1.0, postscale=1.0
+        )
+
+        def land(result: np.ndarray | None) -> None:
+            if result is not None:  # None: nobody has a gradient, and the optimizer is to leave the parameter alone
+                parameter.grad = back(result)
+
+        # Without a gradient it takes part only if another rank has one.
+        self._pending.append((self._operations.submit(request, array, filler=idle), land))
 
 
 def _finish(pending: Sequence[_Pending]) -> None:

@@ -115,7 +115,12 @@ class TorchStage:
             self._versions.restart()
 
     def end(self) -> dict[int, Any]:
-        """Lets go of the batch, and gives away what the last stage was asked to keep: its output by microbatch."""
+        """Leaves the layers as they were, but for what was trained, and lets go of the batch.
+
+        Returns:
+            what the last stage was asked to keep: its output by microbatch.
+        """
+        self.module.restore()
         self._batch = None
         outputs, self._outputs = self._outputs, None
         return outputs or {}

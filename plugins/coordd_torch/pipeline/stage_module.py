@@ -15,6 +15,7 @@ from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.traces import KEPT, Traces
 from coordd_torch.pipeline.trial import versions
+from coordd_torch.pipeline.views import ALIASED
 
 __all__ = ["OUTPUT", "StageModule"]
 
@@ -29,8 +30,8 @@ class _Program:
     cut: Cut
     run: Callable[..., Any]
     output: pytree.TreeSpec
-    written: set[str] | None = None
-    """The values that the stage writes to in place; known after the first run."""
+    written: dict[str, set[int]] | None = None
+    """The values that the stage writes to in place, and which of their tensors; known after the first run."""
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -50,9 +51,10 @@ class StageModule(nn.Module):
         self._traces = traces
         self._span = (first, last)
         self._programs: dict[Trace, _Program] = {}
-        self.training = model.training
+        self.training = self._trains = model.training
         _furnish(self, model, Cut(traces.first, first, last))
         self._program(traces.first)
+        self._modes = [(module, module.training) for module in self.modules()]
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -98,6 +100,18 @@ class StageModule(nn.Module):
             given[OUTPUT] = pytree.tree_unflatten(results, program.output)
         return given
 
+    def train(self, mode: bool = True) -> StageModule:
+        """Sets the mode; what was in evaluation mode from the start, in a model in training, is frozen and stays so."""
+        super().train(mode)
+        for module, trains in self._modes if self._trains else ():
+            module.training = mode and trains
+        return self
+
+    def restore(self) -> None:
+        """Leaves the layers in the modes in which they were when the stage was made."""
+        for module, trains in self._modes:
+            module.training = trains
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StageModule:
         """Keeps tied parameters tied where they are made anew, as by `to_empty`."""
         names: dict[int, list[str]] = {}
@@ -136,12 +150,30 @@ class _Received:
             for name in program.takes
         ]
         self._versions = [versions(value) for value in self.values] if program.written is None else []
+        self._aliased = {name: set(values.get(name + ALIASED, ())) for name in program.cut.reads}
 
     def note(self, program: _Program) -> None:
-        """Remembers, after the first run, what was written to."""
+        """Remembers, after the first run, what was written to.
+
+        Raises:
+            ArgumentError: it is one of several views of one memory, of which the others were to see it, and cannot.
+        """
         if program.written is None:
-            told = zip(program.takes, self.values, self._versions, strict=True)
-            program.written = {name for name, value, version in told if versions(value) != version}
+            told = zip(program.takes, map(versions, self.values), self._versions, strict=True)
+            changed = {name: _unequal(now, then) for name, now, then in told}
+            program.written = {name: numbers for name, numbers in changed.items() if numbers}
+        for name, numbers in program.written.items():
+            if numbers & self._aliased.get(name, set()):
+                first, last = program.cut.span
+                raise ArgumentError(
+                    f"layers {first} to {last} write in place to {name!r}, which shares memory with something else "
+                    "that comes from the same stage: across a cut they are apart, and the other would not be written "
+                    "to; clone() it, or do not work in place, or let no cut be between"
+                )
+
+
+def _unequal(now: list[int], then: list[int]) -> set[int]:
+    return {number for number, (one, other) in enumerate(zip(now, then, strict=True)) if one != other}
 
 
 def _furnish(stage: nn.Module, model: nn.Module, cut: Cut) -> None:

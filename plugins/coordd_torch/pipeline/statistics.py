@@ -1,4 +1,4 @@
-"""Batch normalisation where a batch comes in pieces: one update of the running statistics a step, by the whole batch.
+"""Batch and instance normalisation where a batch comes in pieces: one update of the statistics a step, by all of it.
 
 Each microbatch is normalised by its own mean and variance, as in every pipeline. But the running statistics would be
 updated for each, which ages them as many steps, and would never see how far the microbatches' means lie apart.
@@ -6,9 +6,10 @@ updated for each, which ages them as many steps, and would never see how far the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,19 +17,11 @@ from torch import Tensor, nn
 
 from coordd.errors import ArgumentError
 
-__all__ = ["DeferredStatistics"]
+__all__ = ["DeferredStatistics", "Norm"]
 
-_Norm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - what all of them are
+_Batch = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - what all of them are
+Norm = nn.modules.batchnorm._NormBase  # noqa: SLF001 - these, and those of instance normalisation
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-@dataclass
-class _Watched:
-    """A layer, and what its running statistics were before it was called."""
-
-    norm: Any
-    calls: int = 0
-    own: dict[str, Any] = field(default_factory=dict)
 
 
 class DeferredStatistics:
@@ -39,47 +32,40 @@ class DeferredStatistics:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Watches the layers of a module from now on, while they train.
+        """Finds the layers of a module.
 
         Raises:
             ArgumentError: a layer wants the batches of several ranks at a time, which do not come at a time.
         """
         self._rows: dict[str, Tensor] = {}
-        self._watched: dict[str, _Watched] = {}
-        self._paused = False
-        for name, norm in module.named_modules():
-            if isinstance(norm, _Norm) and norm.track_running_stats:
-                if type(norm).__name__ == "SyncBatchNorm":
-                    text = f"{name!r} is a SyncBatchNorm, and the ranks of a pipeline have their microbatches at "
-                    text += "different times: use a BatchNorm, or larger microbatches"
-                    raise ArgumentError(text)
-                self._watch(name, norm)
-
-    def _watch(self, name: str, norm: nn.Module) -> None:
-        watched = self._watched[name] = _Watched(norm)
-        norm.register_forward_pre_hook(lambda _norm, _args: self._before(watched))
-        norm.register_forward_hook(lambda _norm, _args, result: self._after(name, watched, result), always_call=True)
+        self._calls: Counter[str] = Counter()
+        self._norms: dict[str, Any] = {
+            name: norm for name, norm in module.named_modules() if isinstance(norm, Norm) and norm.track_running_stats
+        }
+        for name, norm in self._norms.items():
+            if type(norm).__name__ == "SyncBatchNorm":
+                text = f"{name!r} is a SyncBatchNorm, and the ranks of a pipeline have their microbatches at "
+                text += "different times: use a BatchNorm, or larger microbatches"
+                raise ArgumentError(text)
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:
-        """Collects, while one microbatch goes through the module."""
-        for watched in self._watched.values():
-            watched.calls = 0
-        yield
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Collects nothing, while a microbatch goes through the module again."""
-        before, self._paused = self._paused, True
-        try:
+        """Collects, while one microbatch goes through the module; at other times its layers are as they were made."""
+        self._calls.clear()
+        with ExitStack() as stack:
+            for name, norm in self._norms.items():
+                own: dict[str, Any] = {}
+                stack.enter_context(norm.register_forward_pre_hook(partial(self._before, own)))
+                stack.enter_context(
+                    norm.register_forward_hook(partial(self._after, own, name), always_call=True),
+                )
             yield
-        finally:
-            self._paused = before
 
     def take(self) -> dict[str, Tensor]:
         """Returns what was collected since the last time: for each layer and call a row of count, means, distances.
 
-        Distances are sums of squared distances from the mean. Replicas of a stage give each other theirs.
+        Distances are sums of squared distances from the mean, or of rows' own variances. Replicas of a stage give each
+        other theirs.
         """
         rows, self._rows = self._rows, {}
         return rows
@@ -94,38 +80,43 @@ class DeferredStatistics:
         total: dict[str, Tensor] = {}
         for part in parts:
             for name, row in part.items():
-                total[name] = _merged(total[name], row) if name in total else row
+                self._add(total, name, row)
         for name, row in sorted(total.items(), key=lambda item: int(item[0].rpartition("#")[2])):
-            _track(self._watched[name.rpartition("#")[0]].norm, row)
+            _track(self._norms[name.rpartition("#")[0]], row)
 
-    def _before(self, watched: _Watched) -> None:
-        norm = watched.norm
+    def _before(self, own: dict[str, Any], norm: Any, _args: Any) -> None:
         if norm.training:
             # With a momentum of one, the layer itself puts the microbatch's statistics into what it takes for its own.
-            watched.own = {name: getattr(norm, name) for name in (*_BUFFERS, "momentum")}
+            own |= {name: getattr(norm, name) for name in (*_BUFFERS, "momentum")}
             norm.running_mean = torch.zeros_like(norm.running_mean)
             norm.running_var = torch.zeros_like(norm.running_var)
             norm.num_batches_tracked, norm.momentum = None, 1.0
 
-    def _after(self, name: str, watched: _Watched, result: Tensor | None) -> None:
-        norm, own = watched.norm, watched.own
+    def _after(self, own: dict[str, Any], name: str, norm: Any, _args: Any, result: Tensor | None) -> None:
         if not own:
             return
-        mean, variance = norm.running_mean, norm.running_var
+        mean, variance = norm.running_mean.double(), norm.running_var.double()
         for attribute, value in own.items():
             setattr(norm, attribute, value)
-        watched.own = {}
-        if self._paused or result is None:  # None: the layer has failed
+        own.clear()
+        if result is None:  # the layer has failed
             return
-        count = result.numel() // result.shape[1]
-        means, distances = mean.double(), variance.double() * (count - 1)
-        row = torch.cat([means.new_tensor([count]), means, distances])
-        key = f"{name}#{watched.calls}"
-        watched.calls += 1
-        self._rows[key] = _merged(self._rows[key], row) if key in self._rows else row
+        count = result.numel() // result.shape[1] if _pools(norm) else len(result)
+        row = torch.cat([mean.new_tensor([count]), mean, variance * (count - int(_pools(norm)))])
+        self._add(self._rows, f"{name}#{self._calls[name]}", row)
+        self._calls[name] += 1
+
+    def _add(self, rows: dict[str, Tensor], key: str, row: Tensor) -> None:
+        pools = _pools(self._norms[key.rpartition("#")[0]])
+        rows[key] = _merged(rows[key], row, pools=pools) if key in rows else row
 
 
-def _merged(mine: Tensor, theirs: Tensor) -> Tensor:
+def _pools(norm: Any) -> bool:
+    """Whether the variance is one of all rows together; instance normalisation takes the mean of each row's own."""
+    return isinstance(norm, _Batch)
+
+
+def _merged(mine: Tensor, theirs: Tensor, *, pools: bool) -> Tensor:
     """Merges two rows."""
     count, other = mine[:1], theirs[:1]
     mean, distances = mine[1:].chunk(2)
@@ -133,13 +124,18 @@ def _merged(mine: Tensor, theirs: Tensor) -> Tensor:
     total = count + other
     delta = other_mean - mean
     part = other / total
-    return torch.cat([total, mean + delta * part, distances + other_distances + delta.square() * count * part])
+    distances = distances + other_distances
+    if pools:
+        distances = distances + delta.square() * count * part
+    return torch.cat([total, mean + delta * part, distances])
 
 
 def _track(norm: Any, row: Tensor) -> None:
     mean, distances = row[1:].chunk(2)
-    variance = distances / (row[:1] - 1)
-    norm.num_batches_tracked.add_(1)
-    weight = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), weight)
-    norm.running_var.lerp_(variance.to(norm.running_var.dtype), weight)
+    variance = distances / (row[:1] - int(_pools(norm)))
+    weight = norm.momentum
+    if _pools(norm):
+        norm.num_batches_tracked.add_(1)
+        weight = 1.0 / float(norm.num_batches_tracked) if weight is None else weight
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), weight or 0.0)
+    norm.running_var.lerp_(variance.to(norm.running_var.dtype), weight or 0.0)

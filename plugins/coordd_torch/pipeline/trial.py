@@ -21,6 +21,7 @@ from coordd_torch.pipeline.inputs import Call
 from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.twin import Stand
+from coordd_torch.pipeline.views import tensors_in
 
 __all__ = ["Trial", "TrialError", "refuse_change", "versions"]
 
@@ -30,8 +31,7 @@ _HANDED_ON = ("aten::lift_fresh", "aten::detach", "aten::alias", "prim::")
 
 def versions(value: Any) -> list[int]:
     """How often each tensor of a value was written to."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [tensor._version for tensor in tensors]  # noqa: SLF001 - autograd's own counter
+    return [tensor._version for tensor in tensors_in(value)]  # noqa: SLF001 - autograd's own counter
 
 
 class TrialError(RuntimeError):

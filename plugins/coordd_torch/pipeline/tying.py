@@ -8,8 +8,9 @@ from torch import nn
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.graph import Layer
+from coordd_torch.pipeline.statistics import Norm
 
-__all__ = ["Reuse", "copied", "tied"]
+__all__ = ["Reuse", "check_statistics", "copied", "tied"]
 
 Reuse = Sequence[str] | Mapping[str, Sequence[str]]
 """Modules of which each stage that calls them has a copy; by key, if modules of several names are to be one."""
@@ -34,6 +35,27 @@ def copied(layers: Sequence[Layer], reuse: Reuse) -> list[str]:
         return list(reuse)
     known = {layer.module for layer in layers}
     return [name for names in reuse.values() for name in names if name in known]
+
+
+def check_statistics(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> None:
+    """Refuses normalisation of which several stages would track the statistics, each those of its own calls.
+
+    Args:
+        model: the whole of it.
+        holders: the stages that have each parameter or buffer.
+
+    Raises:
+        ArgumentError: there is one; names it and the stages.
+    """
+    for name, module in model.named_modules():
+        stages = holders.get(f"{name}.running_mean", ()) if isinstance(module, Norm) else ()
+        frozen = model.training and not module.training
+        if len(stages) > 1 and not frozen:
+            raise ArgumentError(
+                f"{name!r} is called in stages {', '.join(map(str, stages))}, and tracks running statistics, which "
+                "would drift apart: let no cut separate its calls, or freeze it with eval(), or set "
+                "track_running_stats=False"
+            )
 
 
 def _tie(model: nn.Module, reuse: Mapping[str, Sequence[str]]) -> nn.Module:
