@@ -86,6 +86,7 @@ _CHOICES = (
     Choice("1f1b", schedule.one_f_one_b, uneven=True),
     Choice("interleaved", schedule.interleaved, chunks=2, takes=frozenset({"chunks"})),
     Choice("zb-h1", schedule.zero_bubble),
+    Choice("zb-lean", schedule.zero_bubble_lean),
     Choice("zb-v", schedule.zero_bubble_v, chunks=2, slow=True),
     Choice("pipedream", _pipedream, takes=frozenset({"steps"}), flushes=False, slow=True),
     Choice("2bw", schedule.two_buffered, takes=frozenset({"steps"}), flushes=False, slow=True, uneven=True, fills=True),

@@ -69,6 +69,7 @@ _LIVE: dict[str, Callable[[int, int, int], int]] = {
     "pipedream": lambda m, p, s: min(m, p - s),
     "2bw": lambda m, p, s: min(m, p - s),
     "zb-h1": lambda m, p, s: min(m, p),  # noqa: ARG005 - as above
+    "zb-lean": lambda m, p, s: min(m, p),  # noqa: ARG005 - as above
 }
 _VERSIONS: dict[str, Callable[[int, int], int]] = {
     "pipedream": lambda p, s: p - s,

@@ -47,6 +47,8 @@ def measured(plan: Plan, spans: Sequence[Iterable[Span]], costs: Costs | None = 
 def observed(plan: Plan, spans: Sequence[Iterable[Span]]) -> Costs:
     """Says what the passes of each stage have taken, in the mean, and keeps one unit of memory for a microbatch.
 
+    A stage that goes back in two halves at times, and in one piece at others, has the costs of the halves.
+
     What comes of the plan with these costs is what would have happened without any waiting but for each other.
     """
     taken: dict[tuple[int, Kind], list[float]] = {}
@@ -54,15 +56,15 @@ def observed(plan: Plan, spans: Sequence[Iterable[Span]]) -> Costs:
         for (stage, kind, _, _), begin, end in mine:
             taken.setdefault((stage, kind), []).append(end - begin)
 
-    def mean(stage: int, kind: Kind) -> float:
-        found = taken.get((stage, kind), [0.0])
+    def mean(stage: int, *kinds: Kind) -> float:
+        found = next((taken[stage, kind] for kind in kinds if (stage, kind) in taken), [0.0])
         return sum(found) / len(found)
 
     stages = range(plan.stages)
     chunks = max(map(len, plan.held))
     return Costs(
         [mean(stage, Kind.FORWARD) for stage in stages],
-        [mean(stage, Kind.BACKWARD) + mean(stage, Kind.INPUT) for stage in stages],
+        [mean(stage, Kind.INPUT, Kind.BACKWARD) for stage in stages],
         [mean(stage, Kind.WEIGHT) for stage in stages],
         activation=[1 / chunks] * plan.stages,
     )

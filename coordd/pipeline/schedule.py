@@ -9,6 +9,7 @@ Sources: GPipe (arXiv 1811.06965), PipeDream (SOSP 2019), PipeDream-2BW and its 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from coordd.errors import ArgumentError
@@ -129,6 +130,33 @@ def zero_bubble(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
 
     orders = [list(order(stage)) for stage in range(stages)]
     return _replicate("zb-h1", microbatches, loop(stages, 1, replicas=replicas), orders)
+
+
+def zero_bubble_lean(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
+    """ZB-H1's time and memory with few split passes, for two halves cost more than one in one piece.
+
+    However many microbatches there are, only the first ``stage`` microbatches, whose gradients others wait for with nothing else to do, and the last
+    ``stages - 1``, are split. Gradients of weights that are put off fill the gaps at the end.
+    """
+
+    def order(stage: int) -> Iterator[Action]:
+        ahead, owed = stages - stage, deque[int]()
+        yield from (Action(stage, FORWARD, i) for i in range(min(ahead, microbatches)))
+        for i in range(microbatches):
+            if stage and (i < stage or i > microbatches - stages):
+                owed.append(i)
+                yield Action(stage, INPUT, i)
+                if len(owed) > stage:
+                    yield Action(stage, WEIGHT, owed.popleft())
+            else:
+                yield Action(stage, BACKWARD, i)
+            if i + ahead < microbatches:
+                yield Action(stage, FORWARD, i + ahead)
+        yield from (Action(stage, WEIGHT, i) for i in owed)
+        yield Action(stage, Kind.STEP)
+
+    orders = [list(order(stage)) for stage in range(stages)]
+    return _replicate("zb-lean", microbatches, loop(stages, 1, replicas=replicas), orders)
 
 
 def zero_bubble_v(ranks: int, microbatches: int, *, replicas: int = 1) -> Plan:

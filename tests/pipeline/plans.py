@@ -13,6 +13,7 @@ from coordd.pipeline.schedule import (
     pipedream,
     two_buffered,
     zero_bubble,
+    zero_bubble_lean,
     zero_bubble_v,
 )
 
@@ -23,6 +24,7 @@ FLUSHING = {
     "interleaved": interleaved,
     "interleaved by 3": partial(interleaved, chunks=3),
     "zb-h1": zero_bubble,
+    "zb-lean": zero_bubble_lean,
     "zb-v": zero_bubble_v,
 }
 STALE = {"pipedream": pipedream, "2bw": partial(two_buffered, steps=3)}

@@ -17,7 +17,14 @@ def even(stages, chunks):
 
 @pytest.mark.parametrize(
     ("name", "seconds", "peak"),
-    [("gpipe", 33, 8), ("1f1b", 33, 4), ("interleaved", 28.5, 5.5), ("zb-h1", 27, 4), ("zb-v", 25.5, 4)],
+    [
+        ("gpipe", 33, 8),
+        ("1f1b", 33, 4),
+        ("interleaved", 28.5, 5.5),
+        ("zb-h1", 27, 4),
+        ("zb-lean", 27, 4),
+        ("zb-v", 25.5, 4),
+    ],
 )
 def test_a_step_that_flushes_takes_all_its_time(name, seconds, peak):
     found = outcome(find(name), 4, 8, even)

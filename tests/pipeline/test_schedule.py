@@ -15,6 +15,7 @@ from coordd.pipeline.schedule import (
     pipedream,
     two_buffered,
     zero_bubble,
+    zero_bubble_lean,
     zero_bubble_v,
 )
 from coordd.pipeline.simulate import Costs, simulate
@@ -35,6 +36,10 @@ def test_the_figures():
     assert orders(zero_bubble(2, 3)) == [
         "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2 0STEP",
         "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1STEP",
+    ]
+    assert orders(zero_bubble_lean(2, 4)) == [
+        "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3 0STEP",
+        "1F0 1I0 1F1 1B1 1F2 1B2 1F3 1I3 1W0 1W3 1STEP",
     ]
     assert orders(interleaved(2, 2)) == [
         "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 0STEP 2STEP",
@@ -59,8 +64,18 @@ def test_they_take_as_long_and_keep_as_much_as_their_papers_say(ranks, microbatc
         assert outcome(interleaved, chunks=chunks).makespan == ideal * chunks + 3 * gap
     assert outcome(zero_bubble).makespan == ideal + gap
     assert outcome(zero_bubble).peaks == (ranks,) * ranks
+    assert outcome(zero_bubble_lean).makespan == ideal + gap
+    assert outcome(zero_bubble_lean).peaks == (ranks,) * ranks
     assert outcome(zero_bubble_v).makespan == 2 * ideal + gap
     assert max(outcome(zero_bubble_v).peaks) <= 2 * ranks
+
+
+@pytest.mark.parametrize("microbatches", [8, 16, 64])
+def test_a_lean_zero_bubble_splits_as_many_passes_whatever_the_number_of_microbatches(microbatches):
+    split = [
+        action for mine in zero_bubble_lean(4, microbatches).actions for action in mine if action.kind is Kind.INPUT
+    ]
+    assert len(split) == sum(stage + 3 for stage in (1, 2, 3))
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,7 @@ class Pipeline:
             codec=TorchCodec.of(module),
             compress=config.compression,
             recompute=config.recompute,
-            split=config.schedule in {"zb-h1", "zb-v"},
+            split=config.schedule.startswith("zb-"),
             seed=config.seed,
             stage=number,
             attic=Attic(module) if config.offload else None,
