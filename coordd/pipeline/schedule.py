@@ -135,8 +135,8 @@ def zero_bubble(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
 def zero_bubble_lean(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
     """ZB-H1's time and memory with few split passes, for two halves cost more than one in one piece.
 
-    However many microbatches there are, only the first ``stage`` microbatches, whose gradients others wait for with nothing else to do, and the last
-    ``stages - 1``, are split. Gradients of weights that are put off fill the gaps at the end.
+    However many microbatches there are, only the first ``stage`` ones, whose gradients others wait for with nothing
+    else to do, and the last ``stages - 1`` are split. Gradients of weights that are put off fill the gaps at the end.
     """
 
     def order(stage: int) -> Iterator[Action]:
