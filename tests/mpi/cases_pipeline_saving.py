@@ -77,9 +77,9 @@ def case_random_numbers_go_on() -> None:
             seen.append(x[0, 0].item())
             return train(x, y)
 
-        pipe.train_batch = watched  # type: ignore[method-assign]
+        pipe.train_batch = watched  # type: ignore[method-assign]  # it is listened to for a while
         pipe.fit(X, Y, batch_size=9, verbose=False)
-        pipe.train_batch = train  # type: ignore[method-assign]
+        pipe.train_batch = train  # type: ignore[method-assign]  # as above
         return seen
 
     pipe, again = (pipeline(dropping(), seed=1) for _ in range(2))
