@@ -16,6 +16,7 @@ from coordd.errors import ArgumentError
 from coordd.pipeline.frame import unpack
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.surroundings import seed_for, seeded
+from tests.torch_pipeline.graphs import Dense
 from tests.torch_pipeline.stages import CODEC, Line, Stage, same
 
 WAYS = ["backward", "split"]
@@ -217,7 +218,7 @@ class Force(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.energy = nn.Linear(6, 6)
+        self.energy = Dense(6, 6)
 
     def forward(self, x):
         place = x.detach().requires_grad_()

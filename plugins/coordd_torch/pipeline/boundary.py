@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from coordd.pipeline.frame import joined, pack, parted
 from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.buffers import Held, WrittenBuffers, borrowed
 from coordd_torch.pipeline.codec import TorchCodec, leaf
+from coordd_torch.pipeline.ledger import Ledger, pay
 from coordd_torch.pipeline.shelf import Shelf
 from coordd_torch.pipeline.split import SplitBackward, obstacle, walk
 from coordd_torch.pipeline.statistics import DeferredStatistics
@@ -48,8 +50,7 @@ class _Passage:
     edges: dict[int, list[GradientEdge | None]] = field(default_factory=dict)
     again: Callable[[], dict[str, Any]] | None = None
     shelf: Shelf | None = None
-    split: SplitBackward | None = None
-    whole: tuple[list[GradientEdge], list[Tensor]] | None = None
+    left: Callable[[], None] | None = None
 
     @property
     def owing(self) -> list[Tensor]:
@@ -115,6 +116,8 @@ class Boundary:
         self._compress = compress
         self._recompute = recompute
         self._split = split
+        ledger = Ledger(module) if split else None
+        self._ledger = ledger if ledger is not None and ledger.suffices else None
         self._seed = seed
         self._stage = stage
         self.attic = attic
@@ -206,21 +209,24 @@ class Boundary:
     def backward_weight(self, microbatch: int) -> None:
         """Accumulates what gradients of parameters `backward_input` has left."""
         passage = self._passages.pop(microbatch)
-        with self._buffers.spared():
-            if passage.split is not None:
-                passage.split.second()
-            elif passage.whole is not None:
-                torch.autograd.backward(*passage.whole)
+        if passage.left is not None:
+            with self._buffers.spared():
+                passage.left()
 
     def _begin_backward(self, passage: _Passage, edges: list[GradientEdge], given: list[Tensor]) -> None:
         if not (inputs := passage.owing):
-            passage.whole = edges, given
+            passage.left = partial(torch.autograd.backward, edges, given)
+        elif self._ledger is not None:
+            with self._ledger.noting() as debts:
+                torch.autograd.backward(edges, given)
+            passage.left = partial(pay, debts)
         elif reason := obstacle(graph := walk(edges)):
             self._note(reason)
             torch.autograd.backward(edges, given)
         else:
-            passage.split = SplitBackward(edges, given, inputs, shelf=passage.shelf, graph=graph)
-            passage.split.first()
+            split = SplitBackward(edges, given, inputs, shelf=passage.shelf, graph=graph)
+            split.first()
+            passage.left = split.second
 
     def _note(self, reason: str) -> None:
         self.undivided += 1
@@ -240,9 +246,12 @@ class Boundary:
 
     def _built(self, passage: _Passage, values: dict[str, Any]) -> dict[str, Any]:
         """Computes outputs, and the graph to them."""
-        halved = self._split and passage.owing
-        passage.shelf = Shelf(self.attic) if halved or self.attic else None
-        with passage.shelf.filling() if passage.shelf else nullcontext():
+        halved = bool(self._split and passage.owing)
+        passage.shelf = Shelf(self.attic) if self.attic or (halved and self._ledger is None) else None
+        with (
+            passage.shelf.filling() if passage.shelf else nullcontext(),
+            self._ledger.able() if halved and self._ledger else nullcontext(),
+        ):
             outputs: dict[str, Any] = self._module(values)
         return outputs
 

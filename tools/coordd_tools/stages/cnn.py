@@ -6,6 +6,7 @@ a core for each: schedule, messages and reductions are real, only the arithmetic
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,44 +82,54 @@ def _passes(layer: nn.Module, x: Tensor) -> tuple[float, float]:
 
 
 def stand_in(took: Sequence[Took]) -> nn.Sequential:
-    """Layers that sleep as long, make results of the same shape, and have as many parameters."""
-    return nn.Sequential(*map(_Asleep, took))
+    """Layers that sleep as long, give as many bytes to send, and have as many parameters."""
+    clock = _Clock()
+    return nn.Sequential(*(_Asleep(each, clock) for each in took))
+
+
+class _Clock:
+    """Sleeps; what it oversleeps, because a core was taken, is taken off the next sleep."""
+
+    def __init__(self) -> None:
+        self._behind = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        begin = time.perf_counter()
+        if (rest := seconds - self._behind) > 0:
+            time.sleep(rest)
+        self._behind += time.perf_counter() - begin - seconds
 
 
 class _Asleep(nn.Module):
     """Sleeps forward and backward."""
 
-    def __init__(self, took: Took) -> None:
+    def __init__(self, took: Took, clock: _Clock) -> None:
         super().__init__()
         self.took = took
+        self.clock = clock
         self.weight = nn.Parameter(torch.zeros(max(1, took.parameters)))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Sleep.apply(x, self.weight, self.took)  # type: ignore[no-untyped-call] # it has no types
+        result: Tensor = _Sleep.apply(x, self.weight, self)  # type: ignore[no-untyped-call] # it has no types
         return result
 
 
 class _Sleep(torch.autograd.Function):
-    """Real memory is made and filled; what that takes is a part of the time."""
+    """Gives zeros that are there already: to fill memory is a core's work, which real layers do in their time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, took: Took) -> Tensor:
-        until = time.perf_counter() + took.forward
-        ctx.took, ctx.shapes, ctx.wants = took, (x.shape, weight.shape), x.requires_grad
-        result = x.new_zeros(len(x), *took.output)
-        _sleep(until)
-        return result
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Asleep) -> Tensor:
+        ctx.layer, ctx.shapes, ctx.wants = layer, (tuple(x.shape), tuple(weight.shape)), x.requires_grad
+        layer.clock.sleep(layer.took.forward)
+        return _zeros((len(x), *layer.took.output)).detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        until = time.perf_counter() + ctx.took.backward
-        inputs, weights = ctx.shapes
-        (gradient,) = gradients
-        found = gradient.new_zeros(inputs) if ctx.wants else None, gradient.new_zeros(weights), None
-        _sleep(until)
-        return found
+    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        inputs, weights = (_zeros(shape).detach() for shape in ctx.shapes)
+        ctx.layer.clock.sleep(ctx.layer.took.backward)
+        return inputs if ctx.wants else None, weights, None
 
 
-def _sleep(until: float) -> None:
-    if (rest := until - time.perf_counter()) > 0:
-        time.sleep(rest)
+@functools.cache
+def _zeros(shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape)
