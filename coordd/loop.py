@@ -375,8 +375,8 @@ class Loop:
             self._patience.restart()
         elif not self._control.ready():
             if self._mailbox or (self._flights and not self._flights.heralded):
-                heralded = self._mailbox.heralded and (not self._flights or self._flights.heralded)
-                self._patience.doze(self._bell, awaited=self._inbox.awaited, heralded=heralded)
+                rings = self._mailbox.heralded and (not self._flights or self._flights.heralded)
+                self._patience.doze(self._bell, awaited=self._inbox.awaited, heralded=rings, still=self._mailbox.still)
             else:
                 self._inbox.sleep(self._deadline())
         self._flights.wake_up()

@@ -112,6 +112,11 @@ class Mailbox:
         peers = {peer for peer, _ in self._wanted} | {letter.peer for letter, _ in self._moving}
         return peers <= self._near.keys()
 
+    @property
+    def still(self) -> bool:
+        """Whether nothing is on the way, neither here nor from here."""
+        return not self._moving
+
     def start(self, letter: Letter) -> None:
         """Starts a send, or a receive."""
         if letter.outgoing and letter.array is not None:

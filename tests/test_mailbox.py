@@ -195,6 +195,7 @@ def test_neighbours_wake_each_other_when_something_was_sent_and_when_it_was_take
     boxes[0].start(mailbox.Letter("x", 1, np.arange(3), sent, outgoing=True))
     assert boxes[0].heralded
     assert boxes[1].heralded
+    assert (boxes[0].still, boxes[1].still) == (False, True)
     boxes[0].advance()
     assert woken == [1]
     while not taken.poll():
@@ -202,6 +203,7 @@ def test_neighbours_wake_each_other_when_something_was_sent_and_when_it_was_take
     assert set(woken[1:]) == {0}
     boxes[0].advance()
     assert sent.poll()
+    assert boxes[0].still
 
 
 def test_who_waits_for_a_rank_that_cannot_wake_it_has_to_look():

@@ -20,9 +20,9 @@ class Recorder:
     def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
 
-    def nap(self, patience: Patience, later: float, *, awaited: bool, heralded: bool = False) -> float:
+    def nap(self, patience: Patience, later: float, **circumstances: bool) -> float:
         self.now = 50.0 + later
-        patience.doze(self, awaited=awaited, heralded=heralded)
+        patience.doze(self, **circumstances)
         return self.naps[-1]
 
 
@@ -74,6 +74,16 @@ def test_naps_are_longer_still_once_only_what_rings_is_to_come(recorder, awaited
     at_first, later = (recorder.nap(patience, seconds, awaited=awaited, heralded=True) for seconds in (0.0, 1.0))
     assert at_first == recorder.nap(patience, 0.0, awaited=False)
     assert later > recorder.nap(patience, 1.0, awaited=awaited)
+
+
+def test_where_nothing_is_to_be_pushed_a_ring_is_waited_for_at_once_and_ever_longer(recorder):
+    patience = Patience()
+    patience.restart()
+    naps = [
+        recorder.nap(patience, later, awaited=True, heralded=True, still=True) for later in (0.0, 5e-3, 2e-2, 1.0, 9.0)
+    ]
+    assert recorder.nap(patience, 0.0, awaited=True, heralded=True) < naps[0] < naps[1] < naps[2] < naps[3] == naps[4]
+    assert recorder.nap(patience, 9.0, awaited=True, still=True) < naps[0]
 
 
 def test_staying_awake_lets_others_compute(monkeypatch):

@@ -84,6 +84,7 @@ def _pipedream(ranks: int, microbatches: int, *, replicas: int, steps: int) -> P
 _CHOICES = (
     Choice("gpipe", schedule.gpipe, uneven=True),
     Choice("1f1b", schedule.one_f_one_b, uneven=True),
+    Choice("1f1b-eager", schedule.eager, uneven=True),
     Choice("interleaved", schedule.interleaved, chunks=2, takes=frozenset({"chunks"})),
     Choice("zb-h1", schedule.zero_bubble),
     Choice("zb-lean", schedule.zero_bubble_lean),

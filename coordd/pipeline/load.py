@@ -68,6 +68,7 @@ _LIVE: dict[str, Callable[[int, int, int], int]] = {
     "1f1b": lambda m, p, s: min(m, p - s),
     "pipedream": lambda m, p, s: min(m, p - s),
     "2bw": lambda m, p, s: min(m, p - s),
+    "1f1b-eager": lambda m, p, s: min(m, 2 * (p - s) - 1),
     "zb-h1": lambda m, p, s: min(m, p),  # noqa: ARG005 - as above
     "zb-lean": lambda m, p, s: min(m, p),  # noqa: ARG005 - as above
 }

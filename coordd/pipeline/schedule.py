@@ -4,7 +4,7 @@ They say only what is computed, and when optimizers step; `coordd.pipeline.lower
 ``microbatches`` is the number for one replica, of which a step has as many as the widest stage has ranks.
 
 Sources: GPipe (arXiv 1811.06965), PipeDream (SOSP 2019), PipeDream-2BW and its flush (arXiv 2006.09503), interleaving
-(arXiv 2104.04473), zero bubble (arXiv 2401.10241) and its V (arXiv 2405.15362).
+(arXiv 2104.04473), eager 1F1B (arXiv 2211.05322), zero bubble (arXiv 2401.10241) and its V (arXiv 2405.15362).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coordd.pipeline.greedy import order_v
 from coordd.pipeline.placement import Placement, fold, loop, spread
 from coordd.pipeline.plan import Plan
 
-__all__ = ["gpipe", "interleaved", "one_f_one_b", "pipedream", "two_buffered", "zero_bubble", "zero_bubble_v"]
+__all__ = ["eager", "gpipe", "interleaved", "one_f_one_b", "pipedream", "two_buffered", "zero_bubble", "zero_bubble_v"]
 
 FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
 
@@ -47,6 +47,20 @@ def one_f_one_b(stages: int, microbatches: int, *, replicas: int | Sequence[int]
         yield Action(stage, Kind.STEP)
 
     return _plan("1f1b", count, placement, order)
+
+
+def eager(stages: int, microbatches: int, *, replicas: int | Sequence[int] = 1) -> Plan:
+    """1F1B that goes ``stages - 1 - s`` forward passes further ahead, so that messages are under way meanwhile.
+
+    Nobody waits for them as long as they take no longer than a pass; at the price of nearly twice the activations.
+    """
+    placement, count = _spread(stages, microbatches, replicas)
+
+    def order(stage: int, mine: Sequence[int]) -> Iterator[Action]:
+        yield from _alternate(stage, mine, 2 * _warm_up(placement, stage) - 1)
+        yield Action(stage, Kind.STEP)
+
+    return _plan("1f1b-eager", count, placement, order)
 
 
 def pipedream(stages: int, microbatches: int, *, replicas: int | Sequence[int] = 1) -> Plan:

@@ -7,6 +7,7 @@ from functools import partial
 from coordd.pipeline.lowering import chain, lower
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.schedule import (
+    eager,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -21,6 +22,7 @@ SIZES = [(ranks, microbatches) for ranks in range(2, 9) for microbatches in rang
 FLUSHING = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "1f1b-eager": eager,
     "interleaved": interleaved,
     "interleaved by 3": partial(interleaved, chunks=3),
     "zb-h1": zero_bubble,

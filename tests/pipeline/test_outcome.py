@@ -20,6 +20,7 @@ def even(stages, chunks):
     [
         ("gpipe", 33, 8),
         ("1f1b", 33, 4),
+        ("1f1b-eager", 33, 7),
         ("interleaved", 28.5, 5.5),
         ("zb-h1", 27, 4),
         ("zb-lean", 27, 4),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from coordd.errors import ArgumentError
 from coordd.pipeline.action import Kind
 from coordd.pipeline.schedule import (
+    eager,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -32,6 +35,10 @@ def test_the_figures():
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 0STEP",
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 1STEP",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2STEP",
+    ]
+    assert orders(eager(3, 6))[:2] == [
+        "0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5 0STEP",
+        "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5 1STEP",
     ]
     assert orders(zero_bubble(2, 3)) == [
         "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2 0STEP",
@@ -60,6 +67,8 @@ def test_they_take_as_long_and_keep_as_much_as_their_papers_say(ranks, microbatc
     assert outcome(gpipe).peaks == (microbatches,) * ranks
     assert outcome(one_f_one_b).makespan == ideal + 3 * gap
     assert outcome(one_f_one_b).peaks == tuple(min(microbatches, ranks - stage) for stage in range(ranks))
+    assert outcome(eager).makespan == ideal + 3 * gap
+    assert outcome(eager).peaks == tuple(min(microbatches, 2 * (ranks - stage) - 1) for stage in range(ranks))
     for chunks in (2, 3):
         assert outcome(interleaved, chunks=chunks).makespan == ideal * chunks + 3 * gap
     assert outcome(zero_bubble).makespan == ideal + gap
@@ -68,6 +77,16 @@ def test_they_take_as_long_and_keep_as_much_as_their_papers_say(ranks, microbatc
     assert outcome(zero_bubble_lean).peaks == (ranks,) * ranks
     assert outcome(zero_bubble_v).makespan == 2 * ideal + gap
     assert max(outcome(zero_bubble_v).peaks) <= 2 * ranks
+
+
+def test_the_eager_one_waits_for_no_message_that_takes_no_longer_than_a_pass():
+    def seconds(schedule, transfer):
+        costs = replace(Costs.even(4), transfer={(stage, stage + 1): transfer for stage in range(3)})
+        return simulate(chained(schedule(4, 16)), costs).makespan
+
+    there_and_back = 2 * 3
+    assert seconds(eager, 1.0) == seconds(eager, 0.0) + there_and_back
+    assert seconds(one_f_one_b, 1.0) > seconds(eager, 1.0) + 16
 
 
 @pytest.mark.parametrize("microbatches", [8, 16, 64])
