@@ -181,6 +181,16 @@ def test_checkpoints_are_computed_anew_once(reentrant):
     assert stage.undivided == 0
 
 
+def test_what_is_compiled_is_done_at_once():
+    layer, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(5, 4)
+    inner, wanted = reference(layer, x)
+    stage = boundary(torch.compile(layer, backend="aot_eager"))
+    for number in (0, 1):
+        near(entering(stage, number, x), inner)
+        stage.backward_weight(number)
+        near(taken(layer), wanted)
+
+
 def test_under_autocast_it_computes_as_lowly():
     torch.set_default_dtype(torch.float32)
     layer, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(5, 8)

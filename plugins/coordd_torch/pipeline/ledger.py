@@ -92,7 +92,8 @@ class _Layer(ABC):
     def forward(self, x: Tensor) -> Tensor:
         """Stands in for the module's own, which computes the same."""
         weight, bias = self.module.weight, self.module.bias
-        if torch.is_grad_enabled() and weight.requires_grad and not any(map(_is_watched, (weight, bias))):
+        watched = any(map(_is_watched, (weight, bias)))
+        if weight.requires_grad and torch.is_grad_enabled() and not watched and not torch.compiler.is_compiling():
             found: Tensor = _Halved.apply(x, weight, bias, self)  # type: ignore[no-untyped-call] # it has no types
         else:
             found = type(self.module).forward(self.module, x)
