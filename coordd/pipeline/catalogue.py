@@ -87,6 +87,7 @@ _CHOICES = (
     Choice("1f1b-eager", schedule.eager, uneven=True),
     Choice("interleaved", schedule.interleaved, chunks=2, takes=frozenset({"chunks"})),
     Choice("zb-h1", schedule.zero_bubble),
+    Choice("zb-h2", schedule.zero_bubble_far),
     Choice("zb-lean", schedule.zero_bubble_lean),
     Choice("zb-v", schedule.zero_bubble_v, chunks=2, slow=True),
     Choice("pipedream", _pipedream, takes=frozenset({"steps"}), flushes=False, slow=True),

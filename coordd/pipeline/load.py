@@ -70,6 +70,7 @@ _LIVE: dict[str, Callable[[int, int, int], int]] = {
     "2bw": lambda m, p, s: min(m, p - s),
     "1f1b-eager": lambda m, p, s: min(m, 2 * (p - s) - 1),
     "zb-h1": lambda m, p, s: min(m, p),  # noqa: ARG005 - as above
+    "zb-h2": lambda m, p, s: min(m, 2 * p - 1),  # noqa: ARG005 - as above
     "zb-lean": lambda m, p, s: min(m, p),  # noqa: ARG005 - as above
 }
 _VERSIONS: dict[str, Callable[[int, int], int]] = {

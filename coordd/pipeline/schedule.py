@@ -18,7 +18,18 @@ from coordd.pipeline.greedy import order_v
 from coordd.pipeline.placement import Placement, fold, loop, spread
 from coordd.pipeline.plan import Plan
 
-__all__ = ["eager", "gpipe", "interleaved", "one_f_one_b", "pipedream", "two_buffered", "zero_bubble", "zero_bubble_v"]
+__all__ = [
+    "eager",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "pipedream",
+    "two_buffered",
+    "zero_bubble",
+    "zero_bubble_far",
+    "zero_bubble_lean",
+    "zero_bubble_v",
+]
 
 FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
 
@@ -128,22 +139,18 @@ def interleaved(ranks: int, microbatches: int, *, chunks: int = 2, replicas: int
 
 def zero_bubble(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
     """ZB-H1: gradients of weights fill the gaps, a third of which is left; every stage keeps ``stages`` activations."""
-
-    def order(stage: int) -> Iterator[Action]:
-        ahead, behind = stages - stage, stage
-        for i in range(min(ahead, microbatches)):
-            yield Action(stage, FORWARD, i)
-        for i in range(microbatches):
-            yield Action(stage, INPUT, i)
-            if i >= behind:
-                yield Action(stage, WEIGHT, i - behind)
-            if i + ahead < microbatches:
-                yield Action(stage, FORWARD, i + ahead)
-        yield from (Action(stage, WEIGHT, i) for i in range(max(0, microbatches - behind), microbatches))
-        yield Action(stage, Kind.STEP)
-
-    orders = [list(order(stage)) for stage in range(stages)]
+    orders = [_put_off(stage, microbatches, stages - stage, stage) for stage in range(stages)]
     return _replicate("zb-h1", microbatches, loop(stages, 1, replicas=replicas), orders)
+
+
+def zero_bubble_far(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
+    """ZB-H2: twice as far ahead, so that once at work nobody waits, not for passes and not for messages.
+
+    A rank is idle until the first microbatch reaches it, and no more, if there are ``2 * stages - 2`` microbatches and
+    passes for inputs take at most twice as long as the others; every stage keeps ``2 * stages - 1`` activations.
+    """
+    orders = [_put_off(stage, microbatches, 2 * (stages - stage) - 1, 2 * stage) for stage in range(stages)]
+    return _replicate("zb-h2", microbatches, loop(stages, 1, replicas=replicas), orders)
 
 
 def zero_bubble_lean(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
@@ -209,6 +216,19 @@ def _replicate(name: str, microbatches: int, placement: Placement, orders: Seque
 
 def _deal(action: Action, replica: int, replicas: int) -> Action:
     return action if action.microbatch < 0 else action._replace(microbatch=action.microbatch * replicas + replica)
+
+
+def _put_off(stage: int, microbatches: int, ahead: int, behind: int) -> list[Action]:
+    """One forward, one backward, whose weights' gradients come so many microbatches later."""
+    order = [Action(stage, FORWARD, i) for i in range(min(ahead, microbatches))]
+    for i in range(microbatches):
+        order.append(Action(stage, INPUT, i))
+        if i >= behind:
+            order.append(Action(stage, WEIGHT, i - behind))
+        if i + ahead < microbatches:
+            order.append(Action(stage, FORWARD, i + ahead))
+    order += [Action(stage, WEIGHT, i) for i in range(max(0, microbatches - behind), microbatches)]
+    return [*order, Action(stage, Kind.STEP)]
 
 
 def _warm_up(placement: Placement, stage: int) -> int:

@@ -14,6 +14,7 @@ from coordd.pipeline.schedule import (
     pipedream,
     two_buffered,
     zero_bubble,
+    zero_bubble_far,
     zero_bubble_lean,
     zero_bubble_v,
 )
@@ -26,6 +27,7 @@ FLUSHING = {
     "interleaved": interleaved,
     "interleaved by 3": partial(interleaved, chunks=3),
     "zb-h1": zero_bubble,
+    "zb-h2": zero_bubble_far,
     "zb-lean": zero_bubble_lean,
     "zb-v": zero_bubble_v,
 }

@@ -23,6 +23,7 @@ def even(stages, chunks):
         ("1f1b-eager", 33, 7),
         ("interleaved", 28.5, 5.5),
         ("zb-h1", 27, 4),
+        ("zb-h2", 27, 7),
         ("zb-lean", 27, 4),
         ("zb-v", 25.5, 4),
     ],

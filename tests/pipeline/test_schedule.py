@@ -18,6 +18,7 @@ from coordd.pipeline.schedule import (
     pipedream,
     two_buffered,
     zero_bubble,
+    zero_bubble_far,
     zero_bubble_lean,
     zero_bubble_v,
 )
@@ -43,6 +44,10 @@ def test_the_figures():
     assert orders(zero_bubble(2, 3)) == [
         "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2 0STEP",
         "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1STEP",
+    ]
+    assert orders(zero_bubble_far(2, 4)) == [
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3 0STEP",
+        "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3 1STEP",
     ]
     assert orders(zero_bubble_lean(2, 4)) == [
         "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3 0STEP",
@@ -73,10 +78,22 @@ def test_they_take_as_long_and_keep_as_much_as_their_papers_say(ranks, microbatc
         assert outcome(interleaved, chunks=chunks).makespan == ideal * chunks + 3 * gap
     assert outcome(zero_bubble).makespan == ideal + gap
     assert outcome(zero_bubble).peaks == (ranks,) * ranks
+    assert outcome(zero_bubble_far).makespan == ideal + gap + max(0, 2 * ranks - 1 - microbatches) // 2
+    assert outcome(zero_bubble_far).peaks == (min(microbatches, 2 * ranks - 1),) * ranks
     assert outcome(zero_bubble_lean).makespan == ideal + gap
     assert outcome(zero_bubble_lean).peaks == (ranks,) * ranks
     assert outcome(zero_bubble_v).makespan == 2 * ideal + gap
     assert max(outcome(zero_bubble_v).peaks) <= 2 * ranks
+
+
+@given(passes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), ranks=st.integers(2, 6))
+def test_far_ahead_ranks_are_idle_only_until_the_first_microbatch_comes(passes, ranks):
+    forward, inward, weight = passes
+    costs = Costs.even(ranks, forward=forward, inward=inward, weight=weight)
+    microbatches = 4 * ranks
+    found = simulate(chained(zero_bubble_far(ranks, microbatches)), costs).makespan
+    waits = max(0, inward - 2 * min(forward, weight))
+    assert found == microbatches * sum(passes) + (ranks - 1) * (forward + waits)
 
 
 def test_the_eager_one_waits_for_no_message_that_takes_no_longer_than_a_pass():
