@@ -32,6 +32,7 @@ from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.codec import TorchCodec
 from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.fitting import History, fit, screen
+from coordd_torch.pipeline.heap import give_back
 from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.parity import distance, gradients
@@ -132,6 +133,7 @@ class Pipeline:
         self._saving = Saving(self.stages, self.layout, self._sketch, self._operations, name=f"{self._name}.loading")
         self._flows: tuple[tuple[int, int], ...] = ()
         self._engine = Engine(self.stages, self._operations, name=self._name, fail=self._operations.daemon.fail)
+        give_back()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
