@@ -22,7 +22,6 @@ from coordd.pipeline.recording import Recording
 from coordd.pipeline.simulate import Span
 from coordd.process_sets import ProcessSet
 from coordd_torch.pipeline.accord import Accord
-from coordd_torch.pipeline.appraisal import budget, measured
 from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.batch import Batch, Weigh, joined, rows_of
 from coordd_torch.pipeline.boundary import Boundary
@@ -114,6 +113,8 @@ class Pipeline:
         self._profile: Profile | None = None
         memory = None
         if self.config.measured:
+            from coordd_torch.pipeline.appraisal import budget, measured
+
             given, name = (example, example_targets), f"{self._name}.profile"
             self._profile = measured(self._captured, given, self.config, loss=loss, name=name)
             memory = budget(self.config, self._plans, optimizer)
@@ -327,12 +328,8 @@ class Pipeline:
         return Batch(x, y, parts, steps=steps, named=self._captured.inputs, weigh=self._weigh)
 
     def _loss(self) -> float:
-        mine = sum(stage.loss for stage in self.stages.values())
-        return float(
-            self._operations.allreduce(
-                np.array([mine], np.float64), name=f"{self._name}.loss", op=ReduceOp.SUM
-            ).result()[0]
-        )
+        mine = np.array([sum(stage.loss for stage in self.stages.values())], np.float64)
+        return float(self._operations.allreduce(mine, name=f"{self._name}.loss", op=ReduceOp.SUM).result()[0])
 
     def _made(self, model: nn.Module, optimizer: MakeOptimizer, loss: Loss) -> dict[int, TorchStage]:
         modules = {number: self.layout.module(number, model) for number in self._sketch.held[self._rank]}
