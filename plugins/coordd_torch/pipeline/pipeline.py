@@ -198,7 +198,8 @@ class Pipeline:
             batch_size: rows of a step.
             validation_data: inputs and targets whose loss is found after each epoch.
             shuffle: whether rows come in another order in each epoch.
-            leave: whether to end after the step in which a rank gets SIGTERM, as `leaving` then says again.
+            leave: whether to end after the step in which a rank gets SIGTERM, be it the first, as `leaving` then says
+                again.
             verbose: whether something is shown.
 
         Returns:
