@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, MismatchError
 from coordd.fusion import item_size
 from coordd.handles import Handle
@@ -225,7 +226,7 @@ class Mailbox:
             yield
         self._wake(letter.peer)
         if wanted is None:
-            self._finish(letter, raw.view(np.dtype(header.dtype)).reshape(header.shape), header)
+            self._finish(letter, raw.view(dtype_of(header.dtype)).reshape(header.shape), header)
         elif fits:
             if not direct:
                 wanted[...] = raw.view(wanted.dtype).reshape(wanted.shape)

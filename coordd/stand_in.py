@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from coordd.dtypes import dtype_of
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.table import Entry
 
@@ -34,7 +34,7 @@ class _Nobody:
 
 def stand_in(request: Request) -> Entry:
     """Makes an entry that changes nothing: the neutral element of a reduction, no rows, or room for what is sent."""
-    dtype = np.dtype(getattr(ml_dtypes, request.dtype, request.dtype))
+    dtype = dtype_of(request.dtype)
     shape = request.shape
     if request.kind is Kind.ALLGATHER:
         shape = (0, *shape[1:])

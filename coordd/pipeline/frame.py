@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError
 from coordd.pipeline.culprit import culprit
 from coordd.pipeline.storage import FORMS, PLAIN, Stored, laid, plain
@@ -62,7 +63,7 @@ class _Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return FORMS[self.form].nbytes(np.dtype(self.dtype), int(np.prod(self.shape, dtype=np.int64)))
+        return FORMS[self.form].nbytes(dtype_of(self.dtype), int(np.prod(self.shape, dtype=np.int64)))
 
 
 def pack(
@@ -118,7 +119,7 @@ def unpack(frame: np.ndarray, codec: Codec) -> tuple[Any, list[Any]]:
     tensors = []
     for place, entry in zip(places, entries, strict=True):
         stored = frame[place : place + entry.nbytes]
-        array = FORMS[entry.form].read(stored, np.dtype(entry.dtype), entry.shape).transpose(entry.axes)
+        array = FORMS[entry.form].read(stored, dtype_of(entry.dtype), entry.shape).transpose(entry.axes)
         tensors.append(codec.tensor(array, differentiable=entry.differentiable))
     return joined(structure, tensors), tensors
 

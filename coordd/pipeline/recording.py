@@ -12,7 +12,6 @@ from coordd.errors import ArgumentError
 from coordd.pipeline.action import Action
 from coordd.pipeline.export import check_ending, save
 from coordd.pipeline.measured import measured
-from coordd.pipeline.picture import draw
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Costs, Span, Timeline, simulate
 from coordd.pipeline.units import Units
@@ -57,6 +56,8 @@ class Recording:
 
     def picture(self) -> str:
         """Both, one below the other, in one scale; an SVG."""
+        from coordd.pipeline.picture import draw  # most runs are never drawn, and this brings `html`
+
         return draw(self.plan, self.predicted, measured=self.measured, units=self.units)
 
     def write(self, path: Path) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import ml_dtypes
 import numpy as np
+
+from coordd.dtypes import dtype_of
 
 __all__ = ["FORMS", "PLAIN", "Form", "Stored", "laid", "plain"]
 
@@ -81,12 +82,12 @@ class _Brain:
 
         def write(out: Array) -> None:
             with np.errstate(over="ignore"):  # what rounds to more than the largest becomes infinite, as in PyTorch
-                np.copyto(out.view(ml_dtypes.bfloat16).reshape(array.shape), array, casting="unsafe")
+                np.copyto(out.view(dtype_of("bfloat16")).reshape(array.shape), array, casting="unsafe")
 
         return Stored(2 * array.size, write)
 
     def read(self, stored: Array, dtype: np.dtype, shape: tuple[int, ...]) -> Array:
-        values: Array = stored.view(ml_dtypes.bfloat16).reshape(shape).astype(dtype)
+        values: Array = stored.view(dtype_of("bfloat16")).reshape(shape).astype(dtype)
         return values
 
     def nbytes(self, dtype: np.dtype, count: int) -> int:  # noqa: ARG002 - the protocol's

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 
 from coordd import api
+from coordd.arguments import name_of
 from coordd.daemon import Daemon
+from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError
 
 __all__ = ["borrow", "check_dense", "empty_common", "from_array", "view"]
 
-# What NumPy does not have, as integers of equal size and the type that they stand for.
-_FOREIGN: dict[torch.dtype, tuple[torch.dtype, Any]] = {
-    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
-    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
-    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+# What NumPy does not have, as integers of equal size and the name of what they stand for.
+_FOREIGN: dict[torch.dtype, tuple[torch.dtype, str]] = {
+    torch.bfloat16: (torch.int16, "bfloat16"),
+    torch.float8_e4m3fn: (torch.uint8, "float8_e4m3fn"),
+    torch.float8_e5m2: (torch.uint8, "float8_e5m2"),
 }
 
 
@@ -32,7 +32,7 @@ def view(tensor: torch.Tensor) -> np.ndarray:
     if foreign is None:
         array: np.ndarray = tensor.numpy()
         return array
-    return tensor.view(foreign[0]).numpy().view(foreign[1])
+    return tensor.view(foreign[0]).numpy().view(dtype_of(foreign[1]))
 
 
 def borrow(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
@@ -95,7 +95,8 @@ def from_array(array: np.ndarray) -> torch.Tensor:
     """Views an array as a CPU tensor."""
     if not array.flags.writeable or not array.flags.c_contiguous:
         array = np.array(array, order="C")
+    name = name_of(array.dtype)
     for dtype, (carrier, stands_for) in _FOREIGN.items():
-        if array.dtype == stands_for:
+        if name == stands_for:
             return torch.from_numpy(array.view(np.dtype(str(carrier).removeprefix("torch.")))).view(dtype)
     return torch.from_numpy(array)

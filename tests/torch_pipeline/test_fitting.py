@@ -60,8 +60,13 @@ def test_calls_go_on_where_the_last_one_has_ended():
     assert seen.batches == fitted(epochs=2, shuffle=True)[0]
 
 
+def test_it_does_not_begin_when_it_is_to_end_already():
+    batches, history, _ = fitted(epochs=3, ended=lambda: True)
+    assert (len(batches), len(history.loss)) == (0, 0)
+
+
 def test_it_ends_after_any_step_and_the_epoch_does_not_count():
-    seen, told = Seen(), iter([False, False, False, True])
+    seen, told = Seen(), iter([False, False, False, False, True])
     batches, history, _ = fitted(seen=seen, epochs=3, ended=lambda: next(told))
     assert (len(batches), len(history.loss), seen.epochs) == (4, 1, 1)
 

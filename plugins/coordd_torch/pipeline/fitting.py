@@ -72,7 +72,8 @@ def fit(
         seed: of these orders.
         least: rows that a batch must have; the rest of an epoch is left out if it has fewer.
         least_evaluated: the same of a batch of the validation data.
-        ended: is asked after each step whether to end there; of an epoch that is not complete nothing is returned.
+        ended: is asked before the first step and after each whether to end there; of an epoch that is not complete
+            nothing is returned.
         console: where progress is shown; None for nowhere.
 
     Raises:
@@ -82,6 +83,8 @@ def fit(
     if validation_data is not None:
         _enough("a batch of the validation data", validation_data, batch_size, least_evaluated)
     history = History()
+    if ended():
+        return history
     for epoch in range(epochs):
         begin, total = time.perf_counter(), 0.0
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + pipe.epochs)) if shuffle else None

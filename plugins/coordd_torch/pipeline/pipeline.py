@@ -22,7 +22,6 @@ from coordd.pipeline.recording import Recording
 from coordd.pipeline.simulate import Span
 from coordd.process_sets import ProcessSet
 from coordd_torch.pipeline.accord import Accord
-from coordd_torch.pipeline.appraisal import budget, measured
 from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.batch import Batch, Weigh, joined, rows_of
 from coordd_torch.pipeline.boundary import Boundary
@@ -32,6 +31,7 @@ from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.codec import TorchCodec
 from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.fitting import History, fit, screen
+from coordd_torch.pipeline.heap import give_back
 from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.parity import distance, gradients
@@ -113,6 +113,8 @@ class Pipeline:
         self._profile: Profile | None = None
         memory = None
         if self.config.measured:
+            from coordd_torch.pipeline.appraisal import budget, measured
+
             given, name = (example, example_targets), f"{self._name}.profile"
             self._profile = measured(self._captured, given, self.config, loss=loss, name=name)
             memory = budget(self.config, self._plans, optimizer)
@@ -132,6 +134,7 @@ class Pipeline:
         self._saving = Saving(self.stages, self.layout, self._sketch, self._operations, name=f"{self._name}.loading")
         self._flows: tuple[tuple[int, int], ...] = ()
         self._engine = Engine(self.stages, self._operations, name=self._name, fail=self._operations.daemon.fail)
+        give_back()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -195,7 +198,8 @@ class Pipeline:
             batch_size: rows of a step.
             validation_data: inputs and targets whose loss is found after each epoch.
             shuffle: whether rows come in another order in each epoch.
-            leave: whether to end after the step in which a rank gets SIGTERM, as `leaving` then says again.
+            leave: whether to end after the step in which a rank gets SIGTERM, be it the first, as `leaving` then says
+                again.
             verbose: whether something is shown.
 
         Returns:
@@ -325,12 +329,8 @@ class Pipeline:
         return Batch(x, y, parts, steps=steps, named=self._captured.inputs, weigh=self._weigh)
 
     def _loss(self) -> float:
-        mine = sum(stage.loss for stage in self.stages.values())
-        return float(
-            self._operations.allreduce(
-                np.array([mine], np.float64), name=f"{self._name}.loss", op=ReduceOp.SUM
-            ).result()[0]
-        )
+        mine = np.array([sum(stage.loss for stage in self.stages.values())], np.float64)
+        return float(self._operations.allreduce(mine, name=f"{self._name}.loss", op=ReduceOp.SUM).result()[0])
 
     def _made(self, model: nn.Module, optimizer: MakeOptimizer, loss: Loss) -> dict[int, TorchStage]:
         modules = {number: self.layout.module(number, model) for number in self._sketch.held[self._rank]}

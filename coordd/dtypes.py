@@ -1,0 +1,27 @@
+"""Types of numbers by their names, those among them that NumPy itself does not have. Pure."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+__all__ = ["dtype_of"]
+
+
+@functools.cache
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Finds a type by the name that `numpy.dtype.name` gives it.
+
+    What NumPy lacks, such as ``bfloat16``, is imported only here: it takes a megabyte.
+
+    Raises:
+        TypeError: there is no such type.
+    """
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name, name))
