@@ -88,7 +88,7 @@ class Batch:
             targets: of the loss.
             parts: the rows of each microbatch.
             steps: how many steps are taken, with equally many microbatches each.
-            named: makes of a microbatch's inputs the values by name that stages take.
+            named: makes of inputs the values by name that stages take.
             weigh: says how much a microbatch counts; by default as much as it has rows.
 
         Raises:
@@ -97,7 +97,7 @@ class Batch:
         self._inputs = inputs
         self._targets = targets
         self._parts = parts
-        self._named = named
+        self._values = named(inputs)
         self._each = len(parts) // steps
         self._amounts = [self._amount(number, weigh) for number in range(len(parts))]
 
@@ -108,7 +108,8 @@ class Batch:
 
     def inputs(self, microbatch: int) -> dict[str, Any]:
         """The model's inputs, by name."""
-        return self._named(taken(self._inputs, self._parts[microbatch]))
+        found: dict[str, Any] = taken(self._values, self._parts[microbatch])
+        return found
 
     def targets(self, microbatch: int) -> Any:
         """What the loss compares with."""
