@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from tests.mpi.job import Outcome
 from tests.mpi.launch import launch
 
 pytestmark = pytest.mark.mpi
@@ -77,6 +79,8 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     threading.Event().wait(60)
 coordd.init()
 """
+_INCOMPLETE = {"rank 0": (0, 1, "arrays"), "rank 1": (1, 1, "arrays"), "locked plan": (1, 20, "tensors")}
+"""Which rank is missing, in which step, and with what they train."""
 _SETTING = """
 import os
 if "CULPRIT" in os.environ and os.environ["OMPI_COMM_WORLD_RANK"] == os.environ["CULPRIT"]:
@@ -147,17 +151,24 @@ def test_ranks_may_end_at_different_times_without_waiting_for_what_is_in_flight(
     assert "improperly" not in outcome.stderr, str(outcome)
 
 
-@pytest.mark.parametrize(
-    ("missing", "steps", "kind"),
-    [(0, 1, "arrays"), (1, 1, "arrays"), (1, 20, "tensors")],
-    ids=["rank 0", "rank 1", "locked plan"],
-)
-def test_a_rank_that_does_not_come_is_named_with_its_line_and_ends_the_job_in_time(
-    missing: int, steps: int, kind: str
-) -> None:
+@pytest.fixture(scope="module")
+def incomplete() -> Iterator[Mapping[str, Future[Outcome]]]:
+    """Jobs in which a rank does not come, side by side: all that they do is to wait."""
     limits = {"COORDD_STALL_SECONDS": "0.3", "COORDD_STALL_ABORT_SECONDS": "2"}
-    program = _MISSING.replace("ARRAYS", _ARRAYS[kind])
-    outcome = launch(2, program, str(missing), str(steps), launcher="coordd", timeout=25, variables=limits)
+
+    def run(missing: int, steps: int, kind: str) -> Outcome:
+        program = _MISSING.replace("ARRAYS", _ARRAYS[kind])
+        return launch(2, program, str(missing), str(steps), launcher="coordd", timeout=25, variables=limits)
+
+    with ThreadPoolExecutor(len(_INCOMPLETE)) as pool:
+        yield {name: pool.submit(run, *each) for name, each in _INCOMPLETE.items()}
+
+
+@pytest.mark.parametrize("name", _INCOMPLETE)
+def test_a_rank_that_does_not_come_is_named_with_its_line_and_ends_the_job_in_time(
+    incomplete: Mapping[str, Future[Outcome]], name: str
+) -> None:
+    missing, outcome = _INCOMPLETE[name][0], incomplete[name].result()
     assert outcome.returncode != 0, str(outcome)
     waits = rf"'late' \(allreduce\) waiting for rank {missing}; submitted here at \S*script.py:11\n"
     assert re.search(waits, outcome.stderr), str(outcome)

@@ -17,6 +17,7 @@ from tests.simulation.planting import found
 
 RANKS, NAMES = 3, "abcdefg"
 ENOUGH = 2000
+LATE = {"holds_back_what_is_waited_for": 1189, "lets_fillers_in": 300, "lets_other_shapes_in": 157}
 
 
 def script(steps: int, *, other: range = range(0)) -> Script:

@@ -37,6 +37,7 @@ from tests.simulation.planting import found
 
 BLOCK = 100
 ENOUGH = 3000
+LATE = {"takes_a_dead_rank_for_one_that_has_left": 67, "takes_fillers_for_the_real_thing": 45}
 
 
 @pytest.mark.parametrize("first", range(0, 1000, BLOCK))
@@ -60,7 +61,7 @@ def test_a_stall_may_be_told_of_a_rank_whose_failure_is_on_its_way():
 @pytest.mark.parametrize("plant", MUTANTS.values(), ids=MUTANTS.keys())
 def test_a_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
-    assert found(range(ENOUGH))
+    assert found(range(ENOUGH), LATE.get(plant.__name__))
 
 
 def test_the_same_seed_gives_the_same_run():
