@@ -45,8 +45,8 @@ for _ in range(20 + (cd.rank() == int(sys.argv[1]))):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 """
-# PyTorch takes seconds to load, and how a job ends is the daemon's: in one of each kind of job ranks have tensors, in the
-# others NumPy's arrays.
+# PyTorch takes seconds to load, and how a job ends is the daemon's: one job of each kind has tensors, the others have
+# NumPy's arrays.
 _TENSORS = "from torch import ones; import coordd.torch as cd"
 _ARRAYS = "from numpy import ones; import coordd as cd"
 _SECONDS = 10.0  # the aim is 2; a loaded machine gets more
