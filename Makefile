@@ -17,12 +17,8 @@ help:  ## lists these targets
 demo: $(DEMO)  ## trains a small CNN on handwritten digits, on two ranks
 	$(IN) coordd run -n 2 python examples/pytorch/digits.py
 
-# Those that stay in one process run two at a time; those that start ranks have the cores to themselves.
 test: $(DEV)  ## runs the tests
-	@status=0; set -x; \
-	$(IN) python -m pytest -n 2 -m "not mpi" || status=$$?; \
-	$(IN) python -m pytest -m mpi || status=$$?; \
-	exit $$status
+	$(IN) python -m pytest
 
 check: $(DEV)  ## lints, checks types, layers, sizes and generated pages
 	$(IN) ruff check
