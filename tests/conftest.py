@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+from hypothesis import settings
+
 # Knobs, and the variables by which a process knows that an MPI launcher or Slurm has started it.
 _FOREIGN = ("COORDD_", "HOROVOD_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "SLURM_")
 
@@ -13,3 +15,6 @@ for _name in [name for name in os.environ if name.startswith(_FOREIGN)]:
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and what we start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("tests", deadline=None)  # how long an example takes is the machine's load, and no property
+settings.load_profile("tests")

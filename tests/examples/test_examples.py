@@ -69,9 +69,8 @@ def test_two_runs_are_bitwise_equal(pair: Training, tmp_path: Path) -> None:
     torch.testing.assert_close(pair.parameters, again.parameters, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("launcher", ["coordd", "mpirun"])
-def test_digits_for_a_few_steps(launcher: str) -> None:
-    assert _accuracy(_run(2, _DIGITS, "--max-steps", 3, launcher=launcher)) > 0
+def test_digits_for_a_few_steps_without_coordd_run() -> None:
+    assert _accuracy(_run(2, _DIGITS, "--max-steps", 3, launcher="mpirun")) > 0
 
 
 @pytest.mark.parametrize(("size", "launcher"), [(2, "coordd"), (2, "mpirun"), (1, "python")])

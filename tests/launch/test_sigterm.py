@@ -26,6 +26,8 @@ if "save" in sys.argv:
     signal.signal(signal.SIGTERM, save)
 api.init()
 api.allreduce(np.ones(9, np.float32), name="first")
+if "leave" in sys.argv:
+    api.leaving()  # from now on SIGTERM ends no rank
 print("ready", os.getpid(), flush=True)
 step = 0
 while "leave" not in sys.argv or not api.leaving():

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from tests.mpi.job import Outcome
 from tests.mpi.launch import launch
 
 pytestmark = pytest.mark.mpi
 
+# What is the daemon's is shown with NumPy's arrays where PyTorch, which takes seconds to load, has no part in it.
+_ARRAYS = {
+    "tensors": "from torch import ones; import coordd.torch as cd; start = cd.allreduce_async",
+    "arrays": "from numpy import ones; import coordd as cd; start = lambda x: cd.api.operations().allreduce(x)",
+}
 _FORKS = """
 import os, sys
 import torch
@@ -38,49 +45,49 @@ import coordd.torch as cd
 if __name__ == "__main__":
     cd.init()
     data = TensorDataset(torch.arange(8.0).reshape(8, 1))
-    for (rows,) in DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=sys.argv[1]):
-        print("sum", cd.allreduce(rows.sum(), op=cd.Sum).item(), flush=True)
+    for method in sys.argv[1:]:
+        for (rows,) in DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=method):
+            print(method, "sum", cd.allreduce(rows.sum(), op=cd.Sum).item(), flush=True)
 """
 _LEAVING = """
 import sys, threading
-import torch
-import coordd.torch as cd
+ARRAYS
 
 cd.init()
-cd.allreduce_async(torch.ones(1000))
-cd.allreduce_async(torch.ones(1_000_000))
+start(ones(1000))
+start(ones(1_000_000))
 if cd.rank() == int(sys.argv[1]):
     threading.Event().wait(0.7)
 """
 _MISSING = """
 import sys, threading
-import torch
-import coordd.torch as cd
+ARRAYS
+
 
 cd.init()
-cd.allreduce(torch.ones(1), name="first")
+cd.allreduce(ones(1), name="first")
 for step in range(int(sys.argv[2])):
     if cd.rank() == int(sys.argv[1]) and step == int(sys.argv[2]) - 1:
         threading.Event().wait(30)
-    cd.allreduce(torch.ones(1), name="late")
+    cd.allreduce(ones(1), name="late")
 """
 _NEVER = """
 import os, threading
-import coordd.torch as cd
+import coordd
 
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     threading.Event().wait(60)
-cd.init()
+coordd.init()
 """
+_INCOMPLETE = {"rank 0": (0, 1, "arrays"), "rank 1": (1, 1, "arrays"), "locked plan": (1, 20, "tensors")}
+"""Which rank is missing, in which step, and with what they train."""
 _SETTING = """
 import os
 if "CULPRIT" in os.environ and os.environ["OMPI_COMM_WORLD_RANK"] == os.environ["CULPRIT"]:
     os.environ.update([os.environ["SETTING"].split("=")])
-import coordd.torch as cd
-cd.init()
+import coordd
+coordd.init()
 """
-
-
 _VERSION = """
 import os
 import coordd
@@ -91,13 +98,13 @@ coordd.init()
 """
 _NEIGHBOUR = """
 import sys
-import torch
-import coordd.torch as cd
+import numpy as np
+import coordd as cd
 
 cd.init()
 for _ in range(60):
     for count in (3, 50_000):
-        found = cd.allreduce(torch.full((count,), float(sys.argv[1])), name=f"{count}", op=cd.Sum)
+        found = cd.allreduce(np.full(count, float(sys.argv[1])), name=f"{count}", op=cd.ReduceOp.SUM)
         assert found.min() == found.max() == 2 * float(sys.argv[1]), found
 print("size", cd.size(), flush=True)
 """
@@ -117,11 +124,12 @@ def test_forked_children_cannot_use_coordd_and_leave_mpi_to_their_parents() -> N
         assert outcome.stdout.count(f"child {status} sum 2.0") == 2, str(outcome)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_data_loaders_may_start_workers_in_any_way(method: str) -> None:
-    outcome = launch(2, _LOADER, method, launcher="coordd")
+def test_data_loaders_may_start_workers_in_any_way() -> None:
+    methods = ("spawn", "forkserver", "fork")
+    outcome = launch(2, _LOADER, *methods, launcher="coordd")
     assert outcome.returncode == 0, str(outcome)
-    assert [outcome.stdout.count(f"sum {total}") for total in (12.0, 44.0)] == [2, 2], str(outcome)
+    told = [f"{method} sum {total}" for method in methods for total in (12.0, 44.0)]
+    assert [outcome.stdout.count(line) for line in told] == [2] * 6, str(outcome)
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -132,19 +140,35 @@ def test_a_worker_that_runs_the_whole_script_again_is_told_that_it_is_no_rank(me
     assert "under `if __name__ == '__main__':`" in outcome.stderr, str(outcome)
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
+@pytest.mark.parametrize(("launcher", "kind"), [("mpirun", "arrays"), ("coordd", "tensors")])
 @pytest.mark.parametrize("late", [0, 1])
-def test_ranks_may_end_at_different_times_without_waiting_for_what_is_in_flight(launcher: str, late: int) -> None:
-    outcome = launch(2, _LEAVING, str(late), launcher=launcher)
+def test_ranks_may_end_at_different_times_without_waiting_for_what_is_in_flight(
+    launcher: str, kind: str, late: int
+) -> None:
+    outcome = launch(2, _LEAVING.replace("ARRAYS", _ARRAYS[kind]), str(late), launcher=launcher)
     assert outcome.returncode == 0, str(outcome)
     assert "Fatal" not in outcome.stderr, str(outcome)
     assert "improperly" not in outcome.stderr, str(outcome)
 
 
-@pytest.mark.parametrize(("missing", "steps"), [(0, 1), (1, 1), (1, 20)], ids=["rank 0", "rank 1", "locked plan"])
-def test_a_rank_that_does_not_come_is_named_with_its_line_and_ends_the_job_in_time(missing: int, steps: int) -> None:
+@pytest.fixture(scope="module")
+def incomplete() -> Iterator[Mapping[str, Future[Outcome]]]:
+    """Jobs in which a rank does not come, side by side: all that they do is to wait."""
     limits = {"COORDD_STALL_SECONDS": "0.3", "COORDD_STALL_ABORT_SECONDS": "2"}
-    outcome = launch(2, _MISSING, str(missing), str(steps), launcher="coordd", timeout=25, variables=limits)
+
+    def run(missing: int, steps: int, kind: str) -> Outcome:
+        program = _MISSING.replace("ARRAYS", _ARRAYS[kind])
+        return launch(2, program, str(missing), str(steps), launcher="coordd", timeout=25, variables=limits)
+
+    with ThreadPoolExecutor(len(_INCOMPLETE)) as pool:
+        yield {name: pool.submit(run, *each) for name, each in _INCOMPLETE.items()}
+
+
+@pytest.mark.parametrize("name", _INCOMPLETE)
+def test_a_rank_that_does_not_come_is_named_with_its_line_and_ends_the_job_in_time(
+    incomplete: Mapping[str, Future[Outcome]], name: str
+) -> None:
+    missing, outcome = _INCOMPLETE[name][0], incomplete[name].result()
     assert outcome.returncode != 0, str(outcome)
     waits = rf"'late' \(allreduce\) waiting for rank {missing}; submitted here at \S*script.py:11\n"
     assert re.search(waits, outcome.stderr), str(outcome)
@@ -208,7 +232,7 @@ def test_a_rank_alone_with_a_setting_that_makes_no_sense_ends_the_job() -> None:
 
 
 def test_more_ranks_than_cores_still_train() -> None:
-    outcome = launch(8, _LEAVING, "0", launcher="coordd")
+    outcome = launch(8, _LEAVING.replace("ARRAYS", _ARRAYS["arrays"]), "0", launcher="coordd")
     assert outcome.returncode == 0, str(outcome)
 
 

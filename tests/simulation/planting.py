@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 
 from coordd_tools.sim.ledger import Violation
 from coordd_tools.sim.simulation import simulate
 
-__all__ = ["Mutants", "fails"]
+__all__ = ["Mutants", "found"]
 
 Mutant = Callable[..., None]
 
@@ -21,8 +22,12 @@ class Mutants(dict[str, Mutant]):
         return write
 
 
-def fails(seed: int) -> bool:
-    """Whether a run violates an invariant."""
+def found(seeds: Iterable[int], known: int | None = None) -> bool:
+    """Whether the run of any seed violates an invariant; one that is known to is tried first, for chance takes long."""
+    return any(map(_fails, chain([] if known is None else [known], seeds)))
+
+
+def _fails(seed: int) -> bool:
     try:
         simulate(seed)
     except Violation:
