@@ -101,6 +101,18 @@ def test_who_watches_gradients_come_sees_them_come():
     near(layer.weight.grad, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_are_computed_lead_to_what_is_trained():
+    layer = nn.utils.weight_norm(nn.Linear(5, 4))
+    x = torch.randn(3, 5)
+    inner, wanted = reference(layer, x)
+    stage = boundary(layer)
+    near(entering(stage, 0, x), inner)
+    stage.backward_weight(0)
+    assert len(wanted) == 3
+    near(taken(layer), wanted)
+
+
 class Odd(nn.Linear):
     """Is not what its parent is."""
 

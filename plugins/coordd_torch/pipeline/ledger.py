@@ -92,8 +92,8 @@ class _Layer(ABC):
     def forward(self, x: Tensor) -> Tensor:
         """Stands in for the module's own, which computes the same."""
         weight, bias = self.module.weight, self.module.bias
-        watched = any(map(_is_watched, (weight, bias)))
-        if weight.requires_grad and torch.is_grad_enabled() and not watched and not torch.compiler.is_compiling():
+        own = weight.requires_grad and all(each is None or _is_plain_leaf(each) for each in (weight, bias))
+        if own and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             found: Tensor = _Halved.apply(x, weight, bias, self)  # type: ignore[no-untyped-call] # it has no types
         else:
             found = type(self.module).forward(self.module, x)
@@ -202,9 +202,9 @@ def _is_plain(module: Any) -> bool:
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
-def _is_watched(parameter: Tensor | None) -> bool:
-    """Whether somebody wants to see the gradients of a parameter as they come."""
-    return bool(parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks))  # noqa: SLF001 - nothing else tells
+def _is_plain_leaf(parameter: Tensor) -> bool:
+    """Whether a parameter is nothing that is computed, and nobody wants to see its gradients as they come."""
+    return parameter.is_leaf and not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # noqa: SLF001 - nothing else tells
 
 
 def _rows(tensor: Tensor) -> Tensor:
