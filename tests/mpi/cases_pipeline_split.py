@@ -52,7 +52,9 @@ def case_replicas_of_a_stage_are_clipped_and_checked_together() -> None:
 def case_the_ranks_must_be_as_many_as_all_replicas() -> None:
     with pytest.raises(ArgumentError, match=r"data_parallel=\[2, 2\] takes 4 ranks, and there are 3"):
         pipeline(build("plain"), data_parallel=[2, 2])
-    with pytest.raises(ArgumentError, match=r"zb-h1 gives all stages equally many replicas.* one of gpipe, 1f1b, 2bw"):
+    with pytest.raises(
+        ArgumentError, match=r"zb-h1 gives all stages equally many replicas.* one of gpipe, 1f1b, 1f1b-eager, 2bw"
+    ):
         pipeline(build("plain"), data_parallel=[2, 1], schedule="zb-h1")
 
 
