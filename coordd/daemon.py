@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from coordd.account import await_end
 from coordd.bell import Bell
 from coordd.config import Config
+from coordd.control.notes import Notes
 from coordd.errors import ForkedProcessError, NotInitializedError, StartError, spans
 from coordd.handles import Handle
 from coordd.inbox import Inbox
@@ -26,6 +28,7 @@ from coordd.rendezvous import Rendezvous
 from coordd.seal import seal
 from coordd.status import Status, peer_error
 from coordd.table import Entry
+from coordd.transport.commons import Commons
 from coordd.world import World
 
 __all__ = ["Daemon"]
@@ -90,8 +93,12 @@ class Daemon:
             self.start_timeline(self.config.timeline, mark_cycles=self.config.timeline_mark_cycles)
 
     def allocate(self, size: int) -> np.ndarray:
-        """Returns new memory of ``size`` bytes, zero, which the ranks of this host have in common where they can."""
-        return self._loop.allocate(size)
+        """Returns new memory, zero, which the ranks of this host have in common where they can: to be reduced."""
+        return np.zeros(size, np.uint8) if self._commons is None else self._commons.heap.allocate(size)
+
+    def blank(self, size: int) -> np.ndarray:
+        """Returns memory with anything in it, to be filled and sent, once: to a rank of this host without a copy."""
+        return self._notes.loans.blank(size)
 
     def set_window(self, seconds: float) -> None:
         """Changes the batching window."""
@@ -112,10 +119,16 @@ class Daemon:
         if self._status.ended.is_set():  # it has ended since we looked
             self._loop.turn_away()
 
-    def post(self, letter: Letter) -> None:
-        """Starts a matched send or receive; raises like `submit`."""
+    def post(self, letter: Letter, *, lazy: bool = False) -> None:
+        """Starts a matched send or receive; raises like `submit`.
+
+        Args:
+            letter: what to send, or where to receive.
+            lazy: whether it is enough to start when something else wakes the thread, or somebody waits: neighbours'
+                messages wake it, others are always looked for.
+        """
         self._check_usable()
-        self._do(letter)
+        self._do(letter, wake=not lazy or letter.peer not in self._notes)
         if self._status.ended.is_set():
             self._loop.turn_away()
 
@@ -123,8 +136,12 @@ class Daemon:
         """Sends a message of another thread to the coordinator, or to whom it is for by way of it."""
         self._do(lambda: self._loop.recorder.tell(message))
 
-    def hurry(self, name: str) -> Callable[[], None] | None:
+    def hurry(self, name: str, *, heralded: bool = False) -> Callable[[], None] | None:
         """Ends the batching window: somebody waits for an operation.
+
+        Args:
+            name: of the operation.
+            heralded: whether what is waited for wakes the thread by itself, which then only has to know of it.
 
         Returns:
             what is to be called when the wait is over; None while no timeline is recorded.
@@ -136,7 +153,8 @@ class Daemon:
             raise ForkedProcessError
         tape = self._loop.recorder.deck.tape
         over = tape.pause(name) if tape is not None else None
-        self._inbox.hurry()
+        if self._inbox or not heralded:
+            self._inbox.hurry()
         return over
 
     def start_timeline(self, folder: str, *, mark_cycles: bool = False) -> None:
@@ -166,9 +184,9 @@ class Daemon:
         """Ends the batching window, though nobody waits."""
         self._inbox.hurry(waiting=False)
 
-    def handle(self, name: str) -> Handle[Any]:
-        """Makes a handle whose waiters hurry this daemon."""
-        return Handle(name, self.hurry)
+    def handle(self, name: str, *, peer: int | None = None) -> Handle[Any]:
+        """Makes a handle whose waiters hurry this daemon; of a message if there is a ``peer``."""
+        return Handle(name, partial(self.hurry, heralded=True) if peer in self._notes else self.hurry)
 
     def fail(self, reason: str, traceback: str = "", *, culprit: int | None = None) -> None:
         """Tells all ranks that the job has failed, unless it had before; by default this rank is to blame."""
@@ -212,6 +230,14 @@ class Daemon:
         self._do(lambda: self._loop.watch_for(rank, gone))
         gone.wait(seconds)
 
+    @property
+    def _commons(self) -> Commons | None:
+        return self._status.parts.commons if self._status.parts is not None else None
+
+    @property
+    def _notes(self) -> Notes:
+        return self._status.parts.mailbox.notes if self._status.parts is not None else Notes()
+
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcessError
@@ -220,7 +246,6 @@ class Daemon:
         if self._status.leaving:
             raise NotInitializedError
 
-    def _do(self, work: Work) -> None:
+    def _do(self, work: Work, *, wake: bool = True) -> None:
         """Leaves work that is not to wait for the batching window."""
-        self._inbox.put(work)
-        self._inbox.hurry(waiting=False)
+        self._inbox.slip(work, wake=wake)

@@ -62,6 +62,13 @@ class Inbox(Generic[Item]):
         if self._deep or self._weight >= self._limit:
             self._bell.ring()
 
+    def slip(self, item: Item, *, wake: bool) -> None:
+        """Adds an item past the window: the reader takes it now, or, unless it is to wake, once something else does."""
+        self._items.append(item)
+        self._hurried = True
+        if wake:
+            self._bell.ring()
+
     def hurry(self, *, waiting: bool = True) -> None:
         """Ends the window; by default because somebody waits for what has been left here."""
         self._waiting |= waiting

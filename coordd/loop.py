@@ -117,11 +117,6 @@ class Loop:
             self._status.traffic.locked += len(word.bucket.entries)
         self._dues.append(self._member.landed(word) if moved else self._member.refused(word))
 
-    def allocate(self, size: int) -> np.ndarray:
-        """Makes memory in which reductions need no copies; for any thread."""
-        commons = self._link.commons if self._link is not None else None
-        return np.zeros(size, np.uint8) if commons is None else commons.heap.allocate(size)
-
     def watch_for(self, rank: int, gone: threading.Event) -> None:
         """Sets ``gone`` once the neighbour on the way to a rank is gone, who goes after that rank's process."""
         self._departures.watch(self._own_post.toward(rank), gone)
@@ -154,7 +149,7 @@ class Loop:
             deck=self.recorder.deck,
         )
         self._flights = Flights(plane, self)
-        self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck, near=self._link.near)
+        self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck, notes=self._link.notes)
         self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
         self._status.parts = Parts(self._member, self._flights, self._mailbox, self._link.commons, self._inbox)
         self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
@@ -344,6 +339,7 @@ class Loop:
             self.turn_away()
             self._control.close()
             self._link.transport.close(failed=self._status.failure is not None or unmatched)
+            self._mailbox.notes.close()
             if self._link.commons is not None:
                 self._link.commons.close()
         self._departures.end()
@@ -364,19 +360,23 @@ class Loop:
             return
         if moved:
             self._patience.restart()
-        elif self._inbox.awaited and self._patience.short(data=bool(self._flights) and not self._flights.heralded):
+        elif self._awaited and self._patience.short(data=bool(self._flights) and not self._flights.heralded):
             self._stay_awake()
         else:
             self._sleep()
+
+    @property
+    def _awaited(self) -> bool:
+        """Whether somebody waits for a tensor; messages can be slept for."""
+        return self._inbox.awaited and bool(self._flights or self._member.table)
 
     def _sleep(self) -> None:
         """Sleeps, if a last look finds nothing; naps where nobody says that data has come."""
         if self._flights.nod_off():
             self._patience.restart()
-        elif not self._control.ready():
-            if self._mailbox or (self._flights and not self._flights.heralded):
-                rings = self._mailbox.heralded and (not self._flights or self._flights.heralded)
-                self._patience.doze(self._bell, awaited=self._inbox.awaited, heralded=rings, still=self._mailbox.still)
+        elif not (self._control.ready() or self._mailbox.news):
+            if self._mailbox.unheralded or (self._flights and not self._flights.heralded):
+                self._patience.doze(self._bell, awaited=self._inbox.awaited)
             else:
                 self._inbox.sleep(self._deadline())
         self._flights.wake_up()

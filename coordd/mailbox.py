@@ -1,18 +1,21 @@
 """Matched operations: a send and a receive that name each other, in any order, without any negotiation.
 
 A message is a header of fixed size, which says what follows, and the payload, which travels only when it is wanted: so
-an early send costs its receiver no memory, and a receive that does not fit says so instead of truncating.
+an early send costs its receiver no memory, and a receive that does not fit says so instead of truncating. What lies in
+memory that is lent to a rank of the same host does not travel: the header tells where it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from coordd.control.notes import Notes
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, MismatchError
 from coordd.fusion import item_size
@@ -20,6 +23,7 @@ from coordd.handles import Handle
 from coordd.messages import Waiting
 from coordd.timeline.tape import Deck
 from coordd.transport.collectives import Steps
+from coordd.transport.loans import Loan
 from coordd.transport.protocol import ANY, Lane, Ticket
 
 __all__ = ["Letter", "Mailbox"]
@@ -40,6 +44,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
+    loan: Loan | None = None
 
 
 class Letter:
@@ -77,19 +82,18 @@ class Letter:
 class Mailbox:
     """The sends and receives of one rank."""
 
-    def __init__(
-        self, lane: Lane, rank: int, deck: Deck | None = None, *, near: Mapping[int, Callable[[], None]] | None = None
-    ) -> None:
+    def __init__(self, lane: Lane, rank: int, deck: Deck | None = None, *, notes: Notes | None = None) -> None:
         """Makes an empty mailbox.
 
         Args:
             lane: what messages travel on.
             rank: the own one.
             deck: records them.
-            near: wakes the daemons of ranks that can be woken, and that wake this one; for MPI wakes nobody.
+            notes: to and from ranks of this host, who wake each other, which MPI does not, and lend each other memory.
         """
         self._lane = lane
-        self._near = dict(near or {})
+        self.notes = notes or Notes()
+        self._lines: dict[int, deque[bytes]] = {}
         self._deck = deck or Deck()
         self._rank = rank
         self._serial = 0
@@ -108,15 +112,18 @@ class Mailbox:
         return len(self._moving) + sum(len(queue) for queue in self._wanted.values())
 
     @property
-    def heralded(self) -> bool:
-        """Whether this rank is woken when there is something to do: all that it waits for is of ranks that do so."""
-        peers = {peer for peer, _ in self._wanted} | {letter.peer for letter, _ in self._moving}
-        return peers <= self._near.keys()
+    def unheralded(self) -> bool:
+        """Whether there is something to look for that wakes nobody: what is on the way, and what comes from afar."""
+        return bool(self._moving) or self._waits_afar
 
     @property
-    def still(self) -> bool:
-        """Whether nothing is on the way, neither here nor from here."""
-        return not self._moving
+    def news(self) -> bool:
+        """Whether neighbours have left notes."""
+        return self.notes.news
+
+    @property
+    def _waits_afar(self) -> bool:
+        return any(peer not in self.notes for peer, _ in self._wanted)
 
     def start(self, letter: Letter) -> None:
         """Starts a send, or a receive."""
@@ -160,19 +167,29 @@ class Mailbox:
         return letters
 
     def _send(self, letter: Letter, array: np.ndarray) -> Steps:
-        payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._serial += 1
-        header = _Header(self._rank, self._serial, letter.name, array.dtype.name, array.shape)
-        tickets = [self._lane.isend(_frame(header), letter.peer, _HEADER_TAG)]
-        tickets += [self._lane.isend(part, letter.peer, self._tag(header)) for part in _parts(payload)]
-        self._wake(letter.peer)
-        while not self._lane.done(tickets):
+        near = letter.peer in self.notes
+        loan = self.notes.loans.lend(array) if near else None
+        header = _Header(self._rank, self._serial, letter.name, array.dtype.name, array.shape, loan)
+        tickets = []
+        if near:
+            yield from self._note(letter.peer, _encoded(header))
+        else:
+            tickets.append(self._lane.isend(_frame(header), letter.peer, _HEADER_TAG))
+        if loan is None:
+            payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            tickets += [self._lane.isend(part, letter.peer, self._tag(header)) for part in _parts(payload)]
+        while tickets and not self._lane.done(tickets):
             yield
         self._finish(letter, array, header)
 
-    def _wake(self, peer: int) -> None:
-        if peer in self._near:
-            self._near[peer]()
+    def _note(self, peer: int, data: bytes) -> Steps:
+        """Leaves a note with a neighbour, once those before it are left."""
+        line = self._lines.setdefault(peer, deque())
+        line.append(data)
+        while line[0] is not data or not self.notes.put(peer, data):
+            yield
+        line.popleft()
 
     def _tag(self, header: _Header) -> int:
         return _HEADER_TAG + 1 + header.serial % (self._lane.tags - 1)
@@ -186,9 +203,12 @@ class Mailbox:
         letter.finish(array)
 
     def _listen(self) -> bool:
-        """Takes headers in, for as long as a receive waits for one; says whether there were any."""
+        """Takes headers in, from afar for as long as a receive waits for one; says whether there were any."""
         heard = False
-        while self._wanted:
+        for data in self.notes.take():
+            heard = True
+            self._sort(msgspec.msgpack.decode(data, type=_Header))
+        while self._waits_afar:
             if self._listening is None:
                 self._listening = self._lane.irecv(self._slot, ANY, _HEADER_TAG)
             if not self._lane.done([self._listening]):
@@ -218,13 +238,18 @@ class Mailbox:
         """Takes the payload in, and only then compares: what was sent must be taken, whether it fits or not."""
         sent, wanted = _describe(header.dtype, header.shape), letter.array
         fits = wanted is not None and sent == _describe(wanted.dtype.name, wanted.shape)
-        direct = fits and wanted is not None and wanted.flags.c_contiguous
-        raw = wanted.reshape(-1).view(np.uint8) if direct and wanted is not None else _buffer(header)
-        tickets = [self._lane.irecv(part, letter.peer, self._tag(header)) for part in _parts(raw)]
-        while not self._lane.done(tickets):
-            self._wake(letter.peer)  # who may have to push
-            yield
-        self._wake(letter.peer)
+        direct = fits and header.loan is None and wanted is not None and wanted.flags.c_contiguous
+        if header.loan is not None:
+            raw = self.notes.loans.take(letter.peer, header.loan, _size(header))
+        else:
+            raw = (
+                wanted.reshape(-1).view(np.uint8)
+                if direct and wanted is not None
+                else np.empty(_size(header), np.uint8)
+            )
+            tickets = [self._lane.irecv(part, letter.peer, self._tag(header)) for part in _parts(raw)]
+            while not self._lane.done(tickets):
+                yield
         if wanted is None:
             self._finish(letter, raw.view(dtype_of(header.dtype)).reshape(header.shape), header)
         elif fits:
@@ -237,21 +262,23 @@ class Mailbox:
             letter.handle.fail(MismatchError(letter.name, "tensor that is sent and received", values))
 
 
-def _frame(header: _Header) -> np.ndarray:
+def _encoded(header: _Header) -> bytes:
     data = msgspec.msgpack.encode(header)
     if len(data) > _HEADER_BYTES - 4:
         text = f"the name {header.name[:40]!r}… is too long to be sent: use at most 1000 characters"
         raise ArgumentError(text)
+    return data
+
+
+def _frame(header: _Header) -> np.ndarray:
+    data = _encoded(header)
     frame = np.zeros(_HEADER_BYTES, np.uint8)
     frame[: 4 + len(data)] = np.frombuffer(len(data).to_bytes(4, "big") + data, np.uint8)
     return frame
 
 
-def _buffer(header: _Header) -> np.ndarray:
-    count = 1
-    for length in header.shape:
-        count *= length
-    return np.empty(count * item_size(header.dtype), np.uint8)
+def _size(header: _Header) -> int:
+    return math.prod(header.shape) * item_size(header.dtype)
 
 
 def _parts(raw: np.ndarray) -> list[np.ndarray]:

@@ -211,13 +211,17 @@ class Operations:
         """
         return self._post(array, destination, name, outgoing=True)
 
-    def recv(self, array: np.ndarray | None, source: int, *, name: str, land: Land | None = None) -> Handle[Any]:
+    def recv(
+        self, array: np.ndarray | None, source: int, *, name: str, land: Land | None = None, lazy: bool = False
+    ) -> Handle[Any]:
         """Receives what a rank sends under this name, into ``array`` or, if that is None, into a new one.
+
+        With ``lazy`` this may begin as late as when the handle is waited for, but it does not disturb the daemon.
 
         Raises:
             ArgumentError: there is no such rank, or the name is unusable.
         """
-        return self._post(array, source, name, outgoing=False, land=land)
+        return self._post(array, source, name, outgoing=False, land=land, lazy=lazy)
 
     def submit(  # called for every gradient, and keywords cost time
         self,
@@ -291,14 +295,21 @@ class Operations:
         return f"{kind.name.lower()}.noname.{which}{after}{number}"
 
     def _post(
-        self, array: np.ndarray | None, peer: int, name: str, *, outgoing: bool, land: Land | None = None
+        self,
+        array: np.ndarray | None,
+        peer: int,
+        name: str,
+        *,
+        outgoing: bool,
+        land: Land | None = None,
+        lazy: bool = False,
     ) -> Handle[Any]:
         peer, size = check_rank(peer), self.daemon.world.size
         if not 0 <= peer < size:
             text = f"{name!r}: there is no rank {peer} in a world of {size}"
             raise ArgumentError(text)
-        handle = self.daemon.handle(check_name(name))
-        self.daemon.post(Letter(name, peer, array, handle, outgoing=outgoing, land=land))
+        handle = self.daemon.handle(check_name(name), peer=peer)
+        self.daemon.post(Letter(name, peer, array, handle, outgoing=outgoing, land=land), lazy=lazy)
         return handle
 
 

@@ -13,8 +13,6 @@ __all__ = ["Patience", "nap_precisely"]
 
 _AWAKE_FOR_DATA, _AWAKE_FOR_WORDS = 300e-6, 80e-6
 _AWAITED_NAP, _UNAWAITED_NAP, _LONGEST_NAP = 25e-6, 500e-6, 1e-3
-_SETTLED = 2e-3
-_HERALDED_NAP, _LONGEST_HERALDED_NAP = 4e-3, 64e-3  # a ring says when to look, but may be ahead of what it announces
 _SET_TIMER_SLACK = 29
 
 
@@ -44,21 +42,11 @@ class Patience:
         """Stays awake; whoever computes on this core goes first."""
         os.sched_yield()
 
-    def doze(self, bell: Bell, *, awaited: bool, heralded: bool = False, still: bool = False) -> None:
-        """Naps, the longer the longer nothing has happened, and longer still if nobody waits; ``bell`` ends it.
-
-        Args:
-            bell: what wakes it.
-            awaited: whether somebody waits for what is to come.
-            heralded: whether the bell rings when it comes.
-            still: whether nothing is on the way that this rank may have to push.
-        """
-        shortest = _AWAITED_NAP if awaited and not heralded else _UNAWAITED_NAP
+    def doze(self, bell: Bell, *, awaited: bool) -> None:
+        """Naps, the longer the longer nothing has happened, and longer still if nobody waits; ``bell`` ends it."""
+        shortest = _AWAITED_NAP if awaited else _UNAWAITED_NAP
         waited = time.monotonic() - self._since
-        if heralded and (still or waited > _SETTLED):
-            bell.sleep(min(max(waited, _HERALDED_NAP), _LONGEST_HERALDED_NAP))
-        else:
-            bell.sleep(min(max(waited / 16, shortest), _LONGEST_NAP))
+        bell.sleep(min(max(waited / 16, shortest), _LONGEST_NAP))
 
 
 def nap_precisely() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from coordd.bell import Bell
 from coordd.config import Config
 from coordd.control.memory import MemoryStar
+from coordd.control.notes import Notes
 from coordd.control.protocol import Control
 from coordd.errors import StartError
 from coordd.transport.commons import Commons, join
@@ -30,11 +31,7 @@ class Link:
     control: Control
     hosts: tuple[str, ...]
     commons: Commons | None = None
-
-    @property
-    def near(self) -> dict[int, Callable[[], None]]:
-        """For each rank of this host what wakes its daemon."""
-        return {} if self.commons is None else {rank: board.call for rank, board in self.commons.boards.items()}
+    notes: Notes | None = None
 
 
 Rendezvous = Callable[[Bell], Link]
@@ -82,7 +79,7 @@ def _over(transport: Transport, config: Config, bell: Bell) -> Link:
     host = os.uname().nodename
     if transport.size == 1:
         return Link(transport, MemoryStar(1).join(0), (host,))
-    from coordd.control import branch, nearby
+    from coordd.control import branch, nearby, notes
 
     hosts = _apart(transport.gather((_split(host, transport, config.simulate_hosts), _machine())))
     commons = join(transport.gather, hosts, transport.rank, bell.descriptor) if config.shared_memory else None
@@ -94,9 +91,10 @@ def _over(transport: Transport, config: Config, bell: Bell) -> Link:
         interface=config.interface,
         heartbeat_seconds=config.heartbeat_seconds,
     )
-    if commons is not None:
-        control = nearby.join(control, place, transport.gather, commons)
-    return Link(transport, control, hosts, commons)
+    if commons is None:
+        return Link(transport, control, hosts)
+    control = nearby.join(control, place, transport.gather, commons)
+    return Link(transport, control, hosts, commons, notes.join(transport.rank, transport.gather, commons))
 
 
 _KERNEL = Path("/proc/sys/kernel/random/boot_id")

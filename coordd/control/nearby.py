@@ -8,20 +8,16 @@ sending is found again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
+from coordd.control import ring
 from coordd.control.protocol import LOST, Control, Lost, read
-from coordd.control.ring import RING_BYTES, RingError, RingReader, RingWriter
+from coordd.control.ring import RingError, RingReader, RingWriter
 from coordd.messages import Message
 from coordd.transport.board import Board
 from coordd.transport.commons import Commons
-from coordd.transport.segments import attach, lasting
 from coordd.tree import Post
 from coordd.wire import Scribe
 
@@ -150,34 +146,8 @@ def join(far: Control, place: Post, gather: Callable[[Any], list[Any]], commons:
         the network itself if there are ranks anywhere that cannot see their neighbours' rings: all go the same way.
     """
     near = [rank for rank in (place.parent, *place.children) if rank in commons.boards]
-    memory, descriptor = None, -1
-    with contextlib.suppress(OSError):
-        memory, descriptor = lasting(max(len(near), 1) * RING_BYTES)
-    told: list[tuple[int, list[int]]] = gather((descriptor, near))
-    edges = {}
-    if memory is not None:
-        with contextlib.suppress(OSError):
-            for rank, inward in zip(near, _rings(memory, len(near)), strict=True):
-                outward = _outward(commons.boards[rank].pid, *told[rank], place.rank)
-                edges[rank] = Edge(RingWriter(outward), RingReader(inward), upward=rank == place.parent)
-    joined = all(gather(memory is not None and len(edges) == len(near)))
-    if memory is not None:
-        os.close(descriptor)  # by now nobody needs it
-    return Nearby(far, edges, commons.boards) if joined else far
-
-
-def _outward(pid: int, descriptor: int, senders: Sequence[int], rank: int) -> memoryview:
-    """Maps this rank's ring in a neighbour's memory.
-
-    Raises:
-        OSError: there is none, or it cannot be seen from here.
-    """
-    if rank not in senders:
-        text = f"process {pid} does not listen to rank {rank}"
-        raise OSError(text)
-    memory = attach(pid, descriptor, len(senders) * RING_BYTES, populate=False)
-    return _rings(memory, len(senders))[senders.index(rank)]
-
-
-def _rings(memory: np.ndarray, count: int) -> list[memoryview]:
-    return [memory[start * RING_BYTES : (start + 1) * RING_BYTES].data for start in range(count)]
+    rings = ring.join(place.rank, near, commons.boards, gather)
+    if rings is None:
+        return far
+    edges = {rank: Edge(*pair, upward=rank == place.parent) for rank, pair in rings.items()}
+    return Nearby(far, edges, commons.boards)

@@ -7,12 +7,19 @@ The bytes ever written and the bytes ever read are counted, each by one side; th
 
 from __future__ import annotations
 
+import contextlib
+import os
 import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from coordd.errors import CoorddError
-from coordd.transport.board import fence
+from coordd.transport.board import Board, fence
+from coordd.transport.segments import attach, lasting
 
-__all__ = ["RING_BYTES", "RingError", "RingReader", "RingWriter"]
+__all__ = ["RING_BYTES", "RingError", "RingReader", "RingWriter", "join"]
 
 RING_BYTES = 64 << 10
 """Memory of one ring, counts included."""
@@ -89,3 +96,49 @@ class RingReader:
         at = start % len(self._bytes)
         head = bytes(self._bytes[at : at + length])
         return head if len(head) == length else head + bytes(self._bytes[: length - len(head)])
+
+
+def join(
+    rank: int, others: Sequence[int], boards: Mapping[int, Board], gather: Callable[[Any], list[Any]]
+) -> dict[int, tuple[RingWriter, RingReader]] | None:
+    """Makes rings from and to other ranks of this host; all ranks of the world call it.
+
+    Args:
+        rank: this one.
+        others: those that it speaks with, and that name it, too.
+        boards: of the ranks of this host.
+        gather: exchanges a value with all ranks.
+
+    Returns:
+        None if there are ranks anywhere that cannot see their neighbours' rings: all go the same way.
+    """
+    memory, descriptor = None, -1
+    with contextlib.suppress(OSError):
+        memory, descriptor = lasting(max(len(others), 1) * RING_BYTES)
+    told: list[tuple[int, list[int]]] = gather((descriptor, list(others)))
+    rings = {}
+    if memory is not None:
+        with contextlib.suppress(OSError):
+            for other, inward in zip(others, _divided(memory, len(others)), strict=True):
+                rings[other] = RingWriter(_outward(boards[other].pid, *told[other], rank)), RingReader(inward)
+    joined = all(gather(memory is not None and len(rings) == len(others)))
+    if memory is not None:
+        os.close(descriptor)  # by now nobody needs it
+    return rings if joined else None
+
+
+def _outward(pid: int, descriptor: int, senders: Sequence[int], rank: int) -> memoryview:
+    """Maps this rank's ring in a neighbour's memory.
+
+    Raises:
+        OSError: there is none, or it cannot be seen from here.
+    """
+    if rank not in senders:
+        text = f"process {pid} does not listen to rank {rank}"
+        raise OSError(text)
+    memory = attach(pid, descriptor, len(senders) * RING_BYTES, populate=False)
+    return _divided(memory, len(senders))[senders.index(rank)]
+
+
+def _divided(memory: np.ndarray, count: int) -> list[memoryview]:
+    return [memory[start * RING_BYTES : (start + 1) * RING_BYTES].data for start in range(count)]

@@ -89,6 +89,7 @@ _CHOICES = (
     Choice("zb-h1", schedule.zero_bubble),
     Choice("zb-h2", schedule.zero_bubble_far),
     Choice("zb-lean", schedule.zero_bubble_lean),
+    Choice("zb-h2-lean", schedule.zero_bubble_far_lean),
     Choice("zb-v", schedule.zero_bubble_v, chunks=2, slow=True),
     Choice("pipedream", _pipedream, takes=frozenset({"steps"}), flushes=False, slow=True),
     Choice("2bw", schedule.two_buffered, takes=frozenset({"steps"}), flushes=False, slow=True, uneven=True, fills=True),

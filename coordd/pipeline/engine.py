@@ -73,8 +73,8 @@ class Mail(Protocol):
         """Sends to the one rank that receives under this name."""
         ...
 
-    def recv(self, array: None, source: int, *, name: str) -> Handle[Any]:
-        """Receives what a rank sends under this name."""
+    def recv(self, array: None, source: int, *, name: str, lazy: bool) -> Handle[Any]:
+        """Receives what a rank sends under this name; ``lazy`` disturbs nobody before that comes, or is waited for."""
         ...
 
 
@@ -151,7 +151,8 @@ class Engine:
                 self._mail.send(frame, plan.rank(peer, microbatch), name=self._title(action, stage, peer))
             )
         elif kind in RECEIVES:
-            handle = self._mail.recv(None, plan.rank(peer, microbatch), name=self._title(action, peer, stage))
+            title = self._title(action, peer, stage)
+            handle = self._mail.recv(None, plan.rank(peer, microbatch), name=title, lazy=True)
             self._coming.setdefault((stage, DIRECTION[kind], microbatch), {})[peer] = handle
         elif kind is Kind.REDUCE:
             self._stages[stage].reduce()

@@ -27,8 +27,9 @@ from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError
 from coordd.pipeline.culprit import culprit
 from coordd.pipeline.storage import FORMS, PLAIN, Stored, laid, plain
+from coordd.transport.loans import blank
 
-__all__ = ["Codec", "blank", "joined", "pack", "parted", "unpack"]
+__all__ = ["Codec", "joined", "pack", "parted", "unpack"]
 
 _MAGIC = b"coordd-f"
 _START = struct.Struct("<8sQQ")
@@ -37,7 +38,10 @@ _LEAST_ALIGNMENT = 16  # what any allocator gives, and the widest number of a te
 
 
 class Codec(Protocol):
-    """What a frame must know of a framework's tensors."""
+    """What a frame must know of a framework's tensors, and of memory."""
+
+    def blank(self, nbytes: int) -> np.ndarray:
+        """Allocates flat memory for a frame, at a multiple of 64, with anything in it."""
 
     def is_tensor(self, value: object) -> bool:
         """Says whether a value is a tensor."""
@@ -91,7 +95,7 @@ def pack(
         parts.append(part)
     head = pickle.dumps(([tuple(entry) for entry in entries], structure), protocol=5)
     places, total = _places(len(head), [part.nbytes for part in parts])
-    frame = blank(total)
+    frame = codec.blank(total)
     frame[: _START.size] = np.frombuffer(_START.pack(_MAGIC, len(head), total), np.uint8)
     frame[_START.size : _START.size + len(head)] = np.frombuffer(head, np.uint8)
     for place, part in zip(places, parts, strict=True):
@@ -122,13 +126,6 @@ def unpack(frame: np.ndarray, codec: Codec) -> tuple[Any, list[Any]]:
         array = FORMS[entry.form].read(stored, dtype_of(entry.dtype), entry.shape).transpose(entry.axes)
         tensors.append(codec.tensor(array, differentiable=entry.differentiable))
     return joined(structure, tensors), tensors
-
-
-def blank(nbytes: int) -> np.ndarray:
-    """Allocates memory for a frame, so that its tensors start at multiples of 64; its contents are anything."""
-    block = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -block.ctypes.data % _ALIGNMENT
-    return block[start : start + nbytes]
 
 
 def parted(value: Any, codec: Codec) -> tuple[bytes, list[Any]]:

@@ -72,6 +72,7 @@ _LIVE: dict[str, Callable[[int, int, int], int]] = {
     "zb-h1": lambda m, p, s: min(m, p),  # noqa: ARG005 - as above
     "zb-h2": lambda m, p, s: min(m, 2 * p - 1),  # noqa: ARG005 - as above
     "zb-lean": lambda m, p, s: min(m, p),  # noqa: ARG005 - as above
+    "zb-h2-lean": lambda m, p, s: min(m, 2 * p - 1),  # noqa: ARG005 - as above
 }
 _VERSIONS: dict[str, Callable[[int, int], int]] = {
     "pipedream": lambda p, s: p - s,

@@ -5,11 +5,12 @@ A plan is for all ranks of a pipeline, replicas included: microbatches are dealt
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from coordd.errors import ArgumentError
-from coordd.pipeline.action import Action
+from coordd.pipeline.action import Action, Kind
 
 __all__ = ["Plan"]
 
@@ -52,6 +53,15 @@ class Plan:
             for rank in ranks:
                 held[rank].append(stage)
         return tuple(tuple(stages) for stages in held)
+
+    @cached_property
+    def halved(self) -> tuple[frozenset[int], ...]:
+        """For each stage the microbatches whose backward pass is in two."""
+        found: list[set[int]] = [set() for _ in self.placement]
+        for action in itertools.chain(*self.actions):
+            if action.kind is Kind.INPUT:
+                found[action.stage].add(action.microbatch)
+        return tuple(map(frozenset, found))
 
     def __str__(self) -> str:
         places = " | ".join(",".join(map(str, ranks)) for ranks in self.placement)

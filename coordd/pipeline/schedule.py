@@ -27,6 +27,7 @@ __all__ = [
     "two_buffered",
     "zero_bubble",
     "zero_bubble_far",
+    "zero_bubble_far_lean",
     "zero_bubble_lean",
     "zero_bubble_v",
 ]
@@ -159,25 +160,14 @@ def zero_bubble_lean(stages: int, microbatches: int, *, replicas: int = 1) -> Pl
     However many microbatches there are, only the first ``stage`` ones, whose gradients others wait for with nothing
     else to do, and the last ``stages - 1`` are split. Gradients of weights that are put off fill the gaps at the end.
     """
-
-    def order(stage: int) -> Iterator[Action]:
-        ahead, owed = stages - stage, deque[int]()
-        yield from (Action(stage, FORWARD, i) for i in range(min(ahead, microbatches)))
-        for i in range(microbatches):
-            if stage and (i < stage or i > microbatches - stages):
-                owed.append(i)
-                yield Action(stage, INPUT, i)
-                if len(owed) > stage:
-                    yield Action(stage, WEIGHT, owed.popleft())
-            else:
-                yield Action(stage, BACKWARD, i)
-            if i + ahead < microbatches:
-                yield Action(stage, FORWARD, i + ahead)
-        yield from (Action(stage, WEIGHT, i) for i in owed)
-        yield Action(stage, Kind.STEP)
-
-    orders = [list(order(stage)) for stage in range(stages)]
+    orders = [_put_off_few(stage, stages, microbatches, stages - stage, stage) for stage in range(stages)]
     return _replicate("zb-lean", microbatches, loop(stages, 1, replicas=replicas), orders)
+
+
+def zero_bubble_far_lean(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
+    """ZB-H2's memory, and its time unless passes for inputs take much longer than the others, with few split passes."""
+    orders = [_put_off_few(stage, stages, microbatches, 2 * (stages - stage) - 1, 2 * stage) for stage in range(stages)]
+    return _replicate("zb-h2-lean", microbatches, loop(stages, 1, replicas=replicas), orders)
 
 
 def zero_bubble_v(ranks: int, microbatches: int, *, replicas: int = 1) -> Plan:
@@ -229,6 +219,22 @@ def _put_off(stage: int, microbatches: int, ahead: int, behind: int) -> list[Act
             order.append(Action(stage, FORWARD, i + ahead))
     order += [Action(stage, WEIGHT, i) for i in range(max(0, microbatches - behind), microbatches)]
     return [*order, Action(stage, Kind.STEP)]
+
+
+def _put_off_few(stage: int, stages: int, microbatches: int, ahead: int, behind: int) -> list[Action]:
+    """One forward, one backward, in one piece but for the first ``behind`` microbatches and the last ``stages - 1``."""
+    order, owed = [Action(stage, FORWARD, i) for i in range(min(ahead, microbatches))], deque[int]()
+    for i in range(microbatches):
+        if stage and (i < behind or i > microbatches - stages):
+            owed.append(i)
+            order.append(Action(stage, INPUT, i))
+            if len(owed) > behind:
+                order.append(Action(stage, WEIGHT, owed.popleft()))
+        else:
+            order.append(Action(stage, BACKWARD, i))
+        if i + ahead < microbatches:
+            order.append(Action(stage, FORWARD, i + ahead))
+    return [*order, *(Action(stage, WEIGHT, i) for i in owed), Action(stage, Kind.STEP)]
 
 
 def _warm_up(placement: Placement, stage: int) -> int:

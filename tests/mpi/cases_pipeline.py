@@ -17,7 +17,7 @@ from coordd.pipeline.microbatch import cut
 from tests.mpi.cases import ranks
 from tests.mpi.running import Statistics
 
-FLUSHING = ("gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-lean", "zb-v")
+FLUSHING = ("gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-lean", "zb-h2-lean", "zb-v")
 
 
 @contextmanager

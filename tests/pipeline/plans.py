@@ -15,6 +15,7 @@ from coordd.pipeline.schedule import (
     two_buffered,
     zero_bubble,
     zero_bubble_far,
+    zero_bubble_far_lean,
     zero_bubble_lean,
     zero_bubble_v,
 )
@@ -29,6 +30,7 @@ FLUSHING = {
     "zb-h1": zero_bubble,
     "zb-h2": zero_bubble_far,
     "zb-lean": zero_bubble_lean,
+    "zb-h2-lean": zero_bubble_far_lean,
     "zb-v": zero_bubble_v,
 }
 STALE = {"pipedream": pipedream, "2bw": partial(two_buffered, steps=3)}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from coordd.errors import ArgumentError
-from coordd.pipeline.frame import blank, joined, pack, parted, unpack
+from coordd.pipeline.frame import joined, pack, parted, unpack
 from tests.pipeline.arrays import ARRAYS
 
 

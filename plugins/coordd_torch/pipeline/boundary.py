@@ -6,7 +6,7 @@ Values of other stages enter as leaves; gradients of what other stages got leave
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +44,7 @@ Gradients = Mapping[int, Sequence[Tensor | None]] | Tensor
 class _Passage:
     """What is kept of a microbatch between its forward and its backward pass."""
 
+    microbatch: int
     entered: dict[int, list[Tensor]]
     outputs: dict[str, Any] | None = None
     sent: dict[int, list[str]] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class Boundary:
         codec: knows the stage's device.
         attic: where activations, and the optimizer's state, wait; None for where they are.
         undivided: how many backward passes were to be split and could not be: `backward_input` did all of it.
+        halved: the microbatches whose backward pass will be split, if it is not all of them; others are spared the cost.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Boundary:
         self.statistics = DeferredStatistics(module)
         self.step = 0
         self.undivided = 0
+        self.halved: Collection[int] | None = None
         self._module = module
         self._buffers = WrittenBuffers(module)
         self.codec = codec or TorchCodec()
@@ -141,7 +144,7 @@ class Boundary:
         """
         values = {name: value for parcel, _ in parcels.values() for name, value in parcel.items()}
         entered = {stage: [leaf(tensor) for tensor in tensors] for stage, (_, tensors) in parcels.items()}
-        passage = self._passages[microbatch] = _Passage(entered)
+        passage = self._passages[microbatch] = _Passage(microbatch, entered)
         with self.statistics.microbatch(), self._chance(microbatch):
             if self._recompute and torch.is_grad_enabled():
                 with self._buffers.kept() as found:
@@ -246,7 +249,8 @@ class Boundary:
 
     def _built(self, passage: _Passage, values: dict[str, Any]) -> dict[str, Any]:
         """Computes outputs, and the graph to them."""
-        halved = bool(self._split and passage.owing)
+        split = self._split and (self.halved is None or passage.microbatch in self.halved)
+        halved = bool(split and passage.owing)
         passage.shelf = Shelf(self.attic) if self.attic or (halved and self._ledger is None) else None
         with (
             passage.shelf.filling() if passage.shelf else nullcontext(),

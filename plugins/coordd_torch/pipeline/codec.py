@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.storage import laid
+from coordd.transport.loans import blank
 from coordd_torch.tensors import check_dense, from_array, view
 
 __all__ = ["TorchCodec", "enter", "leaf"]
@@ -22,14 +24,16 @@ class TorchCodec:
 
     Attributes:
         device: where tensors arrive; on the CPU they are views of the frame.
+        blank: allocates memory for frames.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    blank: Callable[[int], np.ndarray] = blank
 
     @classmethod
-    def of(cls, module: nn.Module) -> TorchCodec:
+    def of(cls, module: nn.Module, blank: Callable[[int], np.ndarray]) -> TorchCodec:
         """Makes that of a stage, for the device on which its parameters are; the CPU if it has none."""
-        return cls(next((each.device for each in module.parameters()), torch.device("cpu")))
+        return cls(next((each.device for each in module.parameters()), torch.device("cpu")), blank)
 
     def is_tensor(self, value: object) -> bool:
         """Says whether a value is a tensor."""

@@ -318,8 +318,9 @@ class Pipeline:
         self._flows = self.layout.flows(map(batch.inputs, range(batch.count)), training=training)
         plan = self._plans.lowered(each, self.layout, self._flows, training=training, step=step)
         self._settling.begin()
-        for stage in self.stages.values():
-            stage.begin(batch, training=training, keep=keep, scaling=self._scaling if step else None)
+        for number, stage in self.stages.items():
+            scaling = self._scaling if step else None
+            stage.begin(batch, plan.halved[number], training=training, keep=keep, scaling=scaling)
         self.spans = self._engine.run(plan, self._rank)
         self._done = plan
         return {microbatch: output for stage in self.stages.values() for microbatch, output in stage.end().items()}
@@ -369,7 +370,7 @@ class Pipeline:
         config = self.config
         boundary = Boundary(
             module,
-            codec=TorchCodec.of(module),
+            codec=TorchCodec.of(module, self._operations.daemon.blank),
             compress=config.compression,
             recompute=config.recompute,
             split=config.schedule.startswith("zb-"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -94,16 +94,26 @@ class TorchStage:
         if self._versions is not None:
             self._versions.clear()
 
-    def begin(self, batch: Batch, *, training: bool, keep: bool = False, scaling: Scaling | None = None) -> None:
+    def begin(
+        self,
+        batch: Batch,
+        halved: Collection[int] = (),
+        *,
+        training: bool,
+        keep: bool = False,
+        scaling: Scaling | None = None,
+    ) -> None:
         """Prepares a run.
 
         Args:
             batch: that is gone through.
+            halved: the microbatches whose backward pass is in two.
             training: whether it is gone back.
             keep: whether the last stage keeps its outputs, and finds no loss.
             scaling: of the loss, before it is gone back from.
         """
         self._batch = batch
+        self._boundary.halved = halved
         self._training = training
         self._scaling = scaling
         self.loss = 0.0

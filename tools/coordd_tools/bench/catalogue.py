@@ -15,7 +15,7 @@ ENGINES = {
     "startup": ("coordd", "gloo", "horovod"),
     "sets": ("idle", "stalled"),
     "pipeline": (
-        *("none", "gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-lean", "zb-v"),
+        *("none", "gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-lean", "zb-h2-lean", "zb-v"),
         *("torch-gpipe", "torch-1f1b", "torch-interleaved", "torch-zb", "torch-zb-v"),
     ),
 }
@@ -32,7 +32,9 @@ _NEEDS = {
     "idle": _COORDD,
     "stalled": _COORDD,
     "horovod": ("horovod.torch",),
-    **dict.fromkeys(("gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-lean", "zb-v"), _COORDD),
+    **dict.fromkeys(
+        ("gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-lean", "zb-h2-lean", "zb-v"), _COORDD
+    ),
 }
 _ALL_NEED = ("torch", "mpi4py")
 
