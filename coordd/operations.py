@@ -294,7 +294,7 @@ class Operations:
         after = f"{joins}." if joins else ""
         return f"{kind.name.lower()}.noname.{which}{after}{number}"
 
-    def _post(
+    def _post(  # noqa: PLR0913 - what a letter has
         self,
         array: np.ndarray | None,
         peer: int,

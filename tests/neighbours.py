@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from coordd.bell import Bell
+from coordd.control.notes import Notes, join
 from coordd.plane import Plane
 from coordd.transport.board import Board
 from coordd.transport.commons import Commons
 from coordd.transport.local import LocalWorld
 
-__all__ = ["World", "in_random_order", "neighbours", "planes"]
+__all__ = ["World", "in_random_order", "neighbours", "notes", "planes"]
 
 TURNS = 200_000
 
@@ -38,6 +40,18 @@ def neighbours(ranks: Sequence[int]) -> Iterator[list[Commons]]:
         for commons, bell in zip(found, bells, strict=True):
             commons.close()
             bell.close()
+
+
+@contextmanager
+def notes(size: int) -> Iterator[list[Notes]]:
+    """What the mailboxes of the ranks of one host have in common."""
+    lanes = LocalWorld(size)
+    with neighbours(range(size)) as found, ThreadPoolExecutor(size) as threads:
+        joined = list(threads.map(lambda commons: join(commons.rank, lanes.join(commons.rank).gather, commons), found))
+        yield joined
+        for each in joined:
+            if each is not None:
+                each.close()
 
 
 @contextmanager

@@ -46,6 +46,17 @@ def test_the_window_begins_with_the_first_look_and_ends_for_all(bell, monkeypatc
     assert inbox.take() == ["third"]
 
 
+@pytest.mark.parametrize("wake", [True, False])
+def test_what_slips_past_the_window_wakes_the_reader_if_it_is_to(bell, wake):
+    inbox = Inbox(bell, window=LONG)
+    inbox.slip(1, wake=wake)
+    assert bell._rung is wake
+    assert inbox.take() == [1]
+    assert inbox.take() == []
+    inbox.put(2)
+    assert inbox.take() == []
+
+
 def test_without_a_window_nothing_waits(bell):
     inbox = Inbox(bell, window=0.0)
     inbox.put(1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,7 @@ from coordd.errors import MismatchError, PeerError, ShutdownError
 from coordd.handles import Handle
 from coordd.transport.local import LocalWorld
 from tests.local_ranks import LocalRanks, each_rank, local_ranks
+from tests.neighbours import notes
 
 WAIT = 10.0
 
@@ -184,33 +185,113 @@ def test_messages_travel_beside_reductions(ranks):
     assert ranks.each(body) == [[number for number in range(40) for _ in range(3)]] * 3
 
 
-def test_neighbours_wake_each_other_when_something_was_sent_and_when_it_was_taken():
-    world, woken = LocalWorld(2), []
-    boxes = [
-        mailbox.Mailbox(world.join(rank).matched, rank, near={peer: functools.partial(woken.append, peer)})
-        for rank, peer in ((0, 1), (1, 0))
-    ]
-    sent, taken = Handle("x"), Handle("x")
-    boxes[1].start(mailbox.Letter("x", 0, None, taken, outgoing=False))
-    boxes[0].start(mailbox.Letter("x", 1, np.arange(3), sent, outgoing=True))
-    assert boxes[0].heralded
-    assert boxes[1].heralded
-    assert (boxes[0].still, boxes[1].still) == (False, True)
-    boxes[0].advance()
-    assert woken == [1]
-    while not taken.poll():
-        boxes[1].advance()
-    assert set(woken[1:]) == {0}
-    boxes[0].advance()
-    assert sent.poll()
-    assert boxes[0].still
+@pytest.fixture
+def boxes():
+    """The mailboxes of two neighbours, who lend each other memory, and of a third rank elsewhere."""
+    world = LocalWorld(3)
+    with notes(2) as found:
+        yield [mailbox.Mailbox(world.join(rank).matched, rank, notes=mine) for rank, mine in enumerate([*found, None])]
 
 
-def test_who_waits_for_a_rank_that_cannot_wake_it_has_to_look():
-    box = mailbox.Mailbox(LocalWorld(2).join(0).matched, 0)
-    assert box.heralded
-    box.start(mailbox.Letter("x", 1, None, Handle("x"), outgoing=False))
-    assert not box.heralded
+def letter(array: np.ndarray | None, peer: int, name: str = "x", *, outgoing: bool) -> mailbox.Letter:
+    return mailbox.Letter(name, peer, array, Handle(name), outgoing=outgoing)
+
+
+def driven(boxes: list[mailbox.Mailbox], letters: Sequence[mailbox.Letter]) -> None:
+    for _ in range(1000):
+        if all(each.handle.poll() for each in letters):
+            return
+        for box in boxes:
+            box.advance()
+    pytest.fail("something never arrives")
+
+
+@pytest.mark.parametrize("early", ["send", "recv"])
+def test_a_neighbour_reads_what_is_lent_where_it_lies(boxes, early):
+    array = boxes[0].notes.loans.blank(1000)
+    array[:] = 5
+    out, back = letter(array, 1, outgoing=True), letter(None, 0, outgoing=False)
+    for number, each in ((0, out), (1, back)) if early == "send" else ((1, back), (0, out)):
+        boxes[number].start(each)
+        boxes[number].advance()
+    assert out.handle.poll()  # the memory is not this rank's any more, taken or not
+    driven(boxes, [out, back])
+    found = back.handle.result()
+    assert (found == 5).all()
+    found[0] = 6
+    assert array[0] == 6
+
+
+def test_what_is_lent_can_be_received_into_an_array(boxes):
+    array = boxes[0].notes.loans.blank(24)
+    array[:] = np.arange(24)
+    place, wrong = np.zeros(24, np.uint8), np.zeros(7)
+    letters = [letter(array, 1, outgoing=True), letter(place, 0, outgoing=False)]
+    boxes[0].start(letters[0])
+    boxes[1].start(letters[1])
+    driven(boxes, letters)
+    assert place.tolist() == list(range(24))
+    del array
+    letters = [letter(boxes[0].notes.loans.blank(24), 1, outgoing=True), letter(wrong, 0, outgoing=False)]
+    boxes[0].start(letters[0])
+    boxes[1].start(letters[1])
+    driven(boxes, letters)
+    assert isinstance(letters[1].handle.error(), MismatchError)
+
+
+def test_messages_to_a_neighbour_keep_their_order_whatever_way_they_take(boxes):
+    sent, received = [], []
+    for number in range(60):
+        array = boxes[0].notes.loans.blank(3) if number % 2 else np.zeros(3, np.uint8)
+        array[:] = number
+        sent.append(letter(array, 1, outgoing=True))
+        received.append(letter(None, 0, outgoing=False))
+        boxes[0].start(sent[-1])
+        boxes[1].start(received[-1])
+    driven(boxes, [*sent, *received])
+    assert [each.handle.result().tolist() for each in received] == [[number] * 3 for number in range(60)]
+
+
+def test_more_notes_than_there_is_room_for_come_in_order(boxes):
+    names = [f"{number}.{'n' * 900}" for number in range(200)]
+    sent = [letter(np.array([number]), 1, name, outgoing=True) for number, name in enumerate(names)]
+    for each in sent:
+        boxes[0].start(each)
+    boxes[0].advance()
+    assert boxes[0].unheralded
+    received = [letter(None, 0, name, outgoing=False) for name in reversed(names)]
+    for each in received:
+        boxes[1].start(each)
+    driven(boxes, [*sent, *received])
+    assert [int(each.handle.result()[0]) for each in received] == list(reversed(range(200)))
+
+
+def test_only_what_wakes_nobody_has_to_be_looked_for(boxes):
+    assert not any(box.unheralded for box in boxes)
+    boxes[1].start(near := letter(None, 0, outgoing=False))
+    assert not boxes[1].unheralded
+    boxes[0].start(letter(boxes[0].notes.loans.blank(8), 1, outgoing=True))
+    boxes[0].advance()
+    assert boxes[1].news
+    assert not boxes[0].unheralded
+    driven(boxes, [near])
+    boxes[1].start(far := letter(None, 2, outgoing=False))
+    assert boxes[1].unheralded
+    boxes[2].start(letter(np.arange(3), 1, outgoing=True))
+    assert boxes[2].unheralded
+    driven(boxes, [far])
+    assert not any(box.unheralded for box in boxes)
+
+
+def test_memory_that_is_lent_goes_like_any_other_to_who_is_no_neighbour(boxes):
+    array = boxes[0].notes.loans.blank(16)
+    array[:] = 3
+    letters = [letter(array, 2, outgoing=True), letter(None, 0, outgoing=False)]
+    boxes[0].start(letters[0])
+    boxes[2].start(letters[1])
+    driven(boxes, letters)
+    assert (letters[1].handle.result() == 3).all()
+    assert not np.shares_memory(letters[1].handle.result(), array)
 
 
 def test_who_leaves_with_a_receive_that_nobody_matched_is_told(caplog):

@@ -67,25 +67,6 @@ def test_naps_are_longer_if_nobody_waits(recorder):
     assert recorder.nap(patience, 0.0, awaited=True) < recorder.nap(patience, 0.0, awaited=False)
 
 
-@pytest.mark.parametrize("awaited", [True, False])
-def test_naps_are_longer_still_once_only_what_rings_is_to_come(recorder, awaited):
-    patience = Patience()
-    patience.restart()
-    at_first, later = (recorder.nap(patience, seconds, awaited=awaited, heralded=True) for seconds in (0.0, 1.0))
-    assert at_first == recorder.nap(patience, 0.0, awaited=False)
-    assert later > recorder.nap(patience, 1.0, awaited=awaited)
-
-
-def test_where_nothing_is_to_be_pushed_a_ring_is_waited_for_at_once_and_ever_longer(recorder):
-    patience = Patience()
-    patience.restart()
-    naps = [
-        recorder.nap(patience, later, awaited=True, heralded=True, still=True) for later in (0.0, 5e-3, 2e-2, 1.0, 9.0)
-    ]
-    assert recorder.nap(patience, 0.0, awaited=True, heralded=True) < naps[0] < naps[1] < naps[2] < naps[3] == naps[4]
-    assert recorder.nap(patience, 9.0, awaited=True, still=True) < naps[0]
-
-
 def test_staying_awake_lets_others_compute(monkeypatch):
     yielded = []
     monkeypatch.setattr(os, "sched_yield", lambda: yielded.append(True))

@@ -249,7 +249,7 @@ def test_all_take_the_network_if_one_has_no_memory(monkeypatch):
             raise OSError("no memory")
         return lasting(size)
 
-    monkeypatch.setattr("coordd.control.nearby.lasting", fail_once)
+    monkeypatch.setattr("coordd.control.ring.lasting", fail_once)
     with joined("aaa") as ends:
         assert all(isinstance(end, Far) for end in ends)
 

@@ -25,6 +25,7 @@ def even(stages, chunks):
         ("zb-h1", 27, 4),
         ("zb-h2", 27, 7),
         ("zb-lean", 27, 4),
+        ("zb-h2-lean", 27, 7),
         ("zb-v", 25.5, 4),
     ],
 )

@@ -19,6 +19,7 @@ from coordd.pipeline.schedule import (
     two_buffered,
     zero_bubble,
     zero_bubble_far,
+    zero_bubble_far_lean,
     zero_bubble_lean,
     zero_bubble_v,
 )
@@ -53,6 +54,10 @@ def test_the_figures():
         "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3 0STEP",
         "1F0 1I0 1F1 1B1 1F2 1B2 1F3 1I3 1W0 1W3 1STEP",
     ]
+    assert orders(zero_bubble_far_lean(2, 4)) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 0STEP",
+        "1F0 1I0 1F1 1I1 1F2 1B2 1F3 1I3 1W0 1W1 1W3 1STEP",
+    ]
     assert orders(interleaved(2, 2)) == [
         "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 0STEP 2STEP",
         "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1STEP 3STEP",
@@ -82,6 +87,8 @@ def test_they_take_as_long_and_keep_as_much_as_their_papers_say(ranks, microbatc
     assert outcome(zero_bubble_far).peaks == (min(microbatches, 2 * ranks - 1),) * ranks
     assert outcome(zero_bubble_lean).makespan == ideal + gap
     assert outcome(zero_bubble_lean).peaks == (ranks,) * ranks
+    assert outcome(zero_bubble_far_lean).makespan == outcome(zero_bubble_far).makespan
+    assert outcome(zero_bubble_far_lean).peaks == outcome(zero_bubble_far).peaks
     assert outcome(zero_bubble_v).makespan == 2 * ideal + gap
     assert max(outcome(zero_bubble_v).peaks) <= 2 * ranks
 
@@ -106,12 +113,26 @@ def test_the_eager_one_waits_for_no_message_that_takes_no_longer_than_a_pass():
     assert seconds(one_f_one_b, 1.0) > seconds(eager, 1.0) + 16
 
 
+@given(passes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), ranks=st.integers(2, 6))
+def test_with_few_split_passes_zb_h2_takes_as_long_if_those_for_inputs_are_no_longer_than_those_for_weights(
+    passes, ranks
+):
+    forward, inward, weight = passes
+    costs = Costs.even(ranks, forward=forward, inward=min(inward, weight), weight=weight)
+    lean, far = (
+        simulate(chained(schedule(ranks, 4 * ranks)), costs).makespan
+        for schedule in (zero_bubble_far_lean, zero_bubble_far)
+    )
+    assert lean == far
+
+
 @pytest.mark.parametrize("microbatches", [8, 16, 64])
-def test_a_lean_zero_bubble_splits_as_many_passes_whatever_the_number_of_microbatches(microbatches):
-    split = [
-        action for mine in zero_bubble_lean(4, microbatches).actions for action in mine if action.kind is Kind.INPUT
-    ]
-    assert len(split) == sum(stage + 3 for stage in (1, 2, 3))
+@pytest.mark.parametrize(("schedule", "most"), [(zero_bubble_lean, 1), (zero_bubble_far_lean, 2)])
+def test_a_lean_zero_bubble_splits_as_many_passes_whatever_the_number_of_microbatches(schedule, most, microbatches):
+    plan = schedule(4, microbatches)
+    split = sum(action.kind is Kind.INPUT for mine in plan.actions for action in mine)
+    assert split == sum(min(microbatches, most * stage + 3) for stage in (1, 2, 3))
+    assert [len(halved) for halved in plan.halved] == [0, *(min(microbatches, most * s + 3) for s in (1, 2, 3))]
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,7 @@ from tests.torch_pipeline.stages import CODEC, Line, Stage, same
 WAYS = ["backward", "split"]
 
 
-@pytest.fixture(autouse=True)
-def _exact():
-    torch.manual_seed(3)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 class Skipping(nn.Module):

@@ -25,12 +25,7 @@ LAYERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _exact():
-    torch.manual_seed(3)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 def boundary(layer):

@@ -17,13 +17,7 @@ from coordd_torch.pipeline.split import SplitBackward, obstacle, walk
 from tests.torch_pipeline.graphs import GRAPHS, Custom, Scaled, multilayer
 from tests.torch_pipeline.stages import Stage
 
-
-@pytest.fixture(autouse=True)
-def _exact():
-    torch.manual_seed(11)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 class Counted(TorchDispatchMode):

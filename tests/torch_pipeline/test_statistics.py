@@ -47,12 +47,7 @@ def close(left, right):
         torch.testing.assert_close(buffer, right[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.fixture(autouse=True)
-def _exact():
-    torch.manual_seed(5)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -74,7 +74,7 @@ class Boundary:
         codec: knows the stage's device.
         attic: where activations, and the optimizer's state, wait; None for where they are.
         undivided: how many backward passes were to be split and could not be: `backward_input` did all of it.
-        halved: the microbatches whose backward pass will be split, if it is not all of them; others are spared the cost.
+        halved: the microbatches whose backward pass will be split; None for all of them. Others are spared the cost.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class PipelineConfig:
     Attributes:
         layers_per_proc: how many layers each stage gets; ``"auto"`` splits evenly by `split`.
         microbatches: into how many each replica's part of a batch is cut.
-        schedule: ``gpipe``, ``1f1b``, ``1f1b-eager``, ``interleaved``, ``zb-h1``, ``zb-h2``, ``zb-lean``, ``zb-h2-lean``, ``zb-v``,
-            ``pipedream`` or ``2bw``.
+        schedule: ``gpipe``, ``1f1b``, ``1f1b-eager``, ``interleaved``, ``zb-h1``, ``zb-h2``, ``zb-lean``,
+            ``zb-h2-lean``, ``zb-v``, ``pipedream`` or ``2bw``.
         data_parallel: how many replicas of the pipeline there are; or of each stage, as in ``[2, 1]``.
         chunks: how many stages a rank has, where the schedule lets one choose.
         split: what is to be even: ``"parameters"``, ``"layers"``, or what is measured on one microbatch of the example:
