@@ -186,7 +186,8 @@ class Daemon:
 
     def handle(self, name: str, *, peer: int | None = None) -> Handle[Any]:
         """Makes a handle whose waiters hurry this daemon; of a message if there is a ``peer``."""
-        return Handle(name, partial(self.hurry, heralded=True) if peer in self._notes else self.hurry)
+        heralded = peer is not None and peer in self._notes
+        return Handle(name, partial(self.hurry, heralded=True) if heralded else self.hurry)
 
     def fail(self, reason: str, traceback: str = "", *, culprit: int | None = None) -> None:
         """Tells all ranks that the job has failed, unless it had before; by default this rank is to blame."""

@@ -24,6 +24,7 @@ _HEAD_BYTES = _ALIGNMENT  # of which the word takes eight
 _FREE, _LENT, _RETIRED = 0, 1, 2
 _PAGE_BYTES = 4096
 _FINENESS = 3  # blocks are rounded up by an eighth at most, so that one is fit for what is nearly as large
+_MOST_BLOCKS = 256  # each keeps a file open, of which a process may have 1024 by default
 
 
 class Loan(NamedTuple):
@@ -127,6 +128,8 @@ class Loans:
             return min(fit, key=lambda block: block.loan.size)
         step = max(_PAGE_BYTES, 1 << max(size.bit_length() - 1 - _FINENESS, 0))
         self._retire(rounded := -(-size // step) * step)
+        if len(self._own) == _MOST_BLOCKS:
+            return None
         self._made += 1
         try:
             self._own.append(_Block(self._made, rounded))
@@ -137,9 +140,9 @@ class Loans:
     def _retire(self, coming: int) -> None:
         """Frees what has lain idle for longest, lest idle blocks, of sizes that do not come again, outgrow the rest."""
         idle = [block for block in self._own if block.free]
-        excess = sum(block.loan.size for block in idle) - coming - (self.size - sum(b.loan.size for b in idle))
+        excess = 2 * sum([block.loan.size for block in idle]) - self.size - coming
         for block in idle:
-            if excess <= 0:
+            if excess <= 0 and len(self._own) < _MOST_BLOCKS:
                 break
             excess -= block.loan.size
             block.word[0] = _RETIRED
@@ -153,6 +156,9 @@ def _contents(memory: np.ndarray, nbytes: int) -> np.ndarray:
 
 
 def _give_back(word: Any, pid: int) -> None:
-    """Clears the word: the last thing that happens here. A forked child has nothing to give back."""
+    """Clears the word: the last thing that happens here. A forked child has nothing to give back.
+
+    There is no `fence`, for that takes a lock, and whoever holds it may be collecting garbage just now.
+    """
     if os.getpid() == pid:
         word[0] = _FREE

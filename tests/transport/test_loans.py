@@ -105,6 +105,14 @@ def test_without_neighbours_or_memory_it_is_ones_own(pair, monkeypatch):
     assert array.ctypes.data % 64 == blank(10).ctypes.data % 64 == 0
 
 
+def test_it_keeps_no_more_files_open_than_a_process_can_spare(pair):
+    held = [pair[0].blank(10) for _ in range(300)]
+    lent = [pair[0].lend(array) is not None for array in held]
+    assert lent == [True] * 256 + [False] * 44
+    del held[0]
+    assert pair[0].lend(pair[0].blank(10)) is None  # the neighbour has that of the first
+
+
 @settings(max_examples=50, deadline=None)
 @given(sizes=st.lists(st.integers(0, 1 << 18), max_size=60), kept=st.integers(0, 5))
 def test_idle_blocks_are_no_more_than_what_was_in_use(sizes, kept):
