@@ -91,7 +91,7 @@ def main() -> None:
     run = pipe.record(args.picture)
     hits = (pipe.predict(test_images).argmax(1) == test_labels).float().mean()
     if cd.rank() == 0:
-        stages = " | ".join(f"{len(span)} layers" for span in pipe.layout.spans)
+        stages = " | ".join(f"{len(span)} layer{'s' * (len(span) != 1)}" for span in pipe.layout.spans)
         print(f"{cd.size()} rank(s), {args.data_parallel} replica(s) of {stages}")
         print(
             f"test accuracy {hits:.2%} after {len(batches)} steps of {1e3 * sorted(seconds)[len(batches) // 2]:.0f} ms"

@@ -36,7 +36,7 @@ def test_digits_are_recognised_in_stages_and_replicas(stages: int, replicas: int
     outcome = _run(stages * replicas, _CNN, "--data-parallel", replicas, "--picture", picture)
     assert _number(r"test accuracy ([\d.]+)%", outcome) >= 97
     assert f"{replicas} replica(s) of" in outcome.stdout
-    assert outcome.stdout.count(" layers") == stages
+    assert outcome.stdout.count(" layer") == stages
     _assert_shown(outcome, picture)
 
 

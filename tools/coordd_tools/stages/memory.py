@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["RETURNED", "forget_peak", "peak", "resident"]
+__all__ = ["RETURNED", "forget_peak", "peak", "resident", "shared"]
 
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Variables with which glibc gives the memory of a tensor back as soon as it is freed, so that it can be counted."""
@@ -13,6 +13,11 @@ RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"
 def resident() -> int:
     """Bytes that are in memory now, shared ones included."""
     return _status("VmRSS")
+
+
+def shared() -> int:
+    """Those of them that lie in memory that other processes may have, too."""
+    return _status("RssShmem")
 
 
 def peak() -> int:

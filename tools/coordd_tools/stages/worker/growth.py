@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import coordd.torch as cd
-from coordd_tools.stages.memory import forget_peak, peak, resident
+from coordd_tools.stages.memory import forget_peak, peak, resident, shared
 
 __all__ = ["measure"]
 
@@ -30,11 +30,12 @@ def measure(*, schedule: str, microbatches: int) -> list[int]:
     )
     pipe = cd.Pipeline(model, config, optimizer=lambda mine: torch.optim.SGD(mine, lr=1e-3), loss=mse_loss)
     x, y = torch.zeros(microbatches * _ROWS, 1), torch.zeros(microbatches * _ROWS, 1)
+    alone = shared()
     for _ in range(_WARM):
         pipe.train_batch(x, y)
     added = []
     for _ in range(_STEPS):
-        before = resident()
+        before = resident() - (shared() - alone)  # what messages lie in stays between steps, and is a step's
         forget_peak()
         pipe.train_batch(x, y)
         added.append(peak() - before)
