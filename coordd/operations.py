@@ -209,7 +209,9 @@ class Operations:
         Raises:
             ArgumentError: there is no such rank, or the name is unusable.
         """
-        return self._post(array, destination, name, outgoing=True)
+        letter = self._letter(array, destination, name, outgoing=True)
+        self.daemon.post(letter)
+        return letter.handle
 
     def recv(
         self, array: np.ndarray | None, source: int, *, name: str, land: Land | None = None, lazy: bool = False
@@ -221,7 +223,9 @@ class Operations:
         Raises:
             ArgumentError: there is no such rank, or the name is unusable.
         """
-        return self._post(array, source, name, outgoing=False, land=land, lazy=lazy)
+        letter = self._letter(array, source, name, outgoing=False, land=land)
+        self.daemon.post(letter, lazy=lazy)
+        return letter.handle
 
     def submit(  # called for every gradient, and keywords cost time
         self,
@@ -294,23 +298,15 @@ class Operations:
         after = f"{joins}." if joins else ""
         return f"{kind.name.lower()}.noname.{which}{after}{number}"
 
-    def _post(  # noqa: PLR0913 - what a letter has
-        self,
-        array: np.ndarray | None,
-        peer: int,
-        name: str,
-        *,
-        outgoing: bool,
-        land: Land | None = None,
-        lazy: bool = False,
-    ) -> Handle[Any]:
+    def _letter(
+        self, array: np.ndarray | None, peer: int, name: str, *, outgoing: bool, land: Land | None = None
+    ) -> Letter:
         peer, size = check_rank(peer), self.daemon.world.size
         if not 0 <= peer < size:
             text = f"{name!r}: there is no rank {peer} in a world of {size}"
             raise ArgumentError(text)
         handle = self.daemon.handle(check_name(name), peer=peer)
-        self.daemon.post(Letter(name, peer, array, handle, outgoing=outgoing, land=land), lazy=lazy)
-        return handle
+        return Letter(name, peer, array, handle, outgoing=outgoing, land=land)
 
 
 def _rows_of(found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

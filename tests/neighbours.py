@@ -9,16 +9,22 @@ import random
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
 from typing import Any, TypeVar
 
+import numpy as np
+import pytest
+
 from coordd.bell import Bell
+from coordd.control import ring
 from coordd.control.notes import Notes, join
 from coordd.plane import Plane
 from coordd.transport.board import Board
 from coordd.transport.commons import Commons
 from coordd.transport.local import LocalWorld
+from coordd.transport.segments import lasting
 
-__all__ = ["World", "in_random_order", "neighbours", "notes", "planes"]
+__all__ = ["World", "in_random_order", "lacking", "neighbours", "notes", "planes"]
 
 TURNS = 200_000
 
@@ -52,6 +58,18 @@ def notes(size: int) -> Iterator[list[Notes]]:
         for each in joined:
             if each is not None:
                 each.close()
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the second rank that makes rings without memory for them."""
+    calls = count()
+
+    def fail_once(size: int) -> tuple[np.ndarray, int]:
+        if next(calls) == 1:
+            raise OSError("no memory")
+        return lasting(size)
+
+    monkeypatch.setattr(ring, "lasting", fail_once)
 
 
 @contextmanager

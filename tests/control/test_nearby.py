@@ -20,8 +20,8 @@ from coordd.messages import Abort, Failure, Hello, Inquiry, Message, Plan, Repor
 from coordd.transport.board import Board
 from coordd.transport.commons import Commons
 from coordd.transport.local import LocalWorld
-from coordd.transport.segments import lasting
 from coordd.tree import post
+from tests.neighbours import lacking
 
 ROOM = 300
 TOO_LONG = 5.0
@@ -242,14 +242,7 @@ def test_every_edge_has_its_own_rings():
 
 
 def test_all_take_the_network_if_one_has_no_memory(monkeypatch):
-    calls = iter(range(3))
-
-    def fail_once(size):
-        if next(calls) == 1:
-            raise OSError("no memory")
-        return lasting(size)
-
-    monkeypatch.setattr("coordd.control.ring.lasting", fail_once)
+    lacking(monkeypatch)
     with joined("aaa") as ends:
         assert all(isinstance(end, Far) for end in ends)
 

@@ -6,11 +6,9 @@ import time
 
 import pytest
 
-from coordd.control import ring
 from coordd.control.notes import Notes
 from coordd.control.ring import RING_BYTES, RingError
-from coordd.transport.segments import lasting
-from tests.neighbours import notes
+from tests.neighbours import lacking, notes
 
 
 @pytest.fixture
@@ -72,13 +70,6 @@ def test_what_nobody_has_written_is_an_error(three):
 
 
 def test_none_has_any_if_one_has_no_memory_for_them(monkeypatch):
-    calls = iter(range(3))
-
-    def fail_once(size):
-        if next(calls) == 1:
-            raise OSError("no memory")
-        return lasting(size)
-
-    monkeypatch.setattr(ring, "lasting", fail_once)
+    lacking(monkeypatch)
     with notes(3) as found:
         assert found == [None] * 3
