@@ -158,7 +158,9 @@ class Config:
         60.0, "how long init() waits for all ranks", low=0.1, high=86_400, alias="HOROVOD_START_TIMEOUT"
     )
     transport: str = _knob("auto", "data plane: auto picks mpi under an MPI launcher, else local")
-    shared_memory: bool = _knob(True, "ranks of one host reduce in each other's memory, without the data plane")
+    shared_memory: bool = _knob(
+        True, "ranks of one host reduce in each other's memory and lend it for messages, without the data plane"
+    )
     simulate_hosts: int = _knob(
         0,
         "split one machine's ranks into so many hosts, to try what several hosts do; 0: do not",
