@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "source",
     "start_timeline",
     "stop_timeline",
     "using",
@@ -213,6 +214,17 @@ def operations() -> Operations:
     if _default.pid != os.getpid():
         raise ForkedProcessError
     return _default.operations
+
+
+def source() -> Callable[[], Operations]:
+    """Returns what gives the operations later, on any thread; for plugins whose functions outlive this call.
+
+    Raises:
+        NotInitializedError: before `init`, or after `shutdown`.
+    """
+    operations()
+    override = _override.get()
+    return operations if override is None else lambda: override
 
 
 @contextlib.contextmanager

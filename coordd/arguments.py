@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import warnings
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
@@ -11,7 +13,18 @@ import numpy as np
 from coordd.errors import ArgumentError
 from coordd.messages import Kind, ReduceOp
 
-__all__ = ["check_name", "check_rank", "check_reducible", "check_rows", "check_splits", "name_of"]
+__all__ = [
+    "backward_names",
+    "check_name",
+    "check_rank",
+    "check_reducible",
+    "check_rows",
+    "check_splits",
+    "name_of",
+    "no_gradient",
+    "places",
+    "reduce_op",
+]
 
 _LONGEST_NAME = 1024
 
@@ -113,3 +126,33 @@ def check_name(name: str) -> str:
 def check_rank(number: int) -> int:
     """Takes any integer, such as NumPy's, as Python's own, which is what messages carry."""
     return int(index(number))
+
+
+def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: FBT001 - Horovod's flag, read here
+    """Reads the operation, and the flag that came before it."""
+    if average is not None:
+        if op is not None:
+            text = "The op parameter supersedes average. Please provide only one of them."
+            raise ArgumentError(text)
+        text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
+        warnings.warn(text, DeprecationWarning, stacklevel=4)
+        return ReduceOp.AVERAGE if average else ReduceOp.SUM
+    return ReduceOp.AVERAGE if op is None else ReduceOp(op)
+
+
+def places(name: str | None, count: int) -> list[str | None]:
+    """The names of a group's operations tell their places."""
+    return [name and f"{name}_{index}of{count}" for index in range(count)]
+
+
+def backward_names(names: Sequence[str | None]) -> list[str | None]:
+    """The names of the operations that carry the gradients of named ones."""
+    return [name and f"{name}.grad" for name in names]
+
+
+def no_gradient(op: ReduceOp) -> ArgumentError:
+    """Makes the error of a backward pass through a reduction that is not linear."""
+    name = op.name.capitalize()
+    return ArgumentError(
+        f"{name} has no gradient here: reduce tensor.detach() or tf.stop_gradient(tensor), or use Sum or Average"
+    )

@@ -16,19 +16,19 @@ from typing import Any, get_type_hints
 from coordd import horovod
 from coordd.errors import ConfigError
 
-__all__ = ["LAUNCHED", "Config", "Knob", "aliased", "knobs", "timeline_folder", "unread"]
+__all__ = ["LAUNCHED", "MIB", "Config", "Knob", "aliased", "knobs", "timeline_folder", "unread"]
 
 LAUNCHED = "COORDD_LAUNCHED"  # set by `coordd run` for its ranks; no setting
 
 _PREFIX = "COORDD_"
-_MIB = 1 << 20
+MIB = 1 << 20
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _HOROVOD_LEVELS = {"trace": "debug", "fatal": "error"}
 
 
 def _from_bytes(text: str) -> str:
     """Turns Horovod's byte count into our mebibytes."""
-    return repr(float(text) / _MIB)
+    return repr(float(text) / MIB)
 
 
 def _inverted(text: str) -> str:

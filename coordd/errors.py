@@ -32,6 +32,9 @@ __all__ = [
 class CoorddError(RuntimeError):
     """Everything that coordd raises."""
 
+    ag_pass_through = True
+    """For TensorFlow's AutoGraph: it is raised as it is, not as an error of another class."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies the text: it was composed from arguments that are no longer there to compose it again."""
         return _copy, (type(self), self.args, vars(self))

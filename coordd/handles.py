@@ -192,11 +192,15 @@ def wait_all(handles: Iterable[Handle[Any]]) -> None:
         failed[0].result()
 
 
+_FRAMEWORKS = ("torch", "tensorflow", "keras")
+_INSIDE = tuple(f"{name}." for name in _FRAMEWORKS)
+
+
 def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | None:
-    """Finds the innermost line outside coordd, cheaply: as a code object and a line number."""
+    """Finds the innermost line outside coordd and the frameworks, cheaply: as a code object and a line number."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith((package, "torch.")) and module != "torch":
+        if not module.startswith((package, *_INSIDE)) and module not in _FRAMEWORKS:
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None

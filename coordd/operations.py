@@ -37,6 +37,8 @@ class Operations:
         self._joins: Counter[tuple[int, ...]] = Counter()
         self.uneven = False
         """Whether to join before leaving."""
+        self.memo: dict[Any, Any] = {}
+        """What plugins keep for as long as this daemon runs."""
         self._namespaces = count()
         self._numbers: dict[tuple[Kind, tuple[int, ...], int], Iterator[int]] = {}
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 import msgspec
 
+from coordd.config import MIB
 from coordd.errors import ConfigError
 
 __all__ = ["Settings", "Space"]
 
-_MIB = 1 << 20
 _FUSION_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _CYCLE_MS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _BUCKETS = (1, 2, 4, 8, 16)
@@ -40,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def bucket_bytes(self, gradients: int) -> int:
         """Largest bucket in bytes, for a step whose gradients have so many bytes altogether."""
-        return min(int(self.fusion_mb * _MIB), max(1, math.ceil(gradients / self.buckets)))
+        return min(int(self.fusion_mb * MIB), max(1, math.ceil(gradients / self.buckets)))
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from coordd.version import VERSION
 
 __all__ = ["build", "installed"]
 
-_FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
+_FRAMEWORKS = {"TensorFlow": ("tensorflow", "tensorflow-cpu"), "PyTorch": ("torch",), "MXNet": ("mxnet",)}
 _TO_LOOK_CLOSER = "Nothing was built for this, and nothing has been tried: 'coordd doctor' does that.\n"
 
 
@@ -18,7 +18,7 @@ def build() -> str:
     """Lists what is there, with a cross for what coordd can use."""
     plugins = {entry.name for entry in entry_points(group="coordd.plugins")}
     mpi = _mpi()
-    frameworks = {title: name in plugins and bool(installed(name)) for title, name in _FRAMEWORKS.items()}
+    frameworks = {title: names[0] in plugins and bool(installed(*names)) for title, names in _FRAMEWORKS.items()}
     controllers = {"MPI": mpi, "Gloo": False}
     operations = {"NCCL": False, "DDL": False, "CCL": False, "MPI": mpi, "Gloo": False, "common memory of a host": True}
     parts = {"Frameworks": frameworks, "Controllers": controllers, "Tensor Operations": operations}

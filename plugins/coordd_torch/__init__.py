@@ -34,6 +34,7 @@ from coordd.errors import (
     WorkerProcessError,
 )
 from coordd.groups import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
+from coordd.objects import allgather_object, broadcast_object
 from coordd_torch.alltoall import alltoall, alltoall_async
 from coordd_torch.compression import Compression, Compressor
 from coordd_torch.differentiable import allgather, allreduce, broadcast, grouped_allgather, grouped_allreduce
@@ -73,12 +74,7 @@ from coordd_torch.reducescatter import (
     reducescatter_async,
 )
 from coordd_torch.sparse import sparse_allreduce_async
-from coordd_torch.state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from coordd_torch.state import broadcast_optimizer_state, broadcast_parameters
 from coordd_torch.sync_batch_norm import SyncBatchNorm
 from coordd_torch.tensors import empty_common
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from coordd import api
+from coordd.arguments import backward_names
 from coordd.handles import Handle
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd_torch.operations import backward_names
 from coordd_torch.tensors import borrow, from_array
 
 __all__ = ["alltoall", "alltoall_async"]

@@ -23,42 +23,13 @@ if TYPE_CHECKING:
     from coordd_torch.gradient import Gradient
     from coordd_torch.reducer import Reducer
 
-__all__ = ["Bucket", "partition"]
+__all__ = ["Bucket"]
 
 _ALIGNMENT = 64
 _COPIED_AT_ONCE = 64 << 10
 """Bytes from which a gradient is copied as soon as it is there, while the caches hold it, and its own memory freed.
 
 Smaller ones are copied together, when the last of their bucket is there."""
-
-
-def partition(gradients: Sequence[Gradient], *, limit: int, last: int) -> list[list[Gradient]]:
-    """Divides gradients, in the order in which they become ready, among buckets of one type and device.
-
-    Args:
-        gradients: in an order that is equal on all ranks.
-        limit: bytes of a bucket, unless a single gradient has more.
-        last: bytes of the last bucket of each type, after which nothing is left to overlap with.
-    """
-    kinds: dict[object, list[Gradient]] = {}
-    for gradient in gradients:
-        kinds.setdefault((gradient.parameter.dtype, gradient.parameter.device), []).append(gradient)
-    found = []
-    for alike in kinds.values():
-        groups: list[list[Gradient]] = []
-        room = -1
-        if sum(gradient.parameter.nbytes for gradient in alike) <= min(limit, 2 * last):
-            found.append(alike)
-            continue
-        for gradient in reversed(alike):
-            size = gradient.parameter.nbytes
-            if size > room:
-                groups.append([])
-                room = limit if len(groups) > 1 else last
-            groups[-1].append(gradient)
-            room -= size
-        found += [group[::-1] for group in reversed(groups)]
-    return found
 
 
 class Bucket:

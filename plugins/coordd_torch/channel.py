@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from torch import Tensor
 from coordd.arguments import check_reducible
 from coordd.errors import ArgumentError
 from coordd.handles import Handle
+from coordd.inventory import Inventory
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
@@ -121,6 +122,14 @@ class Channel:
             return tensor if result is tensor else tensor.copy_(result)
 
         return array, land
+
+    def inventory(self, parameters: Sequence[tuple[str, Tensor]]) -> Inventory:
+        """Asks whether all ranks have these parameters, and compress them alike."""
+        lines = sorted(f"{name} {tuple(value.shape)} {str(value.dtype)[6:]}" for name, value in parameters)
+        lines += [self.compressor.title]
+        name = f"{self.prefix}inventory"
+        caller = "DistributedOptimizer"
+        return Inventory(self._operations, lines, caller=caller, name=name, process_set=self.process_set)
 
     def agree(self, array: np.ndarray, about: str, op: ReduceOp) -> Any:
         """Reduces a few numbers at once."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from coordd import api
+from coordd.arguments import backward_names, no_gradient, places, reduce_op
 from coordd.handles import wait_all
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
@@ -25,13 +26,9 @@ from coordd_torch.operations import (
     Tensor,
     Tensors,
     allreduce_async,
-    backward_names,
     broadcast_async,
     each,
     gathered_async,
-    no_gradient,
-    places,
-    reduce_op,
 )
 from coordd_torch.single import check_single, in_rounds
 

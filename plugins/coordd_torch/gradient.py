@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,21 @@ class Gradient:
         self.submitted = 0.0
         self.passes = 0
         self.started = False
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes in a bucket."""
+        return self.parameter.nbytes
+
+    @property
+    def kind(self) -> Hashable:
+        """What all gradients of a bucket have in common."""
+        return self.parameter.dtype, self.parameter.device
+
+    @property
+    def owner(self) -> torch.Tensor:
+        """By which the user's groups name it."""
+        return self.parameter
 
     @property
     def turn(self) -> tuple[int, int]:

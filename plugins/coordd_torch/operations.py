@@ -6,14 +6,14 @@ The synchronous forms out of place are in `coordd_torch.differentiable`, because
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from coordd import api
-from coordd.errors import ArgumentError, HandleError
+from coordd.arguments import places, reduce_op
+from coordd.errors import HandleError
 from coordd.handles import Handle, wait_all
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
@@ -32,7 +32,6 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
-    "backward_names",
     "barrier",
     "broadcast_",
     "broadcast_async",
@@ -44,12 +43,9 @@ __all__ = [
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "join",
-    "no_gradient",
-    "places",
     "poll",
     "recv",
     "recv_async",
-    "reduce_op",
     "send",
     "send_async",
     "synchronize",
@@ -114,18 +110,6 @@ def _checked(handle: object) -> AnyHandle:
     if not isinstance(handle, (Handle, GroupHandle)):
         raise HandleError(handle)
     return handle
-
-
-def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """Reads the operation, and the flag that came before it."""
-    if average is not None:
-        if op is not None:
-            text = "The op parameter supersedes average. Please provide only one of them."
-            raise ArgumentError(text)
-        text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
-        warnings.warn(text, DeprecationWarning, stacklevel=4)
-        return Average if average else Sum
-    return Average if op is None else ReduceOp(op)
 
 
 def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
@@ -230,21 +214,6 @@ def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -
 def broadcast_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Tensor:
     """Copies the root's tensor into everybody's and returns it; arguments as in `broadcast_async_`."""
     return broadcast_async_(tensor, root_rank, *args, **kwargs).result()
-
-
-def places(name: str | None, count: int) -> list[str | None]:
-    """The names of a group's operations tell their places."""
-    return [name and f"{name}_{index}of{count}" for index in range(count)]
-
-
-def backward_names(names: Sequence[str | None]) -> list[str | None]:
-    """The names of the operations that carry the gradients of named ones."""
-    return [name and f"{name}.grad" for name in names]
-
-
-def no_gradient(op: ReduceOp) -> ArgumentError:
-    """Makes the error of a backward pass through a reduction that is not linear."""
-    return ArgumentError(f"{op.name.capitalize()} has no gradient here: reduce tensor.detach(), or use Sum or Average")
 
 
 def each(

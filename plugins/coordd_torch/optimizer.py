@@ -16,12 +16,12 @@ import torch
 
 from coordd import api
 from coordd.errors import ArgumentError
+from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_torch.adasum import AdasumStep
 from coordd_torch.channel import Channel, check_combines
 from coordd_torch.compression import Compression, Compressor, made
-from coordd_torch.grouping import Grouping
 from coordd_torch.operations import Average, allreduce_, join
 from coordd_torch.reducer import Reducer
 from coordd_torch.state import broadcast_optimizer_state, broadcast_parameters
@@ -148,7 +148,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
     if uneven not in {None, "join"}:
         text = f'uneven is None or "join", not {uneven!r}'
         raise ArgumentError(text)
-    grouping = Grouping(num_groups, groups)
+    grouping = Grouping(num_groups, groups, kind=torch.Tensor)
     compressor = made(compression)
     check_combines(compressor, op)
     operations = api.operations()

@@ -16,7 +16,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from coordd.errors import ArgumentError, CoorddError
+from coordd.grouping import Grouping
 from coordd.handles import call_site
+from coordd.inventory import Inventory
 from coordd.messages import ReduceOp
 from coordd.settings import Settings
 from coordd_torch.bucket import Bucket
@@ -24,8 +26,6 @@ from coordd_torch.channel import Channel
 from coordd_torch.devices import overlaps
 from coordd_torch.finiteness import Finiteness
 from coordd_torch.gradient import Gradient, nested, release
-from coordd_torch.grouping import Grouping
-from coordd_torch.inventory import Inventory
 from coordd_torch.tuning import AT_END, OVERLAP, Tuning
 from coordd_torch.underway import Underway
 
@@ -80,7 +80,7 @@ class Reducer:
         self.known: set[int] = set()
         """The ids of the parameters whose gradients are reduced."""
         named = list(parameters)
-        self._inventory: Inventory | None = Inventory(self.channel, named)
+        self._inventory: Inventory | None = self.channel.inventory(named)
         wanted, rank = self.channel.daemon.config.nonfinite, self.channel.daemon.world.rank
         self.finiteness = Finiteness(wanted, rank) if wanted != "ignore" else None
         self.adopt(named)

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from coordd import api
+from coordd.arguments import backward_names, no_gradient, places
 from coordd.errors import ArgumentError
 from coordd.handles import Handle, wait_all
 from coordd.messages import ReduceOp
@@ -20,11 +21,8 @@ from coordd_torch.operations import (
     Sum,
     Tensor,
     Tensors,
-    backward_names,
     each,
     gathered_async,
-    no_gradient,
-    places,
 )
 from coordd_torch.tensors import borrow, from_array
 

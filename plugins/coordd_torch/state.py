@@ -1,22 +1,21 @@
-"""Making all ranks start from the same state: parameters, optimizer state, any object."""
+"""Making all ranks start from the same state: parameters, and what the optimizer has."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from coordd import api
-from coordd.errors import ArgumentError, MismatchError
+from coordd.errors import ArgumentError
 from coordd.handles import wait_all
-from coordd.messages import ReduceOp
+from coordd.inventory import Inventory
+from coordd.objects import broadcast_object
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd_torch.census import alike, differences, fingerprint
-from coordd_torch.operations import allgather_async, allreduce_, broadcast_, broadcast_async_, synchronize
+from coordd_torch.operations import broadcast_async_
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def broadcast_parameters(
@@ -36,23 +35,16 @@ def broadcast_parameters(
         MismatchError: names differ between ranks, and then nothing is copied, or a shape or type does.
     """
     named = _named(params)
-    _compare([name for name, _ in named], process_set)
+    names = sorted(name for name, _ in named)
+    Inventory(
+        api.operations(), names, caller="broadcast_parameters", name="broadcast.parameters", process_set=process_set
+    ).check()
     wait_all(
         [
             broadcast_async_(tensor, root_rank, name=f"broadcast.{name}", process_set=process_set)
             for name, tensor in named
         ]
     )
-
-
-def _compare(names: list[str], process_set: ProcessSet) -> None:
-    """Lets no rank wait for what others do not have."""
-    common = "broadcast.parameters"
-    greatest = torch.tensor(fingerprint(sorted(names)), device="cpu")
-    if alike(allreduce_(greatest, name=common, op=ReduceOp.MAX, process_set=process_set).tolist()):
-        return
-    told = differences(allgather_object((api.rank(), names), f"{common}.names", process_set))
-    raise MismatchError.told("broadcast_parameters", "names", f"the ranks broadcast different parameters: {told}")
 
 
 def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
@@ -123,41 +115,3 @@ def _filled(value: Any, tensors: list[torch.Tensor]) -> Any:
     if type(value) in {list, tuple}:
         return type(value)(_filled(item, tensors) for item in value)
     return value
-
-
-def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """Returns the root's object on all ranks.
-
-    Args:
-        obj: anything that can be pickled; on other ranks than the root it is ignored.
-        root_rank: the global rank whose object is taken.
-        name: equal on all ranks.
-        process_set: the ranks that take part.
-    """
-    data = _pickled(obj) if api.rank() == root_rank else torch.empty(0, dtype=torch.uint8, device="cpu")
-    size = torch.tensor([data.numel()], device="cpu")
-    broadcast_(size, root_rank, name=name and f"{name}.sz", process_set=process_set)
-    if api.rank() != root_rank:
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-    broadcast_(data, root_rank, name=name and f"{name}.t", process_set=process_set)
-    return obj if api.rank() == root_rank else _unpickled(data)
-
-
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Returns all ranks' objects, in the order of ranks; each must be picklable."""
-    data = _pickled(obj)
-    size = torch.tensor([data.numel()], device="cpu")
-    sizes = synchronize(allgather_async(size, name and f"{name}.sz", process_set))
-    joined = synchronize(allgather_async(data, name and f"{name}.t", process_set))
-    return [_unpickled(part) for part in joined.split(sizes.tolist())]
-
-
-def _pickled(obj: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-
-
-def _unpickled(data: torch.Tensor) -> Any:
-    """Objects come from ranks of this job, over the data plane, never from the control channel."""
-    return pickle.loads(data.numpy().tobytes())  # noqa: S301

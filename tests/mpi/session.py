@@ -24,7 +24,7 @@ from tests.mpi.cases import Case
 from tests.mpi.job import HangError, Job
 from tests.mpi.launch import command, environment
 
-__all__ = ["Session"]
+__all__ = ["Session", "Sessions"]
 
 _CONNECT_SECONDS = 30.0
 _START_SECONDS = 90.0
@@ -101,6 +101,24 @@ class Session:
             raise
         self._crew = None if problem else crew
         return problem
+
+
+class Sessions(dict[tuple[str, int], Session]):
+    """Sessions by the name of their settings and number of ranks; each starts when its first case comes."""
+
+    def __init__(self, ways: Mapping[str, Mapping[str, str]], *, framework: str) -> None:
+        super().__init__()
+        self._ways = ways
+        self._framework = framework
+
+    def __missing__(self, key: tuple[str, int]) -> Session:
+        way, size = key
+        self[key] = Session(size, framework=self._framework, settings=self._ways[way])
+        return self[key]
+
+    def close(self) -> str:
+        """Lets all ranks leave; says what went wrong."""
+        return "\n\n".join(filter(None, [session.close() for session in self.values()]))
 
 
 class _Crew:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
 
 from tests.mpi.cases import EVERY, Case, find
-from tests.mpi.session import Session
+from tests.mpi.session import Sessions
 
 pytestmark = pytest.mark.mpi
 
@@ -35,26 +35,17 @@ def _items() -> Iterator[ParameterSet]:
                     yield pytest.param(way, size, case, id=f"{case}-{size}-{way}")
 
 
-class _Sessions(dict[tuple[str, int], Session]):
-    """Sessions by way and number of ranks."""
-
-    def __missing__(self, key: tuple[str, int]) -> Session:
-        way, size = key
-        self[key] = Session(size, framework="coordd.torch", settings=_WAYS[way])
-        return self[key]
-
-
 @pytest.fixture(scope="module")
-def sessions() -> Iterator[Mapping[tuple[str, int], Session]]:
+def sessions() -> Iterator[Sessions]:
     """Starts a session when its first case comes, and sees that all ranks leave in order at the end."""
-    sessions = _Sessions()
+    sessions = Sessions(_WAYS, framework="coordd.torch")
     yield sessions
-    if problem := "\n\n".join(filter(None, [session.close() for session in sessions.values()])):
+    if problem := sessions.close():
         pytest.fail(problem, pytrace=False)
 
 
 @pytest.mark.parametrize(("way", "size", "case"), list(_items()))
-def test_case(sessions: Mapping[tuple[str, int], Session], way: str, size: int, case: Case) -> None:
+def test_case(sessions: Sessions, way: str, size: int, case: Case) -> None:
     """Passes on every rank."""
     if problem := sessions[way, size].run(case):
         pytest.fail(problem, pytrace=False)

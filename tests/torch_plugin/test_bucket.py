@@ -4,62 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import nn
 
 import coordd.torch as cd
 from coordd import api
-from coordd_torch.bucket import partition
 from coordd_torch.tensors import view
 from tests.local_ranks import each_rank, local_ranks
 from tests.torch_plugin.training import LARGE, WAYS, alone, home, same, settled, together, weights, wrapped
-
-
-def gradients(sizes: list[int], kinds: list[str]) -> list[Any]:
-    return [
-        SimpleNamespace(parameter=SimpleNamespace(nbytes=size, dtype=kind, device="cpu"))
-        for size, kind in zip(sizes, kinds, strict=True)
-    ]
-
-
-def nbytes(group: list[Any]) -> int:
-    return sum(gradient.parameter.nbytes for gradient in group)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.sampled_from("abc")), max_size=40),
-    st.integers(0, 120),
-    st.integers(0, 60),
-)
-@example([(10, "a"), (10, "a")], 10, 10)
-def test_every_gradient_has_its_place_and_no_bucket_is_too_large(found, limit, last):
-    last = min(last, limit)
-    given_ = gradients([size for size, _ in found], [kind for _, kind in found])
-    divided = partition(given_, limit=limit, last=last)
-    for kind in "abc":
-        alike = [group for group in divided if group[0].parameter.dtype == kind]
-        wanted = [gradient for gradient in given_ if gradient.parameter.dtype == kind]
-        assert list(itertools.chain(*alike)) == wanted  # in their order, and of this type only
-        assert all(nbytes(group) <= limit or len(group) == 1 for group in alike)
-        if len(alike) > 1:
-            assert nbytes(alike[-1]) <= last or len(alike[-1]) == 1
-        for group, after in itertools.pairwise(alike[:-1]):  # none is smaller than it has to be
-            assert nbytes([group[-1], *after]) > limit
-    assert sum(map(len, divided)) == len(given_)
-
-
-def test_the_last_bucket_is_small_unless_all_is_little():
-    """What is ready last is what backward cannot hide."""
-    sizes = [nbytes(group) for group in partition(gradients([10] * 30, ["a"] * 30), limit=100, last=20)]
-    assert sizes == [80, 100, 100, 20]
-    assert len(partition(gradients([10] * 4, ["a"] * 4), limit=100, last=20)) == 1
 
 
 @pytest.mark.parametrize("settings", WAYS)

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError, spans
 from coordd.messages import ReduceOp
+from coordd.objects import allgather_object
 from coordd.operations import Operations
 from coordd_torch.pipeline.batch import lengths
-from coordd_torch.state import allgather_object
 
 __all__ = ["Accord", "fingerprint"]
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from coordd import api
 from coordd.errors import ArgumentError
+from coordd.objects import broadcast_object
 from coordd.pipeline.load import Memory
 from coordd.pipeline.microbatch import cut
 from coordd.pipeline.profile import Profile
@@ -22,7 +23,6 @@ from coordd_torch.pipeline.plans import Plans
 from coordd_torch.pipeline.profiling import profile
 from coordd_torch.pipeline.stage import Loss
 from coordd_torch.pipeline.tying import tied
-from coordd_torch.state import broadcast_object
 
 __all__ = ["budget", "measured", "profile_model"]
 

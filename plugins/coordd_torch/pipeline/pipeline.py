@@ -14,6 +14,7 @@ from torch import nn
 from coordd import api
 from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
+from coordd.objects import allgather_object
 from coordd.pipeline.engine import Engine
 from coordd.pipeline.microbatch import cut
 from coordd.pipeline.plan import Plan
@@ -45,7 +46,6 @@ from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed
 from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.tying import check_statistics, tied
 from coordd_torch.pipeline.versions import Versions
-from coordd_torch.state import allgather_object
 
 __all__ = ["Pipeline"]
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from coordd.objects import allgather_object
 from coordd.operations import Operations
 from coordd.pipeline.measured import lag, observed
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.recording import Recording, check_name
 from coordd.pipeline.simulate import Costs, Span
 from coordd.pipeline.units import Units
-from coordd_torch.state import allgather_object
 
 __all__ = ["record"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from coordd.errors import ArgumentError
+from coordd.objects import allgather_object
 from coordd.operations import Operations
 from coordd.pipeline.plan import Plan
 from coordd_torch.pipeline.archive import read_manifest
@@ -16,7 +17,6 @@ from coordd_torch.pipeline.checkpoint import aliases, check_names, load_like, sa
 from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.optimizer_state import read_optimizer, save_optimizer
 from coordd_torch.pipeline.stage import TorchStage
-from coordd_torch.state import allgather_object
 
 __all__ = ["Saving"]
 

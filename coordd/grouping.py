@@ -1,0 +1,136 @@
+"""How gradients are divided into buckets: by size, or as the user wants, all of a group or none. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from coordd.errors import ArgumentError
+
+__all__ = ["Grouping", "Item", "partition"]
+
+
+class Item(Protocol):
+    """What is divided, such as a gradient."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        ...
+
+    @property
+    def kind(self) -> Hashable:
+        """What all of a bucket have in common, such as type and device."""
+        ...
+
+    @property
+    def owner(self) -> object:
+        """The user's parameter, by which groups name it."""
+        ...
+
+
+I = TypeVar("I", bound=Item)  # noqa: E741 - an item
+
+
+def partition(items: Sequence[I], *, limit: int, last: int) -> list[list[I]]:
+    """Divides gradients, in the order in which they become ready, among buckets of one kind.
+
+    Args:
+        items: in an order that is equal on all ranks.
+        limit: bytes of a bucket, unless a single item has more.
+        last: bytes of the last bucket of each kind, after which nothing is left to overlap with.
+    """
+    kinds: dict[Hashable, list[I]] = {}
+    for item in items:
+        kinds.setdefault(item.kind, []).append(item)
+    found = []
+    for alike in kinds.values():
+        groups: list[list[I]] = []
+        room = -1
+        if sum(item.nbytes for item in alike) <= min(limit, 2 * last):
+            found.append(alike)
+            continue
+        for item in reversed(alike):
+            if item.nbytes > room:
+                groups.append([])
+                room = limit if len(groups) > 1 else last
+            groups[-1].append(item)
+            room -= item.nbytes
+        found += [group[::-1] for group in reversed(groups)]
+    return found
+
+
+class Grouping:
+    """Horovod's ``num_groups`` and ``groups``: so many groups of nearly equal size, or those of the user's."""
+
+    def __init__(self, num_groups: int = 0, groups: Any = None, *, kind: type | tuple[type, ...]) -> None:
+        """Reads what the user has given.
+
+        Args:
+            num_groups: how many groups; 0 to leave it to their sizes.
+            groups: the same, or lists of parameters.
+            kind: what parameters are.
+
+        Raises:
+            ArgumentError: it is neither a number, nor lists of parameters, each of which is in one list only.
+        """
+        if num_groups < 0:
+            text = f"num_groups should be a non-negative integer, not {num_groups!r}"
+            raise ArgumentError(text)
+        if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
+            num_groups, groups = groups, None
+        self._count = num_groups
+        lists = _lists(groups, kind)
+        self._group_of = {id(parameter): at for at, group in enumerate(lists) for parameter in group}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Grouping) and self._choice == other._choice
+
+    def __hash__(self) -> int:
+        return hash(self._choice)
+
+    @property
+    def _choice(self) -> tuple[int, frozenset[tuple[int, int]]]:
+        return self._count, frozenset(self._group_of.items())
+
+    def buckets(self, items: Sequence[I], *, limit: int, last: int) -> list[list[I]]:
+        """Divides items as the user wants, and the rest as `partition` does, whose arguments these are."""
+        if self._count:
+            return [group for share in self._shares(items) for group in _whole(share)]
+        by_group: dict[int, list[I]] = {}
+        for item in items:
+            by_group.setdefault(self._group_of.get(id(item.owner), -1), []).append(item)
+        found = partition(by_group.pop(-1, []), limit=limit, last=last)
+        for group in by_group.values():
+            found += _whole(group)
+        return found
+
+    def _shares(self, items: Sequence[I]) -> list[list[I]]:
+        """So many shares of nearly equal bytes, in order; each item is where its middle lies."""
+        total = max(1, sum(item.nbytes for item in items))
+        shares: list[list[I]] = [[] for _ in range(self._count)]
+        start = 0
+        for item in items:
+            shares[min(self._count - 1, (2 * start + item.nbytes) * self._count // (2 * total))].append(item)
+            start += item.nbytes
+        return [share for share in shares if share]
+
+
+def _whole(group: Sequence[I]) -> list[list[I]]:
+    """One bucket for each kind."""
+    size = sum(item.nbytes for item in group)
+    return partition(group, limit=size, last=size)
+
+
+def _lists(groups: Any, kind: type | tuple[type, ...]) -> list[list[Any]]:
+    if groups is None:
+        return []
+    text = "groups should be a non-negative integer or a list of lists of parameters"
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise ArgumentError(text)
+    members = [parameter for group in groups for parameter in group]
+    if not all(isinstance(parameter, kind) for parameter in members):
+        raise ArgumentError(text)
+    if len({id(parameter) for parameter in members}) < len(members):
+        raise ArgumentError(f"{text}, and each parameter is in one of them only")
+    return [list(group) for group in groups]

@@ -1,0 +1,117 @@
+"""coordd for Keras 3, under Horovod's names; use it as ``import coordd.keras as cd``.
+
+Keras runs on TensorFlow or PyTorch here, as ``KERAS_BACKEND`` says; the ranks of a job need not agree on it.
+"""
+
+from coordd.api import (
+    barrier,
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    leaving,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from coordd.errors import (
+    ArgumentError,
+    ChangedError,
+    ConfigError,
+    CoorddError,
+    DuplicateNameError,
+    ForkedProcessError,
+    HandleError,
+    MismatchError,
+    NonFiniteError,
+    NotInitializedError,
+    PeerError,
+    ShutdownError,
+    StartError,
+    WorkerProcessError,
+)
+from coordd.groups import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
+from coordd.messages import ReduceOp
+from coordd.objects import allgather_object, broadcast_object
+from coordd_keras import callbacks
+from coordd_keras.data import shard
+from coordd_keras.operations import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_variables,
+    reducescatter,
+)
+from coordd_keras.optimizer import Compression, DistributedOptimizer, PartialDistributedOptimizer
+from coordd_keras.saving import load_model
+
+Adasum = ReduceOp.ADASUM
+Average = ReduceOp.AVERAGE
+AveragePresent = ReduceOp.AVERAGE_PRESENT
+Max = ReduceOp.MAX
+Min = ReduceOp.MIN
+Product = ReduceOp.PRODUCT
+Sum = ReduceOp.SUM
+
+__all__ = [
+    "Adasum",
+    "ArgumentError",
+    "Average",
+    "AveragePresent",
+    "ChangedError",
+    "Compression",
+    "ConfigError",
+    "CoorddError",
+    "DistributedOptimizer",
+    "DuplicateNameError",
+    "ForkedProcessError",
+    "Grid",
+    "HandleError",
+    "Max",
+    "Min",
+    "MismatchError",
+    "NonFiniteError",
+    "NotInitializedError",
+    "PartialDistributedOptimizer",
+    "PeerError",
+    "ProcessSet",
+    "Product",
+    "ShutdownError",
+    "StartError",
+    "Sum",
+    "WorkerProcessError",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "leaving",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "shard",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]

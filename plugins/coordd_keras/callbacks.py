@@ -1,0 +1,198 @@
+"""Keras callbacks for training on several ranks, under Horovod's names; on any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd_keras.operations import broadcast_variables
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Makes all ranks go on from the root's variables, those of the optimizer too, after the first batch.
+
+    Then all of them exist, whatever built them; what the first step has changed differently is equal again.
+    """
+
+    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
+        """Makes it.
+
+        Args:
+            root_rank: the global rank whose values are taken.
+            device: Horovod's; not needed.
+            local_variables: variables that every rank has for itself.
+        """
+        super().__init__()
+        self._root = root_rank
+        self._local = {id(variable) for variable in local_variables or ()}
+        self._done = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcasts once."""
+        if self._done:
+            return
+        self._done = True
+        variables = [*self.model.variables, *self.model.optimizer.variables]
+        broadcast_variables([variable for variable in variables if id(variable) not in self._local], self._root)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages an epoch's metrics over the ranks, for the callbacks behind it: put it before those that use them."""
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Averages what is a number."""
+        names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
+        if names and api.size() > 1:
+            mine = np.array([float(logs[name]) for name in names])
+            averaged = api.allreduce(mine, name="coordd.metrics")
+            logs.update(zip(names, averaged.tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Multiplies the initial learning rate by a factor of the epoch, and corrects the momentum for the change."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        """Makes it.
+
+        Args:
+            initial_lr: what is multiplied.
+            multiplier: a factor, or a function that gives it for an epoch, counted from 0.
+            start_epoch: the first epoch in which it acts.
+            end_epoch: the first one in which it does not any more.
+            staircase: whether to change between epochs only, or with each batch.
+            momentum_correction: whether SGD's momentum follows the rate at once.
+            steps_per_epoch: batches of an epoch; by default as Keras counts them.
+
+        Raises:
+            ArgumentError: a constant is to be applied with each batch.
+        """
+        super().__init__()
+        if not callable(multiplier) and not staircase:
+            text = "a constant multiplier changes nothing between batches: leave staircase=True, or give a function"
+            raise ArgumentError(text)
+        self._initial = initial_lr
+        self._factor = multiplier if callable(multiplier) else lambda _: multiplier
+        self._start, self._end = start_epoch, end_epoch
+        self._staircase = staircase
+        self._corrects = momentum_correction
+        self._steps = steps_per_epoch
+        self._epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Finds out how long an epoch is."""
+        self._steps = self._steps or self.params.get("steps")
+        if not self._staircase and not self._steps:
+            text = "how many batches an epoch has is not known: give steps_per_epoch"
+            raise ArgumentError(text)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Changes the rate."""
+        if self._epoch < self._start or (self._end is not None and self._epoch >= self._end):
+            return
+        if self._staircase and batch == 0:
+            self._change(self._factor(self._epoch))
+        elif not self._staircase:
+            assert self._steps is not None  # noqa: S101 - see `on_train_begin`
+            self._change(self._factor(self._epoch + batch / self._steps))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Tells the rate."""
+        if logs is not None:
+            logs["lr"] = float(self.model.optimizer.learning_rate)
+
+    def _change(self, factor: float) -> None:
+        optimizer = self.model.optimizer
+        before, after = float(optimizer.learning_rate), self._initial * factor
+        optimizer.learning_rate = after
+        if self._corrects and isinstance(optimizer, keras.optimizers.SGD) and optimizer.built and before:
+            # What SGD keeps is momentum times rate: this is the momentum of Goyal et al. (2017), scaled for one batch.
+            for velocity in optimizer.momentums if optimizer.momentum else ():
+                velocity.assign(velocity * (after / before))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from what one rank would use to what all use together, batch by batch."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        """Makes it.
+
+        Args:
+            initial_lr: the rate at the end, usually that of one rank times the number of ranks.
+            warmup_epochs: how long it takes.
+            momentum_correction: as for `LearningRateScheduleCallback`.
+            steps_per_epoch: as there.
+            verbose: 1 to print the rate at the end.
+        """
+
+        def factor(epoch: float) -> float:
+            done = epoch + 1.0 / (self._steps or 1)
+            return 1.0 / api.size() * (done * (api.size() - 1) / warmup_epochs + 1)
+
+        super().__init__(initial_lr, factor, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        self._verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Tells when it is over."""
+        super().on_epoch_end(epoch, logs)
+        if self._end is not None and epoch == self._end - 1 and self._verbose and api.rank() == 0:
+            rate = float(self.model.optimizer.learning_rate)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")  # noqa: T201 - Keras's way
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Saves the best model of the job, on rank 0, by a metric that is averaged over the ranks."""
+
+    def __init__(self, filepath: str, monitor: str = "val_loss", **details: Any) -> None:
+        """Makes it; other arguments as for `keras.callbacks.ModelCheckpoint`, of each epoch.
+
+        Args:
+            filepath: where to save.
+            monitor: the metric.
+            details: see above.
+        """
+        super().__init__(filepath, monitor=monitor, save_best_only=True, **details)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Averages the metric on all ranks, and saves on one."""
+        found = dict(logs or {})
+        if self.monitor in found and api.size() > 1:
+            mine = np.array([float(found[self.monitor])])
+            found[self.monitor] = float(api.allreduce(mine, name="coordd.best")[0])
+        if api.rank() == 0:
+            super().on_epoch_end(epoch, found)

@@ -1,0 +1,131 @@
+"""Operations on whatever Keras takes for a tensor, on any backend, and on its variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from coordd import api
+from coordd.arguments import places, reduce_op
+from coordd.handles import wait_all
+from coordd.inventory import Inventory
+from coordd.messages import ReduceOp
+from coordd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["allgather", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_variables", "reducescatter"]
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.array(keras.ops.convert_to_numpy(value), order="C")
+
+
+def _common(array: np.ndarray) -> np.ndarray:
+    """Widens integers, which backends do not have of the same type."""
+    return array.astype(np.int64) if array.dtype.kind in "iu" else array
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> np.ndarray:
+    """Returns the reduction of a value over all ranks, by default its average.
+
+    Args:
+        value: a tensor, an array or a number; equal in shape on all ranks.
+        name: equal on all ranks.
+        average: Horovod's old flag; use ``op``.
+        prescale_factor: applied to each rank's value before.
+        postscale_factor: applied to the result.
+        op: `Average` (default), `Sum`, `Min`, `Max`, `Product`, `AveragePresent` or `Adasum`.
+        process_set: the ranks that take part.
+    """
+    found: np.ndarray = (
+        api.operations()
+        .allreduce(
+            _array(value),
+            name=name,
+            op=reduce_op(op, average),
+            prescale=prescale_factor,
+            postscale=postscale_factor,
+            process_set=process_set,
+        )
+        .result()
+    )
+    return found
+
+
+def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> np.ndarray:
+    """Returns all ranks' values, joined along the first dimension."""
+    return api.allgather(_array(value), name=name, process_set=process_set)
+
+
+def broadcast(
+    value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> np.ndarray:
+    """Returns the root's value."""
+    return api.broadcast(_array(value), root_rank, name=name, process_set=process_set)
+
+
+def reducescatter(
+    value: Any,
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> np.ndarray:
+    """Returns this rank's rows of a reduction; arguments as in `allreduce`."""
+    found: np.ndarray = (
+        api.operations()
+        .reducescatter(
+            _array(value),
+            name=name,
+            op=ReduceOp(op),
+            prescale=prescale_factor,
+            postscale=postscale_factor,
+            process_set=process_set,
+        )
+        .result()
+    )
+    return found
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
+    """Copies the root's values into everybody's variables, such as ``model.variables``.
+
+    Raises:
+        MismatchError: the ranks have given different variables; nothing is copied then.
+    """
+    operations, name = api.operations(), "broadcast.variables"
+    lines = [f"{index}. {variable.name} {tuple(variable.shape)}" for index, variable in enumerate(variables)]
+    Inventory(operations, lines, caller="broadcast_variables", name=name, process_set=process_set).check()
+    arrays = [_common(_array(variable)) for variable in variables]
+    named = zip(arrays, places(name, len(arrays)), strict=True)
+    wait_all([operations.broadcast(array, root_rank, name=each, process_set=process_set) for array, each in named])
+    if api.rank() != root_rank:
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.assign(array)
+
+
+def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
+    """Copies the root's variables to all ranks.
+
+    Args:
+        root_rank: the global rank whose values are taken.
+        model: whose, those of its optimizer included; Keras 3 keeps no list of all variables.
+    """
+    if model is None:
+        text = "Keras 3 keeps no list of all variables: give the model, as in broadcast_global_variables(0, model)"
+        raise TypeError(text)
+    optimizer = getattr(model, "optimizer", None)
+    broadcast_variables([*model.variables, *(optimizer.variables if optimizer else ())], root_rank)

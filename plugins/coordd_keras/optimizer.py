@@ -1,0 +1,238 @@
+"""`DistributedOptimizer` for Keras 3: the user's optimizer, whose gradients are averaged over the ranks.
+
+The very object is returned, with its class turned into a subclass of what it was: what Keras does with it stays.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd.gradients import Choices
+from coordd.grouping import Grouping
+from coordd.messages import ReduceOp
+from coordd.process_sets import ProcessSet, global_process_set
+from coordd_keras.backend import Reduction, reduction
+
+__all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed"]
+
+_COMPRESSIONS = {"tensorflow": "coordd_tensorflow.compression", "torch": "coordd_torch.compression"}
+
+
+class Compression:
+    """What travels instead of gradients, under Horovod's names."""
+
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+class _Plan:
+    """What is added to an optimizer."""
+
+    def __init__(self, way: Reduction | None, *, passes: int, average: bool, scale: int) -> None:
+        """Keeps how gradients are reduced, after how many passes, and which ones are not, but divided by ``scale``."""
+        self.way = way
+        self.passes = passes
+        self.average = average
+        self.sums: list[Any] = []
+        self.count: Any = None
+        self.local: set[int] = set()
+        """Variables whose gradients are not reduced, by their ids."""
+        self._scale = scale
+
+    def common(self, variables: Sequence[Any]) -> list[Any]:
+        """Lists the variables whose gradients are reduced."""
+        return [variable for variable in variables if id(variable) not in self.local]
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduces gradients, but for the local ones."""
+        if self.way is None:
+            return list(gradients)
+        common = self.common(variables)
+        mine = {id(variable) for variable in common}
+        pairs = list(zip(gradients, variables, strict=True))
+        reduced = iter(self.way.reduce([gradient for gradient, variable in pairs if id(variable) in mine], common))
+        return [next(reduced) if id(variable) in mine else self._scaled(gradient) for gradient, variable in pairs]
+
+    def _scaled(self, gradient: Any) -> Any:
+        return gradient if gradient is None or self._scale == 1 else gradient / self._scale
+
+
+class _Distributed(keras.optimizers.Optimizer):
+    """The methods of Keras's that are different."""
+
+    _coordd: _Plan
+
+    def build(self, variables: Any) -> None:
+        """Makes what the optimizer remembers, and hears of the gradients to come.
+
+        Raises:
+            ArgumentError: a loss scale would be chosen by each rank for itself.
+        """
+        outer = sys._getframe(1).f_locals.get("self")  # noqa: SLF001 - the documented way to the caller
+        if isinstance(outer, keras.optimizers.LossScaleOptimizer) and outer is not self:
+            text = (
+                "a LossScaleOptimizer around a DistributedOptimizer would skip steps on some ranks only: use "
+                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+            )
+            raise ArgumentError(text)
+        super().build(variables)
+        _prepare(self, list(variables))
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Updates variables by gradients, once these are reduced."""
+        plan = self._coordd
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(variables)
+        if plan.passes == 1:
+            super().apply(plan.reduce(grads, variables), variables)
+        else:
+            self._accumulate(list(grads), variables)
+
+    def _accumulate(self, gradients: list[Any], variables: list[Any]) -> None:
+        """Adds gradients up; makes a step with them after so many passes."""
+        plan = self._coordd
+        there = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        for index in there:
+            plan.sums[index].assign_add(keras.ops.convert_to_tensor(gradients[index]))
+        plan.count.assign_add(1)
+
+        def step() -> None:
+            factor = 1.0 / plan.passes if plan.average else 1.0
+            found = [plan.sums[index].value * factor if index in there else None for index in range(len(variables))]
+            super(_Distributed, self).apply(plan.reduce(found, variables), variables)
+            for index in there:
+                plan.sums[index].assign(keras.ops.zeros_like(plan.sums[index]))
+
+        keras.ops.cond(keras.ops.equal(plan.count % plan.passes, 0), step, lambda: None)
+
+
+def _prepare(optimizer: Any, variables: list[Any]) -> None:
+    """Gets an optimizer that has been built ready."""
+    plan: _Plan = optimizer._coordd  # noqa: SLF001 - it is ours
+    if plan.passes > 1:
+        plan.sums = [optimizer.add_variable_from_reference(variable, name="coordd_sum") for variable in variables]
+        plan.count = optimizer.add_variable((), dtype="int64", name="coordd_passes")
+    elif plan.way is not None:
+        plan.way.watch(plan.common(variables))
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Makes a Keras optimizer average its gradients over the ranks; give it to ``model.compile`` as usual.
+
+    Args:
+        optimizer: any optimizer of Keras 3.
+        name: a new name for it.
+        device_dense: not needed.
+        device_sparse: not needed.
+        compression: what travels instead of the gradients: one of `Compression`, or a class with Horovod's functions.
+        sparse_as_dense: turns sparse gradients into dense ones, which are added up.
+        gradient_predivide_factor: splits the averaging: gradients are divided by it before, multiplied after.
+        op: `Average`, `AveragePresent` or `Sum`.
+        backward_passes_per_step: batches whose gradients are added up locally before they are reduced, and a step made.
+        average_aggregated_gradients: divides these sums by their number.
+        num_groups: so many buckets of nearly equal size, instead of the usual ones.
+        groups: lists of variables whose gradients are reduced together; the rest as usual.
+        process_set: the ranks that take part.
+        scale_local_gradients: whether gradients of local layers are divided by the number of ranks.
+
+    Raises:
+        ArgumentError: this is no Keras optimizer, or one that is distributed already, or settings do not fit together.
+        NotInitializedError: `init` was not called.
+    """
+    operations = api.operations()
+    _check(optimizer, backward_passes_per_step)
+    choices = Choices(
+        op=ReduceOp(op),
+        process_set=process_set,
+        predivide=float(gradient_predivide_factor),
+        compression=_compression(compression),
+        sparse_as_dense=sparse_as_dense,
+        grouping=Grouping(num_groups, groups, kind=keras.Variable),
+    )
+    members = process_set.count(api.size())
+    prefix = operations.namespace()  # of every rank that gets here, so that all count alike
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
+    optimizer._coordd = _Plan(  # noqa: SLF001 - it is ours now
+        reduction(choices, prefix) if members > 1 else None,
+        passes=backward_passes_per_step,
+        average=average_aggregated_gradients,
+        scale=members if scale_local_gradients else 1,
+    )
+    if name is not None:
+        optimizer.name = name
+    if optimizer.built:
+        _prepare(optimizer, list(optimizer._trainable_variables))  # noqa: SLF001 - Keras has no public way
+    return optimizer
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: keras.optimizers.Optimizer, *args: Any, local_layers: Any = None, **details: Any
+) -> Any:
+    """Makes an optimizer that averages gradients, but for those of some layers, which every rank has for itself.
+
+    Args:
+        optimizer: as for `DistributedOptimizer`, whose other arguments may follow; not yet used.
+        args: those.
+        local_layers: a layer, or several; built.
+        details: those by name.
+    """
+    found = DistributedOptimizer(optimizer, *args, **details)
+    layers = [] if local_layers is None else [local_layers] if isinstance(local_layers, keras.Layer) else local_layers
+    for layer in layers:
+        found._coordd.local.update(map(id, layer.trainable_weights))  # noqa: SLF001 - it is ours
+    return found
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Says whether `DistributedOptimizer` has made it."""
+    return isinstance(optimizer, _Distributed)
+
+
+def _check(optimizer: Any, passes: int) -> None:
+    """Refuses what is no optimizer, is wrapped already, or never makes a step."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        text = f"DistributedOptimizer wants an optimizer of Keras, such as keras.optimizers.Adam(), not {optimizer!r}"
+        raise ArgumentError(text)
+    if is_distributed(optimizer):
+        text = "this optimizer is a DistributedOptimizer already: wrap it once"
+        raise ArgumentError(text)
+    if passes < 1:
+        text = f"backward_passes_per_step must be > 0, not {passes}"
+        raise ArgumentError(text)
+
+
+def _compression(wanted: Any) -> Any:
+    """Finds the backend's compressor of a name; takes a class with Horovod's functions as it is."""
+    module = importlib.import_module(_COMPRESSIONS[keras.backend.backend()])
+    if isinstance(wanted, str):
+        return getattr(module.Compression, wanted)
+    if not callable(getattr(wanted, "compress", None)) or not callable(getattr(wanted, "decompress", None)):
+        text = f"compression={wanted!r} is no compression: give one of coordd.keras.Compression"
+        raise ArgumentError(text)
+    return wanted

@@ -1,0 +1,101 @@
+"""Gradients of Keras on PyTorch: reduced while backward still runs.
+
+Its one rule is that of `coordd.torch`: when ``backward()`` returns, ``.grad`` holds what the optimizer will use, on
+every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coordd import api
+from coordd.dtypes import dtype_of
+from coordd.gradients import Choices, Gradients, Parameter
+from coordd_torch.tensors import borrow, from_array
+
+__all__ = ["TorchReduction"]
+
+_HOOK = "_coordd_keras_hook"
+
+
+class TorchReduction:
+    """Puts each gradient into its bucket as soon as backward has accumulated it; backward ends when all are reduced."""
+
+    def __init__(self, choices: Choices, prefix: str) -> None:
+        self._choices = choices
+        self._prefix = prefix
+        self._parameters: list[torch.Tensor] = []
+        self._gradients: Gradients | None = None
+        self._contexts: dict[int, Any] = {}
+        self._begun = self._reduced = False
+
+    def watch(self, variables: Sequence[Any]) -> None:
+        """Has autograd tell when gradients are there."""
+        self._adopt(variables)
+        for index, parameter in enumerate(self._parameters):
+            if (hook := getattr(parameter, _HOOK, None)) is not None:
+                hook.remove()  # that of an optimizer which this one replaces
+            ready = functools.partial(self._ready, index)
+            setattr(parameter, _HOOK, parameter.register_post_accumulate_grad_hook(ready))
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Returns reduced gradients; None where no rank has one."""
+        if self._gradients is None:
+            self._adopt(variables)
+        if self._reduced:
+            self._reduced = False
+            return list(gradients)
+        places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is not None:
+                self._put(places[id(variable.value)], gradient)
+        found = self._wait()
+        return [found[places[id(variable.value)]] for variable in variables]
+
+    def _adopt(self, variables: Sequence[Any]) -> None:
+        operations = api.operations()
+        compress = self._choices.compression.compress
+        self._parameters = [variable.value for variable in variables]
+        like = [compress(parameter.detach()[..., :0])[0] for parameter in self._parameters]
+        described = [
+            Parameter(variable.path, parameter.shape, dtype_of(str(small.dtype).removeprefix("torch.")), variable)
+            for variable, parameter, small in zip(variables, self._parameters, like, strict=True)
+        ]
+        self._gradients = Gradients(operations, described, self._choices, prefix=self._prefix)
+
+    def _ready(self, index: int, parameter: torch.Tensor) -> None:
+        """Runs when backward has accumulated a gradient."""
+        assert parameter.grad is not None  # noqa: S101 - autograd has just made it
+        if not self._begun:
+            self._begun = True
+            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - there is no public way
+            engine.queue_callback(self._end_of_backward)
+        self._put(index, parameter.grad)
+
+    def _end_of_backward(self) -> None:
+        self._begun, self._reduced = False, True
+        for parameter, gradient in zip(self._parameters, self._wait(), strict=True):
+            parameter.grad = gradient
+
+    def _put(self, index: int, gradient: torch.Tensor) -> None:
+        assert self._gradients is not None  # noqa: S101 - for the type checker
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        small, self._contexts[index] = self._choices.compression.compress(gradient)
+        self._gradients.put(index, borrow(small)[0])
+
+    def _wait(self) -> list[torch.Tensor | None]:
+        assert self._gradients is not None  # noqa: S101 - as above
+        found: list[torch.Tensor | None] = []
+        for index, (parameter, array) in enumerate(zip(self._parameters, self._gradients.wait(), strict=True)):
+            if array is None:
+                found.append(None)
+                continue
+            arrived = from_array(array).to(parameter.device)
+            context = self._contexts.get(index, parameter.dtype)
+            found.append(self._choices.compression.decompress(arrived, context).to(parameter.dtype))
+        return found

@@ -1,0 +1,53 @@
+"""TensorFlow's autograd around the operations of `coordd.differentiable`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from coordd.differentiable import Differentiable
+from coordd_tensorflow.graph import call
+
+__all__ = ["differentiable"]
+
+
+@tf.autograph.experimental.do_not_convert
+def differentiable(
+    operation: Differentiable, tensors: Sequence[tf.Tensor], extras: Sequence[tf.Tensor] = ()
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Carries an operation out so that gradients flow back through it.
+
+    Args:
+        operation: what to do.
+        tensors: on what; all differentiable.
+        extras: what it needs besides, without gradients.
+
+    Returns:
+        the results, and what the operation kept for backward.
+    """
+
+    def forward(*arrays: np.ndarray) -> list[np.ndarray]:
+        results, kept = operation.forward(*arrays)
+        return [*results, kept]
+
+    @tf.custom_gradient
+    def run(*values: tf.Tensor) -> tuple[Any, Any]:
+        *results, kept = call(forward, [*values, *extras], [*(value.dtype for value in values), tf.int64])
+        for result, value in zip(results, values, strict=True):
+            result.set_shape([None, *value.shape[1:]] if operation.ragged else value.shape)
+
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            operation.check()
+            dense = [tf.convert_to_tensor(each) for each in upstream[:-1]]
+            found: list[tf.Tensor] = call(operation.backward, [kept, *dense], [value.dtype for value in values])
+            for each, value in zip(found, values, strict=True):
+                each.set_shape(value.shape)
+            return found
+
+        return (*results, kept), gradient
+
+    found: list[tf.Tensor] = list(run(*tensors))
+    return found[:-1], found[-1]

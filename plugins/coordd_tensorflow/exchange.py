@@ -1,0 +1,176 @@
+"""The way of one tape's or optimizer's gradients: started as they become ready, awaited together at the end.
+
+In a graph the start of a bucket is an operation of its own, which needs nothing but the gradients of that bucket. So it
+runs as soon as they are computed, beside the rest of backward; the one that waits for all runs when all have started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from coordd import api
+from coordd.differentiable import Source
+from coordd.dtypes import dtype_of
+from coordd.errors import ArgumentError, MismatchError
+from coordd.gradients import Choices, Gradients, Parameter
+from coordd.operations import Operations
+from coordd_tensorflow.graph import call, place_in_graph
+from coordd_tensorflow.operations import allreduce
+
+__all__ = ["Exchange", "name_of"]
+
+Gradient = Any
+"""A `tf.Tensor`, `tf.IndexedSlices` or None."""
+
+
+def name_of(variable: Any, index: int) -> str:
+    """The name of a variable: Keras's path, which is unique in a model, TensorFlow's name, or its place."""
+    try:
+        found: str = getattr(variable, "path", None) or variable.name
+    except AttributeError:  # an eager tensor has none
+        return f"source.{index}"
+    return found
+
+
+class Exchange:
+    """The way of the gradients of one tape or optimizer."""
+
+    def __init__(self, choices: Choices, prefix: str | None = None) -> None:
+        """Keeps what the user has chosen.
+
+        Args:
+            choices: that.
+            prefix: of the names, equal on all ranks and of no other optimizer; by default the first tape of some
+                variables gets one, and shares it with later ones of the same.
+        """
+        self._choices = choices
+        self._prefix = prefix
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+        """Reduces gradients over the ranks.
+
+        Args:
+            gradients: dense, sparse or None, one for each variable; the same kinds on all ranks.
+            variables: which they are of.
+
+        Returns:
+            the reduced ones; None where no rank has one.
+
+        Raises:
+            ArgumentError: a shape is not known, or a type cannot be reduced.
+            MismatchError: the ranks have different variables, or only some of them a gradient for one, which cannot be
+                mended in a graph.
+        """
+        source = api.source()
+        if self._choices.process_set.count(source().daemon.world.size) == 1:
+            return list(gradients)
+        found: list[Gradient] = list(gradients)
+        dense = []
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices) and not self._choices.sparse_as_dense:
+                name = f"sparse.{name_of(variables[index], index)}"
+                choices = self._choices
+                found[index] = allreduce(gradient, op=choices.op, name=name, process_set=choices.process_set)
+            else:
+                dense.append(index)
+        reduced = _Dense(
+            self._choices, self._prefix, source, [gradients[i] for i in dense], [variables[i] for i in dense]
+        ).reduce()
+        for index, gradient in zip(dense, reduced, strict=True):
+            found[index] = gradient
+        return found
+
+
+class _Dense:
+    """The dense gradients of one step, or of one place in a graph."""
+
+    def __init__(
+        self,
+        choices: Choices,
+        prefix: str | None,
+        source: Source,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+    ) -> None:
+        self._choices = choices
+        self._prefix = prefix
+        self._source = source
+        self._names = [name_of(variable, index) for index, variable in enumerate(variables)]
+        like = [
+            tf.zeros([], variable.dtype) if gradient is None else tf.convert_to_tensor(gradient)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+        small = [choices.compression.compress(tensor) for tensor in like]
+        self._contexts = [context for _, context in small]
+        self._tensors = [None if given is None else tensor for (tensor, _), given in zip(small, gradients, strict=True)]
+        self._parameters = [
+            Parameter(name, _known(name, variable.shape), dtype_of(tensor.dtype.name), variable)
+            for name, variable, (tensor, _) in zip(self._names, variables, small, strict=True)
+        ]
+        key = (choices, prefix, *map(str, self._parameters))
+        self._key = (*key, place_in_graph(key))
+        self._at_hand(source())  # so that names follow the order of the program, on all ranks
+
+    def reduce(self) -> list[Gradient]:
+        """Starts and awaits them."""
+        if not self._parameters:
+            return []
+        started = [
+            call(self._starter(given), [self._tensors[index] for index in given], [tf.int32], waits=False)[0]
+            for bucket in self._at_hand(self._source()).buckets
+            if (given := [index for index in bucket if self._tensors[index] is not None])
+        ]
+        there = {index: tensor for index, tensor in enumerate(self._tensors) if tensor is not None}
+        arrived = call(self._waiter(there), started, [tensor.dtype for tensor in there.values()])
+        found: list[Gradient] = [None] * len(self._parameters)
+        for index, tensor in zip(there, arrived, strict=True):
+            tensor.set_shape(self._parameters[index].shape)
+            found[index] = self._choices.compression.decompress(tensor, self._contexts[index])
+        return found
+
+    def _at_hand(self, operations: Operations) -> Gradients:
+        """The buckets of this daemon; made when they are needed first."""
+        found: Gradients | None = operations.memo.get(self._key)
+        if found is None:
+            prefix = operations.namespace() if self._prefix is None else self._prefix
+            found = operations.memo[self._key] = Gradients(operations, self._parameters, self._choices, prefix=prefix)
+        return found
+
+    def _starter(self, given: Sequence[int]) -> Any:
+        def start(*arrays: np.ndarray) -> list[np.ndarray]:
+            gradients = self._at_hand(self._source())
+            for index, array in zip(given, arrays, strict=True):
+                gradients.put(index, array)
+            return [np.array(0, np.int32)]
+
+        return start
+
+    def _waiter(self, here: Collection[int]) -> Any:
+        def wait(*_: np.ndarray) -> list[np.ndarray]:
+            found = self._at_hand(self._source()).wait()
+            only = [self._names[i] for i, array in enumerate(found) if array is not None and i not in here]
+            if only:
+                raise MismatchError.told(only[0], "gradients", _elsewhere(only))
+            return [array for index, array in enumerate(found) if index in here and array is not None]
+
+        return wait
+
+
+def _known(name: str, shape: Any) -> tuple[int, ...]:
+    found = tuple(shape)
+    if None in found:
+        text = f"the shape of {name!r} is {found}: gradients of a shape that is known only later cannot share a bucket"
+        raise ArgumentError(text)
+    return found
+
+
+def _elsewhere(names: Sequence[str]) -> str:
+    return (
+        f"other ranks have gradients for {', '.join(names)}, and this one has none: let all ranks compute the same "
+        "function, or add what is missing as zero times the variable"
+    )

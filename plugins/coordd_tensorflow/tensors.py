@@ -1,0 +1,42 @@
+"""TensorFlow's tensors as NumPy arrays, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from coordd.errors import ArgumentError
+
+__all__ = ["check_dense", "to_tensor", "view"]
+
+
+def view(tensor: Any) -> np.ndarray:
+    """Views an eager tensor in this process's memory as an array, which must not be changed; copies any other."""
+    return np.asarray(tensor)
+
+
+def to_tensor(array: np.ndarray) -> tf.Tensor:
+    """Makes a tensor of an array that nobody changes any more."""
+    return tf.convert_to_tensor(array)
+
+
+def check_dense(tensor: Any) -> tf.Tensor:
+    """Makes a tensor of whatever TensorFlow takes for one.
+
+    Raises:
+        ArgumentError: it is sparse, or no tensor at all.
+    """
+    if isinstance(tensor, (tf.IndexedSlices, tf.SparseTensor, tf.RaggedTensor)):
+        text = f"a {type(tensor).__name__} cannot travel as it is: use tf.convert_to_tensor() or tf.sparse.to_dense()"
+        raise ArgumentError(text)
+    try:
+        return tf.convert_to_tensor(getattr(tensor, "value", tensor) if _is_keras(tensor) else tensor)
+    except (TypeError, ValueError) as error:
+        text = f"a tensor is wanted, not a {type(tensor).__name__}: tf.convert_to_tensor() makes one"
+        raise ArgumentError(text) from error
+
+
+def _is_keras(tensor: Any) -> bool:
+    return not isinstance(tensor, (tf.Tensor, tf.Variable)) and type(tensor).__module__.startswith("keras.")

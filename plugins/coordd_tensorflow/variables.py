@@ -1,0 +1,50 @@
+"""Making all ranks start from the same variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coordd import api
+from coordd.inventory import Inventory
+from coordd.objects import broadcast_object
+from coordd.process_sets import ProcessSet, global_process_set
+from coordd_tensorflow.exchange import name_of
+from coordd_tensorflow.operations import broadcast_
+
+__all__ = ["broadcast_object_fn", "broadcast_variables"]
+
+
+def broadcast_variables(
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Copies the root's values into everybody's variables.
+
+    Args:
+        variables: TensorFlow's or Keras's; on all ranks the same, in the same order.
+        root_rank: the global rank whose values are taken.
+        process_set: the ranks that take part.
+        inplace: not needed.
+
+    Raises:
+        MismatchError: the ranks have given different variables; nothing is copied then.
+    """
+    lines = [f"{index}. {name_of(variable, index)} {variable.shape}" for index, variable in enumerate(variables)]
+    name = "broadcast.variables"
+    if variables:
+        inventory = Inventory(api.operations(), lines, caller="broadcast_variables", name=name, process_set=process_set)
+        inventory.check()
+        broadcast_(variables, root_rank, name=name, process_set=process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """Returns the function that broadcasts an object, with the other arguments of `broadcast_object` given."""
+    return lambda obj: broadcast_object(obj, root_rank, name, process_set)

@@ -1,0 +1,182 @@
+"""``model.compile`` and ``fit`` on several ranks, as on one with all their batches; on every backend, and on two."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import coordd.keras as cd
+from tests.keras_plugin.models import alone, compiled, data, mine, model, same, together
+from tests.mpi.cases import EVERY, ranks
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=1.0),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, use_ema=True, ema_overwrite_frequency=2),
+}
+
+
+@ranks(*EVERY, deadline=60)
+def case_fit_equals_one_process_with_all_batches() -> None:
+    for make in OPTIMIZERS.values():
+        same(together(cd.DistributedOptimizer(make()), 5), alone(make(), 5))
+
+
+def case_the_optimizer_stays_what_it_was() -> None:
+    plain = keras.optimizers.Adam(0.5, name="mine")
+    found = cd.DistributedOptimizer(plain)
+    assert found is plain
+    assert isinstance(found, keras.optimizers.Adam)
+    assert type(found).__name__ == "Adam"
+    assert found.get_config() == keras.optimizers.Adam(0.5, name="mine").get_config()
+    with pytest.raises(cd.ArgumentError, match="DistributedOptimizer already"):
+        cd.DistributedOptimizer(found)
+    with pytest.raises(cd.ArgumentError, match="wants an optimizer of Keras"):
+        cd.DistributedOptimizer("adam")
+    with pytest.raises(cd.ArgumentError, match="must be > 0"):
+        cd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
+
+
+def case_choices_of_the_optimizer() -> None:
+    expected = alone(keras.optimizers.SGD(0.1), 4)
+    for details, exact in [
+        ({"num_groups": 2}, 1e-5),
+        ({"gradient_predivide_factor": 2.0}, 1e-5),
+        ({"compression": cd.Compression.fp16}, 1e-2),
+        ({"compression": cd.Compression.bf16}, 3e-2),
+    ]:
+        same(together(cd.DistributedOptimizer(keras.optimizers.SGD(0.1), **details), 4), expected, exact)
+    summed = cd.DistributedOptimizer(keras.optimizers.SGD(0.1 / cd.size()), op=cd.Sum)
+    same(together(summed, 4), expected)
+
+
+def case_several_backward_passes_make_one_step() -> None:
+    """Two batches of a rank and one step are one batch of twice as many."""
+    for average, rate in [(True, 0.1), (False, 0.05)]:
+        optimizer = cd.DistributedOptimizer(
+            keras.optimizers.SGD(rate), backward_passes_per_step=2, average_aggregated_gradients=average
+        )
+        found = together(optimizer, 6)
+        assert int(optimizer.iterations) == 3
+        expected = compiled(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+        x, y = data(6)
+        expected.fit(x, y, batch_size=len(x) // 6, shuffle=False, verbose=0)
+        same(found, expected)
+
+
+def case_a_step_may_be_run_eagerly() -> None:
+    same(
+        together(cd.DistributedOptimizer(keras.optimizers.SGD(0.1)), 3, run_eagerly=True),
+        alone(keras.optimizers.SGD(0.1), 3),
+    )
+
+
+def case_what_xla_compiles_is_refused() -> None:
+    if keras.backend.backend() != "tensorflow":
+        return
+    with pytest.raises(cd.ArgumentError, match=r"set jit_compile=False in tf.function\(\) or model.compile\(\)"):
+        together(cd.DistributedOptimizer(keras.optimizers.SGD(0.1)), 1, jit_compile=True)
+
+
+def case_a_loss_scale_goes_inside() -> None:
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
+    same(together(cd.DistributedOptimizer(scaled), 4), alone(keras.optimizers.SGD(0.1), 4))
+    outside = keras.optimizers.LossScaleOptimizer(cd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    with pytest.raises(cd.ArgumentError, match=r"use DistributedOptimizer\(keras.optimizers.LossScaleOptimizer"):
+        together(outside, 1)
+
+
+def case_local_layers_stay_local() -> None:
+    found = model()
+    optimizer = cd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=found.layers[0])
+    found.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = mine(1)
+    found.fit(x, y, batch_size=len(x), verbose=0)
+    everyones = cd.allgather_object(found.get_weights())
+    for theirs in everyones[1:]:
+        assert not np.array_equal(theirs[0], everyones[0][0])
+        np.testing.assert_allclose(theirs[2], everyones[0][2], rtol=1e-6)
+
+
+def case_variables_are_broadcast_after_the_first_batch() -> None:
+    found = compiled(cd.DistributedOptimizer(keras.optimizers.SGD(0.0, momentum=0.9)))
+    for variable in found.variables:
+        variable.assign(np.full(variable.shape, cd.rank()))
+    x, y = mine(2)
+    found.fit(x, y, batch_size=4, verbose=0, callbacks=[cd.callbacks.BroadcastGlobalVariablesCallback(1)])
+    assert all((weight == 1).all() for weight in found.get_weights())
+
+
+def case_metrics_are_averaged() -> None:
+    class Ends(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(dict(logs))
+
+    seen: list[dict] = []
+    found = compiled(cd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
+    x, y = mine(3)
+    callbacks = [Ends(), cd.callbacks.MetricAverageCallback(), Ends()]
+    found.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks, validation_data=(x, y))
+    own, averaged = seen
+    for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+        assert averaged[name] == pytest.approx(np.mean([each[name] for each in cd.allgather_object(own)]), rel=1e-5)
+
+
+def case_the_rate_is_warmed_up() -> None:
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate))
+
+    rates: list[float] = []
+    found = compiled(cd.DistributedOptimizer(keras.optimizers.SGD(0.1 * cd.size(), momentum=0.9)))
+    x, y = mine(4)
+    warm = cd.callbacks.LearningRateWarmupCallback(0.1 * cd.size(), warmup_epochs=2)
+    later = cd.callbacks.LearningRateScheduleCallback(0.1 * cd.size(), 0.1, start_epoch=2)
+    found.fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=[warm, later, Rates()])
+    expected = np.linspace(0.1, 0.1 * cd.size(), 9)[1:]
+    np.testing.assert_allclose(rates[:8], expected, rtol=1e-5)
+    np.testing.assert_allclose(rates[8:], 0.01 * cd.size(), rtol=1e-5)
+    with pytest.raises(cd.ArgumentError, match="a constant multiplier"):
+        cd.callbacks.LearningRateScheduleCallback(0.1, 0.5, staircase=False)
+
+
+def case_models_are_saved_and_loaded() -> None:
+    folder = Path(cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None))
+    optimizer = cd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    callbacks = [cd.callbacks.BestModelCheckpoint(str(folder / "best.keras"), monitor="loss")]
+    found = together(optimizer, 4, callbacks)
+    if cd.rank() == 0:
+        found.save(folder / "model.keras")
+    cd.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["best.keras", "model.keras"]
+    plain = keras.models.load_model(folder / "model.keras")
+    assert type(plain.optimizer).__mro__[1:] == keras.optimizers.Adam.__mro__[1:] or isinstance(
+        plain.optimizer, keras.optimizers.Adam
+    )
+    again = cd.load_model(folder / "model.keras")
+    x, y = mine(2)
+    for trained in (found, again):
+        trained.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    same(again, found, 1e-6)
+    everyones = cd.allgather_object(again.get_weights())
+    for theirs in everyones:
+        np.testing.assert_allclose(theirs[0], everyones[0][0], rtol=1e-5, atol=1e-6)
+
+
+def case_operations_on_values() -> None:
+    value = keras.ops.convert_to_tensor([1.0 + cd.rank(), 2.0])
+    assert cd.allreduce(value).tolist() == [(1 + cd.size()) / 2, 2.0]
+    assert cd.allreduce(3.0, op=cd.Sum) == 3.0 * cd.size()
+    assert cd.allgather(value[:1]).tolist() == list(range(1, cd.size() + 1))
+    assert cd.broadcast(value, 1).tolist() == [2.0, 2.0]
+    assert len(cd.reducescatter(np.arange(4.0))) == len(np.array_split(range(4), cd.size())[cd.rank()])
+
+
+def case_every_rank_has_the_backend_that_the_job_gives_it() -> None:
+    found = cd.allgather_object(keras.backend.backend())
+    wanted = os.environ.get("TEST_KERAS_BACKENDS", os.environ["KERAS_BACKEND"]).split(",")
+    assert found == [wanted[rank % len(wanted)] for rank in range(cd.size())]

@@ -1,0 +1,47 @@
+"""The cases of Keras on real MPI ranks: on each backend, and on ranks with different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.cases import Case, find
+from tests.mpi.session import Sessions
+
+pytest.importorskip("keras", reason="Keras is not installed: pip install 'coordd[tensorflow]'")
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed: pip install 'coordd[tensorflow]'")
+pytestmark = pytest.mark.mpi
+
+_CASES = find("tests.keras_plugin", Path(__file__).parent)
+_SETTINGS = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+_WAYS = {
+    "tensorflow": _SETTINGS | {"KERAS_BACKEND": "tensorflow"},
+    "torch": _SETTINGS | {"KERAS_BACKEND": "torch"},
+    "mixed": _SETTINGS | {"TEST_KERAS_BACKENDS": "tensorflow,torch"},
+}
+_SIZES = {"tensorflow": (1, 2, 4), "torch": (1, 2), "mixed": (2,)}
+_ITEMS = [
+    pytest.param(way, size, case, id=f"{case}-{size}-{way}")
+    for way, sizes in _SIZES.items()
+    for size in sizes
+    for case in _CASES
+    if size in case.sizes
+]
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[Sessions]:
+    """Starts a session when its first case comes, and sees that all ranks leave in order at the end."""
+    sessions = Sessions(_WAYS, framework="coordd.api")
+    yield sessions
+    if problem := sessions.close():
+        pytest.fail(problem, pytrace=False)
+
+
+@pytest.mark.parametrize(("way", "size", "case"), _ITEMS)
+def test_case(sessions: Sessions, way: str, size: int, case: Case) -> None:
+    """Passes on every rank."""
+    if problem := sessions[way, size].run(case):
+        pytest.fail(problem, pytrace=False)

@@ -1,0 +1,255 @@
+"""Tapes and what belongs to them: on several ranks as on one with all their batches."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import coordd.tensorflow as cd
+from tests.mpi.cases import EVERY, ranks
+from tests.tf_plugin.reference import ways
+
+
+def weights() -> list[tf.Variable]:
+    random = np.random.default_rng(0)
+    shapes = {"first": (6, 8), "bias": (8,), "second": (8, 3)}
+    return [tf.Variable(random.normal(size=shape), name=name) for name, shape in shapes.items()]
+
+
+def batch(rank: int) -> tuple[tf.Tensor, tf.Tensor]:
+    random = np.random.default_rng(rank + 1)
+    return tf.constant(random.normal(size=(4, 6))), tf.constant(random.normal(size=(4, 3)))
+
+
+def loss_of(held: list[tf.Variable], x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    first, bias, second = held
+    return tf.reduce_mean(tf.square(tf.tanh(x @ first + bias) @ second - y))
+
+
+def alone(steps: int) -> list[np.ndarray]:
+    """What one process makes of the batches of all ranks."""
+    held = weights()
+    x, y = (tf.concat(parts, 0) for parts in zip(*map(batch, range(cd.size())), strict=True))
+    for _ in range(steps):
+        with tf.GradientTape() as tape:
+            loss = loss_of(held, x, y)
+        for variable, gradient in zip(held, tape.gradient(loss, held), strict=True):
+            variable.assign_sub(0.1 * gradient)
+    return [variable.numpy() for variable in held]
+
+
+def trained(steps: int, way: int, **details) -> list[np.ndarray]:
+    held = weights()
+    x, y = batch(cd.rank())
+
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_of(held, x, y)
+        distributed = cd.DistributedGradientTape(tape, **details)
+        for variable, gradient in zip(held, distributed.gradient(loss, held), strict=True):
+            variable.assign_sub(0.1 * gradient)
+        return loss
+
+    run = tf.function(step) if way else step
+    for _ in range(steps):
+        run(x, y)
+    return [variable.numpy() for variable in held]
+
+
+def same(found: list[np.ndarray], expected: list[np.ndarray], exact: float = 1e-12) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=exact, atol=exact)
+
+
+@ranks(*EVERY)
+def case_training_equals_one_process_with_all_batches() -> None:
+    for way in (0, 1):
+        same(trained(4, way), alone(4))
+
+
+def case_choices_of_the_tape() -> None:
+    for way in (0, 1):
+        same(trained(3, way, num_groups=2), alone(3))
+        same(trained(3, way, gradient_predivide_factor=2.0), alone(3))
+        same(trained(3, way, compression=cd.Compression.fp16), alone(3), exact=1e-2)
+    with pytest.raises(cd.ArgumentError, match="not supported with op != Average"):
+        cd.DistributedGradientTape(tf.GradientTape(), gradient_predivide_factor=2.0, op=cd.Sum)
+    with pytest.raises(cd.ArgumentError, match="not combined by Adasum"):
+        cd.DistributedGradientTape(tf.GradientTape(), op=cd.Adasum)
+
+
+def case_groups_of_variables_travel_together() -> None:
+    held = weights()
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = loss_of(held, *batch(cd.rank()))
+        found = cd.DistributedGradientTape(tape, groups=[[held[2], held[0]]]).gradient(loss, held)
+    with tf.GradientTape() as tape:
+        loss = loss_of(held, *(tf.concat(parts, 0) for parts in zip(*map(batch, range(cd.size())), strict=True)))
+    same(found, tape.gradient(loss, held))
+
+
+def case_a_tape_may_be_wrapped_before_it_records() -> None:
+    held = weights()
+    with cd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        loss = loss_of(held, *batch(cd.rank()))
+    assert isinstance(tape, tf.GradientTape)
+    first = tape.gradient(loss, held)
+    structured = tape.gradient(loss, {"w": held[0], "rest": (held[1], held[2])})
+    same([structured["w"], *structured["rest"]], first)
+    same([tape.gradient(loss, held[0])], first[:1])
+
+
+def case_gradients_that_are_kept_stay_as_they_are() -> None:
+    """Memory in which gradients are reduced is used again, but not while somebody has them."""
+    held = weights()
+    kept = []
+    for step in range(4):
+        with tf.GradientTape() as tape:
+            loss = float(step) * loss_of(held, *batch(cd.rank()))
+        kept.append(cd.DistributedGradientTape(tape).gradient(loss, held))
+    for step, gradients in enumerate(kept):
+        same(gradients, [gradient.numpy() * step for gradient in kept[1]])
+
+
+def case_a_rank_without_any_gradient_is_told_in_a_graph() -> None:
+    held = [tf.Variable([1.0, 2.0], name="lonely")]
+
+    @tf.function
+    def gradients() -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(held[0]) if cd.rank() else tf.constant(1.0)
+        return cd.DistributedGradientTape(tape).gradient(loss, held)
+
+    if cd.rank():
+        assert gradients()[0].numpy().tolist() == pytest.approx([(cd.size() - 1) / cd.size()] * 2)
+    else:
+        with pytest.raises(tf.errors.OpError, match="other ranks have gradients for lonely"):
+            gradients()
+
+
+def case_what_a_graph_returns_is_not_overwritten_by_its_next_run() -> None:
+    held = weights()
+
+    @tf.function
+    def gradients(scale: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = scale * loss_of(held, *batch(cd.rank()))
+        return cd.DistributedGradientTape(tape).gradient(loss, held)
+
+    kept = [gradients(tf.constant(float(scale), tf.float64)) for scale in range(1, 5)]
+    for scale, found in enumerate(kept, 1):
+        same(found, [gradient.numpy() * scale for gradient in kept[0]])
+
+
+def case_two_tapes_in_one_graph() -> None:
+    held, others = weights(), weights()
+
+    @tf.function
+    def gradients() -> list[list[tf.Tensor]]:
+        with tf.GradientTape(persistent=True) as tape:
+            loss, other = loss_of(held, *batch(cd.rank())), 2.0 * loss_of(others, *batch(cd.rank()))
+        tape = cd.DistributedGradientTape(tape)
+        return [tape.gradient(loss, held), tape.gradient(other, others)]
+
+    for _ in range(3):
+        one, two = gradients()
+        same(two, [2.0 * gradient.numpy() for gradient in one])
+
+
+def case_sparse_gradients() -> None:
+    table = tf.Variable(np.arange(20.0).reshape(10, 2), name="table")
+
+    def gradient(rows: tf.Tensor, dense: bool) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, rows)) * (cd.rank() + 1.0)
+        found = cd.DistributedGradientTape(tape, sparse_as_dense=dense).gradient(loss, table)
+        assert isinstance(found, tf.Tensor if dense else tf.IndexedSlices)
+        return tf.convert_to_tensor(found)
+
+    expected = np.zeros((10, 2))
+    for rank in range(cd.size()):
+        expected[[rank, 9]] += (rank + 1.0) / cd.size()
+    for dense in (False, True):
+        for run in ways(lambda rows, dense=dense: gradient(rows, dense)):
+            same([run(tf.constant([cd.rank(), 9]))], [expected])
+
+
+def case_local_sources_stay_local() -> None:
+    held = weights()
+    with tf.GradientTape(persistent=True) as tape:
+        loss = loss_of(held, *batch(cd.rank()))
+    mine = tape.gradient(loss, held)
+    common = cd.DistributedGradientTape(tape).gradient(loss, held)
+    for scale in (True, False):
+        partial = cd.DistributedGradientTape(tape, scale_local_gradients=scale)
+        partial.register_local_source(held[1])
+        found = partial.gradient(loss, held)
+        same([found[0], found[2]], [common[0], common[2]])
+        same([found[1]], [mine[1].numpy() / (cd.size() if scale else 1)])
+
+
+def case_who_has_no_gradient_where_others_have_one_is_told() -> None:
+    held = weights()
+
+    def gradients() -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(held[0]) + (tf.reduce_sum(held[1]) if cd.rank() else 0.0)
+        return cd.DistributedGradientTape(tape).gradient(loss, held)
+
+    if cd.rank():
+        assert gradients()[2] is None  # which no rank has
+    else:
+        with pytest.raises(cd.MismatchError, match="other ranks have gradients for bias"):
+            gradients()
+
+
+def case_different_variables_are_told() -> None:
+    held = [tf.Variable([1.0, 2.0], name=name) for name in ("both", "extra")][: 1 + cd.rank() % 2]
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(variable) for variable in held])
+    with pytest.raises(cd.MismatchError, match="extra"):
+        cd.DistributedGradientTape(tape).gradient(loss, held)
+
+
+@ranks(*EVERY)
+def case_variables_are_broadcast() -> None:
+    held = [tf.Variable(np.full(3, float(cd.rank())), name="same") for _ in range(2)]
+    cd.broadcast_variables(held, cd.size() - 1)
+    assert all((variable.numpy() == cd.size() - 1).all() for variable in held)
+    if cd.size() > 1:
+        with pytest.raises(cd.MismatchError, match="broadcast_variables"):
+            cd.broadcast_variables(held[: 1 + cd.rank() % 2], 0)
+
+
+def case_batch_normalisation_over_all_ranks() -> None:
+    import keras
+
+    x = np.random.default_rng(3).normal(2.0, 3.0, size=(6 * cd.size(), 5, 4)).astype("float32")
+    cuts = np.cumsum(
+        [0, *(4 + 2 * (rank % 2) + (2 if rank == cd.size() - 1 and cd.size() % 2 else 0) for rank in range(cd.size()))]
+    )
+    cuts[-1] = len(x)
+    own = slice(cuts[cd.rank()], cuts[cd.rank() + 1])
+
+    def run(layer: keras.Layer, part: np.ndarray) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        values = tf.constant(part)
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            found = layer(values, training=True)
+            loss = tf.reduce_sum(tf.sin(found))
+        into, *held = tape.gradient(loss, [values, *[each.value for each in layer.trainable_weights]])
+        return found, into, held
+
+    plain, mine = keras.layers.BatchNormalization(), cd.SyncBatchNormalization()
+    expected, into, held = run(plain, x)
+    for step in ways(lambda: run(mine, x[own])):
+        mine.build(x.shape) if not mine.built else None
+        found, own_into, own_held = step()
+        np.testing.assert_allclose(found, expected[own], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(own_into, into[own], rtol=1e-4, atol=1e-5)
+        for one, other in zip(own_held, held, strict=True):
+            np.testing.assert_allclose(cd.allreduce(one, op=cd.Sum), other, rtol=1e-4, atol=1e-4)
+    fresh = cd.SyncBatchNormalization()
+    run(fresh, x[own])
+    for one, other in zip(fresh.non_trainable_weights, plain.non_trainable_weights, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5)
