@@ -53,5 +53,5 @@ $(DEMO): pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV): $(DEMO)
-	$(IN) $(PIP) -e ".[mpi,torch,pipeline,tune,picture,examples,dev]"
+	$(IN) $(PIP) -e ".[mpi,torch,tensorflow-cpu,pipeline,tune,picture,examples,dev]"
 	@touch $@

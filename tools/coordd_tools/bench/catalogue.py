@@ -9,6 +9,7 @@ __all__ = ["ENGINES", "defaults", "missing"]
 
 ENGINES = {
     "step": ("none", "coordd", "ddp", "horovod", "ddp-view", "sketch"),
+    "tf": ("none", "coordd", "mwms"),
     "allreduce": ("coordd", "coordd-negotiated", "coordd-window", "memory", "gloo", "mpi", "horovod"),
     "idle": ("mpi", "coordd", "gloo", "horovod"),
     "memory": ("none", "coordd", "ddp", "horovod", "ddp-view"),
@@ -37,6 +38,7 @@ _NEEDS = {
     ),
 }
 _ALL_NEED = ("torch", "mpi4py")
+_TENSORFLOW_NEEDS = ("tensorflow", "keras", "mpi4py")
 
 
 def defaults(noun: str) -> tuple[str, ...]:
@@ -48,8 +50,10 @@ def defaults(noun: str) -> tuple[str, ...]:
     )
 
 
-def missing(engines: Sequence[str]) -> list[str]:
-    """Lists the modules that these engines need and that are not installed; imports none of them."""
+def missing(engines: Sequence[str], noun: str = "") -> list[str]:
+    """Lists the modules that these engines need for a benchmark and that are not installed; imports none of them."""
+    if noun == "tf":
+        return [module for module in _TENSORFLOW_NEEDS if not _installed(module)]
     needed = [*_ALL_NEED, *(module for name in engines for module in _NEEDS.get(name, ()))]
     return [module for module in dict.fromkeys(needed) if not _installed(module)]
 

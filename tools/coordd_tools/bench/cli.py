@@ -1,4 +1,4 @@
-"""The command line: ``python -m coordd_tools.bench {allreduce,step,idle,memory,startup,sets,pipeline}``."""
+"""The command line: ``python -m coordd_tools.bench {allreduce,step,tf,idle,memory,startup,sets,pipeline}``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from coordd_tools.bench import allreduce, catalogue, idle, memory, pipeline, sets, startup, step
+from coordd_tools.bench import allreduce, catalogue, idle, memory, pipeline, sets, startup, step, tf
 from coordd_tools.bench.blocks import Block, join
 from coordd_tools.bench.document import Document
 from coordd_tools.bench.group import GroupError, Launcher, run
@@ -29,6 +29,7 @@ from coordd_tools.bench.jobs import (
     SetsJob,
     StartupJob,
     StepJob,
+    TfJob,
 )
 from coordd_tools.bench.machine import machine, versions
 from coordd_tools.bench.progress import Progress
@@ -43,6 +44,7 @@ _MODELS = ("gpt", "mlp", "small")
 _ALL_MODELS = (*_MODELS, "wide")
 _NOUNS: dict[str, ModuleType] = {
     "step": step,
+    "tf": tf,
     "allreduce": allreduce,
     "idle": idle,
     "memory": memory,
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     errors = Console(stderr=True)
     engines = options.engines or catalogue.defaults(options.noun)
-    if gone := catalogue.missing(engines):
+    if gone := catalogue.missing(engines, options.noun):
         errors.print(f"bench: not installed: {', '.join(gone)}; install it, or leave its engine out with --engines")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks are ended too
@@ -109,7 +111,7 @@ def _measure(job: Job, ranks: int, errors: Console) -> Document:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m coordd_tools.bench", description=__doc__)
     nouns = parser.add_subparsers(
-        dest="noun", required=True, metavar="{allreduce,step,idle,memory,startup,sets,pipeline}"
+        dest="noun", required=True, metavar="{allreduce,step,tf,idle,memory,startup,sets,pipeline}"
     )
     allreduce_ = _noun(nouns, "allreduce", "in-place sums of one tensor, by size", _allreduce_job, rounds=10)
     allreduce_.add_argument("--sizes", type=_sizes, default=SIZES, help="such as 4,64K,16M (bytes; default: 4 to 64M)")
@@ -117,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     step_ = _noun(nouns, "step", "training steps of three models", _step_job, rounds=12)
     step_.add_argument("--models", type=_names(_ALL_MODELS), default=_MODELS, help="of " + ",".join(_ALL_MODELS))
     step_.add_argument("--steps", type=_count, default=0, help="steps a block (default: by model)")
+    tf_ = _noun(nouns, "tf", "training steps of three models in TensorFlow", _tf_job, rounds=12)
+    tf_.add_argument("--models", type=_names(_MODELS), default=_MODELS, help="of " + ",".join(_MODELS))
+    tf_.add_argument("--steps", type=_count, default=0, help="steps a block (default: by model)")
     idle_ = _noun(nouns, "idle", "CPU time while nothing is submitted", _idle_job, rounds=3)
     idle_.add_argument("--seconds", type=float, default=10.0, help="how long to watch (default: 10)")
     memory_ = _noun(nouns, "memory", "what exchanging gradients adds to a rank's memory", _memory_job, rounds=2)
@@ -160,6 +165,11 @@ def _noun(
 def _step_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
     rounds, steps = (2, 2) if options.quick else (options.rounds, options.steps)
     return StepJob(engines=engines, rounds=rounds, seed=options.seed, models=options.models, steps=steps)
+
+
+def _tf_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
+    rounds, steps = (2, 2) if options.quick else (options.rounds, options.steps)
+    return TfJob(engines=engines, rounds=rounds, seed=options.seed, models=options.models, steps=steps)
 
 
 def _allreduce_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:

@@ -22,6 +22,7 @@ __all__ = [
     "SetsJob",
     "StartupJob",
     "StepJob",
+    "TfJob",
     "dumps",
     "loads",
 ]
@@ -59,6 +60,13 @@ class StepJob(_Job):
     def groups(self) -> Sequence[StepJob]:
         """The jobs of the process groups to start: all models and engines share one."""
         return [self]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TfJob(StepJob):
+    """Training steps of whole models in TensorFlow; ``steps`` a block, 0 for each model's own number."""
+
+    noun: ClassVar[str] = "tf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +157,11 @@ class PipelineJob(_Job):
         ]
 
 
-Job = StepJob | AllreduceJob | IdleJob | StartupJob | MemoryJob | SetsJob | PipelineJob
+Job = StepJob | TfJob | AllreduceJob | IdleJob | StartupJob | MemoryJob | SetsJob | PipelineJob
 
 
 _KINDS: dict[str, Callable[..., Job]] = {
-    kind.noun: kind for kind in (StepJob, AllreduceJob, IdleJob, StartupJob, MemoryJob, SetsJob, PipelineJob)
+    kind.noun: kind for kind in (StepJob, TfJob, AllreduceJob, IdleJob, StartupJob, MemoryJob, SetsJob, PipelineJob)
 }
 
 

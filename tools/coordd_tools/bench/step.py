@@ -12,24 +12,36 @@ from coordd_tools.bench.blocks import Block, by_subject
 from coordd_tools.bench.report import Report, figures, ratios
 from coordd_tools.bench.tables import Column, spread
 
-__all__ = ["COLUMNS", "FLOOR", "PEER", "report"]
+__all__ = ["COLUMNS", "FLOOR", "columns", "report", "report_beside"]
 
 FLOOR = "none"
-PEER = "ddp"
+_PEER = "ddp"
 
-COLUMNS = (
-    *spread("step ms", "step_ms"),
-    Column("+ ms", "overhead_ms"),
-    Column("÷ ddp", "overhead_ms", against=PEER),
-    Column("CPU ms", "cpu_ms"),
-    Column("÷ floor", "cpu_ms", against=FLOOR),
-    Column("÷ ddp", "cpu_ms", against=PEER),
-    Column("n", "step_ms", show="n"),
-)
+
+def columns(peer: str) -> tuple[Column, ...]:
+    """The columns of a table beside this peer."""
+    return (
+        *spread("step ms", "step_ms"),
+        Column(f"÷ {peer}", "step_ms", against=peer),
+        Column("+ ms", "overhead_ms"),
+        Column(f"÷ {peer}", "overhead_ms", against=peer),
+        Column("CPU ms", "cpu_ms"),
+        Column("÷ floor", "cpu_ms", against=FLOOR),
+        Column(f"÷ {peer}", "cpu_ms", against=peer),
+        Column("n", "step_ms", show="n"),
+    )
+
+
+COLUMNS = columns(_PEER)
 
 
 def report(joined: Sequence[tuple[Block, ...]]) -> Report:
-    """Makes the report of a run over models."""
+    """Makes the report of a run over models, beside PyTorch's own."""
+    return report_beside(_PEER, joined)
+
+
+def report_beside(peer: str, joined: Sequence[tuple[Block, ...]]) -> Report:
+    """Makes the report of a run over models, beside this peer."""
     walls = by_subject(joined, lambda row: [max(block.mean_seconds for block in row)])
     cpus = by_subject(joined, lambda row: [sum(block.cpu_seconds / block.calls for block in row) / len(row)])
     found = [
@@ -39,10 +51,10 @@ def report(joined: Sequence[tuple[Block, ...]]) -> Report:
     ]
     compared = [
         *ratios(found, "step_ms", against=FLOOR),
-        *ratios(found, "step_ms", against=PEER),
-        *ratios(found, "overhead_ms", against=PEER),
+        *ratios(found, "step_ms", against=peer),
+        *ratios(found, "overhead_ms", against=peer),
         *ratios(found, "cpu_ms", against=FLOOR),
-        *ratios(found, "cpu_ms", against=PEER),
+        *ratios(found, "cpu_ms", against=peer),
     ]
     return Report(tuple(found), tuple(compared))
 
