@@ -7,11 +7,12 @@ together.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,12 +26,14 @@ from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["Choices", "Gradients", "Parameter"]
+__all__ = ["Choices", "Gradients", "Parameter", "Reduced"]
 
 log = logging.getLogger("coordd")
 
 _ALIGNMENT = 64
 _LAST_BUCKET_BYTES = 1 << 20
+_SMALL_BYTES = 64 << 10
+"""Gradients of fewer bytes lie close together, so that a framework may take them as one array."""
 _COMBINE = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM})
 
 
@@ -139,6 +142,11 @@ class Gradients:
         """The parameters whose gradients travel together, by their places, in the order in which they are expected."""
         return [tuple(place.index for place in bucket.places) for bucket in self._buckets]
 
+    @property
+    def packed(self) -> list[tuple[int, ...]]:
+        """The small ones among those of each bucket, in the order in which they lie behind each other."""
+        return [tuple(place.index for place in bucket.places[bucket.large :]) for bucket in self._buckets]
+
     def put(self, index: int, gradient: np.ndarray) -> None:
         """Copies the gradient of a parameter; starts the reduction of its bucket with the last one.
 
@@ -150,11 +158,8 @@ class Gradients:
             self._look(self._parameters[index].name, gradient)
         self._home[index].put(index, gradient)
 
-    def wait(self) -> list[np.ndarray | None]:
-        """Returns the reduced gradients when they are there; None where no rank had one.
-
-        Who still has one of these arrays when the next step begins keeps it: their memory is used again when they are
-        gone.
+    def wait(self) -> Reduced:
+        """Returns the reduced gradients when they are there.
 
         Raises:
             MismatchError, PeerError, ShutdownError: see `coordd.errors`.
@@ -166,13 +171,9 @@ class Gradients:
             for bucket in self._buckets:
                 bucket.close()
             wait_all([bucket.handle for bucket in self._buckets if bucket.handle is not None])
-            found: list[np.ndarray | None] = [None] * len(self._parameters)
-            for bucket in self._buckets:
-                for place, array in bucket.finished():
-                    found[place.index] = array
+            return Reduced([(bucket, bucket.lend()) for bucket in self._buckets])
         finally:
             self.drop()
-        return found
 
     def drop(self) -> None:
         """Ends this step, whatever comes of it."""
@@ -189,6 +190,33 @@ class Gradients:
         log.warning("%s", error)
 
 
+class Reduced:
+    """The reduced gradients of one step.
+
+    They are views of memory that is used again when they are gone: who still has one when the next step begins keeps
+    it.
+    """
+
+    def __init__(self, buckets: Sequence[tuple[_Bucket, np.ndarray]]) -> None:
+        self._buckets = buckets
+        self._home = {place.index: (bucket, flat) for bucket, flat in buckets for place in bucket.places}
+
+    def __getitem__(self, index: int) -> np.ndarray | None:
+        """The gradient of a parameter; None if no rank had one."""
+        bucket, flat = self._home[index]
+        return bucket.view(flat, index) if bucket.marked(flat, index) else None
+
+    def has(self, index: int) -> bool:
+        """Whether any rank had one."""
+        bucket, flat = self._home[index]
+        return bucket.marked(flat, index)
+
+    def packed(self, bucket: int) -> np.ndarray:
+        """The small ones of a bucket, in the order of `Gradients.packed`, one behind the other; those of nobody too."""
+        found, flat = self._buckets[bucket]
+        return found.packed(flat)
+
+
 class _Place:
     """One gradient's place in a bucket."""
 
@@ -201,47 +229,58 @@ class _Place:
 
 
 class _Bucket:
-    """Gradients of one type, one behind the other, each at a multiple of 64 bytes, and behind them their marks."""
+    """Gradients of one type, one behind the other, and behind them their marks.
+
+    Each large one begins at a multiple of 64 bytes, the small ones follow them without gaps.
+    """
 
     def __init__(self, operations: Operations, name: str, places: Sequence[_Place], choices: Choices) -> None:
         self._operations = operations
-        self.places = tuple(places)
-        dtype = places[0].parameter.dtype
-        check_reducible(dtype, choices.op, scaled=choices.predivide != 1.0)
-        stride = _ALIGNMENT // dtype.itemsize
-        sizes = [-(-place.parameter.size // stride) * stride for place in places]
-        self._starts = np.cumsum([0, *sizes]).tolist()
-        self._count = self._starts[-1] + len(places)
-        self._dtype = dtype
-        self._slots = {place.index: slot for slot, place in enumerate(places)}
+        large = [place for place in places if place.nbytes >= _SMALL_BYTES]
+        self.places = (*large, *(place for place in places if place.nbytes < _SMALL_BYTES))
+        self.large = len(large)
+        self._dtype = places[0].parameter.dtype
+        check_reducible(self._dtype, choices.op, scaled=choices.predivide != 1.0)
+        stride = _ALIGNMENT // self._dtype.itemsize
+        sizes = [-(-place.parameter.size // stride) * stride for place in large]
+        sizes += [place.parameter.size for place in self.places[len(large) :]]
+        starts = [0, *itertools.accumulate(sizes)]
+        self._marks = starts[-1]
+        self._count = self._marks + len(places)
+        self._small = starts[len(large)]
+        self._spots = {
+            place.index: _Spot(start, start + place.parameter.size, place.parameter.shape, self._marks + slot)
+            for slot, (place, start) in enumerate(zip(self.places, starts, strict=False))
+        }
         self._free: list[np.ndarray] = []
         self._request = operations.request(
             Kind.ALLREDUCE,
             name,
-            np.empty(self._count, dtype),
+            np.empty(self._count, self._dtype),
             choices.process_set,
             op=choices.op,
             prescale=1.0 / choices.predivide,
             postscale=choices.predivide,
         )
         self._block: np.ndarray | None = None
-        self._flat: np.ndarray = np.empty(0, dtype)
+        self._flat: np.ndarray = np.empty(0, self._dtype)
         self._missing = len(places)
         self.handle: Handle[Any] | None = None
 
     def put(self, index: int, gradient: np.ndarray) -> None:
         """Copies one; starts with the last one."""
-        slot = self._slots[index]
+        spot = self._spots[index]
         if self._block is None:
             self._open()
-        elif self._flat[self._starts[-1] + slot]:
+        elif self._flat[spot.mark]:
+            name = next(place.parameter.name for place in self.places if place.index == index)
             text = (
-                f"the gradient of {self.places[slot].parameter.name!r} was computed twice before the step: "
-                "use backward_passes_per_step to accumulate gradients locally"
+                f"the gradient of {name!r} was computed twice before the step: use backward_passes_per_step to "
+                "accumulate gradients locally"
             )
             raise CoorddError(text)
-        np.copyto(self._view(self._flat, slot), gradient, casting="same_kind")
-        self._flat[self._starts[-1] + slot] = 1
+        self._flat[spot.start : spot.stop] = gradient.reshape(-1)
+        self._flat[spot.mark] = 1
         self._missing -= 1
         if not self._missing:
             self._submit()
@@ -252,21 +291,32 @@ class _Bucket:
             return
         if self._block is None:
             self._open()
-        for slot in np.flatnonzero(self._flat[self._starts[-1] :] == 0):
-            self._view(self._flat, int(slot))[...] = 0
+        for spot in self._spots.values():
+            if not self._flat[spot.mark]:
+                self._flat[spot.start : spot.stop] = 0
         self._submit()
 
-    def finished(self) -> Iterator[tuple[_Place, np.ndarray]]:
-        """Yields the reduced gradients that any rank had, as views of memory that is used again when they are gone."""
+    def lend(self) -> np.ndarray:
+        """Hands over what has been reduced; the memory is used again when the array and all views of it are gone."""
         assert self._block is not None  # noqa: S101 - for the type checker
         # NumPy's views refer to the array that has the memory; this one has not, so they refer to it, and keep it.
         lent = np.frombuffer(self._block.data, np.uint8)
         weakref.finalize(lent, self._free.append, self._block).atexit = False
-        flat = lent.view(self._dtype)
-        for slot, place in enumerate(self.places):
-            if flat[self._starts[-1] + slot]:
-                yield place, self._view(flat, slot)
         self._block = None
+        return lent[: self._count * self._dtype.itemsize].view(self._dtype)
+
+    def marked(self, flat: np.ndarray, index: int) -> bool:
+        """Says whether any rank had this gradient."""
+        return bool(flat[self._spots[index].mark])
+
+    def view(self, flat: np.ndarray, index: int) -> np.ndarray:
+        """Views one gradient among all."""
+        spot = self._spots[index]
+        return flat[spot.start : spot.stop].reshape(spot.shape)
+
+    def packed(self, flat: np.ndarray) -> np.ndarray:
+        """Views the small ones among all."""
+        return flat[self._small : self._marks]
 
     def reset(self) -> None:
         """Gets ready for the next step."""
@@ -282,11 +332,16 @@ class _Bucket:
         nbytes = self._count * self._dtype.itemsize
         self._block = self._free.pop() if self._free else self._operations.daemon.allocate(nbytes)
         self._flat = self._block[:nbytes].view(self._dtype)
-        self._flat[self._starts[-1] :] = 0
-
-    def _view(self, flat: np.ndarray, slot: int) -> np.ndarray:
-        place, start = self.places[slot], self._starts[slot]
-        return flat[start : start + place.parameter.size].reshape(place.parameter.shape)
+        self._flat[self._marks :] = 0
 
     def _submit(self) -> None:
         self.handle = self._operations.submit(self._request, self._flat)
+
+
+class _Spot(NamedTuple):
+    """Where a gradient lies in its bucket, and its mark."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    mark: int

@@ -91,8 +91,9 @@ class TorchReduction:
     def _wait(self) -> list[torch.Tensor | None]:
         assert self._gradients is not None  # noqa: S101 - as above
         found: list[torch.Tensor | None] = []
-        for index, (parameter, array) in enumerate(zip(self._parameters, self._gradients.wait(), strict=True)):
-            if array is None:
+        reduced = self._gradients.wait()
+        for index, parameter in enumerate(self._parameters):
+            if (array := reduced[index]) is None:
                 found.append(None)
                 continue
             arrived = from_array(array).to(parameter.device)

@@ -14,7 +14,6 @@ from coordd_tensorflow.graph import call
 __all__ = ["differentiable"]
 
 
-@tf.autograph.experimental.do_not_convert
 def differentiable(
     operation: Differentiable, tensors: Sequence[tf.Tensor], extras: Sequence[tf.Tensor] = ()
 ) -> tuple[list[tf.Tensor], tf.Tensor]:

@@ -6,7 +6,7 @@ runs as soon as they are computed, beside the rest of backward; the one that wai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,6 @@ class Exchange:
         self._choices = choices
         self._prefix = prefix
 
-    @tf.autograph.experimental.do_not_convert
     def reduce(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """Reduces gradients over the ranks.
 
@@ -120,18 +119,35 @@ class _Dense:
         """Starts and awaits them."""
         if not self._parameters:
             return []
+        gradients = self._at_hand(self._source())
         started = [
             call(self._starter(given), [self._tensors[index] for index in given], [tf.int32], waits=False)[0]
-            for bucket in self._at_hand(self._source()).buckets
+            for bucket in gradients.buckets
             if (given := [index for index in bucket if self._tensors[index] is not None])
         ]
-        there = {index: tensor for index, tensor in enumerate(self._tensors) if tensor is not None}
-        arrived = call(self._waiter(there), started, [tensor.dtype for tensor in there.values()])
+        packed = [bucket for bucket, small in enumerate(gradients.packed) if small]
+        alone = {*range(len(self._parameters))}.difference(*gradients.packed)
+        large = sorted(index for index in alone if self._tensors[index] is not None)
+        firsts = [gradients.packed[bucket][0] for bucket in packed]
+        dtypes = [self._parameters[index].dtype.name for index in (*firsts, *large)]
+        arrived = call(self._waiter(packed, large), started, [tf.as_dtype(name) for name in dtypes])
         found: list[Gradient] = [None] * len(self._parameters)
-        for index, tensor in zip(there, arrived, strict=True):
-            tensor.set_shape(self._parameters[index].shape)
-            found[index] = self._choices.compression.decompress(tensor, self._contexts[index])
+        for bucket, flat in zip(packed, arrived, strict=False):
+            small = gradients.packed[bucket]
+            sizes = [self._parameters[index].size for index in small]
+            flat.set_shape([sum(sizes)])
+            for index, part in zip(small, tf.split(flat, sizes), strict=True):
+                found[index] = self._landed(index, part)
+        for index, tensor in zip(large, arrived[len(packed) :], strict=True):
+            found[index] = self._landed(index, tensor)
         return found
+
+    def _landed(self, index: int, tensor: tf.Tensor) -> Gradient:
+        """Makes a gradient of what has arrived, where this rank has one."""
+        if self._tensors[index] is None:
+            return None
+        shaped = tf.reshape(tensor, self._parameters[index].shape)
+        return self._choices.compression.decompress(shaped, self._contexts[index])
 
     def _at_hand(self, operations: Operations) -> Gradients:
         """The buckets of this daemon; made when they are needed first."""
@@ -150,13 +166,15 @@ class _Dense:
 
         return start
 
-    def _waiter(self, here: Collection[int]) -> Any:
+    def _waiter(self, packed: Sequence[int], large: Sequence[int]) -> Any:
+        absent = [index for index, tensor in enumerate(self._tensors) if tensor is None]
+
         def wait(*_: np.ndarray) -> list[np.ndarray]:
             found = self._at_hand(self._source()).wait()
-            only = [self._names[i] for i, array in enumerate(found) if array is not None and i not in here]
-            if only:
+            if only := [self._names[index] for index in absent if found.has(index)]:
                 raise MismatchError.told(only[0], "gradients", _elsewhere(only))
-            return [array for index, array in enumerate(found) if index in here and array is not None]
+            arrays = [*map(found.packed, packed), *map(found.__getitem__, large)]
+            return [array for array in arrays if array is not None]
 
         return wait
 

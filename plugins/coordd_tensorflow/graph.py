@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.autograph.core import config
 from tensorflow.python.ops import control_flow_util
 
 from coordd.errors import ArgumentError
@@ -17,11 +18,14 @@ from coordd_tensorflow.tensors import to_tensor, view
 
 __all__ = ["call", "check_compiled", "place_in_graph"]
 
+# AutoGraph would rewrite our functions, too, and warn of what it cannot.
+_OURS = ("coordd", "coordd_keras", "coordd_tensorflow", "coordd_torch")
+config.CONVERSION_RULES = (*map(config.DoNotConvert, _OURS), *config.CONVERSION_RULES)
+
 _PLACES = "coordd.places"
 Function = Callable[..., Sequence[np.ndarray]]
 
 
-@tf.autograph.experimental.do_not_convert
 def call(
     function: Function, tensors: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], *, waits: bool = True
 ) -> list[tf.Tensor]:

@@ -1,11 +1,16 @@
 """Tapes and what belongs to them: on several ranks as on one with all their batches."""
 
+import json
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import coordd.tensorflow as cd
-from tests.mpi.cases import EVERY, ranks
+from coordd import api
+from tests.mpi.cases import ranks
 from tests.tf_plugin.reference import ways
 
 
@@ -60,7 +65,7 @@ def same(found: list[np.ndarray], expected: list[np.ndarray], exact: float = 1e-
         np.testing.assert_allclose(one, other, rtol=exact, atol=exact)
 
 
-@ranks(*EVERY)
+@ranks(1, 2, 4)
 def case_training_equals_one_process_with_all_batches() -> None:
     for way in (0, 1):
         same(trained(4, way), alone(4))
@@ -211,7 +216,7 @@ def case_different_variables_are_told() -> None:
         cd.DistributedGradientTape(tape).gradient(loss, held)
 
 
-@ranks(*EVERY)
+@ranks(1, 2, 4)
 def case_variables_are_broadcast() -> None:
     held = [tf.Variable(np.full(3, float(cd.rank())), name="same") for _ in range(2)]
     cd.broadcast_variables(held, cd.size() - 1)
@@ -253,3 +258,38 @@ def case_batch_normalisation_over_all_ranks() -> None:
     run(fresh, x[own])
     for one, other in zip(fresh.non_trainable_weights, plain.non_trainable_weights, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5)
+
+
+@ranks(2)
+def case_reductions_run_beside_backward_and_the_timeline_shows_it() -> None:
+    folder = Path(cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None))
+    random = np.random.default_rng(0)
+    layers = [tf.Variable(random.normal(0, 0.05, (384, 384)).astype("float32"), name=f"deep{at}") for at in range(8)]
+    x = tf.constant(random.normal(size=(256, 384)).astype("float32"))
+
+    @tf.function
+    def step() -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            y = x
+            for layer in layers:
+                y = tf.tanh(y @ layer)
+            loss = tf.reduce_mean(y)
+        return cd.DistributedGradientTape(tape, num_groups=8).gradient(loss, layers)
+
+    step()
+    daemon = api.operations().daemon
+    daemon.set_window(0.0)  # else it waits for company as long as such a small step takes
+    cd.start_timeline(str(folder))
+    for _ in range(10):
+        step()
+    cd.stop_timeline()
+    daemon.set_window(daemon.config.cycle_ms / 1e3)
+    events = json.loads((folder / f"rank.{cd.rank()}.json").read_text())
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    moved = [event for event in events if event["name"] == "ALLREDUCE"]
+    spans = sorted((event["ts"], event["ts"] + event["dur"], rows[event["tid"]]) for event in moved)
+    steps = [spans[first : first + 8] for first in range(0, len(spans), 8)]
+    assert len(steps) == 10
+    assert all(len({name for _, _, name in step}) == 8 for step in steps)
+    early = sum(step[0][1] < step[-1][0] for step in steps)  # the last one begins when backward ends
+    assert early >= 8, steps

@@ -65,7 +65,7 @@ def test_what_only_some_ranks_have_is_listed_on_all_and_nobody_waits_for_it():
         cd.broadcast_parameters({"b": state["b"]}, root_rank=2)
         return str(caught.value), state["b"].tolist()
 
-    told = "the ranks broadcast different parameters: c0 on rank 0 only; c1 on rank 1 only"
+    told = "the ranks have given different parameters to broadcast_parameters: c0 on rank 0 only; c1 on rank 1 only"
     assert each_rank(3, body) == [(told, [2.0, 2.0])] * 3
 
 

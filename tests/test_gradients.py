@@ -1,0 +1,195 @@
+"""Gradients as arrays, in buckets that no framework owns."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordd import api
+from coordd.dtypes import dtype_of
+from coordd.errors import ArgumentError, CoorddError, MismatchError, NonFiniteError
+from coordd.gradients import Choices, Gradients, Parameter
+from coordd.messages import ReduceOp
+from coordd.process_sets import ProcessSet
+from tests.local_ranks import each_rank
+
+LARGE = 64 << 10
+SHAPES = [(), (3,), (0,), (5, 7), (LARGE // 4,), (LARGE // 4 + 1, 2)]
+
+
+def parameters(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> list[Parameter]:
+    return [Parameter(name, shape, dtype_of(dtype)) for name, shape in shapes.items()]
+
+
+def made(shapes: dict[str, tuple[int, ...]], dtype: str = "float32", **choices) -> Gradients:
+    operations = api.operations()
+    prefix = operations.namespace()
+    return Gradients(operations, parameters(shapes, dtype), Choices(**choices), prefix=prefix)
+
+
+def value(rank: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(100 * rank + index).normal(size=shape)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    shapes=st.lists(
+        st.sampled_from([(), (3,), (0,), (5, 7), (LARGE // 4,), (LARGE // 4 + 1, 2)]), min_size=1, max_size=8
+    ),
+    dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
+    fusion=st.sampled_from([0.0, 0.2, 64.0]),
+    order=st.randoms(use_true_random=False),
+)
+def test_whatever_is_put_is_averaged(shapes, dtype, fusion, order):
+    named = {f"w{index}": shape for index, shape in enumerate(shapes)}
+    places = list(range(len(shapes)))
+    order.shuffle(places)
+
+    def body(rank):
+        gradients = made(named, dtype)
+        found = []
+        for _ in range(2):
+            for index in places if rank else reversed(places):
+                gradients.put(index, value(rank, index, shapes[index]).astype(dtype_of(dtype)))
+            reduced = gradients.wait()
+            found.append([np.array(reduced[index], np.float64) for index in range(len(shapes))])
+        assert sorted(index for bucket in gradients.buckets for index in bucket) == sorted(places)
+        packed = [reduced.packed(number) for number in range(len(gradients.buckets))]
+        for array, small in zip(packed, gradients.packed, strict=True):
+            parts = [reduced[index].reshape(-1) for index in small]
+            assert np.array_equal(array, np.concatenate(parts) if parts else [])
+        return found
+
+    exact = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 1e-6)
+    for one, again in each_rank(2, body, fusion_mb=fusion):
+        for index, shape in enumerate(shapes):
+            expected = (value(0, index, shape) + value(1, index, shape)) / 2
+            np.testing.assert_allclose(one[index], expected, rtol=exact, atol=exact)
+            assert np.array_equal(one[index], again[index])
+
+
+def test_large_gradients_are_aligned_and_reduced_where_all_ranks_see_them():
+    def body(rank):
+        gradients = made({"a": (3,), "b": (LARGE,), "c": (5,)})
+        for index, shape in enumerate([(3,), (LARGE,), (5,)]):
+            gradients.put(index, np.full(shape, rank + 1.0, np.float32))
+        found = gradients.wait()[1]
+        commons = api.operations().daemon._loop._link.commons
+        return found.ctypes.data % 64, commons.heap.locate(found) is not None
+
+    assert each_rank(2, body) == [(0, True)] * 2
+
+
+def test_memory_is_used_again_when_nobody_has_its_gradients_any_more():
+    def body(rank):
+        gradients = made({"a": (LARGE,)})
+        homes = []
+        kept = []
+        for step in range(6):
+            gradients.put(0, np.full(LARGE, step, np.float32))
+            found = gradients.wait()[0]
+            homes.append(found.ctypes.data)
+            if step == 3:
+                kept.append(found)
+            del found
+            gc.collect()
+        return len(set(homes[:4])), len(set(homes[3:])), kept[0][0]
+
+    assert each_rank(2, body) == [(1, 2, 3.0)] * 2
+
+
+def test_who_has_no_gradient_takes_part_with_zeros():
+    def body(rank):
+        gradients = made({"both": (2,), "one": (2,), "none": (2,)})
+        gradients.put(0, np.ones(2, np.float32))
+        if rank:
+            gradients.put(1, np.ones(2, np.float32))
+        reduced = gradients.wait()
+        assert [reduced.has(index) for index in range(3)] == [True, True, False]
+        assert reduced[2] is None
+        return reduced[0].tolist(), reduced[1].tolist()
+
+    assert each_rank(2, body) == [([1.0, 1.0], [0.5, 0.5])] * 2
+
+
+def test_sums_and_process_sets_and_scales():
+    def body(rank):
+        some = ProcessSet([0, 2])
+        found = []
+        for choices in ({"op": ReduceOp.SUM}, {"predivide": 4.0}, {"process_set": some}):
+            if rank not in (choices.get("process_set", some).ranks if "process_set" in choices else range(3)):
+                continue
+            gradients = made({"w": (2,)}, **choices)
+            gradients.put(0, np.full(2, rank + 1.0, np.float32))
+            found.append(gradients.wait()[0][0])
+        return found
+
+    everyone = each_rank(3, body)
+    assert everyone[0] == everyone[2] == [6.0, 2.0, 2.0]
+    assert everyone[1] == [6.0, 2.0]
+
+
+def test_different_parameters_are_told():
+    def body(rank):
+        gradients = made({"w": (2,), ("a" if rank else "b"): (2,)})
+        with pytest.raises(MismatchError, match="different parameters to DistributedOptimizer"):
+            gradients.wait()
+
+    each_rank(2, body)
+
+
+def test_a_gradient_that_is_put_twice_is_told():
+    def body(rank):
+        gradients = made({"w": (2,), "v": (2,)})
+        gradients.put(0, np.ones(2, np.float32))
+        with pytest.raises(CoorddError, match="'w' was computed twice"):
+            gradients.put(0, np.ones(2, np.float32))
+        assert gradients.wait()[0].tolist() == [1.0, 1.0]
+
+    each_rank(2, body)
+
+
+def test_what_is_not_finite_is_named_if_that_is_wanted(caplog):
+    def body(rank):
+        gradients = made({"w": (3,)})
+        with pytest.raises(NonFiniteError, match="'w'"):
+            gradients.put(0, np.array([1.0, np.nan, np.inf], np.float32))
+        gradients.drop()
+
+    each_rank(1, body, nonfinite="raise")
+
+    def warned(rank):
+        gradients = made({"w": (1,)})
+        gradients.put(0, np.array([np.nan], np.float32))
+        gradients.wait()
+
+    each_rank(1, warned, nonfinite="warn")
+    assert "'w'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("choices", "settings_", "told"),
+    [
+        ({"predivide": 2.0, "op": ReduceOp.SUM}, {}, "gradient_predivide_factor not supported"),
+        ({"op": ReduceOp.MAX}, {}, "not combined by Max"),
+        ({}, {"nonfinite": "skip"}, "nonfinite=skip is for coordd.torch"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(choices, settings_, told):
+    def body(rank):
+        with pytest.raises(ArgumentError, match=told):
+            made({"w": (1,)}, **choices)
+
+    each_rank(1, body, **settings_)
+
+
+def test_integers_have_no_average():
+    def body(rank):
+        with pytest.raises(ArgumentError, match="an average of integers"):
+            made({"w": (1,)}, "int32")
+
+    each_rank(1, body)
