@@ -25,6 +25,7 @@ from coordd.inventory import Inventory
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.world import World
 
 __all__ = ["Choices", "Gradients", "Parameter", "Reduced"]
 
@@ -67,6 +68,11 @@ class Choices:
         if self.op not in _COMBINE:
             text = f"gradients are averaged or added up here, not combined by {self.op.name.capitalize()}: choose op"
             raise ArgumentError(text)
+
+    def exchanges(self, world: World) -> bool:
+        """Says whether this rank has others to reduce its gradients with."""
+        members = self.process_set.ranks or range(world.size)
+        return len(members) > 1 and world.rank in members
 
 
 class Parameter:

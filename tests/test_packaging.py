@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parent.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
 INFO = f"coordd-{VERSION}.dist-info"
 PACKAGES = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-FACADES = {"coordd.torch"}
+FACADES = {"coordd.keras", "coordd.tensorflow", "coordd.torch"}
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
 
 
@@ -177,7 +177,7 @@ def test_the_demo_installs_what_it_needs_and_developers_the_rest_on_top(tmp_path
     command = ["make", "-n", target, f"PYTHON={sys.executable}", f"VENV={tmp_path / 'venv'}"]
     told = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     extras = re.findall(r'pip install .* -c constraints\.txt -e "\.\[(.*)\]"', told)
-    assert extras == ["mpi,torch,examples", "mpi,torch,pipeline,tune,picture,examples,dev"][:installs]
+    assert extras == ["mpi,torch,examples", "mpi,torch,tensorflow-cpu,pipeline,tune,picture,examples,dev"][:installs]
 
 
 @needs_make

@@ -62,7 +62,7 @@ class _Plan:
         return [next(reduced) if id(variable) in mine else self._scaled(gradient) for gradient, variable in pairs]
 
     def _scaled(self, gradient: Any) -> Any:
-        return gradient if gradient is None or self._scale == 1 else gradient / self._scale
+        return gradient if gradient is None or self._scale == 1 else keras.ops.convert_to_tensor(gradient) / self._scale
 
 
 class _Distributed(keras.optimizers.Optimizer):
@@ -174,15 +174,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
         sparse_as_dense=sparse_as_dense,
         grouping=Grouping(num_groups, groups, kind=keras.Variable),
     )
-    members = process_set.count(api.size())
     prefix = operations.namespace()  # of every rank that gets here, so that all count alike
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     optimizer._coordd = _Plan(  # noqa: SLF001 - it is ours now
-        reduction(choices, prefix) if members > 1 else None,
+        reduction(choices, prefix) if choices.exchanges(operations.daemon.world) else None,
         passes=backward_passes_per_step,
         average=average_aggregated_gradients,
-        scale=members if scale_local_gradients else 1,
+        scale=process_set.count(api.size()) if scale_local_gradients else 1,
     )
     if name is not None:
         optimizer.name = name

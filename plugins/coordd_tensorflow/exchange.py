@@ -21,7 +21,7 @@ from coordd.operations import Operations
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce
 
-__all__ = ["Exchange", "name_of"]
+__all__ = ["Exchange", "name_of", "scaled"]
 
 Gradient = Any
 """A `tf.Tensor`, `tf.IndexedSlices` or None."""
@@ -34,6 +34,13 @@ def name_of(variable: Any, index: int) -> str:
     except AttributeError:  # an eager tensor has none
         return f"source.{index}"
     return found
+
+
+def scaled(gradient: Gradient, divisor: int) -> Gradient:
+    """Divides a gradient, which may be sparse or None."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / divisor, gradient.indices, gradient.dense_shape)
+    return gradient if gradient is None else gradient / divisor
 
 
 class Exchange:
@@ -66,7 +73,7 @@ class Exchange:
                 mended in a graph.
         """
         source = api.source()
-        if self._choices.process_set.count(source().daemon.world.size) == 1:
+        if not self._choices.exchanges(source().daemon.world):
             return list(gradients)
         found: list[Gradient] = list(gradients)
         dense = []

@@ -13,7 +13,7 @@ from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_tensorflow.compression import Compression, checked
-from coordd_tensorflow.exchange import Exchange
+from coordd_tensorflow.exchange import Exchange, scaled
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
@@ -48,7 +48,7 @@ class _Distributed(tf.GradientTape):
         common = [index for index, variable in enumerate(variables) if _key(variable) not in self._local]
         reduced = self._coordd.reduce([flat[index] for index in common], [variables[index] for index in common])
         if self._local and self._scale != 1:
-            flat = [gradient if gradient is None else gradient / self._scale for gradient in flat]
+            flat = [scaled(gradient, self._scale) for gradient in flat]
         for index, gradient in zip(common, reduced, strict=True):
             flat[index] = gradient
         return tf.nest.pack_sequence_as(sources, flat, expand_composites=False)

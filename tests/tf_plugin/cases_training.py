@@ -193,6 +193,20 @@ def case_local_sources_stay_local() -> None:
         same([found[1]], [mine[1].numpy() / (cd.size() if scale else 1)])
 
 
+@ranks(4)
+def case_ranks_outside_of_the_process_set_train_alone() -> None:
+    held = weights()
+    with tf.GradientTape(persistent=True) as tape:
+        loss = loss_of(held, *batch(cd.rank()))
+    mine = tape.gradient(loss, held)
+    found = cd.DistributedGradientTape(tape, process_set=cd.ProcessSet([0, 2])).gradient(loss, held)
+    if cd.rank() % 2:
+        same(found, mine)
+    else:
+        both = cd.grouped_allreduce(mine, process_set=cd.ProcessSet([0, 2]), name="both")
+        same(found, both)
+
+
 def case_who_has_no_gradient_where_others_have_one_is_told() -> None:
     held = weights()
 
