@@ -36,8 +36,8 @@ pages: $(DEV)  ## writes the generated pages anew
 	$(IN) python -m coordd_tools.compatibility docs/horovod-compatibility.md
 	$(IN) python -m coordd_tools.pipeline_page docs/pipeline.md
 
-bench: $(DEV)  ## measures coordd beside its peers, all seven benchmarks
-	for name in allreduce step idle memory startup sets pipeline; do $(IN) python -m coordd_tools.bench $$name || exit; done
+bench: $(DEV)  ## measures coordd beside its peers, all eight benchmarks
+	for name in allreduce step tf idle memory startup sets pipeline; do $(IN) python -m coordd_tools.bench $$name || exit; done
 
 clean:  ## removes the virtual environment, the caches and the builds
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -73,21 +73,25 @@ class Exchange:
                 mended in a graph.
         """
         source = api.source()
+        if source().daemon.world.size == 1:
+            return list(gradients)
+        sparse: list[int] = []
+        dense: list[int] = []
+        for index, gradient in enumerate(gradients):
+            is_sparse = isinstance(gradient, tf.IndexedSlices) and not self._choices.sparse_as_dense
+            (sparse if is_sparse else dense).append(index)
+        way = _Dense(self._choices, self._prefix, source, [gradients[i] for i in dense], [variables[i] for i in dense])
         if not self._choices.exchanges(source().daemon.world):
             return list(gradients)
         found: list[Gradient] = list(gradients)
-        dense = []
-        for index, gradient in enumerate(gradients):
-            if isinstance(gradient, tf.IndexedSlices) and not self._choices.sparse_as_dense:
-                name = f"sparse.{name_of(variables[index], index)}"
-                choices = self._choices
-                found[index] = allreduce(gradient, op=choices.op, name=name, process_set=choices.process_set)
-            else:
-                dense.append(index)
-        reduced = _Dense(
-            self._choices, self._prefix, source, [gradients[i] for i in dense], [variables[i] for i in dense]
-        ).reduce()
-        for index, gradient in zip(dense, reduced, strict=True):
+        for index in sparse:
+            found[index] = allreduce(
+                gradients[index],
+                op=self._choices.op,
+                name=f"sparse.{name_of(variables[index], index)}",
+                process_set=self._choices.process_set,
+            )
+        for index, gradient in zip(dense, way.reduce(), strict=True):
             found[index] = gradient
         return found
 
@@ -120,7 +124,7 @@ class _Dense:
         ]
         key = (choices, prefix, *map(str, self._parameters))
         self._key = (*key, place_in_graph(key))
-        self._at_hand(source())  # so that names follow the order of the program, on all ranks
+        self._named(source())  # so that names follow the order of the program, on all ranks
 
     def reduce(self) -> list[Gradient]:
         """Starts and awaits them."""
@@ -156,11 +160,19 @@ class _Dense:
         shaped = tf.reshape(tensor, self._parameters[index].shape)
         return self._choices.compression.decompress(shaped, self._contexts[index])
 
+    def _named(self, operations: Operations) -> str:
+        """The prefix of the names; counted also by ranks that are not members."""
+        if self._prefix is not None:
+            return self._prefix
+        if (found := operations.memo.get((self._key, "prefix"))) is None:
+            found = operations.memo[self._key, "prefix"] = operations.namespace()
+        return str(found)
+
     def _at_hand(self, operations: Operations) -> Gradients:
         """The buckets of this daemon; made when they are needed first."""
         found: Gradients | None = operations.memo.get(self._key)
         if found is None:
-            prefix = operations.namespace() if self._prefix is None else self._prefix
+            prefix = self._named(operations)
             found = operations.memo[self._key] = Gradients(operations, self._parameters, self._choices, prefix=prefix)
         return found
 
