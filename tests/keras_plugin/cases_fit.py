@@ -1,5 +1,6 @@
 """``model.compile`` and ``fit`` on several ranks, as on one with all their batches; on every backend, and on two."""
 
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -180,3 +181,34 @@ def case_every_rank_has_the_backend_that_the_job_gives_it() -> None:
     found = cd.allgather_object(keras.backend.backend())
     wanted = os.environ.get("TEST_KERAS_BACKENDS", os.environ["KERAS_BACKEND"]).split(",")
     assert found == [wanted[rank % len(wanted)] for rank in range(cd.size())]
+
+
+def case_every_rank_has_a_part_of_equal_length() -> None:
+    tf = pytest.importorskip("tensorflow")
+    numbers = tf.data.Dataset.range(2 * cd.size() + 1)
+
+    def parts(**details) -> list[list[int]]:
+        return cd.allgather_object([int(each) for each in cd.shard(numbers, **details)])
+
+    dropped, repeated = parts(), parts(uneven="repeat")
+    assert {len(part) for part in dropped} == {2 if cd.size() > 1 else 3}
+    assert sorted(itertools.chain(*dropped)) == list(range(2 * cd.size() + (cd.size() == 1)))
+    assert {len(part) for part in repeated} == {3}
+    assert set(itertools.chain(*repeated)) == set(range(2 * cd.size() + 1))
+    with pytest.raises(cd.ArgumentError, match="is not known"):
+        cd.shard(numbers.filter(lambda _: True))
+    with pytest.raises(cd.ArgumentError, match='"drop" or "repeat"'):
+        cd.shard(numbers, uneven="pad")
+    if cd.size() > 1:
+        with pytest.raises(cd.ArgumentError, match="too few"):
+            cd.shard(numbers.take(1))
+
+
+def case_all_variables_of_a_model_are_broadcast() -> None:
+    found = compiled(keras.optimizers.SGD(0.1))
+    for variable in found.variables:
+        variable.assign(np.full(variable.shape, cd.rank() + 1))
+    cd.broadcast_global_variables(0, found)
+    assert all((weight == 1).all() for weight in found.get_weights())
+    with pytest.raises(TypeError, match="give the model"):
+        cd.broadcast_global_variables(0)

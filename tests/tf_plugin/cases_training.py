@@ -274,6 +274,20 @@ def case_batch_normalisation_over_all_ranks() -> None:
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5)
 
 
+def case_masked_batches_are_normalised_by_what_is_not_masked() -> None:
+    import keras
+
+    random = np.random.default_rng(5)
+    x = random.normal(2.0, 3.0, size=(3 * cd.size(), 6, 4)).astype("float32")
+    mask = random.integers(0, 2, size=x.shape[:2]).astype(bool)
+    own = slice(3 * cd.rank(), 3 * cd.rank() + 3)
+    expected = keras.layers.BatchNormalization()(x, training=True, mask=mask)
+    found = cd.SyncBatchNormalization()(x[own], training=True, mask=mask[own])
+    np.testing.assert_allclose(found, expected[own], rtol=1e-4, atol=1e-4)
+    with pytest.raises(cd.ArgumentError, match="fused"):
+        cd.SyncBatchNormalization(fused=True)
+
+
 @ranks(2)
 def case_reductions_run_beside_backward_and_the_timeline_shows_it() -> None:
     folder = Path(cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None))
