@@ -36,7 +36,7 @@ MEANINGLESS = {
     "ELASTIC": _SAME_RANKS,
     "ELASTIC_TIMEOUT": _SAME_RANKS,
     "ENABLE_ASYNC_COMPLETION": _HOST,
-    "ENABLE_XLA_OPS": "coordd stands in for horovod.torch only",
+    "ENABLE_XLA_OPS": "XLA cannot call the daemon: leave jit_compile off",
     "GLOO_RENDEZVOUS_ADDR": _BY_MPI,
     "GLOO_RENDEZVOUS_PORT": _BY_MPI,
     "GLOO_TIMEOUT_SECONDS": "COORDD_START_SECONDS and COORDD_HEARTBEAT_SECONDS say how long ranks wait for each other",

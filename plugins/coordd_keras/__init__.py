@@ -50,6 +50,7 @@ from coordd_keras.operations import (
 )
 from coordd_keras.optimizer import Compression, DistributedOptimizer, PartialDistributedOptimizer
 from coordd_keras.saving import load_model
+from coordd_keras.state import KerasState
 
 Adasum = ReduceOp.ADASUM
 Average = ReduceOp.AVERAGE
@@ -73,6 +74,7 @@ __all__ = [
     "ForkedProcessError",
     "Grid",
     "HandleError",
+    "KerasState",
     "Max",
     "Min",
     "MismatchError",

@@ -11,13 +11,17 @@ import numpy as np
 from coordd import api
 from coordd.errors import ArgumentError
 from coordd_keras.operations import broadcast_variables
+from coordd_keras.state import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "CommitStateCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
 ]
 
 

@@ -212,3 +212,34 @@ def case_all_variables_of_a_model_are_broadcast() -> None:
     assert all((weight == 1).all() for weight in found.get_weights())
     with pytest.raises(TypeError, match="give the model"):
         cd.broadcast_global_variables(0)
+
+
+def case_a_job_that_is_started_anew_goes_on() -> None:
+    path = Path(cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None)) / "state.npz"
+
+    def job(epochs: int) -> tuple[keras.Model, bool, int]:
+        found = compiled(cd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+        state = cd.KerasState(found, path, note="mine")
+        restored, first = state.restore(), state.epoch
+        callbacks = [
+            cd.callbacks.UpdateEpochStateCallback(state),
+            cd.callbacks.UpdateBatchStateCallback(state),
+            cd.callbacks.CommitStateCallback(state, batches_per_commit=2),
+        ]
+        x, y = mine(3)
+        found.fit(x, y, batch_size=4, shuffle=False, verbose=0, epochs=epochs, initial_epoch=first, callbacks=callbacks)
+        assert (state.epoch, state.batch, state.note) == (epochs, 0, "mine")
+        return found, restored, first
+
+    _, *first = job(2)
+    cd.barrier()
+    again, *second = job(3)
+    assert (first, second) == ([False, 0], [True, 2])
+    straight = compiled(cd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    x, y = mine(3)
+    straight.fit(x, y, batch_size=4, shuffle=False, verbose=0, epochs=3)
+    same(again, straight)
+    with pytest.raises(cd.ArgumentError, match="is of another model"):
+        cd.KerasState(compiled(keras.optimizers.SGD()), path).restore()
+    with pytest.raises(cd.ArgumentError, match="wants a compiled model"):
+        cd.KerasState(model(), path)

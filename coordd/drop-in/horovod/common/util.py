@@ -32,15 +32,15 @@ def check_extension(ext_name: str, *_: Any) -> None:
     """Refuses what coordd does not stand in for.
 
     Raises:
-        ImportError: it is not `horovod.torch`.
+        ImportError: it is neither `horovod.torch` nor `horovod.tensorflow` nor `horovod.keras`.
     """
     if not extension_available(ext_name.rpartition(".")[2]):
-        raise refusal(ext_name, "coordd stands in for horovod.torch only")
+        raise refusal(ext_name, "coordd stands in for horovod.torch, horovod.tensorflow and horovod.keras")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
     """Says whether `horovod.<name>` can be imported."""
-    return ext_base_name == "torch"
+    return ext_base_name in {"keras", "tensorflow", "torch"}
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature

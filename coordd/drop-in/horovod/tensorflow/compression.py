@@ -1,0 +1,3 @@
+"""The path from which some scripts take `Compression`."""
+
+from coordd_tensorflow.compression import *  # noqa: F403

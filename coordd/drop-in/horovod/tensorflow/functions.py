@@ -1,0 +1,3 @@
+"""The path from which some scripts take `broadcast_variables` and its like."""
+
+from coordd.tensorflow import *  # noqa: F403
