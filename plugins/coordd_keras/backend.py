@@ -5,6 +5,7 @@ Ranks may have different backends: what travels between them is the same.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +16,12 @@ from coordd.errors import ArgumentError
 if TYPE_CHECKING:
     from coordd.gradients import Choices
 
-__all__ = ["Reduction", "reduction"]
+__all__ = ["Reduction", "check_backend", "reduction"]
+
+_HOMES = {
+    "tensorflow": ("coordd_keras.tensorflow_backend", "TensorFlowReduction"),
+    "torch": ("coordd_keras.torch_backend", "TorchReduction"),
+}
 
 
 class Reduction(Protocol):
@@ -30,24 +36,25 @@ class Reduction(Protocol):
         ...
 
 
+def check_backend() -> None:
+    """Refuses what Keras can run on and coordd cannot.
+
+    Raises:
+        ArgumentError: it is neither TensorFlow nor PyTorch.
+    """
+    name = keras.backend.backend()
+    if name not in _HOMES:
+        text = f"Keras runs on {name!r} here, and coordd.keras on {' and '.join(map(repr, _HOMES))}: set KERAS_BACKEND"
+        raise ArgumentError(text)
+
+
 def reduction(choices: Choices, prefix: str) -> Reduction:
     """Makes the one for the backend that Keras runs on.
 
     Args:
         choices: what the user wants.
         prefix: of the names of its operations; equal on all ranks and of no other optimizer.
-
-    Raises:
-        ArgumentError: there is none.
     """
-    name = keras.backend.backend()
-    if name == "tensorflow":
-        from coordd_keras.tensorflow_backend import TensorFlowReduction
-
-        return TensorFlowReduction(choices, prefix)
-    if name == "torch":
-        from coordd_keras.torch_backend import TorchReduction
-
-        return TorchReduction(choices, prefix)
-    text = f"Keras runs on {name!r} here, and coordd.keras on 'tensorflow' and 'torch': set KERAS_BACKEND"
-    raise ArgumentError(text)
+    module, name = _HOMES[keras.backend.backend()]
+    found: Reduction = getattr(importlib.import_module(module), name)(choices, prefix)
+    return found

@@ -18,7 +18,7 @@ from coordd.gradients import Choices
 from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd_keras.backend import Reduction, reduction
+from coordd_keras.backend import Reduction, check_backend, reduction
 
 __all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed"]
 
@@ -161,10 +161,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
         scale_local_gradients: whether gradients of local layers are divided by the number of ranks.
 
     Raises:
-        ArgumentError: this is no Keras optimizer, or one that is distributed already, or settings do not fit together.
+        ArgumentError: this is no Keras optimizer, or one that is distributed already, settings do not fit together, or
+            Keras runs on neither TensorFlow nor PyTorch.
         NotInitializedError: `init` was not called.
     """
     operations = api.operations()
+    check_backend()
     _check(optimizer, backward_passes_per_step)
     choices = Choices(
         op=ReduceOp(op),

@@ -243,3 +243,10 @@ def case_a_job_that_is_started_anew_goes_on() -> None:
         cd.KerasState(compiled(keras.optimizers.SGD()), path).restore()
     with pytest.raises(cd.ArgumentError, match="wants a compiled model"):
         cd.KerasState(model(), path)
+
+
+def case_other_backends_are_refused() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keras.backend, "backend", lambda: "jax")
+        with pytest.raises(cd.ArgumentError, match="Keras runs on 'jax' here"):
+            cd.DistributedOptimizer(keras.optimizers.SGD())
