@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -153,6 +154,10 @@ class Gradients:
         """The small ones among those of each bucket, in the order in which they lie behind each other."""
         return [tuple(place.index for place in bucket.places[bucket.large :]) for bucket in self._buckets]
 
+    def begin(self, bucket: int) -> None:
+        """Forgets what a step that was given up has left in a bucket; for who puts all of one at once."""
+        self._buckets[bucket].reset()
+
     def put(self, index: int, gradient: np.ndarray) -> None:
         """Copies the gradient of a parameter; starts the reduction of its bucket with the last one.
 
@@ -258,6 +263,7 @@ class _Bucket:
             place.index: _Spot(start, start + place.parameter.size, place.parameter.shape, self._marks + slot)
             for slot, (place, start) in enumerate(zip(self.places, starts, strict=False))
         }
+        self._lock = threading.Lock()
         self._free: list[np.ndarray] = []
         self._request = operations.request(
             Kind.ALLREDUCE,
@@ -276,19 +282,22 @@ class _Bucket:
     def put(self, index: int, gradient: np.ndarray) -> None:
         """Copies one; starts with the last one."""
         spot = self._spots[index]
-        if self._block is None:
-            self._open()
-        elif self._flat[spot.mark]:
-            name = next(place.parameter.name for place in self.places if place.index == index)
-            text = (
-                f"the gradient of {name!r} was computed twice before the step: use backward_passes_per_step to "
-                "accumulate gradients locally"
-            )
-            raise CoorddError(text)
+        with self._lock:
+            if self._block is None:
+                self._open()
+            elif self._flat[spot.mark]:
+                name = next(place.parameter.name for place in self.places if place.index == index)
+                text = (
+                    f"the gradient of {name!r} was computed twice before the step: use backward_passes_per_step to "
+                    "accumulate gradients locally"
+                )
+                raise CoorddError(text)
+            self._flat[spot.mark] = 1
         self._flat[spot.start : spot.stop] = gradient.reshape(-1)
-        self._flat[spot.mark] = 1
-        self._missing -= 1
-        if not self._missing:
+        with self._lock:
+            self._missing -= 1
+            last = not self._missing
+        if last:
             self._submit()
 
     def close(self) -> None:

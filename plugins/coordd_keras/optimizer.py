@@ -5,7 +5,6 @@ The very object is returned, with its class turned into a subclass of what it wa
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from coordd.process_sets import ProcessSet, global_process_set
 from coordd_keras.backend import Reduction, check_backend, reduction
 
 __all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed"]
-
-_COMPRESSIONS = {"tensorflow": "coordd_tensorflow.compression", "torch": "coordd_torch.compression"}
 
 
 class Compression:
@@ -86,6 +83,11 @@ class _Distributed(keras.optimizers.Optimizer):
         super().build(variables)
         _prepare(self, list(variables))
 
+    @classmethod
+    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+        """Makes the plain optimizer; wrap it again."""
+        return cls.__bases__[1].from_config(config, custom_objects)  # type: ignore[attr-defined]  # Keras's class
+
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Updates variables by gradients, once these are reduced."""
         plan = self._coordd
@@ -120,8 +122,12 @@ def _prepare(optimizer: Any, variables: list[Any]) -> None:
     """Gets an optimizer that has been built ready."""
     plan: _Plan = optimizer._coordd  # noqa: SLF001 - it is ours
     if plan.passes > 1:
-        plan.sums = [optimizer.add_variable_from_reference(variable, name="coordd_sum") for variable in variables]
-        plan.count = optimizer.add_variable((), dtype="int64", name="coordd_passes")
+        # No variables of the optimizer's, for what is saved is the plain optimizer.
+        plan.sums = [
+            keras.Variable(keras.ops.zeros(variable.shape, variable.dtype), trainable=False, name="coordd_sum")
+            for variable in variables
+        ]
+        plan.count = keras.Variable(0, trainable=False, dtype="int64", name="coordd_passes")
     elif plan.way is not None:
         plan.way.watch(plan.common(variables))
 
@@ -174,7 +180,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
         predivide=float(gradient_predivide_factor),
         compression=_compression(compression),
         sparse_as_dense=sparse_as_dense,
-        grouping=Grouping(num_groups, groups, kind=keras.Variable),
+        grouping=_grouping(num_groups, groups),
     )
     prefix = operations.namespace()  # of every rank that gets here, so that all count alike
     kind = type(optimizer)
@@ -228,12 +234,33 @@ def _check(optimizer: Any, passes: int) -> None:
         raise ArgumentError(text)
 
 
+def _grouping(num_groups: int, groups: Any) -> Grouping:
+    """Reads groups of Keras's variables as the backend knows them."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        from coordd_tensorflow.exchange import plain
+
+        return Grouping(num_groups, plain(groups), kind=tf.Variable)
+    return Grouping(num_groups, groups, kind=keras.Variable)
+
+
 def _compression(wanted: Any) -> Any:
-    """Finds the backend's compressor of a name; takes a class with Horovod's functions as it is."""
-    module = importlib.import_module(_COMPRESSIONS[keras.backend.backend()])
-    if isinstance(wanted, str):
-        return getattr(module.Compression, wanted)
-    if not callable(getattr(wanted, "compress", None)) or not callable(getattr(wanted, "decompress", None)):
-        text = f"compression={wanted!r} is no compression: give one of coordd.keras.Compression"
+    """Finds the backend's compressor of a name; takes a class with Horovod's functions as it is.
+
+    Raises:
+        ArgumentError: it is none, or has a way of its own, which only `coordd.torch` goes.
+    """
+    if keras.backend.backend() == "tensorflow":
+        from coordd_tensorflow.compression import Compression as OfTensorFlow
+        from coordd_tensorflow.compression import checked
+
+        return checked(getattr(OfTensorFlow, wanted) if isinstance(wanted, str) else wanted)
+    from coordd_torch.compression import Compression as OfTorch
+    from coordd_torch.compression import made
+
+    found = made(getattr(OfTorch, wanted) if isinstance(wanted, str) else wanted)
+    if not found.simple:
+        text = f"{type(found).__name__} is for coordd.torch: use Compression.fp16 or bf16"
         raise ArgumentError(text)
-    return wanted
+    return found

@@ -14,7 +14,10 @@ import torch
 
 from coordd import api
 from coordd.dtypes import dtype_of
+from coordd.errors import CoorddError
 from coordd.gradients import Choices, Gradients, Parameter
+from coordd.messages import ReduceOp
+from coordd.operations import Operations
 from coordd_torch.tensors import borrow, from_array
 
 __all__ = ["TorchReduction"]
@@ -28,7 +31,10 @@ class TorchReduction:
     def __init__(self, choices: Choices, prefix: str) -> None:
         self._choices = choices
         self._prefix = prefix
+        self._variables: list[Any] = []
         self._parameters: list[torch.Tensor] = []
+        self._described: list[Parameter] = []
+        self._operations: Operations | None = None
         self._gradients: Gradients | None = None
         self._contexts: dict[int, Any] = {}
         self._begun = self._reduced = False
@@ -36,6 +42,7 @@ class TorchReduction:
     def watch(self, variables: Sequence[Any]) -> None:
         """Has autograd tell when gradients are there."""
         self._adopt(variables)
+        self._at_hand(variables)
         for index, parameter in enumerate(self._parameters):
             if (hook := getattr(parameter, _HOOK, None)) is not None:
                 hook.remove()  # that of an optimizer which this one replaces
@@ -44,11 +51,10 @@ class TorchReduction:
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Returns reduced gradients; None where no rank has one."""
-        if self._gradients is None:
-            self._adopt(variables)
         if self._reduced:
             self._reduced = False
             return list(gradients)
+        self._at_hand(variables)
         places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is not None:
@@ -57,29 +63,56 @@ class TorchReduction:
         return [found[places[id(variable.value)]] for variable in variables]
 
     def _adopt(self, variables: Sequence[Any]) -> None:
-        operations = api.operations()
+        """Takes variables over."""
         compress = self._choices.compression.compress
+        self._variables = list(variables)
         self._parameters = [variable.value for variable in variables]
-        like = [compress(parameter.detach()[..., :0])[0] for parameter in self._parameters]
-        described = [
+        like = [compress(parameter.detach().new_empty(0))[0] for parameter in self._parameters]
+        self._described = [
             Parameter(variable.path, parameter.shape, dtype_of(str(small.dtype).removeprefix("torch.")), variable)
             for variable, parameter, small in zip(variables, self._parameters, like, strict=True)
         ]
-        self._gradients = Gradients(operations, described, self._choices, prefix=self._prefix)
+
+    def _at_hand(self, variables: Sequence[Any]) -> None:
+        """Makes sure of the buckets, which are those of the daemon that runs."""
+        if not self._parameters:
+            self._adopt(variables)
+        operations = api.operations()
+        if self._gradients is None or self._operations is not operations:
+            self._operations = operations
+            self._gradients = Gradients(operations, self._described, self._choices, prefix=self._prefix)
 
     def _ready(self, index: int, parameter: torch.Tensor) -> None:
-        """Runs when backward has accumulated a gradient."""
+        """Runs when backward has accumulated a gradient.
+
+        Raises:
+            CoorddError: it was summed up already, and that cannot be told from what is new.
+        """
         assert parameter.grad is not None  # noqa: S101 - autograd has just made it
+        if self._reduced and self._choices.op is ReduceOp.SUM:
+            text = (
+                "another backward pass before the step, whose gradients would be added to sums over all ranks: use "
+                "backward_passes_per_step, or op=Average"
+            )
+            raise CoorddError(text)
         if not self._begun:
+            self._at_hand(self._variables)
             self._begun = True
             engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - there is no public way
             engine.queue_callback(self._end_of_backward)
-        self._put(index, parameter.grad)
+        try:
+            self._put(index, parameter.grad)
+        except BaseException:
+            assert self._gradients is not None  # noqa: S101 - for the type checker
+            self._begun = False
+            self._gradients.drop()
+            raise
 
     def _end_of_backward(self) -> None:
         self._begun, self._reduced = False, True
         for parameter, gradient in zip(self._parameters, self._wait(), strict=True):
-            parameter.grad = gradient
+            if gradient is not None:  # else it may be that of an earlier pass
+                parameter.grad = gradient
 
     def _put(self, index: int, gradient: torch.Tensor) -> None:
         assert self._gradients is not None  # noqa: S101 - for the type checker

@@ -35,7 +35,6 @@ from coordd.errors import (
 )
 from coordd.groups import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
 from coordd.messages import ReduceOp
-from coordd.objects import allgather_object, broadcast_object
 from coordd_tensorflow.compression import Compression, Compressor
 from coordd_tensorflow.operations import (
     allgather,
@@ -56,7 +55,12 @@ from coordd_tensorflow.operations import (
     size_op,
 )
 from coordd_tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from coordd_tensorflow.variables import broadcast_object_fn, broadcast_variables
+from coordd_tensorflow.variables import (
+    allgather_object,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
 
 Adasum = ReduceOp.ADASUM
 Average = ReduceOp.AVERAGE

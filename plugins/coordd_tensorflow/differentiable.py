@@ -36,7 +36,10 @@ def differentiable(
     def run(*values: tf.Tensor) -> tuple[Any, Any]:
         *results, kept = call(forward, [*values, *extras], [*(value.dtype for value in values), tf.int64])
         for result, value in zip(results, values, strict=True):
-            result.set_shape([None, *value.shape[1:]] if operation.ragged else value.shape)
+            if not operation.ragged:
+                result.set_shape(value.shape)
+            elif value.shape.rank is not None:
+                result.set_shape([None, *value.shape[1:]])
 
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             operation.check()

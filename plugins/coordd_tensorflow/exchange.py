@@ -6,14 +6,14 @@ runs as soon as they are computed, beside the rest of backward; the one that wai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from coordd import api
-from coordd.differentiable import Source
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, MismatchError
 from coordd.gradients import Choices, Gradients, Parameter
@@ -21,7 +21,7 @@ from coordd.operations import Operations
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce
 
-__all__ = ["Exchange", "name_of", "scaled"]
+__all__ = ["Exchange", "name_of", "plain", "scaled", "variable_of"]
 
 Gradient = Any
 """A `tf.Tensor`, `tf.IndexedSlices` or None."""
@@ -34,6 +34,19 @@ def name_of(variable: Any, index: int) -> str:
     except AttributeError:  # an eager tensor has none
         return f"source.{index}"
     return found
+
+
+def variable_of(source: Any) -> Any:
+    """Takes TensorFlow's variable out of Keras's; anything else is what it is."""
+    value = getattr(source, "value", None)
+    return value if isinstance(value, tf.Variable) else source
+
+
+def plain(groups: Any) -> Any:
+    """Takes TensorFlow's variables out of Keras's, in lists of lists."""
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        return groups
+    return [[variable_of(variable) for variable in group] for group in groups]
 
 
 def scaled(gradient: Gradient, divisor: int) -> Gradient:
@@ -80,7 +93,7 @@ class Exchange:
         for index, gradient in enumerate(gradients):
             is_sparse = isinstance(gradient, tf.IndexedSlices) and not self._choices.sparse_as_dense
             (sparse if is_sparse else dense).append(index)
-        way = _Dense(self._choices, self._prefix, source, [gradients[i] for i in dense], [variables[i] for i in dense])
+        way = _Dense(self._choices, self._prefix, [gradients[i] for i in dense], [variables[i] for i in dense])
         if not self._choices.exchanges(source().daemon.world):
             return list(gradients)
         found: list[Gradient] = list(gradients)
@@ -96,21 +109,74 @@ class Exchange:
         return found
 
 
+class _Way:
+    """What the functions in a graph know of the buckets, without the tensors, which they would keep for ever."""
+
+    def __init__(self, key: Hashable, prefix: str | None, parameters: Sequence[Parameter], choices: Choices) -> None:
+        self._key = key
+        self._parameters = tuple(parameters)
+        self._choices = choices
+        self._source = api.source()
+        self._lock = threading.Lock()
+        # Now, so that names follow the order of the program, on all ranks, members or not.
+        self._prefix = _prefix(self._source(), key, prefix)
+
+    @property
+    def gradients(self) -> Gradients:
+        """The buckets of the daemon that runs; made when they are needed first."""
+        memo = self._source().memo
+        with self._lock:
+            found: Gradients | None = memo.get(self._key)
+            if found is None:
+                found = Gradients(self._source(), self._parameters, self._choices, prefix=self._prefix)
+                memo[self._key] = found
+        return found
+
+    def starter(self, bucket: int, given: Sequence[int]) -> Any:
+        """Makes the function that puts the gradients of a bucket."""
+
+        def start(*arrays: np.ndarray) -> list[np.ndarray]:
+            gradients = self.gradients
+            gradients.begin(bucket)
+            for index, array in zip(given, arrays, strict=True):
+                gradients.put(index, array)
+            return [np.array(0, np.int32)]
+
+        return start
+
+    def waiter(self, packed: Sequence[int], large: Sequence[int], absent: Sequence[int]) -> Any:
+        """Makes the function that returns what is reduced: small ones by bucket, and large ones."""
+
+        def wait(*_: np.ndarray) -> list[np.ndarray]:
+            found = self.gradients.wait()
+            if only := [self._parameters[index].name for index in absent if found.has(index)]:
+                raise MismatchError.told(only[0], "gradients", _elsewhere(only))
+            arrays = [*map(found.packed, packed), *map(found.__getitem__, large)]
+            return [array for array in arrays if array is not None]
+
+        return wait
+
+
+def _prefix(operations: Operations, key: Hashable, prefix: str | None) -> str:
+    """Finds a prefix for what has this key: one of its own, or the optimizer's, numbered from its second one on."""
+    memo = operations.memo
+    if (found := memo.get((key, "prefix"))) is None:
+        if prefix is None:
+            found = operations.namespace()
+        else:
+            number = memo[prefix, "ways"] = memo.get((prefix, "ways"), -1) + 1
+            found = f"{prefix}{number}." if number else prefix
+        memo[key, "prefix"] = found
+    return str(found)
+
+
 class _Dense:
     """The dense gradients of one step, or of one place in a graph."""
 
     def __init__(
-        self,
-        choices: Choices,
-        prefix: str | None,
-        source: Source,
-        gradients: Sequence[Gradient],
-        variables: Sequence[Any],
+        self, choices: Choices, prefix: str | None, gradients: Sequence[Gradient], variables: Sequence[Any]
     ) -> None:
         self._choices = choices
-        self._prefix = prefix
-        self._source = source
-        self._names = [name_of(variable, index) for index, variable in enumerate(variables)]
         like = [
             tf.zeros([], variable.dtype) if gradient is None else tf.convert_to_tensor(gradient)
             for gradient, variable in zip(gradients, variables, strict=True)
@@ -118,30 +184,31 @@ class _Dense:
         small = [choices.compression.compress(tensor) for tensor in like]
         self._contexts = [context for _, context in small]
         self._tensors = [None if given is None else tensor for (tensor, _), given in zip(small, gradients, strict=True)]
+        names = [name_of(variable, index) for index, variable in enumerate(variables)]
         self._parameters = [
-            Parameter(name, _known(name, variable.shape), dtype_of(tensor.dtype.name), variable)
-            for name, variable, (tensor, _) in zip(self._names, variables, small, strict=True)
+            Parameter(name, _known(name, variable.shape), dtype_of(tensor.dtype.name), variable_of(variable))
+            for name, variable, (tensor, _) in zip(names, variables, small, strict=True)
         ]
         key = (choices, prefix, *map(str, self._parameters))
-        self._key = (*key, place_in_graph(key))
-        self._named(source())  # so that names follow the order of the program, on all ranks
+        self._way = _Way((*key, place_in_graph(key)), prefix, self._parameters, choices)
 
     def reduce(self) -> list[Gradient]:
         """Starts and awaits them."""
         if not self._parameters:
             return []
-        gradients = self._at_hand(self._source())
+        gradients = self._way.gradients
         started = [
-            call(self._starter(given), [self._tensors[index] for index in given], [tf.int32], waits=False)[0]
-            for bucket in gradients.buckets
+            call(self._way.starter(number, given), [self._tensors[at] for at in given], [tf.int32], waits=False)[0]
+            for number, bucket in enumerate(gradients.buckets)
             if (given := [index for index in bucket if self._tensors[index] is not None])
         ]
         packed = [bucket for bucket, small in enumerate(gradients.packed) if small]
         alone = {*range(len(self._parameters))}.difference(*gradients.packed)
         large = sorted(index for index in alone if self._tensors[index] is not None)
+        absent = [index for index, tensor in enumerate(self._tensors) if tensor is None]
         firsts = [gradients.packed[bucket][0] for bucket in packed]
-        dtypes = [self._parameters[index].dtype.name for index in (*firsts, *large)]
-        arrived = call(self._waiter(packed, large), started, [tf.as_dtype(name) for name in dtypes])
+        dtypes = [tf.as_dtype(self._parameters[index].dtype.name) for index in (*firsts, *large)]
+        arrived = call(self._way.waiter(packed, large, absent), started, dtypes)
         found: list[Gradient] = [None] * len(self._parameters)
         for bucket, flat in zip(packed, arrived, strict=False):
             small = gradients.packed[bucket]
@@ -159,43 +226,6 @@ class _Dense:
             return None
         shaped = tf.reshape(tensor, self._parameters[index].shape)
         return self._choices.compression.decompress(shaped, self._contexts[index])
-
-    def _named(self, operations: Operations) -> str:
-        """The prefix of the names; counted also by ranks that are not members."""
-        if self._prefix is not None:
-            return self._prefix
-        if (found := operations.memo.get((self._key, "prefix"))) is None:
-            found = operations.memo[self._key, "prefix"] = operations.namespace()
-        return str(found)
-
-    def _at_hand(self, operations: Operations) -> Gradients:
-        """The buckets of this daemon; made when they are needed first."""
-        found: Gradients | None = operations.memo.get(self._key)
-        if found is None:
-            prefix = self._named(operations)
-            found = operations.memo[self._key] = Gradients(operations, self._parameters, self._choices, prefix=prefix)
-        return found
-
-    def _starter(self, given: Sequence[int]) -> Any:
-        def start(*arrays: np.ndarray) -> list[np.ndarray]:
-            gradients = self._at_hand(self._source())
-            for index, array in zip(given, arrays, strict=True):
-                gradients.put(index, array)
-            return [np.array(0, np.int32)]
-
-        return start
-
-    def _waiter(self, packed: Sequence[int], large: Sequence[int]) -> Any:
-        absent = [index for index, tensor in enumerate(self._tensors) if tensor is None]
-
-        def wait(*_: np.ndarray) -> list[np.ndarray]:
-            found = self._at_hand(self._source()).wait()
-            if only := [self._names[index] for index in absent if found.has(index)]:
-                raise MismatchError.told(only[0], "gradients", _elsewhere(only))
-            arrays = [*map(found.packed, packed), *map(found.__getitem__, large)]
-            return [array for array in arrays if array is not None]
-
-        return wait
 
 
 def _known(name: str, shape: Any) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Functions on arrays as parts of TensorFlow's programs: called at once, or put into the graph that is being traced.
 
-TensorFlow runs what has side effects in the order of the program, one after the other. So all ranks, which trace the
-same program, wait for the same operation, and no more than one of the threads that compute is ever kept waiting.
+TensorFlow runs what has side effects in a function in the order of the program, one after the other. So all ranks,
+which trace the same program, wait for the same operation, and a function keeps no more than one thread waiting.
 """
 
 from __future__ import annotations

@@ -8,12 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from coordd import api
+from coordd.errors import ArgumentError
 from coordd.gradients import Choices
 from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_tensorflow.compression import Compression, checked
-from coordd_tensorflow.exchange import Exchange, scaled
+from coordd_tensorflow.exchange import Exchange, plain, scaled, variable_of
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
@@ -21,11 +22,9 @@ __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 class _Distributed(tf.GradientTape):
     """What is added to the user's tape; its class becomes a subclass of both."""
 
-    def prepare(self, exchange: Exchange, scale: int) -> None:
-        """Takes the way of common gradients, and what local ones are divided by."""
-        self._coordd = exchange
-        self._local: dict[int, Any] = {}
-        self._scale = scale
+    _coordd: Exchange
+    _local: dict[int, Any]
+    _scale: int
 
     def register_local_source(self, source: Any) -> None:
         """Keeps the gradients of a variable for this rank."""
@@ -56,8 +55,7 @@ class _Distributed(tf.GradientTape):
 
 def _key(source: Any) -> int:
     """What a variable is known by; a Keras variable and its TensorFlow variable are the same."""
-    value = getattr(source, "value", None)
-    return id(value if isinstance(value, tf.Variable) else source)
+    return id(variable_of(source))
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name and signature
@@ -93,17 +91,22 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name and signature
         NotInitializedError: `init` was not called.
     """
     api.operations()
-    tape: Any = object.__new__(type(type(gradtape).__name__, (_Distributed, type(gradtape)), {}))
-    tape.__dict__ = gradtape.__dict__  # it is the same tape, wherever it is used from
+    if isinstance(gradtape, _Distributed):
+        text = "this tape is a DistributedGradientTape already: wrap it once"
+        raise ArgumentError(text)
     choices = Choices(
         op=ReduceOp(op),
         process_set=process_set,
         predivide=float(gradient_predivide_factor),
         compression=checked(compression),
         sparse_as_dense=sparse_as_dense,
-        grouping=Grouping(num_groups, groups, kind=tf.Variable),
+        grouping=Grouping(num_groups, plain(groups), kind=tf.Variable),
     )
-    tape.prepare(Exchange(choices), process_set.count(api.size()) if scale_local_gradients else 1)
+    scale = process_set.count(api.size()) if scale_local_gradients else 1
+    ours = {"_coordd": Exchange(choices), "_local": {}, "_scale": scale}  # not among what both tapes have in common
+    kind = type(gradtape)
+    tape: Any = object.__new__(type(kind.__name__, (_Distributed, kind), ours))
+    tape.__dict__ = gradtape.__dict__  # it is the same tape, wherever it is used from
     return tape
 
 

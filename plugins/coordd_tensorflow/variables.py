@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordd import api
+from coordd import api, objects
 from coordd.inventory import Inventory
-from coordd.objects import broadcast_object
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_tensorflow.exchange import name_of
 from coordd_tensorflow.operations import broadcast_
 
-__all__ = ["broadcast_object_fn", "broadcast_variables"]
+__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables"]
 
 
 def broadcast_variables(
@@ -40,6 +39,32 @@ def broadcast_variables(
         broadcast_(variables, root_rank, name=name, process_set=process_set)
 
 
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Returns the root's object on all ranks.
+
+    Args:
+        obj: anything that can be pickled; on other ranks than the root it is ignored.
+        root_rank: the global rank whose object is taken.
+        session: Horovod's; not needed.
+        name: equal on all ranks.
+        process_set: the ranks that take part.
+    """
+    return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Returns all ranks' objects, in the order of ranks; each must be picklable. ``session`` is not needed."""
+    return objects.allgather_object(obj, name, process_set)
+
+
 def broadcast_object_fn(
     root_rank: int = 0,
     session: Any = None,
@@ -47,4 +72,4 @@ def broadcast_object_fn(
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
     """Returns the function that broadcasts an object, with the other arguments of `broadcast_object` given."""
-    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)

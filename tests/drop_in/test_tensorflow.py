@@ -41,6 +41,8 @@ TENSORFLOW = {
     "local_size_op": "name=None",
     "process_set_included_op": "process_set_id=0, name=None",
     "broadcast_variables": f"variables, root_rank, {_SET}, inplace=False",
+    "broadcast_object": f"obj, root_rank=0, session=None, name=None, {_SET}",
+    "allgather_object": f"obj, session=None, name=None, {_SET}",
     "broadcast_object_fn": f"root_rank=0, session=None, name=None, {_SET}",
     "DistributedOptimizer": f"optimizer, name=None, use_locking=False, {_DEVICES}, {_COMPRESSED}, "
     "sparse_as_dense=False, backward_passes_per_step=1, op=Average, gradient_predivide_factor=1.0, "

@@ -250,3 +250,82 @@ def case_other_backends_are_refused() -> None:
         patch.setattr(keras.backend, "backend", lambda: "jax")
         with pytest.raises(cd.ArgumentError, match="Keras runs on 'jax' here"):
             cd.DistributedOptimizer(keras.optimizers.SGD())
+
+
+def case_an_optimizer_may_make_several_steps_in_one_graph() -> None:
+    """As GANs do, and those that train parts of a model in turn."""
+
+    class Twice(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = keras.layers.Dense(2, kernel_initializer="ones")
+            self.other = keras.layers.Dense(2, kernel_initializer="ones")
+
+        def call(self, x):
+            return self.other(self.layer(x))
+
+        def train_step(self, data):
+            import tensorflow as tf
+
+            x, y = data
+            for part in (self.layer, self.other, self.layer):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((self(x) - y) ** 2)
+                own = part.trainable_variables
+                self.optimizer.apply_gradients(zip(tape.gradient(loss, own), own, strict=True))
+            return {"loss": loss}
+
+    def trained(optimizer, x, y) -> list[np.ndarray]:
+        found = Twice()
+        found(x[:1])
+        optimizer.build(found.trainable_variables)
+        found.compile(optimizer)
+        found.fit(x, y, batch_size=len(x), epochs=3, shuffle=False, verbose=0)
+        return found.get_weights()
+
+    if keras.backend.backend() == "tensorflow" and "TEST_KERAS_BACKENDS" not in os.environ:
+        x, _ = data(1)
+        part, _ = mine(1)
+        one = trained(cd.DistributedOptimizer(keras.optimizers.SGD(0.1)), part, part[:, :2])
+        other = trained(keras.optimizers.SGD(0.1), x, x[:, :2])
+        for mine_, expected in zip(one, other, strict=True):
+            np.testing.assert_allclose(mine_, expected, rtol=1e-5, atol=1e-6)
+
+
+def case_a_weight_without_a_dimension() -> None:
+    class Scaled(keras.layers.Layer):
+        def build(self, shape) -> None:
+            self.factor = self.add_weight(shape=(), initializer="ones")
+
+        def call(self, x):
+            return x * self.factor
+
+    found = keras.Sequential([keras.Input((8,)), Scaled()])
+    found.compile(cd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x, _ = mine(1)
+    found.fit(x, 2 * x, batch_size=len(x), verbose=0)
+    whole, _ = data(1)
+    expected = 1 + 0.1 * 2 * float((whole**2).mean())
+    assert float(found.get_weights()[0]) == pytest.approx(expected, rel=1e-5)
+
+
+def case_what_is_made_of_a_distributed_optimizers_config_is_plain() -> None:
+    optimizer = cd.DistributedOptimizer(keras.optimizers.Adam(0.01), backward_passes_per_step=2)
+    clone = type(optimizer).from_config(optimizer.get_config())
+    assert isinstance(clone, keras.optimizers.Adam)
+    cd.DistributedOptimizer(clone)
+    found = compiled(optimizer)
+    optimizer.build(found.trainable_variables)
+    plain = keras.optimizers.Adam(0.01)
+    plain.build(found.trainable_variables)
+    assert [each.shape for each in optimizer.variables] == [each.shape for each in plain.variables]
+
+
+def case_compressions_with_a_way_of_their_own_are_refused() -> None:
+    if keras.backend.backend() == "torch":
+        import coordd.torch
+
+        with pytest.raises(cd.ArgumentError, match="is for coordd"):
+            cd.DistributedOptimizer(keras.optimizers.SGD(), compression=coordd.torch.Compression.int8)
+    with pytest.raises(cd.ArgumentError, match="is no compression"):
+        cd.DistributedOptimizer(keras.optimizers.SGD(), compression=3)

@@ -10,6 +10,9 @@ import tensorflow as tf
 
 import coordd.tensorflow as cd
 from coordd import api
+from coordd.gradients import Choices
+from coordd.grouping import Grouping
+from coordd_tensorflow.exchange import Exchange
 from tests.mpi.cases import ranks
 from tests.tf_plugin.reference import ways
 
@@ -321,3 +324,36 @@ def case_reductions_run_beside_backward_and_the_timeline_shows_it() -> None:
     assert all(len({name for _, _, name in step}) == 8 for step in steps)
     early = sum(step[0][1] < step[-1][0] for step in steps)  # the last one begins when backward ends
     assert early >= 8, steps
+
+
+def case_a_tape_is_wrapped_once_and_wrappers_do_not_know_each_other() -> None:
+    held = weights()
+    with tf.GradientTape(persistent=True) as tape:
+        loss = loss_of(held, *batch(cd.rank()))
+    average, total = cd.DistributedGradientTape(tape), cd.DistributedGradientTape(tape, op=cd.Sum)
+    same([each / cd.size() for each in total.gradient(loss, held)], average.gradient(loss, held))
+    with pytest.raises(cd.ArgumentError, match="wrap it once"):
+        cd.DistributedGradientTape(average)
+
+
+def case_a_step_that_fails_half_way_is_forgotten() -> None:
+    held = weights()
+    fails = tf.Variable(True)
+
+    @tf.function
+    def gradients() -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = loss_of(held, *batch(cd.rank()))
+        found = tf.GradientTape.gradient(tape, loss, held)
+        with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(fails), ["half way"])]):
+            last = tf.identity(found[0])
+        way = Exchange(Choices(compression=cd.Compression.none, grouping=Grouping(3, kind=tf.Variable)))
+        return way.reduce([last, *found[1:]], held)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="half way"):
+        gradients()
+    fails.assign(False)
+    cd.barrier()
+    with tf.GradientTape() as tape:
+        loss = loss_of(held, *batch(cd.rank()))
+    same(gradients(), cd.grouped_allreduce(tape.gradient(loss, held), name="plainly"))
