@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Never
 
-__all__ = ["Refused", "refusal"]
+__all__ = ["SAME_RANKS", "Refused", "refusal"]
+
+SAME_RANKS = (
+    "the ranks of a job stay the same here; save a checkpoint every epoch, and start the job anew when it has failed "
+    "(docs/migrating-from-horovod.md shows how)"
+)
+"""Why elastic jobs are refused."""
 
 
 class Refused:
