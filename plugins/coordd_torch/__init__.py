@@ -160,7 +160,11 @@ __all__ = [
     "synchronize",
 ]
 
-_PIPELINE = {"Pipeline": "pipeline", "PipelineConfig": "config", "profile_model": "appraisal"}
+_PIPELINE = {
+    "Pipeline": "coordd_torch.pipeline.pipeline",
+    "PipelineConfig": "coordd.pipeline.config",
+    "profile_model": "coordd_torch.pipeline.appraisal",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -170,4 +174,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(text)
     import importlib
 
-    return getattr(importlib.import_module(f"coordd_torch.pipeline.{_PIPELINE[name]}"), name)
+    return getattr(importlib.import_module(_PIPELINE[name]), name)

@@ -8,7 +8,9 @@ import torch
 
 from coordd import api
 from coordd.errors import ArgumentError
-from coordd_torch.pipeline.accord import Accord, fingerprint
+from coordd.pipeline.accord import Accord
+from coordd_torch.pipeline.fingerprint import fingerprint
+from coordd_torch.pipeline.fingerprint import told as what
 from tests.local_ranks import local_ranks
 
 
@@ -16,7 +18,7 @@ def check(rank, first, others, **options):
     """Rank 0 is given one call, inputs and targets, the others another."""
     accord = Accord(api.operations(), name="given")
     call, x, y = first if rank == 0 else others
-    accord.check(call, x, y, scale=options["scales"][rank] if options else 1.0)
+    accord.check(call, {**what(x, y), "the scale of the loss": options["scales"][rank] if options else 1.0})
 
 
 def told(*given, **options):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from coordd_torch.pipeline.versions import Versions
+from coordd.pipeline.versions import Versions
+from coordd_torch.pipeline.weights import Weights
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def step(versions, weight):
 
 
 def test_a_version_is_shown_until_another_one_is(weight):
-    versions = Versions([weight], 3)
+    versions = Versions(Weights([weight]), 3)
     for _ in range(2):
         step(versions, weight)
     for version in (0, 2, 1, 1, 0, 2):
@@ -30,7 +31,7 @@ def test_a_version_is_shown_until_another_one_is(weight):
 
 
 def test_a_step_changes_the_newest(weight):
-    versions = Versions([weight], 2)
+    versions = Versions(Weights([weight]), 2)
     step(versions, weight)
     versions.show(0)
     step(versions, weight)
@@ -38,7 +39,7 @@ def test_a_step_changes_the_newest(weight):
 
 
 def test_only_so_many_are_kept_and_the_oldest_stands_for_older_ones(weight):
-    versions = Versions([weight], 2)
+    versions = Versions(Weights([weight]), 2)
     for _ in range(5):
         step(versions, weight)
     versions.show(0)
@@ -48,7 +49,7 @@ def test_only_so_many_are_kept_and_the_oldest_stands_for_older_ones(weight):
 
 
 def test_a_new_run_counts_anew(weight):
-    versions = Versions([weight], 2)
+    versions = Versions(Weights([weight]), 2)
     versions.show(-1)
     assert weight.item() == 0
     step(versions, weight)
@@ -60,7 +61,7 @@ def test_a_new_run_counts_anew(weight):
 
 
 def test_what_was_before_is_forgotten(weight):
-    versions = Versions([weight], 3)
+    versions = Versions(Weights([weight]), 3)
     for _ in range(2):
         step(versions, weight)
     versions.show(1)
@@ -75,7 +76,7 @@ def test_what_was_before_is_forgotten(weight):
 def test_graphs_are_gone_back_with_the_weights_that_they_were_made_with():
     """A linear layer's graph keeps a view of its weights, an elementwise one the weights themselves."""
     weight = nn.Parameter(torch.full((1, 1), 2.0))
-    versions = Versions([weight], 2)
+    versions = Versions(Weights([weight]), 2)
     entering = torch.ones(1, 1, requires_grad=True)
     results = [nn.functional.linear(entering, weight), entering * weight]
     versions.advance()

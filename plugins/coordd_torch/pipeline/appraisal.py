@@ -11,16 +11,17 @@ from torch import nn
 from coordd import api
 from coordd.errors import ArgumentError
 from coordd.objects import broadcast_object
+from coordd.pipeline.batch import Batch
+from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.load import Memory
 from coordd.pipeline.microbatch import cut
+from coordd.pipeline.plans import Plans
 from coordd.pipeline.profile import Profile
 from coordd.pipeline.units import in_bytes
-from coordd_torch.pipeline.batch import Batch, rows_of
 from coordd_torch.pipeline.build import outline
 from coordd_torch.pipeline.capture import Captured, capture
-from coordd_torch.pipeline.config import PipelineConfig
-from coordd_torch.pipeline.plans import Plans
 from coordd_torch.pipeline.profiling import profile
+from coordd_torch.pipeline.rows import rows_of, taken
 from coordd_torch.pipeline.stage import Loss
 from coordd_torch.pipeline.tying import tied
 
@@ -84,7 +85,7 @@ def measured(captured: Captured, example: tuple[Any, Any], config: PipelineConfi
 
 def _batch(captured: Captured, example: tuple[Any, Any], config: PipelineConfig) -> Batch:
     rows = rows_of(example[0])
-    return Batch(*example, cut(rows, config.fitting(rows) * config.widest), named=captured.inputs)
+    return Batch(*example, cut(rows, config.fitting(rows) * config.widest), take=taken, named=captured.inputs)
 
 
 def budget(config: PipelineConfig, plans: Plans, optimizer: Callable[[Iterable[nn.Parameter]], Any]) -> Memory:

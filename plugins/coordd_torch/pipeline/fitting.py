@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from coordd.errors import ArgumentError
-from coordd_torch.pipeline.batch import rows_of, taken
+from coordd_torch.pipeline.rows import rows_of, taken
 
 if TYPE_CHECKING:
     from rich.console import Console

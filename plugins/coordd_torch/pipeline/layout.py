@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from coordd.pipeline import graph
+from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.load import Load, Memory
 from coordd.pipeline.partition import split_counts
 from coordd.pipeline.profile import Profile
 from coordd_torch.pipeline.capture import Captured
-from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.trace import Trace

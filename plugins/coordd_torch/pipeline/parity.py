@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from coordd_torch.pipeline.batch import taken
+from coordd_torch.pipeline.rows import taken
 from coordd_torch.pipeline.stage import Loss
 
 __all__ = ["Gradients", "distance", "gradients"]

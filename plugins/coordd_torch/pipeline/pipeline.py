@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,29 +16,32 @@ from coordd import api
 from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
 from coordd.objects import allgather_object
+from coordd.pipeline.accord import Accord
+from coordd.pipeline.batch import Batch, Weigh
+from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.engine import Engine
 from coordd.pipeline.microbatch import cut
 from coordd.pipeline.plan import Plan
+from coordd.pipeline.plans import Plans
 from coordd.pipeline.profile import Profile
+from coordd.pipeline.record import record
 from coordd.pipeline.recording import Recording
 from coordd.pipeline.simulate import Span
+from coordd.pipeline.versions import Versions
 from coordd.process_sets import ProcessSet
-from coordd_torch.pipeline.accord import Accord
 from coordd_torch.pipeline.attic import Attic
-from coordd_torch.pipeline.batch import Batch, Weigh, joined, rows_of
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.buffers import borrowed, copies, every
 from coordd_torch.pipeline.build import materialise, outline
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.codec import TorchCodec
-from coordd_torch.pipeline.config import PipelineConfig
+from coordd_torch.pipeline.fingerprint import told
 from coordd_torch.pipeline.fitting import History, fit, screen
 from coordd_torch.pipeline.heap import give_back
 from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.parity import distance, gradients
-from coordd_torch.pipeline.plans import Plans
-from coordd_torch.pipeline.record import record
+from coordd_torch.pipeline.rows import joined, rows_of, taken
 from coordd_torch.pipeline.saving import Saving
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.settling import Settling
@@ -45,7 +49,7 @@ from coordd_torch.pipeline.sharing import Sharing, align
 from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed
 from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.tying import check_statistics, tied
-from coordd_torch.pipeline.versions import Versions
+from coordd_torch.pipeline.weights import Weights
 
 __all__ = ["Pipeline"]
 
@@ -133,6 +137,7 @@ class Pipeline:
         self.stages = self._made(built, optimizer, loss)
         self._saving = Saving(self.stages, self.layout, self._sketch, self._operations, name=f"{self._name}.loading")
         self._flows: tuple[tuple[int, int], ...] = ()
+        self._shared = frozenset(itertools.chain(*self.layout.tied.values()))
         self._engine = Engine(self.stages, self._operations, name=self._name, fail=self._operations.daemon.fail)
         give_back()
 
@@ -310,13 +315,14 @@ class Pipeline:
                 "gradients are switched off here (torch.no_grad()), so nothing can be trained or verified"
             )
         call = ("train_batch" if step else "verify_parity") if training else "predict" if keep else "eval_batch"
-        self._accord.check(call, x, y, scale=self._scaling.scale if self._scaling else 1.0)
+        scale = self._scaling.scale if self._scaling else 1.0
+        self._accord.check(call, {**told(x, y), "the scale of the loss": scale})
         each = self.config.fitting(rows_of(x))
         batch = self._batch(
             x, y, each * self.config.widest, steps=each if self.config.schedule == "pipedream" and step else 1
         )
         self._flows = self.layout.flows(map(batch.inputs, range(batch.count)), training=training)
-        plan = self._plans.lowered(each, self.layout, self._flows, training=training, step=step)
+        plan = self._plans.lowered(each, self._flows, self._shared, training=training, step=step)
         self._settling.begin()
         for number, stage in self.stages.items():
             scaling = self._scaling if step else None
@@ -327,7 +333,7 @@ class Pipeline:
 
     def _batch(self, x: Any, y: Any, microbatches: int, *, steps: int = 1) -> Batch:
         parts = cut(rows_of((x, y)), microbatches)
-        return Batch(x, y, parts, steps=steps, named=self._captured.inputs, weigh=self._weigh)
+        return Batch(x, y, parts, take=taken, steps=steps, named=self._captured.inputs, weigh=self._weigh)
 
     def _loss(self) -> float:
         mine = np.array([sum(stage.loss for stage in self.stages.values())], np.float64)
@@ -385,7 +391,7 @@ class Pipeline:
             optimizer=optimizer,
             loss=loss if number == self._sketch.stages - 1 else None,
             route=lambda inputs: self.layout.route(number, inputs, self._flows, training=module.training),
-            versions=Versions(list(module.parameters()), keep) if keep > 1 else None,
+            versions=Versions(Weights(list(module.parameters())), keep) if keep > 1 else None,
             reduce=lambda: self._sharing.start(number),
             settle=self._settling.settle,
             gather=lambda rows: self._gathered(number, rows),

@@ -20,12 +20,12 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from coordd.pipeline import graph
+from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.frame import pack, unpack
 from coordd.pipeline.load import Load
 from coordd.pipeline.profile import Border, Profile
 from coordd_torch.pipeline.capture import Captured, stage
 from coordd_torch.pipeline.codec import TorchCodec, enter
-from coordd_torch.pipeline.config import PipelineConfig
 from coordd_torch.pipeline.footprint import Footprint, address
 from coordd_torch.pipeline.split import obstacle, walk
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule

@@ -13,13 +13,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
+from coordd.pipeline.batch import Batch
 from coordd.pipeline.frame import pack, unpack
-from coordd_torch.pipeline.batch import Batch
+from coordd.pipeline.versions import Versions
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
 from coordd_torch.pipeline.surroundings import casting, uncast
-from coordd_torch.pipeline.versions import Versions
 
 __all__ = ["Loss", "TorchStage", "check_fixed"]
 

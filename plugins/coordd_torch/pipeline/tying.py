@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from coordd.errors import ArgumentError
+from coordd.pipeline.config import Reuse
 from coordd.pipeline.graph import Layer
 from coordd_torch.pipeline.statistics import Norm
 
-__all__ = ["Reuse", "check_statistics", "copied", "tied"]
-
-Reuse = Sequence[str] | Mapping[str, Sequence[str]]
-"""Modules of which each stage that calls them has a copy; by key, if modules of several names are to be one."""
+__all__ = ["check_statistics", "copied", "tied"]
 
 
 def tied(model: nn.Module | Callable[[], nn.Module], reuse: Reuse) -> nn.Module | Callable[[], nn.Module]:

@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from coordd.errors import ArgumentError
+from coordd.pipeline.batch import Batch
 from coordd.pipeline.microbatch import cut
-from coordd_torch.pipeline.batch import Batch, joined, rows_of, taken
+from coordd_torch.pipeline.rows import joined, rows_of, taken
 
 
 def batch(rows, count, **options):
     x = {"x": torch.arange(rows), "scale": 2, "none": None}
-    return Batch(x, (torch.arange(rows) * 10, "all"), cut(rows, count), named=lambda values: values, **options)
+    return Batch(
+        x, (torch.arange(rows) * 10, "all"), cut(rows, count), take=taken, named=lambda values: values, **options
+    )
 
 
 def test_all_tensors_are_cut_and_nothing_else():

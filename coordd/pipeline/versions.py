@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
-import torch
-from torch import nn
+__all__ = ["Versions", "Weights"]
 
-__all__ = ["Versions"]
+
+class Weights(Protocol):
+    """The weights of a stage."""
+
+    def held(self) -> Sequence[Any]:
+        """What they are now; it stays so, whatever becomes of them after `renew`."""
+        ...
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Makes them what they were when this was held."""
+        ...
+
+    def renew(self) -> None:
+        """Gives them new memory: what is held keeps its own."""
+        ...
 
 
 class Versions:
-    """The weights after the last few steps; the newest are the parameters themselves."""
+    """The weights after the last few steps; the newest are the stage's own."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], keep: int) -> None:
+    def __init__(self, weights: Weights, keep: int) -> None:
         """Begins with what is there.
 
         Args:
-            parameters: of the stage.
+            weights: of the stage.
             keep: how many versions there are at a time, the newest included.
         """
-        self._parameters = parameters
+        self._weights = weights
         self._keep = keep
         self._newest = 0
-        self._old: dict[int, list[torch.Tensor]] = {}
+        self._old: dict[int, Sequence[Any]] = {}
         self._shown = 0
 
     def restart(self) -> None:
@@ -37,21 +51,19 @@ class Versions:
         self._old.clear()
 
     def show(self, version: int) -> None:
-        """Puts a version into the parameters; if there is none so old, the oldest."""
+        """Puts a version in place; if there is none so old, the oldest."""
         wanted = max(version, min([*self._old, self._newest]))
         if wanted == self._shown:
             return
-        self._old.setdefault(self._shown, [parameter.data for parameter in self._parameters])
-        for parameter, data in zip(self._parameters, self._old[wanted], strict=True):
-            parameter.data = data
+        self._old.setdefault(self._shown, self._weights.held())
+        self._weights.put(self._old[wanted])
         self._shown = wanted
 
     def advance(self) -> None:
-        """Makes room for the next version: parameters get new memory, for graphs know the memory of the newest."""
+        """Makes room for the next version: weights get new memory, for graphs know the memory of the newest."""
         self.show(self._newest)
-        self._old[self._newest] = [parameter.data for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.data = parameter.data.clone()
+        self._old[self._newest] = self._weights.held()
+        self._weights.renew()
         self._newest += 1
         self._shown = self._newest
         self._old.pop(self._newest, None)

@@ -1,4 +1,4 @@
-"""A batch as the microbatches that stages ask for."""
+"""How much each microbatch of a batch counts, and its part of what a framework has. Pure but for what it is given."""
 
 from __future__ import annotations
 
@@ -6,77 +6,27 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
 from coordd.errors import ArgumentError
 
-__all__ = ["Batch", "Weigh", "joined", "lengths", "rows_of", "taken"]
+__all__ = ["Batch", "Take", "Weigh"]
 
-Weigh = Callable[[Any, Any], float | torch.Tensor]
-"""Says of a microbatch's inputs and targets how much its loss counts."""
+Weigh = Callable[[Any, Any], Any]
+"""Says of a microbatch's inputs and targets how much its loss counts, as one number."""
 
-
-def rows_of(values: Any) -> int:
-    """Finds how many rows a batch has: the first dimension of all its tensors that have one.
-
-    Raises:
-        ArgumentError: there is no such tensor, or they differ.
-    """
-    found = lengths(values)
-    if len(found) != 1:
-        told = ", ".join(map(str, found)) or "none"
-        raise ArgumentError(
-            f"the tensors of a batch must have equally many rows to be cut into microbatches, not {told}"
-        )
-    return found[0]
-
-
-def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Puts the outputs of microbatches together again: tensors by their rows, all else in lists.
-
-    Args:
-        parts: the output of each.
-        rows: how many rows each has.
-
-    Raises:
-        ArgumentError: the first dimension of a tensor is not that of the rows.
-    """
-
-    def whole(path: pytree.KeyPath, *leaves: Any) -> Any:
-        if not (isinstance(leaves[0], torch.Tensor) and leaves[0].dim()):
-            return list(leaves)
-        if [len(leaf) for leaf in leaves] != list(rows):
-            raise ArgumentError(
-                f"output{pytree.keystr(path)} has shape {tuple(leaves[0].shape)} for {rows[0]} rows, so its first "
-                "dimension is not that of the rows, and those of microbatches cannot be joined: let the model put the "
-                "rows first"
-            )
-        return torch.cat(leaves)
-
-    return pytree.tree_map_with_path(whole, *parts)
-
-
-def lengths(values: Any) -> list[int]:
-    """Lists the first dimensions of all tensors that have one, each once."""
-    leaves = pytree.tree_leaves(values)
-    return sorted({len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()})
-
-
-def taken(values: Any, part: slice | torch.Tensor) -> Any:
-    """Takes some rows of all tensors that have rows."""
-    return pytree.tree_map(lambda leaf: leaf[part] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, values)
+Take = Callable[[Any, slice], Any]
+"""Takes some rows of all tensors in a value."""
 
 
 class Batch:
     """Inputs and targets of a step, cut into microbatches."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a step is made of
         self,
         inputs: Any,
         targets: Any,
         parts: Sequence[slice],
         *,
+        take: Take,
         steps: int = 1,
         named: Callable[[Any], dict[str, Any]],
         weigh: Weigh | None = None,
@@ -87,6 +37,7 @@ class Batch:
             inputs: of the model.
             targets: of the loss.
             parts: the rows of each microbatch.
+            take: takes the rows of a microbatch.
             steps: how many steps are taken, with equally many microbatches each.
             named: makes of inputs the values by name that stages take.
             weigh: says how much a microbatch counts; by default as much as it has rows.
@@ -97,6 +48,7 @@ class Batch:
         self._inputs = inputs
         self._targets = targets
         self._parts = parts
+        self._take = take
         self._values = named(inputs)
         self._each = len(parts) // steps
         self._amounts = [self._amount(number, weigh) for number in range(len(parts))]
@@ -108,12 +60,12 @@ class Batch:
 
     def inputs(self, microbatch: int) -> dict[str, Any]:
         """The model's inputs, by name."""
-        found: dict[str, Any] = taken(self._values, self._parts[microbatch])
+        found: dict[str, Any] = self._take(self._values, self._parts[microbatch])
         return found
 
     def targets(self, microbatch: int) -> Any:
         """What the loss compares with."""
-        return taken(self._targets, self._parts[microbatch])
+        return self._take(self._targets, self._parts[microbatch])
 
     def weight(self, microbatch: int) -> float:
         """How much of its step it is."""
@@ -133,7 +85,7 @@ class Batch:
         part = self._parts[microbatch]
         if weigh is None:
             return int(part.stop - part.start)
-        amount = float(weigh(taken(self._inputs, part), self.targets(microbatch)))
+        amount = float(weigh(self._take(self._inputs, part), self.targets(microbatch)))
         if not 0 <= amount < math.inf:
             raise ArgumentError(f"a microbatch cannot have a weight of {amount:g}: weight= must return 0 or more")
         return amount

@@ -8,15 +8,15 @@ from functools import lru_cache
 
 from coordd.pipeline.action import Action, Kind
 from coordd.pipeline.catalogue import find
+from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.lowering import lower
 from coordd.pipeline.plan import Plan
-from coordd_torch.pipeline.config import PipelineConfig
-from coordd_torch.pipeline.layout import Layout
-from coordd_torch.pipeline.traces import KEPT
 
 __all__ = ["Plans"]
 
 Flows = tuple[tuple[int, int], ...]
+
+_KEPT = 256
 
 
 class Plans:
@@ -38,7 +38,7 @@ class Plans:
         self.ranks = config.ranks(world)
         self.sketch = self._plan(config.microbatches)
         self.least = config.least_for(self.ranks if config.choice.fills else 1)
-        self.lowered = lru_cache(maxsize=KEPT)(self._lowered)
+        self.lowered = lru_cache(maxsize=_KEPT)(self._lowered)
 
     def _plan(self, microbatches: int, *, training: bool = True) -> Plan:
         """Where weights do not change, a schedule will do that asks for no number of microbatches."""
@@ -46,13 +46,15 @@ class Plans:
         choice = config.choice if config.choice.flushes or training else find("1f1b")
         return choice.plan(self.ranks, microbatches, chunks=config.chunks, replicas=config.data_parallel)
 
-    def _lowered(self, microbatches: int, layout: Layout, flows: Flows, *, training: bool, step: bool = True) -> Plan:
+    def _lowered(
+        self, microbatches: int, flows: Flows, tied: frozenset[int], *, training: bool, step: bool = True
+    ) -> Plan:
         """What the ranks do, with all that moves.
 
         Args:
             microbatches: for each replica of the widest stage.
-            layout: the stages.
             flows: which stage's results which later stage takes.
+            tied: stages that share parameters with others.
             training: whether microbatches go back.
             step: whether weights change, or gradients are left where they are.
         """
@@ -60,7 +62,6 @@ class Plans:
         if not training:
             forward = [tuple(action for action in mine if action.kind is Kind.FORWARD) for mine in plan.actions]
             plan = replace(plan, actions=tuple(forward), versions=())
-        tied = {stage for stages in layout.tied.values() for stage in stages}
         plan = lower(plan, flows, tied=tied)
         return plan if step else _still(plan)
 

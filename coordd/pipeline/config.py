@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,12 +12,13 @@ from coordd.pipeline.catalogue import Choice, find
 from coordd.pipeline.microbatch import fitting
 from coordd.pipeline.partition import By
 from coordd.pipeline.units import in_bytes
-from coordd_torch.pipeline.tying import Reuse
 
-__all__ = ["PipelineConfig"]
-
+__all__ = ["PipelineConfig", "Reuse"]
 
 Compression = Literal["bf16", "int8"]
+
+Reuse = Sequence[str] | Mapping[str, Sequence[str]]
+"""Modules of which each stage that calls them has a copy; by key, if modules of several names are to be one."""
 
 
 @dataclass(frozen=True)

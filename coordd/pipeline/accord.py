@@ -7,29 +7,23 @@ batch and the last on another, and nothing would fail.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError, spans
 from coordd.messages import ReduceOp
 from coordd.objects import allgather_object
 from coordd.operations import Operations
-from coordd_torch.pipeline.batch import lengths
 
 __all__ = ["Accord", "fingerprint"]
-
-_VALUES = 256
-"""So many of a row's values are looked at."""
 
 _LETTERS = 4096
 """So many of a text's letters."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 class Accord:
@@ -46,26 +40,18 @@ class Accord:
         self._name = name
         self._calls = 0
 
-    def check(self, call: str, inputs: Any, targets: Any, *, scale: float) -> None:
+    def check(self, call: str, given: Mapping[str, Any]) -> None:
         """Returns if all ranks do the same with the same batch; all ranks call it.
 
         Args:
             call: what is done.
-            inputs: of all rows.
-            targets: of all rows.
-            scale: of the loss.
+            given: what it is done with, by what errors call it; large things by their `fingerprint`.
 
         Raises:
             ArgumentError: on all ranks; the text says what differs, and which rank has what.
         """
         self._calls += 1
-        given = {
-            "what they call": f"{call}, call {self._calls}",
-            "rows": str(lengths((inputs, targets))).strip("[]"),
-            "inputs": fingerprint(inputs),
-            "targets": fingerprint(targets),
-            "the scale of the loss": scale,
-        }
+        given = {"what they call": f"{call}, call {self._calls}", **given}
         number = int.from_bytes(blake2b(repr(given).encode(), digest_size=7).digest())
         found = np.array([number, -number], np.int64)
         largest, smallest = self._operations.allreduce(found, name=self._name, op=ReduceOp.MAX).result()
@@ -92,20 +78,18 @@ def _told(key: str, everybodys: Mapping[Any, list[int]]) -> str:
     return f"{key} ({', '.join(each)})"
 
 
-def fingerprint(values: Any) -> str:
-    """Makes a short text of some of the values of a batch.
+def fingerprint(leaves: Iterable[Any]) -> str:
+    """Makes a short text of what a batch consists of.
 
-    These are of each tensor three rows, the first, the middle and the last, and all numbers, truth values, texts and
-    None; of anything else, which may tell of itself where it lies in memory, its type.
+    Args:
+        leaves: of arrays the bytes that are looked at; of anything else that is no number, truth value, text or None,
+            and may tell of itself where it lies in memory, the type is.
     """
     found = 0
-    for leaf in pytree.tree_leaves(values):
-        if not isinstance(leaf, torch.Tensor):
+    for leaf in leaves:
+        if isinstance(leaf, np.ndarray):
+            found = zlib.crc32(leaf.tobytes(), found)
+        else:
             told = repr(leaf)[:_LETTERS] if isinstance(leaf, _PLAIN) else ""
             found = zlib.crc32(f"{type(leaf).__name__} {told}".encode(), found)
-        elif leaf.layout is torch.strided and leaf.numel():
-            rows = leaf.detach()[:: max(1, (len(leaf) - 1) // 2)] if leaf.dim() else leaf.detach()
-            flat = rows.reshape(-1)
-            some = flat[:: max(1, len(flat) // _VALUES)].contiguous().cpu()
-            found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
     return f"{found:08x}"

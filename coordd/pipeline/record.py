@@ -19,7 +19,7 @@ __all__ = ["record"]
 _MEETINGS = 8
 
 
-def record(
+def record(  # noqa: PLR0913 - what a run leaves, and where it goes
     path: Path | None, plan: Plan, spans: Sequence[Span], costs: Costs | None, operations: Operations, *, name: str
 ) -> Recording:
     """Gathers the spans of all ranks, and has rank 0 write them.
