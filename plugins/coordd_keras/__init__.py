@@ -38,6 +38,7 @@ from coordd.errors import (
 from coordd.groups import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
 from coordd.messages import ReduceOp
 from coordd.objects import allgather_object, broadcast_object
+from coordd.pipeline.config import PipelineConfig
 from coordd_keras import callbacks
 from coordd_keras.data import shard
 from coordd_keras.operations import (
@@ -49,6 +50,7 @@ from coordd_keras.operations import (
     reducescatter,
 )
 from coordd_keras.optimizer import Compression, DistributedOptimizer, PartialDistributedOptimizer
+from coordd_keras.pipeline.pipeline import Pipeline
 from coordd_keras.saving import load_model
 from coordd_keras.state import KerasState
 
@@ -59,6 +61,7 @@ Max = ReduceOp.MAX
 Min = ReduceOp.MIN
 Product = ReduceOp.PRODUCT
 Sum = ReduceOp.SUM
+Config = PipelineConfig
 
 __all__ = [
     "Adasum",
@@ -67,6 +70,7 @@ __all__ = [
     "AveragePresent",
     "ChangedError",
     "Compression",
+    "Config",
     "ConfigError",
     "CoorddError",
     "DistributedOptimizer",
@@ -82,6 +86,8 @@ __all__ = [
     "NotInitializedError",
     "PartialDistributedOptimizer",
     "PeerError",
+    "Pipeline",
+    "PipelineConfig",
     "ProcessSet",
     "Product",
     "ShutdownError",

@@ -21,7 +21,7 @@ _WAYS = {
     "torch": _SETTINGS | {"KERAS_BACKEND": "torch"},
     "mixed": _SETTINGS | {"TEST_KERAS_BACKENDS": "tensorflow,torch"},
 }
-_SIZES = {"tensorflow": (1, 2), "torch": (1, 2), "mixed": (2,)}
+_SIZES = {"tensorflow": (1, 2, 4), "torch": (1, 2, 4), "mixed": (2,)}
 _ITEMS = [
     pytest.param(way, size, case, id=f"{case}-{size}-{way}")
     for way, sizes in _SIZES.items()

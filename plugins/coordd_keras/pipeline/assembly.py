@@ -1,0 +1,259 @@
+"""The stages of a Keras model on this rank, with all that runs them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+from keras.src.backend.common import global_state  # Keras has no public way to what it does here
+
+from coordd.errors import ArgumentError
+from coordd.messages import ReduceOp
+from coordd.objects import allgather_object, broadcast_object
+from coordd.operations import Operations
+from coordd.pipeline.config import PipelineConfig
+from coordd.pipeline.engine import Engine
+from coordd.pipeline.plan import Plan
+from coordd.pipeline.plans import Plans
+from coordd.pipeline.simulate import Span
+from coordd_keras.pipeline.autodiff import Autodiff, Computation, autodiff
+from coordd_keras.pipeline.graph import Graph
+from coordd_keras.pipeline.layout import Layout
+from coordd_keras.pipeline.settling import Settling
+from coordd_keras.pipeline.sharing import Sharing
+from coordd_keras.pipeline.stage import KerasStage, Work
+
+__all__ = ["Assembly", "Model"]
+
+Model: TypeAlias = "keras.Model | Callable[[], keras.Model]"
+
+
+class Assembly:
+    """A model that is dealt out.
+
+    Attributes:
+        layout: of all stages.
+        stages: of this rank.
+        spans: when this rank computed what in the last run, in seconds since it began.
+        done: what the last run carried out.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        shape: tuple[int | None, ...],
+        config: PipelineConfig,
+        *,
+        plans: Plans,
+        optimizer: Any,
+        compiled: Mapping[str, Any],
+        operations: Operations,
+        name: str,
+    ) -> None:
+        """Deals it out.
+
+        Args:
+            model: that is built already, or can be for inputs of a shape; or a function that makes it.
+            shape: of its input, for a Sequential model without one.
+            config: how it is split and trained.
+            plans: of its runs.
+            optimizer: of this rank's variables.
+            compiled: the loss and the metrics, as `keras.Model.compile` takes them.
+            operations: of the daemon.
+            name: begins the names of what travels; the same on all ranks, and no other pipeline's.
+
+        Raises:
+            ArgumentError: the model cannot be split like this.
+        """
+        self._config = config
+        self._plans = plans
+        self._operations = operations
+        self._name = name
+        self._rank = operations.daemon.world.rank
+        sketch = plans.sketch
+        self.layout = Layout.of(Graph(_outlined(model, shape)), sketch.stages, config)
+        self._model, self._shape = model, shape
+        self._check()
+        self._placed = sketch.placement
+        held = {number: self.layout.variables(number) for number in sketch.held[self._rank]}
+        for variable in (variable for mine in held.values() for variable in mine.values()):
+            if variable._value is None:  # noqa: SLF001 - Keras has no public way to make what a scope has put off
+                variable._deferred_initialize()  # noqa: SLF001 - as above
+        self._owners = {
+            key: tuple(sorted({rank for stage in stages for rank in self._placed[stage]}))
+            for key, stages in self.layout.holders.items()
+        }
+        self._held = {key: variable for mine in held.values() for key, variable in mine.items()}
+        sharing = Sharing(held, self._owners, operations, name=name)
+        sharing.align()
+        parts = {number: self.layout.part(number) for number in held}
+        for part, _, _ in parts.values():
+            part.compile(optimizer, run_eagerly=True, jit_compile=False, auto_scale_loss=False, **compiled)
+        computed = {
+            number: autodiff(Computation(part[0], last=number == self.layout.last), part[0].trainable_variables)
+            for number, part in parts.items()
+        }
+        self._settling = Settling(
+            held,
+            sharing,
+            optimizer,
+            codec=next(iter(computed.values())).codec,
+            counted=frozenset(key for key in self._held if self._owners[key][0] == self._rank),
+            clip_norm=math.inf if config.clip_norm is None else config.clip_norm,
+            operations=operations,
+            name=f"{name}.norm",
+        )
+        self.stages = {number: self._stage(number, part, computed[number]) for number, part in parts.items()}
+        self._scale = float(optimizer.loss_scale_factor or 1.0)
+        self._engine = Engine(self.stages, operations, name=name, fail=operations.daemon.fail)
+        self.spans: list[Span] = []
+        self.done: Plan | None = None
+
+    @property
+    def since(self) -> float:
+        """When the last run began, by `time.perf_counter`."""
+        return self._engine.since
+
+    def named(self, x: Any) -> dict[str, np.ndarray]:
+        """The model's inputs by their numbers.
+
+        Raises:
+            ArgumentError: there are more or fewer of them.
+        """
+        graph = self.layout.graph
+        names = [tensor.name for tensor in graph.model.inputs]
+        by_name = isinstance(x, dict) and set(x) >= set(names)
+        given = [x[name] for name in names] if by_name else keras.tree.flatten(x)
+        if len(given) != len(names):
+            text = f"the model takes {len(names)} inputs ({', '.join(names)}), and is given {len(given)}"
+            raise ArgumentError(text)
+        return {str(number): array for number, array in zip(graph.inputs, given, strict=True)}
+
+    def run(self, work: Work, microbatches: int) -> float:
+        """Carries out a run, and returns the loss, on every rank.
+
+        Args:
+            work: what it is for.
+            microbatches: for each replica of the widest stage.
+        """
+        plan = self._plans.lowered(microbatches, self.layout.flows, self.layout.tied, training=work.training)
+        self._settling.begin()
+        work = work._replace(scale=self._scale)
+        for stage in self.stages.values():
+            stage.begin(work)
+        self.spans = self._engine.run(plan, self._rank)
+        self.done = plan
+        mine = np.array([sum(stage.loss for stage in self.stages.values())], np.float64)
+        return float(self._operations.allreduce(mine, name=f"{self._name}.loss", op=ReduceOp.SUM).result()[0])
+
+    def outputs(self) -> list[list[np.ndarray]]:
+        """What the last run has found, by microbatch, on every rank."""
+        mine = {place: found for stage in self.stages.values() for place, found in stage.outputs.items()}
+        found: dict[int, list[np.ndarray]] = {}
+        for each in allgather_object(mine, name=f"{self._name}.outputs"):
+            found |= each
+        return [found[place] for place in sorted(found)]
+
+    def metrics(self) -> dict[str, float]:
+        """What metrics have heard since `reset`, of all replicas together, on every rank."""
+        last = self.stages.get(self.layout.last)
+        mine = [] if last is None else [_arrays(metric.variables) for metric in _metrics(last.part)]
+        gathered = allgather_object(mine, name=f"{self._name}.metrics")
+        ranks = self._placed[self.layout.last]
+        found: dict[str, float] = {}
+        if self._rank == ranks[0] and last is not None:
+            for place, metric in enumerate(_metrics(last.part)):
+                for at, variable in enumerate(metric.variables):
+                    variable.assign(sum(gathered[rank][place][at] for rank in ranks))
+                value = metric.result()
+                named = value if isinstance(value, dict) else {metric.name: value}
+                found |= {name: float(each) for name, each in named.items()}
+        result: dict[str, float] = broadcast_object(found, ranks[0], name=f"{self._name}.results")
+        self.reset()
+        return result
+
+    def reset(self) -> None:
+        """Has metrics forget what they have heard."""
+        for stage in self.stages.values():
+            stage.part.reset_metrics()
+
+    def whole(self) -> keras.Model:
+        """The model in one piece with the weights of all ranks, on every rank: the user's own, or a new one."""
+        mine = {key: each for key, each in self._held.items() if self._owners[key][0] == self._rank}
+        values: dict[str, np.ndarray] = {}
+        for part in allgather_object(dict(zip(mine, _arrays(mine.values()), strict=True)), name=f"{self._name}.whole"):
+            values |= part
+        whole = self._model if isinstance(self._model, keras.Model) else _built(self._model(), self._shape)
+        for place, variable in enumerate(whole.variables):
+            if (value := values.get(f"{place}.{variable.name}")) is not None:
+                variable.assign(value)
+        return whole
+
+    def _stage(
+        self, number: int, part: tuple[keras.Model, tuple[int, ...], tuple[int, ...]], computed: Autodiff
+    ) -> KerasStage:
+        config = self._config
+        return KerasStage(
+            number,
+            self.layout,
+            part,
+            autodiff=computed,
+            add=self._settling.add,
+            reduce=lambda: self._settling.reduce(number),
+            step=self._settling.step,
+            versions={"pipedream": self._plans.sketch.stages - number, "2bw": 2}.get(config.schedule, 1),
+            recompute=config.recompute,
+            compress=config.compression,
+            seed=config.seed,
+        )
+
+    def _check(self) -> None:
+        """Refuses what stages would each do for themselves.
+
+        Raises:
+            ArgumentError: there is a layer in several stages that does more than the same to the same variables.
+        """
+        for key, stages in self.layout.holders.items():
+            variable, told = self.layout.variables(stages[0])[key], ", ".join(map(str, stages))
+            if len(stages) > 1 and getattr(variable, "regularizer", None) is not None:
+                raise ArgumentError(
+                    f"{variable.path} is in stages {told}, each of which would add its regulariser to the loss: let no "
+                    "cut separate the layers that have it, or take the regulariser away"
+                )
+            if len(stages) > 1 and not variable.trainable and variable.name != "seed_generator_state":
+                raise ArgumentError(
+                    f"{variable.path} is in stages {told}, each of which would keep statistics of its own: let no cut "
+                    "separate the layers that have it"
+                )
+
+
+def _outlined(model: Model, shape: tuple[int | None, ...]) -> keras.Model:
+    """The model; one that a function builds without memory for its weights."""
+    if isinstance(model, keras.Model):
+        return _built(model, shape)
+    with keras.StatelessScope(initialize_variables=False):
+        found = _built(model(), shape)
+    # Keras has noted them, and would make them all at the next opportunity.
+    own = set(map(id, found.variables))
+    noted = global_state.get_global_attribute("uninitialized_variables") or []
+    global_state.set_global_attribute("uninitialized_variables", [each for each in noted if id(each) not in own])
+    return found
+
+
+def _built(model: Any, shape: tuple[int | None, ...]) -> keras.Model:
+    if not isinstance(model, keras.Model):
+        raise ArgumentError(f"a pipeline wants a Keras model, or a function that makes one, not {model!r}")
+    if isinstance(model, keras.Sequential) and not model.built:
+        model.build(shape)
+    return model
+
+
+def _metrics(part: keras.Model) -> list[Any]:
+    return [metric for metric in part.metrics if metric.name != "loss"]
+
+
+def _arrays(variables: Any) -> list[np.ndarray]:
+    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]

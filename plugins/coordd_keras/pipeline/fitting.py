@@ -1,0 +1,105 @@
+"""Training over epochs, as ``model.fit`` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+
+from coordd.errors import ArgumentError
+from coordd_keras.pipeline.rows import rows_of, taken
+
+__all__ = ["batches", "fit"]
+
+
+class Trainable(Protocol):
+    """What is trained.
+
+    Attributes:
+        stop_training: callbacks set it to end after this epoch.
+    """
+
+    stop_training: bool
+
+
+def batches(rows: int, size: int, least: int) -> list[slice]:
+    """Cuts rows into batches; of the last one, rows are left out if they are too few.
+
+    Raises:
+        ArgumentError: they are too few for any.
+    """
+    if min(rows, size) < least:
+        raise ArgumentError(f"a batch needs at least {least} rows, and gets {min(rows, size)}: give more")
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size) if min(size, rows - start) >= least]
+
+
+def fit(
+    pipe: Trainable,
+    data: tuple[Any, Any],
+    *,
+    train: Callable[[Any, Any], float],
+    conclude: Callable[[], dict[str, float]],
+    evaluate: Callable[[], dict[str, float]] | None,
+    batch_size: int,
+    least: int,
+    epochs: range,
+    shuffle: bool,
+    seed: int,
+    verbose: int,
+    callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None,
+) -> keras.callbacks.History:
+    """Trains over epochs.
+
+    Args:
+        pipe: what callbacks know as their model.
+        data: inputs and targets of all rows.
+        train: takes a step, and returns the mean loss.
+        conclude: says of the metrics what they have found since the last time.
+        evaluate: finds loss and metrics of validation data, after each epoch.
+        batch_size: rows of a step; the last step of an epoch has what is left.
+        least: rows that a batch must have.
+        epochs: their numbers.
+        shuffle: whether rows come in another order in each epoch, the same on all ranks.
+        seed: of these orders.
+        verbose: Keras's: 0 for silence, 1 for a bar, 2 for a line for each epoch.
+        callbacks: of Keras.
+
+    Raises:
+        ArgumentError: inputs and targets have different numbers of rows, or too few for one batch.
+    """
+    x, y = data
+    rows = rows_of(data)
+    parts = batches(rows, batch_size, least)
+    pipe.stop_training = False
+    heard = keras.callbacks.CallbackList(
+        callbacks,
+        add_history=True,
+        add_progbar=verbose != 0,
+        model=pipe,
+        verbose=verbose,
+        epochs=epochs.stop,
+        steps=len(parts),
+    )
+    heard.on_train_begin()
+    logs: dict[str, float] = {}
+    for epoch in epochs:
+        heard.on_epoch_begin(epoch)
+        order = np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
+        total = count = 0.0
+        for step, part in enumerate(parts):
+            heard.on_train_batch_begin(step)
+            chosen = order[part]
+            total += train(taken(x, chosen), taken(y, chosen)) * len(chosen)
+            count += len(chosen)
+            heard.on_train_batch_end(step, {"loss": total / count})
+        logs = {"loss": total / count, **conclude()}
+        if evaluate is not None:
+            logs |= {f"val_{name}": value for name, value in evaluate().items()}
+        heard.on_epoch_end(epoch, logs)
+        if pipe.stop_training:
+            break
+    heard.on_train_end(logs)
+    found: keras.callbacks.History = next(each for each in heard.callbacks if isinstance(each, keras.callbacks.History))
+    return found

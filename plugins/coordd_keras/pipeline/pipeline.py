@@ -1,0 +1,289 @@
+"""A Keras model trained in stages, each on ranks of its own: ``cd.Pipeline``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd.pipeline.accord import Accord
+from coordd.pipeline.batch import Batch, Weigh
+from coordd.pipeline.config import PipelineConfig
+from coordd.pipeline.microbatch import cut
+from coordd.pipeline.plans import Plans
+from coordd.pipeline.record import record
+from coordd.pipeline.recording import Recording
+from coordd.pipeline.simulate import Span
+from coordd_keras.backend import check_backend
+from coordd_keras.optimizer import is_distributed
+from coordd_keras.pipeline.assembly import Assembly, Model
+from coordd_keras.pipeline.fitting import batches, fit
+from coordd_keras.pipeline.layout import Layout
+from coordd_keras.pipeline.rows import arrays, joined, rows_of, taken, told
+from coordd_keras.pipeline.stage import Work
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """Trains a model whose layers are dealt out to the ranks.
+
+    All ranks make it alike, and call its methods together with the same arrays.
+
+    Attributes:
+        config: how the model is split and trained.
+        optimizer: of this rank's variables; its learning rate may be changed, alike on all ranks.
+        stop_training: set by callbacks, alike on all ranks, to end `fit` after the epoch.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: PipelineConfig | None = None,
+        *,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        metrics: Any = None,
+        weight: Weigh | None = None,
+    ) -> None:
+        """Takes a model; it is split when its first batch tells what its inputs are like.
+
+        Args:
+            model: a ``keras.Sequential`` or a functional model, unchanged; or a function that makes it, so that no rank
+                ever has all of its weights in memory.
+            config: how it is split and trained.
+            optimizer: any of Keras's, or its name; it is the pipeline's from now on.
+            loss: as for ``model.compile``.
+            metrics: as for ``model.compile``.
+            weight: says of a microbatch's inputs and targets how much its loss counts: the number of what it is the
+                mean of, such as that of tokens that are not masked; by default as much as it has rows.
+
+        Raises:
+            ArgumentError: there cannot be such a pipeline.
+            NotInitializedError: `init` was not called.
+        """
+        operations = api.operations()
+        check_backend()
+        self.config = config or PipelineConfig()
+        self.optimizer = keras.optimizers.get(optimizer)
+        self.config = _checked(self.config, self.optimizer)
+        self.stop_training = False
+        self._model = model
+        self._compiled = {"loss": loss, "metrics": metrics}
+        self._weigh = weight
+        self._operations = operations
+        self._rank = operations.daemon.world.rank
+        self._name = f"{operations.namespace()}pipeline"
+        self._accord = Accord(operations, name=f"{self._name}.given")
+        self._plans = Plans(self.config, operations.daemon.world.size)
+        self._made: Assembly | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Which layers make which stage.
+
+        Raises:
+            ArgumentError: no batch was seen yet.
+        """
+        return self._assembly.layout
+
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: int = 32,
+        epochs: int = 1,
+        verbose: int | str = "auto",
+        callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None = None,
+        validation_data: tuple[Any, Any] | None = None,
+        shuffle: bool = True,
+        initial_epoch: int = 0,
+        validation_batch_size: int | None = None,
+    ) -> keras.callbacks.History:
+        """Trains over epochs; arguments and result are those of ``model.fit``.
+
+        Args:
+            x: inputs of all rows, on all ranks the same: an array, a list of them, or a dictionary by input.
+            y: targets of all rows.
+            batch_size: rows of a step, of all replicas together.
+            epochs: the number of the last one.
+            verbose: 0 for silence, 1 or ``"auto"`` for a bar, 2 for a line for each epoch; shown by rank 0.
+            callbacks: of Keras; their model is this pipeline.
+            validation_data: inputs and targets that are evaluated after each epoch.
+            shuffle: whether rows come in another order in each epoch.
+            initial_epoch: that training goes on with.
+            validation_batch_size: by default `batch_size`.
+
+        Raises:
+            ArgumentError: these do not fit together, the ranks were given different ones, or the model cannot be split.
+            PeerError: something went wrong in another rank's stage.
+        """
+        x, y, held_out = arrays(x), arrays(y), arrays(validation_data)
+        self._assemble(x)
+        size = validation_batch_size or batch_size
+        return fit(
+            self,
+            (x, y),
+            train=self.train_on_batch,
+            conclude=self._assembly.metrics,
+            evaluate=None if held_out is None else lambda: self._evaluated(held_out[0], held_out[1], size),
+            batch_size=batch_size,
+            least=self._plans.least,
+            epochs=range(initial_epoch, epochs),
+            shuffle=shuffle,
+            seed=self.config.seed or 0,
+            verbose=0 if self._rank else 1 if verbose == "auto" else int(verbose),
+            callbacks=callbacks,
+        )
+
+    def train_on_batch(self, x: Any, y: Any = None) -> float:
+        """Takes one step, or, with a schedule whose weights are stale, one for each microbatch (``pipedream``).
+
+        Returns:
+            the loss, on every rank: its mean over all rows, or by `weight`.
+        """
+        return self._run(arrays(x), arrays(y), "train_on_batch", training=True)
+
+    def test_on_batch(self, x: Any, y: Any = None) -> float:
+        """Finds the loss without training, on every rank."""
+        return self._run(arrays(x), arrays(y), "test_on_batch")
+
+    def evaluate(self, x: Any, y: Any = None, batch_size: int = 32, *, return_dict: bool = False) -> Any:
+        """Finds loss and metrics, on every rank; arguments and result are those of ``model.evaluate``."""
+        logs = self._evaluated(arrays(x), arrays(y), batch_size)
+        found = list(logs.values())
+        return logs if return_dict else found[0] if len(found) == 1 else found
+
+    def predict(self, x: Any, batch_size: int | None = None) -> Any:
+        """Returns the model's output for all rows, on every rank, in the structure that the model gives it.
+
+        Args:
+            x: as for `fit`.
+            batch_size: so many rows at a time; by default all.
+
+        Raises:
+            ArgumentError: an output has its rows in another dimension than the first.
+        """
+        x = arrays(x)
+        self._assemble(x)
+        rows = rows_of(x)
+        found: list[tuple[int, list[np.ndarray]]] = []
+        for part in batches(rows, batch_size or rows, self.config.least):
+            self._run(taken(x, part), None, "predict", judged=False)
+            outputs = self._assembly.outputs()
+            sizes = [each.stop - each.start for each in cut(part.stop - part.start, len(outputs))]
+            found += zip(sizes, outputs, strict=True)
+        whole, model = joined(found), self.layout.graph.model
+        return whole[0] if isinstance(model, keras.Sequential) else keras.tree.pack_sequence_as(model.output, whole)
+
+    def whole(self) -> keras.Model:
+        """Gives the model in one piece, with the weights that were trained on all ranks, to every rank.
+
+        It is the very model that the pipeline was given, to be saved or used; or, of a function that makes it, a new
+        one.
+        """
+        return self._assembly.whole()
+
+    def record(self, path: str | Path | None = None) -> Recording:
+        """Gathers when each rank computed what in the last run, beside what was to be expected; all ranks call it.
+
+        Args:
+            path: where rank 0 writes it: a picture (``.svg``, ``.png``), or a ``.json`` for ``coordd plan --measured``.
+
+        Raises:
+            ArgumentError: nothing was run yet, or the file is neither.
+        """
+        made = self._assembly
+        if made.done is None:
+            raise ArgumentError("nothing was run that could be recorded: train a batch first")
+        spans = [Span(action, made.since + begin, made.since + end) for action, begin, end in made.spans]
+        where = None if path is None else Path(path)
+        return record(where, made.done, spans, None, self._operations, name=f"{self._name}.record")
+
+    @property
+    def _assembly(self) -> Assembly:
+        if self._made is None:
+            raise ArgumentError("the model is not split before its first batch: call fit, evaluate or predict first")
+        return self._made
+
+    def _assemble(self, x: Any) -> None:
+        if self._made is None:
+            first = keras.tree.flatten(x)[0]
+            self._made = Assembly(
+                self._model,
+                (None, *first.shape[1:]),
+                self.config,
+                plans=self._plans,
+                optimizer=self.optimizer,
+                compiled=self._compiled,
+                operations=self._operations,
+                name=self._name,
+            )
+
+    def _run(self, x: Any, y: Any, call: str, *, training: bool = False, judged: bool = True) -> float:
+        self._accord.check(call, told(x, y))
+        self._assemble(x)
+        rows = rows_of((x, y))
+        each = self.config.fitting(rows)
+        batch = Batch(
+            x,
+            y,
+            cut(rows, each * self.config.widest),
+            take=taken,
+            steps=each if training and self.config.schedule == "pipedream" else 1,
+            named=self._assembly.named,
+            weigh=self._weigh,
+        )
+        return self._assembly.run(Work(batch, training=training, judged=judged), each)
+
+    def _evaluated(self, x: Any, y: Any, batch_size: int) -> dict[str, float]:
+        self._assemble(x)
+        self._assembly.reset()
+        rows, total, count = rows_of((x, y)), 0.0, 0
+        for part in batches(rows, batch_size, self.config.least):
+            size = part.stop - part.start
+            total += self._run(taken(x, part), taken(y, part), "evaluate") * size
+            count += size
+        return {"loss": total / count, **self._assembly.metrics()}
+
+
+def _checked(config: PipelineConfig, optimizer: Any) -> PipelineConfig:
+    """Refuses what a pipeline of Keras's cannot do; takes over what an optimizer would do for one rank only.
+
+    Raises:
+        ArgumentError: there is something like that; the text says what to do instead.
+    """
+    wrong = {
+        "offload": (config.offload, "leave it out"),
+        "cuts": (config.cuts is not None, "leave it out: a cut may be between any two layers"),
+        "memory_cap": (config.memory_cap is not None, "leave it out, or set layers_per_proc"),
+        "reuse": (
+            isinstance(config.reuse, dict),
+            "give the names of layers, and let layers share variables to tie them",
+        ),
+        "split": (
+            config.split not in {"parameters", "layers"},
+            "choose 'parameters' or 'layers', or set layers_per_proc",
+        ),
+    }
+    for name, (given, what) in wrong.items():
+        if given:
+            raise ArgumentError(f"{name}={getattr(config, name)!r} is not for Keras's pipelines: {what}")
+    if is_distributed(optimizer):
+        raise ArgumentError("a pipeline reduces gradients itself: give it the optimizer without DistributedOptimizer")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ArgumentError(
+            "a LossScaleOptimizer would skip steps on some ranks only: use the optimizer in it, with "
+            "loss_scale_factor, or the policy mixed_bfloat16, which needs no scale"
+        )
+    most = optimizer.global_clipnorm
+    if most is not None:
+        optimizer.global_clipnorm = None  # it would be the norm of this rank's gradients
+        config = replace(config, clip_norm=min(most, config.clip_norm or most))
+    return config

@@ -1,0 +1,107 @@
+"""The gradients of a rank from its first backward pass to its step, whatever stages it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from coordd.messages import ReduceOp
+from coordd.operations import Operations
+from coordd.pipeline.frame import Codec
+from coordd_keras.pipeline.sharing import Sharing
+
+__all__ = ["Settling"]
+
+
+class Settling:
+    """Adds gradients up, completes and clips them, and has the optimizer step: once for all stages of a rank."""
+
+    def __init__(
+        self,
+        held: Mapping[int, Mapping[str, Any]],
+        sharing: Sharing,
+        optimizer: Any,
+        *,
+        codec: Codec,
+        counted: frozenset[str],
+        clip_norm: float,
+        operations: Operations,
+        name: str,
+    ) -> None:
+        """Prepares it.
+
+        Args:
+            held: for each stage of this rank its variables by name.
+            sharing: of gradients with other ranks.
+            optimizer: of all variables of this rank.
+            codec: of the backend.
+            counted: the variables whose gradients this rank counts in the norm.
+            clip_norm: the largest norm of all gradients together; infinite for any.
+            operations: of the daemon.
+            name: of the reduction.
+        """
+        every = {key: variable for mine in held.values() for key, variable in mine.items()}
+        self._variables = {key: variable for key, variable in every.items() if variable.trainable}
+        self._statistics = {key: variable for key, variable in every.items() if _moving(variable)}
+        self._keys = {id(variable): key for key, variable in self._variables.items()}
+        self._sharing = sharing
+        self._optimizer = optimizer
+        self._codec = codec
+        self._counted = counted
+        self._most = clip_norm
+        self._operations = operations
+        self._name = name
+        self._stages = len(held)
+        self._waiting = self._stages
+        self._sums: dict[str, Any] = {}
+        if self._variables and not optimizer.built:
+            optimizer.build(list(self._variables.values()))
+
+    def begin(self) -> None:
+        """Forgets what a run that was given up has left."""
+        self._sums.clear()
+        self._waiting = self._stages
+
+    def add(self, variable: Any, gradient: Any) -> None:
+        """Adds a microbatch's gradient of a variable."""
+        key = self._keys[id(variable)]
+        self._sums[key] = self._sums[key] + gradient if key in self._sums else gradient
+
+    def reduce(self, stage: int) -> None:
+        """Starts with a stage's gradients."""
+        self._sharing.start(stage, {key: self._codec.array(gradient) for key, gradient in self._sums.items()})
+
+    def step(self) -> None:
+        """Changes the weights, when the last of the rank's stages asks for it."""
+        self._waiting -= 1
+        if self._waiting:
+            return
+        self._waiting = self._stages
+        for key, array in self._sharing.finish().items():
+            if array is not None:
+                self._sums[key] = self._codec.tensor(array, differentiable=False)
+        if self._most < math.inf:
+            self._clip()
+        there = [key for key in self._variables if key in self._sums]
+        if there:
+            self._optimizer.apply([self._sums[key] for key in there], [self._variables[key] for key in there])
+        self._sums.clear()
+        self._sharing.average(self._statistics)
+
+    def _clip(self) -> None:
+        mine = (self._codec.array(gradient) for key, gradient in self._sums.items() if key in self._counted)
+        square = sum(float(np.square(array, dtype=np.float64).sum()) for array in mine)
+        found = self._operations.allreduce(np.array([square], np.float64), name=self._name, op=ReduceOp.SUM).result()
+        norm = float(np.sqrt(found[0]))
+        if norm > self._most:
+            self._sums = {key: gradient * (self._most / norm) for key, gradient in self._sums.items()}
+
+
+def _moving(variable: Any) -> bool:
+    """Whether it is a statistic that layers keep, such as a moving mean, and no state of chance."""
+    kind = keras.backend.standardize_dtype(variable.dtype)
+    return not variable.trainable and bool(keras.backend.is_float_dtype(kind)) and math.prod(variable.shape) > 0

@@ -1,0 +1,113 @@
+"""What several ranks have, replicas of a stage and stages that are tied: values at the start, then gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from coordd.dtypes import dtype_of
+from coordd.gradients import Choices, Gradients, Parameter
+from coordd.handles import wait_all
+from coordd.messages import ReduceOp
+from coordd.operations import Operations
+from coordd.process_sets import ProcessSet
+
+__all__ = ["Sharing"]
+
+Owners = Mapping[str, tuple[int, ...]]
+"""For each variable of a rank the ranks that have it."""
+
+
+class Sharing:
+    """Adds the gradients of a rank's variables up over all ranks that have them, those of the same ranks in buckets."""
+
+    def __init__(
+        self, held: Mapping[int, Mapping[str, Any]], owners: Owners, operations: Operations, *, name: str
+    ) -> None:
+        """Prepares it.
+
+        Args:
+            held: for each stage of this rank its variables by name; a name is the same on all ranks that have it.
+            owners: of each.
+            operations: of the daemon.
+            name: begins the names of what travels.
+        """
+        self._operations = operations
+        self._name = name
+        self._owners = owners
+        self._variables = {key: variable for mine in held.values() for key, variable in mine.items()}
+        self._held = {
+            stage: [key for key, variable in mine.items() if len(owners[key]) > 1 and variable.trainable]
+            for stage, mine in held.items()
+        }
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for key in sorted({key for keys in self._held.values() for key in keys}, key=_place):
+            groups.setdefault(owners[key], []).append(key)
+        self._groups: list[tuple[Gradients, list[str]]] = []
+        for ranks, keys in sorted(groups.items()):
+            described = [
+                Parameter(key, self._variables[key].shape, dtype_of(self._variables[key].dtype)) for key in keys
+            ]
+            choices = Choices(op=ReduceOp.SUM, process_set=ProcessSet(ranks))
+            prefix = f"{name}.{'-'.join(map(str, ranks))}."
+            self._groups.append((Gradients(operations, described, choices, prefix=prefix), keys))
+        self._places = {key: (group, keys.index(key)) for group, keys in self._groups for key in keys}
+        self._open: dict[str, int] = {}
+
+    def align(self) -> None:
+        """Gives all ranks the values of the first that has a variable."""
+        rank, coming = self._operations.daemon.world.rank, []
+        for key, variable in sorted(self._variables.items(), key=lambda item: _place(item[0])):
+            if len(owners := self._owners[key]) > 1 and math.prod(variable.shape):
+                array = np.array(keras.ops.convert_to_numpy(variable), order="C")
+                handle = self._operations.broadcast(
+                    array, owners[0], name=f"{self._name}.{key}.first", process_set=ProcessSet(owners)
+                )
+                coming.append((variable, array, owners[0], handle))
+        wait_all([handle for *_, handle in coming])
+        for variable, array, first, _ in coming:
+            if first != rank:
+                variable.assign(array)
+
+    def start(self, stage: int, gradients: Mapping[str, np.ndarray]) -> None:
+        """Begins with a stage's gradients, but for those that another stage of this rank has still to add to.
+
+        Args:
+            stage: of this rank.
+            gradients: as far as there are any.
+        """
+        for key in self._held[stage]:
+            left = self._open.get(key) or sum(key in mine for mine in self._held.values())
+            self._open[key] = left - 1
+            if left == 1 and key in gradients:
+                group, place = self._places[key]
+                group.put(place, gradients[key])
+
+    def finish(self) -> dict[str, np.ndarray | None]:
+        """Waits for the gradients of all ranks; None is for a variable of which nobody has one."""
+        found: dict[str, np.ndarray | None] = {}
+        for group, keys in self._groups:
+            reduced = group.wait()
+            found |= {key: reduced[place] for place, key in enumerate(keys)}
+        return found
+
+    def average(self, variables: Mapping[str, Any]) -> None:
+        """Gives the ranks that have variables the mean of their values, such as of moving statistics."""
+        coming = []
+        for key in sorted(variables, key=_place):
+            if len(owners := self._owners[key]) > 1:
+                array = np.array(keras.ops.convert_to_numpy(variables[key]), order="C")
+                handle = self._operations.allreduce(
+                    array, name=f"{self._name}.{key}.mean", op=ReduceOp.AVERAGE, process_set=ProcessSet(owners)
+                )
+                coming.append((variables[key], handle))
+        for variable, handle in coming:
+            variable.assign(handle.result())
+
+
+def _place(key: str) -> int:
+    return int(key.partition(".")[0])

@@ -1,0 +1,286 @@
+"""One stage of a Keras model on this rank: what the engine has it do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from coordd.pipeline.batch import Batch
+from coordd.pipeline.frame import pack, unpack
+from coordd.pipeline.versions import Versions
+from coordd_keras.pipeline.autodiff import Autodiff, Call, Result
+from coordd_keras.pipeline.layout import Layout
+
+__all__ = ["KerasStage", "Work"]
+
+
+class Work(NamedTuple):
+    """What a run is for.
+
+    Attributes:
+        batch: that is gone through.
+        training: whether it is gone back.
+        judged: whether a loss is found, and metrics hear of it.
+        scale: of the loss, before it is gone back from.
+    """
+
+    batch: Batch
+    training: bool
+    judged: bool
+    scale: float = 1.0
+
+
+@dataclass
+class _Passage:
+    """What is kept of a microbatch until it is gone back: what it was called with, or what was recorded of that."""
+
+    call: Call
+    entering: dict[int, list[int]]
+    found: Result | None = None
+    kept: Any = None
+    state: Sequence[Any] = ()
+    seed: int | None = None
+
+
+class KerasStage:
+    """What `coordd.pipeline.engine.Stage` asks for.
+
+    Keras finds the gradients of inputs and weights at once, so where a schedule halves the backward pass, its first
+    half does all of it.
+
+    Attributes:
+        part: its layers, as a model.
+        loss: the sum of the microbatches' weighted losses of this run.
+        outputs: of the last stage, by microbatch, where no loss is found.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layout: Layout,
+        part: tuple[keras.Model, tuple[int, ...], tuple[int, ...]],
+        *,
+        autodiff: Autodiff,
+        add: Callable[[Any, Any], None],
+        reduce: Callable[[], None],
+        step: Callable[[], None],
+        versions: int = 1,
+        recompute: bool = False,
+        compress: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Puts the parts together.
+
+        Args:
+            number: of the stage.
+            layout: of all stages.
+            part: its layers, compiled, with the tensors that they take and give.
+            autodiff: computes it.
+            add: hears of each gradient of a variable.
+            reduce: starts to add gradients up over the ranks that share them.
+            step: waits for that, and changes the weights.
+            versions: how many of the weights there are at a time.
+            recompute: whether activations are computed anew for the backward pass.
+            compress: the form in which activations and gradients travel, ``"bf16"`` or ``"int8"``.
+            seed: makes dropout depend on step, stage and microbatch alone.
+        """
+        self.part, self._reads, self._writes = part
+        self._number = number
+        self._layout = layout
+        self._last = number == layout.last
+        self._variables = list(self.part.trainable_variables)
+        self._state = list(self.part.non_trainable_variables)
+        self._autodiff = autodiff
+        self._prepared = False
+        self._add = add
+        self._reduce = reduce
+        self._step = step
+        self._versions = Versions(self._autodiff.weights, versions) if versions > 1 else None
+        self._recompute = recompute
+        self._compress = compress
+        self._seed = seed
+        self._seeds = {
+            layout.graph.key(variable): variable for variable in self._state if variable.name == "seed_generator_state"
+        }
+        self._random = np.random.default_rng()
+        self._steps = 0
+        self._work: Work | None = None
+        self._passages: dict[int, _Passage] = {}
+        self._frames: dict[tuple[int, int], np.ndarray] = {}
+        self.loss = 0.0
+        self.outputs: dict[int, Any] = {}
+
+    def begin(self, work: Work) -> None:
+        """Prepares a run."""
+        self._work = work
+        self.loss = 0.0
+        self.outputs = {}
+        self._passages.clear()
+        self._frames.clear()
+        if self._versions is not None:
+            self._versions.restart()
+
+    def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
+        """Takes a microbatch through; the last stage finds its loss."""
+        work = self._work
+        assert work is not None  # noqa: S101 - begun
+        passage = self._entered(microbatch, given, work)
+        if work.judged and not self._prepared:
+            self._prepared = True
+            self._autodiff.prepare(passage.call)
+        found = self._computed(microbatch, passage)
+        if found.loss is not None:
+            self.loss += float(keras.ops.convert_to_numpy(found.loss)) * work.batch.share(microbatch)
+        if not self._last:
+            self._send(microbatch, found)
+        elif not work.judged:
+            self.outputs[microbatch] = [np.array(keras.ops.convert_to_numpy(output)) for output in found.outputs]
+
+    def output(self, microbatch: int, taker: int) -> np.ndarray:
+        """The frame that a later stage gets."""
+        return self._frames.pop((microbatch, taker))
+
+    def backward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
+        """Takes a microbatch back."""
+        work, passage = self._work, self._passages.pop(microbatch)
+        assert work is not None  # noqa: S101 - begun
+        if passage.found is None:
+            self._replay(passage)
+        found = passage.found
+        assert found is not None  # noqa: S101 - recorded, or replayed
+        places = {number: place for place, number in enumerate(self._writes)}
+        roots: list[tuple[Any, Any]] = []
+        for taker in sorted(given, reverse=True):
+            gradients, _ = unpack(given[taker], self._autodiff.codec)
+            numbers = self._layout.given(self._number, taker)
+            sent = [found.outputs[places[number]] for number in numbers]
+            roots += [pair for pair in zip(sent, gradients, strict=True) if pair[1] is not None]
+        if found.loss is not None:
+            roots.append((found.loss, work.batch.weight(microbatch) * work.scale))
+        entered, own = self._autodiff.back(passage.kept, roots)
+        for variable, gradient in zip(self._variables, own, strict=True):
+            if gradient is not None:
+                self._add(variable, gradient)
+        inwards = dict(zip(self._entering(passage), entered, strict=True))
+        for giver, places_of in passage.entering.items():
+            self._frames[microbatch, giver] = self._packed([inwards.get(place) for place in places_of])
+
+    def backward_input(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
+        """Does all of it."""
+        self.backward(microbatch, given)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Is done already."""
+
+    def gradient(self, microbatch: int, giver: int) -> np.ndarray:
+        """The frame of gradients that an earlier stage gets."""
+        return self._frames.pop((microbatch, giver))
+
+    def recall(self, version: int) -> None:
+        """Computes with an older version of the weights, or with the newest again."""
+        if self._versions is not None:
+            self._versions.show(version)
+
+    def reduce(self) -> None:
+        """Starts to add gradients up over the ranks that share variables."""
+        self._reduce()
+
+    def step(self) -> None:
+        """Changes the weights, together with those of this rank's other stages."""
+        if self._versions is not None:
+            self._versions.advance()
+        self._steps += 1
+        with self._autodiff.stepping():
+            self._step()
+
+    def _entered(self, microbatch: int, given: Mapping[int, np.ndarray], work: Work) -> _Passage:
+        """Puts together what the layers are called with."""
+        values: dict[int, Any] = {}
+        masks: dict[int, Any] = {}
+        entering: dict[int, list[int]] = {}
+        inputs = work.batch.inputs(microbatch)
+        for number in self._layout.inputs(self._number):
+            values[number] = inputs[str(number)]
+        for giver, frame in given.items():
+            numbers = self._layout.given(giver, self._number)
+            tensors, others = unpack(frame, self._autodiff.codec)[0]
+            values |= zip(numbers, tensors, strict=True)
+            masks |= zip(numbers, others, strict=True)
+            entering[giver] = [self._reads.index(number) for number in numbers]
+        call = Call(
+            [values[number] for number in self._reads],
+            [masks.get(number) for number in self._reads],
+            work.batch.targets(microbatch) if self._last and work.judged else None,
+            training=work.training,
+            judged=work.judged,
+            measured=work.judged,
+        )
+        return _Passage(call, entering)
+
+    def _computed(self, microbatch: int, passage: _Passage) -> Result:
+        """Takes a microbatch through, and keeps what the way back needs."""
+        if not passage.call.training:
+            return self._autodiff.run(passage.call)
+        self._passages[microbatch] = passage
+        self._sow(microbatch, passage)
+        with self._autodiff.seeded(passage.seed):
+            if self._recompute:
+                passage.state = _arrays(self._state)
+                return self._autodiff.run(passage.call)
+            found, passage.kept = self._autodiff.record(passage.call, self._entering(passage))
+        passage.found = found
+        return found
+
+    def _entering(self, passage: _Passage) -> list[int]:
+        """The places of the values that have gradients."""
+        found = sorted(place for places in passage.entering.values() for place in places)
+        return [place for place in found if _floats(passage.call.values[place])]
+
+    def _replay(self, passage: _Passage) -> None:
+        """Computes anew, with the dropout of the first time, and without counting for statistics again."""
+        now = _arrays(self._state)
+        self._reset(passage.state)
+        call = passage.call._replace(measured=False)
+        with self._autodiff.seeded(passage.seed):
+            passage.found, passage.kept = self._autodiff.record(call, self._entering(passage))
+        self._reset(now)
+
+    def _reset(self, state: Sequence[Any]) -> None:
+        for variable, value in zip(self._state, state, strict=True):
+            variable.assign(value)
+
+    def _sow(self, microbatch: int, passage: _Passage) -> None:
+        """Has chance follow from the user's seed; what is computed anew needs one in any case."""
+        if self._seed is not None:
+            for key, variable in self._seeds.items():
+                variable.assign(_drawn(self._seed, self._steps, int(key.partition(".")[0]), microbatch))
+            passage.seed = int(_drawn(self._seed, self._steps, self._number, microbatch)[0])
+        elif self._recompute:
+            passage.seed = int(self._random.integers(2**32))
+
+    def _send(self, microbatch: int, found: Result) -> None:
+        places = {number: place for place, number in enumerate(self._writes)}
+        for giver, taker in self._layout.flows:
+            if giver == self._number:
+                mine = [places[number] for number in self._layout.given(giver, taker)]
+                value = ([found.outputs[place] for place in mine], [found.masks[place] for place in mine])
+                self._frames[microbatch, taker] = self._packed(value)
+
+    def _packed(self, value: Any) -> np.ndarray:
+        return pack(value, self._autodiff.codec, compress=lambda tensor: self._compress if _floats(tensor) else None)[0]
+
+
+def _drawn(*source: int) -> np.ndarray:
+    return np.random.SeedSequence(source).generate_state(2)
+
+
+def _arrays(variables: Sequence[Any]) -> list[np.ndarray]:
+    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+
+
+def _floats(tensor: Any) -> bool:
+    return bool(keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)))
