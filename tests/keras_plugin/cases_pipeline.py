@@ -325,6 +325,22 @@ def case_a_function_builds_only_what_is_needed() -> None:
 
 
 @ranks(2, deadline=60)
+def case_layers_are_split_by_the_time_that_they_take() -> None:
+    sizes = (8, 8, 8, 8, 1500, 1500)
+    model = seeded(lambda: keras.Sequential([layers.Flatten(), *map(layers.Dense, sizes), layers.Dense(3)]))
+    norm = keras.Sequential([keras.Input((2, 3)), layers.BatchNormalization(), layers.Flatten(), layers.Dense(3)])
+    x, y = data("chain", 256)
+    before = [each.copy() for each in norm.get_weights()]
+    for each, wanted in ((model, 6), (norm, None)):
+        pipe = staged(each, split="time", microbatches=2)
+        pipe.predict(x)
+        assert wanted is None or len(pipe.layout.spans[0]) == wanted
+    close(norm.get_weights(), before)  # was measured, and not changed
+    with pytest.raises(cd.ArgumentError, match="takes a model, and not a function that makes one"):
+        staged(chain, split="time").train_on_batch(x, y)
+
+
+@ranks(2, deadline=60)
 def case_activations_may_travel_compressed() -> None:
     x, y = data("chain", 12)
     for compression in ("bf16", "int8"):
@@ -364,7 +380,7 @@ def case_what_cannot_be_done_is_said() -> None:
         model = settings.pop("model", None) or seeded(chain)
         with pytest.raises(cd.ArgumentError, match=wrong):
             staged(model, **settings).train_on_batch(x, y)
-    for name, value in {"offload": True, "cuts": ["a"], "memory_cap": "1GiB", "split": "time"}.items():
+    for name, value in {"offload": True, "cuts": ["a"], "memory_cap": "1GiB", "split": "memory"}.items():
         with pytest.raises(cd.ArgumentError, match=f"{name}=.* is not for Keras's pipelines"):
             staged(seeded(chain), **{name: value})
     with pytest.raises(cd.ArgumentError, match="without DistributedOptimizer"):

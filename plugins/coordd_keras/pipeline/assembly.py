@@ -16,12 +16,16 @@ from coordd.objects import allgather_object, broadcast_object
 from coordd.operations import Operations
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.engine import Engine
+from coordd.pipeline.microbatch import cut
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.plans import Plans
+from coordd.pipeline.profile import Profile
 from coordd.pipeline.simulate import Span
 from coordd_keras.pipeline.autodiff import Autodiff, Computation, autodiff
 from coordd_keras.pipeline.graph import Graph
 from coordd_keras.pipeline.layout import Layout
+from coordd_keras.pipeline.profiling import measured
+from coordd_keras.pipeline.rows import rows_of, taken
 from coordd_keras.pipeline.settling import Settling
 from coordd_keras.pipeline.sharing import Sharing
 from coordd_keras.pipeline.stage import KerasStage, Work
@@ -44,7 +48,7 @@ class Assembly:
     def __init__(
         self,
         model: Model,
-        shape: tuple[int | None, ...],
+        x: Any,
         config: PipelineConfig,
         *,
         plans: Plans,
@@ -57,7 +61,7 @@ class Assembly:
 
         Args:
             model: that is built already, or can be for inputs of a shape; or a function that makes it.
-            shape: of its input, for a Sequential model without one.
+            x: inputs of a batch, which tell the shape of a Sequential model's, and by which layers are measured.
             config: how it is split and trained.
             plans: of its runs.
             optimizer: of this rank's variables.
@@ -74,8 +78,10 @@ class Assembly:
         self._name = name
         self._rank = operations.daemon.world.rank
         sketch = plans.sketch
-        self.layout = Layout.of(Graph(_outlined(model, shape)), sketch.stages, config)
-        self._model, self._shape = model, shape
+        self._model, self._shape = model, (None, *keras.tree.flatten(x)[0].shape[1:])
+        self._graph = Graph(_outlined(model, self._shape))
+        profile = self._profile(x) if config.measured else None
+        self.layout = Layout.of(self._graph, sketch.stages, config, profile)
         self._check()
         self._placed = sketch.placement
         held = {number: self.layout.variables(number) for number in sketch.held[self._rank]}
@@ -123,7 +129,7 @@ class Assembly:
         Raises:
             ArgumentError: there are more or fewer of them.
         """
-        graph = self.layout.graph
+        graph = self._graph
         names = [tensor.name for tensor in graph.model.inputs]
         by_name = isinstance(x, dict) and set(x) >= set(names)
         given = [x[name] for name in names] if by_name else keras.tree.flatten(x)
@@ -209,6 +215,21 @@ class Assembly:
             compress=config.compression,
             seed=config.seed,
         )
+
+    def _profile(self, x: Any) -> Profile:
+        """Measures the layers with the first microbatch of a batch.
+
+        Raises:
+            ArgumentError: they cannot be measured.
+        """
+        if not isinstance(self._model, keras.Model):
+            raise ArgumentError(
+                "split='time' measures the layers, which takes a model, and not a function that makes one: give that, "
+                "or split by 'parameters'"
+            )
+        rows = rows_of(x)
+        first = cut(rows, self._config.fitting(rows) * self._config.widest)[0]
+        return measured(self._graph, taken(self.named(x), first), self._config, name=f"{self._name}.profile")
 
     def _check(self) -> None:
         """Refuses what stages would each do for themselves.

@@ -12,7 +12,7 @@ import keras
 from coordd.pipeline.frame import Codec
 from coordd.pipeline.versions import Weights
 
-__all__ = ["Autodiff", "Call", "Computation", "Result", "autodiff"]
+__all__ = ["Autodiff", "Call", "Computation", "Result", "autodiff", "floats"]
 
 
 class Call(NamedTuple):
@@ -139,3 +139,8 @@ def autodiff(computation: Computation, variables: Sequence[Any]) -> Autodiff:
     home = importlib.import_module(f"coordd_keras.pipeline.{keras.backend.backend()}_autodiff")
     found: Autodiff = home.make(computation, variables)
     return found
+
+
+def floats(tensor: Any) -> bool:
+    """Says whether gradients may flow through a tensor."""
+    return bool(keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)))

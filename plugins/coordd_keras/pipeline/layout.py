@@ -18,7 +18,7 @@ from coordd.pipeline.partition import split_counts
 from coordd.pipeline.profile import Profile
 from coordd_keras.pipeline.graph import Graph, variables_of
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "unmeasured"]
 
 
 class Layout:
@@ -36,8 +36,14 @@ class Layout:
         self._giver = {number: self._stage[place] for place, call in enumerate(model.calls) for number in call.writes}
 
     @classmethod
-    def of(cls, model: Graph, stages: int, config: PipelineConfig) -> Layout:
+    def of(cls, model: Graph, stages: int, config: PipelineConfig, profile: Profile | None = None) -> Layout:
         """Splits a model.
+
+        Args:
+            model: its layers.
+            stages: how many there are to be.
+            config: how.
+            profile: of the layers, where they were measured.
 
         Raises:
             ArgumentError: it cannot be split like this; the text says why, and what can be done.
@@ -47,9 +53,7 @@ class Layout:
             spans = split_counts([layer.name for layer in layers], config.layers_per_proc)
             graph.check_cuts(layers, [span.start for span in spans[1:]], config.reuse)
         else:
-            loads = [Load(parameters=_nbytes(call.operation)) for call in model.calls]
-            names, groups = tuple(layer.name for layer in layers), tuple(graph.condense(layers, config.reuse))
-            spans = Profile(names, tuple(loads), groups).split(stages, by=config.split)
+            spans = (profile or unmeasured(model, config)).split(stages, by=config.split)
         if len(spans) != stages:
             raise ArgumentError(
                 f"layers_per_proc has {len(spans)} stages, and these ranks have {stages} under {config.schedule!r}: "
@@ -134,6 +138,13 @@ class Layout:
         if stage == self.last:
             found |= dict.fromkeys(self.graph.outputs)
         return tuple(number for number in found if self._giver.get(number) != stage)
+
+
+def unmeasured(model: Graph, config: PipelineConfig) -> Profile:
+    """What is known of the layers without running them."""
+    layers = model.table
+    loads = tuple(Load(parameters=_nbytes(call.operation)) for call in model.calls)
+    return Profile(tuple(layer.name for layer in layers), loads, tuple(graph.condense(layers, config.reuse)))
 
 
 def _nbytes(operation: Any) -> int:

@@ -125,7 +125,7 @@ class Pipeline:
             PeerError: something went wrong in another rank's stage.
         """
         x, y, held_out = arrays(x), arrays(y), arrays(validation_data)
-        self._assemble(x)
+        self._assemble(taken(x, slice(0, batch_size)))
         size = validation_batch_size or batch_size
         return fit(
             self,
@@ -214,10 +214,9 @@ class Pipeline:
 
     def _assemble(self, x: Any) -> None:
         if self._made is None:
-            first = keras.tree.flatten(x)[0]
             self._made = Assembly(
                 self._model,
-                (None, *first.shape[1:]),
+                x,
                 self.config,
                 plans=self._plans,
                 optimizer=self.optimizer,
@@ -267,10 +266,7 @@ def _checked(config: PipelineConfig, optimizer: Any) -> PipelineConfig:
             isinstance(config.reuse, dict),
             "give the names of layers, and let layers share variables to tie them",
         ),
-        "split": (
-            config.split not in {"parameters", "layers"},
-            "choose 'parameters' or 'layers', or set layers_per_proc",
-        ),
+        "split": (config.split == "memory", "choose 'time', 'parameters' or 'layers', or set layers_per_proc"),
     }
     for name, (given, what) in wrong.items():
         if given:

@@ -12,7 +12,7 @@ import numpy as np
 from coordd.pipeline.batch import Batch
 from coordd.pipeline.frame import pack, unpack
 from coordd.pipeline.versions import Versions
-from coordd_keras.pipeline.autodiff import Autodiff, Call, Result
+from coordd_keras.pipeline.autodiff import Autodiff, Call, Result, floats
 from coordd_keras.pipeline.layout import Layout
 
 __all__ = ["KerasStage", "Work"]
@@ -238,7 +238,7 @@ class KerasStage:
     def _entering(self, passage: _Passage) -> list[int]:
         """The places of the values that have gradients."""
         found = sorted(place for places in passage.entering.values() for place in places)
-        return [place for place in found if _floats(passage.call.values[place])]
+        return [place for place in found if floats(passage.call.values[place])]
 
     def _replay(self, passage: _Passage) -> None:
         """Computes anew, with the dropout of the first time, and without counting for statistics again."""
@@ -271,7 +271,7 @@ class KerasStage:
                 self._frames[microbatch, taker] = self._packed(value)
 
     def _packed(self, value: Any) -> np.ndarray:
-        return pack(value, self._autodiff.codec, compress=lambda tensor: self._compress if _floats(tensor) else None)[0]
+        return pack(value, self._autodiff.codec, compress=lambda tensor: self._compress if floats(tensor) else None)[0]
 
 
 def _drawn(*source: int) -> np.ndarray:
@@ -280,7 +280,3 @@ def _drawn(*source: int) -> np.ndarray:
 
 def _arrays(variables: Sequence[Any]) -> list[np.ndarray]:
     return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
-
-
-def _floats(tensor: Any) -> bool:
-    return bool(keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)))

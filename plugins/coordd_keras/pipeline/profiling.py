@@ -1,0 +1,83 @@
+"""What a Keras model's layers cost: each runs a few microbatches forward and backward, one layer after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from coordd import api
+from coordd.errors import ArgumentError
+from coordd.objects import broadcast_object
+from coordd.pipeline.config import PipelineConfig
+from coordd.pipeline.profile import Profile
+from coordd_keras.pipeline.autodiff import Call, Computation, autodiff, floats
+from coordd_keras.pipeline.graph import Graph
+from coordd_keras.pipeline.layout import Layout, unmeasured
+
+__all__ = ["measured"]
+
+_ROUNDS = 5
+"""How often everything is done; the fastest counts, for nothing but the work itself makes it faster."""
+
+
+def measured(graph: Graph, inputs: Mapping[str, np.ndarray], config: PipelineConfig, *, name: str) -> Profile:
+    """Has rank 0 measure the layers, and gives all ranks what it found.
+
+    Args:
+        graph: the model, with its weights, which stay as they are.
+        inputs: of one microbatch, by their numbers.
+        config: how it is split.
+        name: of what is sent; the same on all ranks.
+
+    Raises:
+        ArgumentError: on all ranks: a layer cannot be run.
+    """
+    found: Profile | str = ""
+    if api.rank() == 0:
+        try:
+            found = _profile(graph, {int(number): array for number, array in inputs.items()}, config)
+        except Exception as error:  # noqa: BLE001 - layers raise whatever they like, and the others wait for an answer
+            found = f"the layers cannot be measured: {error!r}; split by 'parameters' or 'layers'"
+    found = broadcast_object(found, 0, name=name)
+    if isinstance(found, str):
+        raise ArgumentError(found)
+    return found
+
+
+def _profile(graph: Graph, values: dict[int, Any], config: PipelineConfig) -> Profile:
+    """Measures stages of one layer each."""
+    known = unmeasured(graph, config)
+    stages = Layout(graph, [range(at, at + 1) for at in range(len(graph.calls))])
+    loads = []
+    for stage, load in enumerate(known.loads):
+        part, reads, writes = stages.part(stage)
+        state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in part.non_trainable_variables]
+        outputs, forward, backward = _paced(part, [values[number] for number in reads])
+        for variable, value in zip(part.non_trainable_variables, state, strict=True):
+            variable.assign(value)
+        values |= zip(writes, outputs, strict=True)
+        loads.append(replace(load, forward=forward, backward=backward, inward=backward))
+    return replace(known, loads=tuple(loads))
+
+
+def _paced(part: keras.Model, values: list[Any]) -> tuple[list[Any], float, float]:
+    """What layers give, and how many seconds their passes take; the first round is not like the others."""
+    computed = autodiff(Computation(part, last=False), part.trainable_variables)
+    call = Call(values, [None] * len(values), training=True)
+    entering = [place for place, value in enumerate(values) if not isinstance(value, np.ndarray) and floats(value)]
+    forward, backward, outputs = [], [], []
+    for _ in range(1 + _ROUNDS):
+        begin = time.perf_counter()
+        found, kept = computed.record(call, entering)
+        forward.append(time.perf_counter() - begin)
+        roots = [(output, keras.ops.ones_like(output)) for output in found.outputs if floats(output)]
+        begin = time.perf_counter()
+        computed.back(kept, roots)
+        backward.append(time.perf_counter() - begin)
+        outputs = list(found.outputs)
+    return outputs, min(forward[1:]), min(backward[1:])
