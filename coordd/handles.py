@@ -75,7 +75,11 @@ class Handle(Generic[Result]):
                 return True
             self._gates.append(gate)
         over = self._hurry(self.name) if self._hurry is not None else None
-        done = gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)) or self._done
+        try:
+            done = gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)) or self._done
+        except BaseException:  # a signal's handler has ended the wait, so what comes of it is not unheard of
+            self.add_done_callback(lambda _: None)
+            raise
         if over is not None:
             over()
         return done

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -227,6 +228,22 @@ def _failed(error=None):
 def test_a_callback_that_waits_hears_of_the_failure(unheard):
     handle = Handle("x")
     handle.add_done_callback(lambda _: None)
+    handle.fail(CoorddError("because"))
+    del handle
+    assert unheard() == []
+
+
+def test_a_wait_that_a_signal_has_ended_needs_no_telling(unheard):
+    def leave(*_):
+        raise SystemExit
+
+    handle, before = Handle("x"), signal.signal(signal.SIGALRM, leave)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(SystemExit):
+            handle.wait(DEADLINE)
+    finally:
+        signal.signal(signal.SIGALRM, before)
     handle.fail(CoorddError("because"))
     del handle
     assert unheard() == []

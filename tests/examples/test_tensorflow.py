@@ -43,3 +43,18 @@ def test_two_ranks_recognise_digits_as_a_single_process_does(script: str, backen
     assert accuracy >= 97
     for one, other in zip(pair, alone, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("backend", "size"), [("tensorflow", 4), ("torch", 2)])
+def test_the_paper_s_network_learns_in_stages(backend: str, size: int, tmp_path: Path) -> None:
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": backend}
+    script, picture = _FOLDER / "keras/pipeline_mlp.py", tmp_path / "step.svg"
+    more = ("--picture", str(picture), "--save", str(tmp_path / "model.keras"))
+    outcome = launch(size, script, *more, launcher="coordd", timeout=150, variables=quiet)
+    assert outcome.returncode == 0, str(outcome)
+    assert " | ".join(["2 layers"] * 4) in outcome.stdout or size < 4, str(outcome)
+    found = re.search(r"test accuracy ([\d.]+)%", outcome.stdout)
+    assert found, str(outcome)
+    assert float(found[1]) >= 95  # a perceptron, with dropout
+    assert picture.read_text().startswith("<svg")
+    assert (tmp_path / "model.keras").stat().st_size > 50_000
