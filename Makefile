@@ -49,7 +49,7 @@ $(DEMO): pyproject.toml constraints.txt
 	  echo "coordd needs Python 3.11 or newer, and '$(PYTHON)' is not. Name one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; \
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(IN) $(PIP) -e ".[mpi,torch,examples]"
+	$(IN) $(PIP) -e ".[mpi,torch,pipeline,examples]"
 	@touch $@
 
 $(DEV): $(DEMO)

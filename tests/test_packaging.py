@@ -53,6 +53,14 @@ def test_importing_coordd_loads_neither_a_framework_nor_mpi():
     assert loaded("coordd").isdisjoint({*FRAMEWORKS, "mpi4py"})
 
 
+@pytest.mark.parametrize("name", ["keras", "tensorflow"])
+def test_a_facade_without_its_framework_says_what_to_install(name):
+    script = f"import sys; sys.modules[{name!r}] = None; import coordd.{name}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    wanted = f"coordd.{name} needs .*, and {name} is not installed: pip install 'coordd.tensorflow.'"
+    assert re.search(wanted, done.stderr.splitlines()[-1]), done.stderr
+
+
 def test_every_module_but_the_facades_can_be_imported_without_a_framework():
     names = [name for name in modules("coordd") if name not in FACADES and not name.endswith(".__main__")]
     assert "coordd.config" in names
@@ -177,7 +185,10 @@ def test_the_demo_installs_what_it_needs_and_developers_the_rest_on_top(tmp_path
     command = ["make", "-n", target, f"PYTHON={sys.executable}", f"VENV={tmp_path / 'venv'}"]
     told = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     extras = re.findall(r'pip install .* -c constraints\.txt -e "\.\[(.*)\]"', told)
-    assert extras == ["mpi,torch,examples", "mpi,torch,tensorflow-cpu,pipeline,tune,picture,examples,dev"][:installs]
+    assert (
+        extras
+        == ["mpi,torch,pipeline,examples", "mpi,torch,tensorflow-cpu,pipeline,tune,picture,examples,dev"][:installs]
+    )
 
 
 @needs_make

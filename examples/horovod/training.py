@@ -144,6 +144,7 @@ optimizer = hvd.DistributedOptimizer(
     op=hvd.Average,
 )
 if resume_from_epoch > 0 and hvd.rank() == 0:
+    print(f"goes on after epoch {resume_from_epoch} of {args.epochs}; without checkpoints here it would start anew")
     checkpoint = torch.load(args.checkpoint_format.format(epoch=resume_from_epoch - 1))
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
