@@ -21,7 +21,7 @@ _WAYS = {
 }
 """How data travels: by default through memory; what is said of one way must hold on the others."""
 _ON_OTHER_WAYS = {"network": (2,), "hosts": (4,)}
-_ONE_WAY = ("transformers", "traces")
+_ONE_WAY = ("transformers", "traces", "parity", "precision", "record", "saving", "split")
 """Cases that take long, or have nothing to do with how data travel, and of which one way must do."""
 
 
