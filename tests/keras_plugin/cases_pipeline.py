@@ -147,12 +147,23 @@ def case_activations_may_be_computed_anew() -> None:
 def case_gradients_are_clipped_together() -> None:
     with doubles():
         x, y = data("chain", 12)
-        pipe = staged(seeded(chain), sgd(global_clipnorm=0.05))
-        model = plain(seeded(chain), sgd(global_clipnorm=0.05))
-        for _ in range(2):
-            pipe.train_on_batch(x, y)
-            model.train_on_batch(x, y)
-        same(pipe.whole(), model, 1e-6)
+        for scale in (None, 64.0):
+            pipe = staged(seeded(chain), sgd(global_clipnorm=0.05, loss_scale_factor=scale))
+            model = plain(seeded(chain), sgd(global_clipnorm=0.05))
+            for _ in range(2):
+                pipe.train_on_batch(x, y)
+                model.train_on_batch(x, y)
+            same(pipe.whole(), model, 1e-6)
+
+
+@ranks(2, deadline=60)
+def case_averages_take_the_place_of_weights_at_the_end() -> None:
+    x, y = data("chain", 12)
+    details = {"use_ema": True, "ema_momentum": 0.5}
+    pipe, model = staged(seeded(chain), sgd(**details)), plain(seeded(chain), sgd(**details))
+    for each in (pipe, model):
+        each.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    same(pipe.whole(), model, 1e-4)
 
 
 @ranks(2)

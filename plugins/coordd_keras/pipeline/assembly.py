@@ -102,18 +102,18 @@ class Assembly:
             number: autodiff(Computation(part[0], last=number == self.layout.last), part[0].trainable_variables)
             for number, part in parts.items()
         }
+        self._scale = float(optimizer.loss_scale_factor or 1.0)
         self._settling = Settling(
             held,
             sharing,
             optimizer,
             codec=next(iter(computed.values())).codec,
             counted=frozenset(key for key in self._held if self._owners[key][0] == self._rank),
-            clip_norm=math.inf if config.clip_norm is None else config.clip_norm,
+            clip_norm=math.inf if config.clip_norm is None else config.clip_norm * self._scale,
             operations=operations,
             name=f"{name}.norm",
         )
         self.stages = {number: self._stage(number, part, computed[number]) for number, part in parts.items()}
-        self._scale = float(optimizer.loss_scale_factor or 1.0)
         self._engine = Engine(self.stages, operations, name=name, fail=operations.daemon.fail)
         self.spans: list[Span] = []
         self.done: Plan | None = None
@@ -185,6 +185,10 @@ class Assembly:
         """Has metrics forget what they have heard."""
         for stage in self.stages.values():
             stage.part.reset_metrics()
+
+    def finalize(self) -> None:
+        """Has the optimizer do what it does at the end of training, such as to put averages in place of weights."""
+        self._settling.finalize()
 
     def whole(self) -> keras.Model:
         """The model in one piece with the weights of all ranks, on every rank: the user's own, or a new one."""

@@ -127,7 +127,7 @@ class Pipeline:
         x, y, held_out = arrays(x), arrays(y), arrays(validation_data)
         self._assemble(taken(x, slice(0, batch_size)))
         size = validation_batch_size or batch_size
-        return fit(
+        history = fit(
             self,
             (x, y),
             train=self.train_on_batch,
@@ -141,6 +141,8 @@ class Pipeline:
             verbose=0 if self._rank else 1 if verbose == "auto" else int(verbose),
             callbacks=callbacks,
         )
+        self._assembly.finalize()
+        return history
 
     def train_on_batch(self, x: Any, y: Any = None) -> float:
         """Takes one step, or, with a schedule whose weights are stale, one for each microbatch (``pipedream``).

@@ -92,6 +92,10 @@ class Settling:
         self._sums.clear()
         self._sharing.average(self._statistics)
 
+    def finalize(self) -> None:
+        """Has the optimizer put its averages in place of weights, if it has any."""
+        self._optimizer.finalize_variable_values(list(self._variables.values()))
+
     def _clip(self) -> None:
         mine = (self._codec.array(gradient) for key, gradient in self._sums.items() if key in self._counted)
         square = sum(float(np.square(array, dtype=np.float64).sum()) for array in mine)
