@@ -56,7 +56,15 @@ def tied() -> keras.Model:
     return keras.Model(seen, layers.Dense(3)(again(hidden)))
 
 
-MODELS = {"chain": chain, "skips": skips, "tied": tied}
+def shared() -> keras.Model:
+    """Layers with and without weights whose first call is read behind the cut as well as their second."""
+    seen = keras.Input((2, 3))
+    bent, again = layers.Activation("tanh"), layers.Dense(6, name="again")
+    first = bent(again(layers.Flatten()(seen)))
+    return keras.Model(seen, layers.Dense(3)(layers.Add()([bent(again(layers.Dense(6)(first))), first])))
+
+
+MODELS = {"chain": chain, "skips": skips, "tied": tied, "shared": shared}
 
 
 def seeded(make) -> keras.Model:
@@ -110,7 +118,7 @@ def close(mine: list, expected: list, exact: float = 0.0) -> None:
 def trained(name: str, **settings) -> None:
     """Two steps with batches whose microbatches have different numbers of rows."""
     x, y = data(name, 18)
-    reuse = ["again"] if name == "tied" else ()
+    reuse = ["again"] if name in {"tied", "shared"} else ()
     pipe = staged(seeded(MODELS[name]), reuse=reuse, **settings)
     model = plain(seeded(MODELS[name]))
     for _ in range(2):
@@ -127,6 +135,9 @@ def case_every_schedule_and_model_trains_as_in_one_piece() -> None:
         for name in MODELS:
             for schedule in FLUSHING if name == "chain" else ("1f1b",):
                 trained(name, schedule=schedule)
+        if cd.size() == 2:
+            for counts in ([3, 5], [4, 4], [5, 3]):
+                trained("shared", layers_per_proc=counts)
 
 
 @ranks(4, deadline=100)
@@ -135,6 +146,10 @@ def case_replicas_train_as_in_one_piece() -> None:
         for name in MODELS:
             trained(name, data_parallel=2)
         trained("chain", data_parallel=[2, 1, 1], schedule="1f1b")
+        x, y = data("chain", 17)
+        pipe, model = staged(seeded(chain), data_parallel=2), plain(seeded(chain))
+        close([pipe.predict(x, batch_size=8)], [model.predict(x, verbose=0)])
+        np.testing.assert_allclose(pipe.evaluate(x, y, batch_size=8), model.evaluate(x, y, verbose=0), rtol=1e-5)
 
 
 @ranks(2, deadline=60)
@@ -362,6 +377,30 @@ def case_activations_may_travel_compressed() -> None:
 
 
 @ranks(2, deadline=60)
+def case_metrics_may_be_arrays() -> None:
+    x, y = data("chain", 12)
+    config, targets = cd.Config(layers_per_proc=[4, 4], microbatches=3), np.eye(3)[y]
+    details = {"optimizer": "sgd", "loss": "mse", "metrics": [keras.metrics.F1Score(average=None)]}
+    pipe, model = cd.Pipeline(seeded(chain), config, **details), seeded(chain)
+    kinds = model.predict(x, verbose=0).argmax(1)
+    found = pipe.evaluate(x, targets, return_dict=True)["f1_score"]
+    for kind in range(3):
+        guesses, truth = kinds == kind, y == kind
+        expected = 2 * (guesses & truth).sum() / max(1, guesses.sum() + truth.sum())
+        np.testing.assert_allclose(found[kind], expected, rtol=1e-5)
+
+
+@ranks(2, deadline=60)
+def case_replicas_draw_different_numbers() -> None:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2, 3)), layers.Flatten(), layers.GaussianNoise(1.0), layers.Dense(3)])
+    pipe = staged(model, data_parallel=2)
+    pipe.train_on_batch(*data("chain", 12))
+    (state,) = (np.array(keras.ops.convert_to_numpy(each)) for each in model.layers[1].non_trainable_variables)
+    assert len({int(each[0]) for each in cd.allgather_object(state)}) == 2
+
+
+@ranks(2, deadline=60)
 def case_a_run_is_recorded() -> None:
     x, y = data("chain", 12)
     pipe = staged(seeded(chain))
@@ -405,6 +444,12 @@ def case_what_cannot_be_done_is_said() -> None:
         pipe.fit(iter([(x, y)]))
     with pytest.raises(cd.ArgumentError, match="the ranks of a pipeline differ in inputs"):
         pipe.train_on_batch(x + cd.rank(), y)
+    with pytest.raises(cd.ArgumentError, match="differ in epochs"):
+        pipe.fit(x, y, epochs=1 + cd.rank())
+    with pytest.raises(cd.ArgumentError, match="is a pair"):
+        pipe.fit(x, y, validation_data=(x, y, y))
+    with pytest.raises(cd.ArgumentError, match="is a sum over rows"):
+        cd.Pipeline(chain(), loss=keras.losses.MeanSquaredError(reduction="sum"))
     assert np.isfinite(pipe.train_on_batch(x, y))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -21,9 +21,9 @@ from coordd.pipeline.plan import Plan
 from coordd.pipeline.plans import Plans
 from coordd.pipeline.profile import Profile
 from coordd.pipeline.simulate import Span
-from coordd_keras.pipeline.autodiff import Autodiff, Computation, autodiff
-from coordd_keras.pipeline.graph import Graph
-from coordd_keras.pipeline.layout import Layout
+from coordd_keras.pipeline.autodiff import Autodiff, Computation, autodiff, floats
+from coordd_keras.pipeline.graph import Graph, arrays_of, is_seed
+from coordd_keras.pipeline.layout import Layout, Part
 from coordd_keras.pipeline.profiling import measured
 from coordd_keras.pipeline.rows import rows_of, taken
 from coordd_keras.pipeline.settling import Settling
@@ -95,11 +95,11 @@ class Assembly:
         self._held = {key: variable for mine in held.values() for key, variable in mine.items()}
         sharing = Sharing(held, self._owners, operations, name=name)
         sharing.align()
-        parts = {number: self.layout.part(number) for number in held}
-        for part, _, _ in parts.values():
-            part.compile(optimizer, run_eagerly=True, jit_compile=False, auto_scale_loss=False, **compiled)
+        parts = {number: self.layout.parts[number] for number in held}
+        for part in parts.values():
+            part.model.compile(optimizer, run_eagerly=True, jit_compile=False, auto_scale_loss=False, **compiled)
         computed = {
-            number: autodiff(Computation(part[0], last=number == self.layout.last), part[0].trainable_variables)
+            number: autodiff(Computation(part.model, last=number == self.layout.last), part.model.trainable_variables)
             for number, part in parts.items()
         }
         self._scale = float(optimizer.loss_scale_factor or 1.0)
@@ -107,6 +107,7 @@ class Assembly:
             held,
             sharing,
             optimizer,
+            statistics={key: self._held[key] for key in self._averaged(held)},
             codec=next(iter(computed.values())).codec,
             counted=frozenset(key for key in self._held if self._owners[key][0] == self._rank),
             clip_norm=math.inf if config.clip_norm is None else config.clip_norm * self._scale,
@@ -163,23 +164,27 @@ class Assembly:
             found |= each
         return [found[place] for place in sorted(found)]
 
-    def metrics(self) -> dict[str, float]:
-        """What metrics have heard since `reset`, of all replicas together, on every rank."""
+    def metrics(self) -> dict[str, Any]:
+        """What metrics have heard since `reset`, of all replicas together, on every rank.
+
+        Raises:
+            ArgumentError: on all ranks: one has no result.
+        """
         last = self.stages.get(self.layout.last)
-        mine = [] if last is None else [_arrays(metric.variables) for metric in _metrics(last.part)]
+        mine = [] if last is None else [arrays_of(metric.variables) for metric in _metrics(last.part)]
         gathered = allgather_object(mine, name=f"{self._name}.metrics")
         ranks = self._placed[self.layout.last]
-        found: dict[str, float] = {}
+        found: dict[str, Any] | str = {}
         if self._rank == ranks[0] and last is not None:
-            for place, metric in enumerate(_metrics(last.part)):
-                for at, variable in enumerate(metric.variables):
-                    variable.assign(sum(gathered[rank][place][at] for rank in ranks))
-                value = metric.result()
-                named = value if isinstance(value, dict) else {metric.name: value}
-                found |= {name: float(each) for name, each in named.items()}
-        result: dict[str, float] = broadcast_object(found, ranks[0], name=f"{self._name}.results")
+            try:
+                found = _results(last.part, [gathered[rank] for rank in ranks])
+            except Exception as error:  # noqa: BLE001 - a metric raises whatever it likes, and the others wait
+                found = f"a metric has no result: {error!r}"
+        found = broadcast_object(found, ranks[0], name=f"{self._name}.results")
         self.reset()
-        return result
+        if isinstance(found, str):
+            raise ArgumentError(found)
+        return found
 
     def reset(self) -> None:
         """Has metrics forget what they have heard."""
@@ -194,7 +199,8 @@ class Assembly:
         """The model in one piece with the weights of all ranks, on every rank: the user's own, or a new one."""
         mine = {key: each for key, each in self._held.items() if self._owners[key][0] == self._rank}
         values: dict[str, np.ndarray] = {}
-        for part in allgather_object(dict(zip(mine, _arrays(mine.values()), strict=True)), name=f"{self._name}.whole"):
+        own = dict(zip(mine, arrays_of(mine.values()), strict=True))
+        for part in allgather_object(own, name=f"{self._name}.whole"):
             values |= part
         whole = self._model if isinstance(self._model, keras.Model) else _built(self._model(), self._shape)
         for place, variable in enumerate(whole.variables):
@@ -202,9 +208,12 @@ class Assembly:
                 variable.assign(value)
         return whole
 
-    def _stage(
-        self, number: int, part: tuple[keras.Model, tuple[int, ...], tuple[int, ...]], computed: Autodiff
-    ) -> KerasStage:
+    def _averaged(self, stages: Iterable[int]) -> list[str]:
+        """The states of layers whose mean replicas are to keep."""
+        states = (pair for number in stages for pair in self.layout.states(number).items())
+        return [key for key, variable in states if math.prod(variable.shape) and floats(variable)]
+
+    def _stage(self, number: int, part: Part, computed: Autodiff) -> KerasStage:
         config = self._config
         return KerasStage(
             number,
@@ -248,7 +257,7 @@ class Assembly:
                     f"{variable.path} is in stages {told}, each of which would add its regulariser to the loss: let no "
                     "cut separate the layers that have it, or take the regulariser away"
                 )
-            if len(stages) > 1 and not variable.trainable and variable.name != "seed_generator_state":
+            if len(stages) > 1 and key in self.layout.states(stages[0]) and not is_seed(variable):
                 raise ArgumentError(
                     f"{variable.path} is in stages {told}, each of which would keep statistics of its own: let no cut "
                     "separate the layers that have it"
@@ -276,9 +285,18 @@ def _built(model: Any, shape: tuple[int | None, ...]) -> keras.Model:
     return model
 
 
+def _results(part: keras.Model, heard: Sequence[Sequence[Sequence[np.ndarray]]]) -> dict[str, Any]:
+    """What metrics find in the sums of what each replica's have heard; numbers, or arrays."""
+    found: dict[str, Any] = {}
+    for place, metric in enumerate(_metrics(part)):
+        for at, variable in enumerate(metric.variables):
+            variable.assign(sum(each[place][at] for each in heard))
+        value = metric.result()
+        for name, each in (value if isinstance(value, dict) else {metric.name: value}).items():
+            array = keras.ops.convert_to_numpy(each)
+            found[name] = array if array.ndim else float(array)
+    return found
+
+
 def _metrics(part: keras.Model) -> list[Any]:
     return [metric for metric in part.metrics if metric.name != "loss"]
-
-
-def _arrays(variables: Any) -> list[np.ndarray]:
-    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]

@@ -24,15 +24,23 @@ class Trainable(Protocol):
     stop_training: bool
 
 
-def batches(rows: int, size: int, least: int) -> list[slice]:
-    """Cuts rows into batches; of the last one, rows are left out if they are too few.
+def batches(rows: int, size: int, least: int, *, every: bool = False) -> list[slice]:
+    """Cuts rows into batches.
+
+    Args:
+        rows: their number.
+        size: of a batch.
+        least: rows that a batch must have.
+        every: whether a rest of fewer is added to the batch before it, and not left out.
 
     Raises:
-        ArgumentError: they are too few for any.
+        ArgumentError: they are too few for any batch.
     """
     if min(rows, size) < least:
         raise ArgumentError(f"a batch needs at least {least} rows, and gets {min(rows, size)}: give more")
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size) if min(size, rows - start) >= least]
+    starts = [start for start in range(0, rows, size) if rows - start >= least]
+    found = [slice(start, min(start + size, rows)) for start in starts]
+    return [*found[:-1], slice(found[-1].start, rows)] if every else found
 
 
 def fit(
@@ -40,13 +48,13 @@ def fit(
     data: tuple[Any, Any],
     *,
     train: Callable[[Any, Any], float],
-    conclude: Callable[[], dict[str, float]],
-    evaluate: Callable[[], dict[str, float]] | None,
+    conclude: Callable[[], dict[str, Any]],
+    evaluate: Callable[[], dict[str, Any]] | None,
     batch_size: int,
     least: int,
     epochs: range,
     shuffle: bool,
-    seed: int,
+    seed: Sequence[int],
     verbose: int,
     callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None,
 ) -> keras.callbacks.History:
@@ -58,7 +66,7 @@ def fit(
         train: takes a step, and returns the mean loss.
         conclude: says of the metrics what they have found since the last time.
         evaluate: finds loss and metrics of validation data, after each epoch.
-        batch_size: rows of a step; the last step of an epoch has what is left.
+        batch_size: rows of a step; the last step of an epoch has what is left, unless that is too little.
         least: rows that a batch must have.
         epochs: their numbers.
         shuffle: whether rows come in another order in each epoch, the same on all ranks.
@@ -83,10 +91,10 @@ def fit(
         steps=len(parts),
     )
     heard.on_train_begin()
-    logs: dict[str, float] = {}
+    logs: dict[str, Any] = {}
     for epoch in epochs:
         heard.on_epoch_begin(epoch)
-        order = np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
+        order = np.random.default_rng([*seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
         total = count = 0.0
         for step, part in enumerate(parts):
             heard.on_train_batch_begin(step)

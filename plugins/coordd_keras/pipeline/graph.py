@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.graph import Layer
 
-__all__ = ["Graph", "variables_of"]
+__all__ = ["Graph", "arrays_of", "is_seed", "place_of", "states_of", "variables_of"]
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,13 @@ class _Call:
 
     Attributes:
         operation: what is called.
+        node: Keras's own note of the call, which knows its other arguments.
         reads: the tensors that it takes, as numbers.
         writes: those that it gives.
     """
 
     operation: Any
+    node: Any
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
@@ -61,7 +64,7 @@ class Graph:
             for node in by_depth[depth]:
                 if not node.is_input:
                     reads, writes = self._known(node.input_tensors), self._known(node.outputs)
-                    self.calls.append(_Call(node.operation, reads, writes))
+                    self.calls.append(_Call(node.operation, node, reads, writes))
         self.outputs = self._known(model.outputs)
         if not self.calls:
             raise ArgumentError("this model has no layers that could be dealt out: add some")
@@ -94,3 +97,26 @@ class Graph:
 def variables_of(operation: Any) -> list[Any]:
     """All variables of a layer; an operation has none."""
     return list(operation.variables) if isinstance(operation, keras.Layer) else []
+
+
+def states_of(operation: Any) -> list[Any]:
+    """The variables that layers change by themselves, such as moving statistics; frozen weights are none."""
+    if not isinstance(operation, keras.Layer):
+        return []
+    layers = operation._flatten_layers()  # noqa: SLF001 - publicly, what is frozen cannot be told from them
+    return [variable for layer in layers for variable in layer._non_trainable_variables]  # noqa: SLF001 - as above
+
+
+def is_seed(variable: Any) -> bool:
+    """Says whether a variable is the state of one of Keras's generators of random numbers."""
+    return bool(variable.name == "seed_generator_state")
+
+
+def place_of(key: str) -> int:
+    """The place of a variable in the model, from its name."""
+    return int(key.partition(".")[0])
+
+
+def arrays_of(variables: Iterable[Any]) -> list[np.ndarray]:
+    """Copies the values of variables."""
+    return [np.array(keras.ops.convert_to_numpy(variable), order="C") for variable in variables]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -16,9 +16,17 @@ from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.load import Load
 from coordd.pipeline.partition import split_counts
 from coordd.pipeline.profile import Profile
-from coordd_keras.pipeline.graph import Graph, variables_of
+from coordd_keras.pipeline.graph import Graph, states_of, variables_of
 
-__all__ = ["Layout", "unmeasured"]
+__all__ = ["Layout", "Part", "unmeasured"]
+
+
+class Part(NamedTuple):
+    """The layers of a stage as a model, and the tensors that it takes and gives, in order."""
+
+    model: keras.Model
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
 
 
 class Layout:
@@ -106,28 +114,51 @@ class Layout:
         own = (variable for call in self._calls(stage) for variable in variables_of(call.operation))
         return {self.graph.key(variable): variable for variable in own}
 
-    def part(self, stage: int) -> tuple[keras.Model, tuple[int, ...], tuple[int, ...]]:
-        """The layers of a stage as a model, with the tensors that it takes and gives, in order.
+    def states(self, stage: int) -> dict[str, Any]:
+        """Those of them that layers change by themselves."""
+        own = (variable for call in self._calls(stage) for variable in states_of(call.operation))
+        return {self.graph.key(variable): variable for variable in own}
 
-        The last one gives what the whole model gives, in its structure and under its names.
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The layers of each stage as a model of its own, which has no memory that the whole one has not.
+
+        Raises:
+            ValueError: Keras refuses one; on all ranks.
         """
+        return tuple(self._part(stage) for stage in range(len(self.spans)))
+
+    def _part(self, stage: int) -> Part:
+        """Calls the layers of a stage anew, with inputs for what it takes."""
         reads, tensors = self._reads(stage), self.graph.tensors
+        entering = {
+            number: keras.Input(batch_shape=tensors[number].shape, dtype=tensors[number].dtype) for number in reads
+        }
+        found = {id(tensors[number]): tensor for number, tensor in entering.items()}
+        for call in self._calls(stage):
+            args, kwargs = call.node.arguments.fill_in(found)
+            made = keras.tree.flatten(call.operation(*args, **kwargs))
+            found |= {id(tensors[number]): tensor for number, tensor in zip(call.writes, made, strict=True)}
         if stage < self.last:
             writes = self.writes(stage)
-            return self._model(reads, [tensors[number] for number in writes]), reads, writes
+            model = keras.Model(list(entering.values()), [found[id(tensors[number])] for number in writes])
+            return Part(model, reads, writes)
+        return Part(self._end(list(entering.values()), found), reads, self.graph.outputs)
+
+    def _end(self, entering: Sequence[Any], found: Mapping[int, Any]) -> keras.Model:
+        """The last stage as a model: it gives what the whole one gives, in its structure and under its names."""
         whole = self.graph.model
-        structure = whole.outputs[0] if isinstance(whole, keras.Sequential) else whole.output
-        own = {id(tensors[number]): number for number in self.graph.outputs}
+        inputs = set(map(id, entering))
 
-        def made(tensor: Any) -> Any:
-            if self._giver.get(own[id(tensor)]) == stage:
-                return tensor
-            return keras.layers.Identity(name=tensor._keras_history.operation.name)(tensor)  # noqa: SLF001 - as above
+        def given(tensor: Any) -> Any:
+            own = found[id(tensor)]
+            return keras.layers.Identity()(own) if id(own) in inputs else own
 
-        return self._model(reads, keras.tree.map_structure(made, structure)), reads, self.graph.outputs
-
-    def _model(self, reads: Sequence[int], outputs: Any) -> keras.Model:
-        return keras.Model([self.graph.tensors[number] for number in reads], outputs)
+        if isinstance(whole, keras.Sequential):
+            return keras.Model(entering, given(whole.outputs[0]))
+        model = keras.Model(entering, keras.tree.map_structure(given, whole.output))
+        model.output_names = list(whole.output_names)
+        return model
 
     def _calls(self, stage: int) -> Iterator[Any]:
         return (self.graph.calls[place] for place in self.spans[stage])

@@ -73,6 +73,7 @@ class Pipeline:
         self.config = config or PipelineConfig()
         self.optimizer = keras.optimizers.get(optimizer)
         self.config = _checked(self.config, self.optimizer)
+        _check_mean(loss)
         self.stop_training = False
         self._model = model
         self._compiled = {"loss": loss, "metrics": metrics}
@@ -83,6 +84,7 @@ class Pipeline:
         self._accord = Accord(operations, name=f"{self._name}.given")
         self._plans = Plans(self.config, operations.daemon.world.size)
         self._made: Assembly | None = None
+        self._fits = 0
 
     @property
     def layout(self) -> Layout:
@@ -97,6 +99,7 @@ class Pipeline:
         self,
         x: Any,
         y: Any = None,
+        *,
         batch_size: int = 32,
         epochs: int = 1,
         verbose: int | str = "auto",
@@ -111,7 +114,8 @@ class Pipeline:
         Args:
             x: inputs of all rows, on all ranks the same: an array, a list of them, or a dictionary by input.
             y: targets of all rows.
-            batch_size: rows of a step, of all replicas together.
+            batch_size: rows of a step, of all replicas together; of the last step, rows are left out if they do not
+                reach all of these.
             epochs: the number of the last one.
             verbose: 0 for silence, 1 or ``"auto"`` for a bar, 2 for a line for each epoch; shown by rank 0.
             callbacks: of Keras; their model is this pipeline.
@@ -124,9 +128,17 @@ class Pipeline:
             ArgumentError: these do not fit together, the ranks were given different ones, or the model cannot be split.
             PeerError: something went wrong in another rank's stage.
         """
+        if validation_data is not None and len(validation_data) != 2:
+            raise ArgumentError(
+                f"validation_data is a pair of inputs and targets, and not {len(validation_data)} things"
+            )
         x, y, held_out = arrays(x), arrays(y), arrays(validation_data)
-        self._assemble(taken(x, slice(0, batch_size)))
         size = validation_batch_size or batch_size
+        given = {"batch sizes": f"{batch_size}, {size}", "epochs": f"{initial_epoch} to {epochs}", "shuffle": shuffle}
+        self._accord.check("fit", {**told(x, y), **given, "validation data": told(held_out, None)["inputs"]})
+        self._assemble(taken(x, slice(0, batch_size)))
+        self._assembly.reset()
+        self._fits += 1
         history = fit(
             self,
             (x, y),
@@ -137,7 +149,7 @@ class Pipeline:
             least=self._plans.least,
             epochs=range(initial_epoch, epochs),
             shuffle=shuffle,
-            seed=self.config.seed or 0,
+            seed=(self.config.seed or 0, self._fits),
             verbose=0 if self._rank else 1 if verbose == "auto" else int(verbose),
             callbacks=callbacks,
         )
@@ -156,13 +168,13 @@ class Pipeline:
         """Finds the loss without training, on every rank."""
         return self._run(arrays(x), arrays(y), "test_on_batch")
 
-    def evaluate(self, x: Any, y: Any = None, batch_size: int = 32, *, return_dict: bool = False) -> Any:
+    def evaluate(self, x: Any, y: Any = None, *, batch_size: int = 32, return_dict: bool = False) -> Any:
         """Finds loss and metrics, on every rank; arguments and result are those of ``model.evaluate``."""
         logs = self._evaluated(arrays(x), arrays(y), batch_size)
         found = list(logs.values())
         return logs if return_dict else found[0] if len(found) == 1 else found
 
-    def predict(self, x: Any, batch_size: int | None = None) -> Any:
+    def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
         """Returns the model's output for all rows, on every rank, in the structure that the model gives it.
 
         Args:
@@ -173,10 +185,11 @@ class Pipeline:
             ArgumentError: an output has its rows in another dimension than the first.
         """
         x = arrays(x)
+        self._accord.check("predict", {**told(x, None), "batch size": batch_size})
         self._assemble(x)
         rows = rows_of(x)
         found: list[tuple[int, list[np.ndarray]]] = []
-        for part in batches(rows, batch_size or rows, self.config.least):
+        for part in batches(rows, batch_size or rows, self.config.least, every=True):
             self._run(taken(x, part), None, "predict", judged=False)
             outputs = self._assembly.outputs()
             sizes = [each.stop - each.start for each in cut(part.stop - part.start, len(outputs))]
@@ -243,15 +256,27 @@ class Pipeline:
         )
         return self._assembly.run(Work(batch, training=training, judged=judged), each)
 
-    def _evaluated(self, x: Any, y: Any, batch_size: int) -> dict[str, float]:
-        self._assemble(x)
+    def _evaluated(self, x: Any, y: Any, batch_size: int) -> dict[str, Any]:
+        self._accord.check("evaluate", {**told(x, y), "batch size": batch_size})
+        self._assemble(taken(x, slice(0, batch_size)))
         self._assembly.reset()
-        rows, total, count = rows_of((x, y)), 0.0, 0
-        for part in batches(rows, batch_size, self.config.least):
-            size = part.stop - part.start
-            total += self._run(taken(x, part), taken(y, part), "evaluate") * size
-            count += size
-        return {"loss": total / count, **self._assembly.metrics()}
+        rows, total = rows_of((x, y)), 0.0
+        for part in batches(rows, batch_size, self.config.least, every=True):
+            total += self._run(taken(x, part), taken(y, part), "evaluate") * (part.stop - part.start)
+        return {"loss": total / rows, **self._assembly.metrics()}
+
+
+def _check_mean(loss: Any) -> None:
+    """Refuses a loss that is no mean, as those of microbatches are added up by their rows.
+
+    Raises:
+        ArgumentError: it is a sum.
+    """
+    for each in keras.tree.flatten(loss):
+        if getattr(each, "reduction", None) == "sum":
+            raise ArgumentError(
+                f"the loss {each.name!r} is a sum over rows: let it be their mean, without reduction='sum'"
+            )
 
 
 def _checked(config: PipelineConfig, optimizer: Any) -> PipelineConfig:

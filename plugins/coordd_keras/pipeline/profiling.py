@@ -16,7 +16,7 @@ from coordd.objects import broadcast_object
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.profile import Profile
 from coordd_keras.pipeline.autodiff import Call, Computation, autodiff, floats
-from coordd_keras.pipeline.graph import Graph
+from coordd_keras.pipeline.graph import Graph, arrays_of
 from coordd_keras.pipeline.layout import Layout, unmeasured
 
 __all__ = ["measured"]
@@ -55,8 +55,8 @@ def _profile(graph: Graph, values: dict[int, Any], config: PipelineConfig) -> Pr
     stages = Layout(graph, [range(at, at + 1) for at in range(len(graph.calls))])
     loads = []
     for stage, load in enumerate(known.loads):
-        part, reads, writes = stages.part(stage)
-        state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in part.non_trainable_variables]
+        part, reads, writes = stages.parts[stage]
+        state = arrays_of(part.non_trainable_variables)
         outputs, forward, backward = _paced(part, [values[number] for number in reads])
         for variable, value in zip(part.non_trainable_variables, state, strict=True):
             variable.assign(value)

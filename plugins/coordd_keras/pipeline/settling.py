@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import keras
 import numpy as np
 
 from coordd.messages import ReduceOp
@@ -26,6 +25,7 @@ class Settling:
         sharing: Sharing,
         optimizer: Any,
         *,
+        statistics: Mapping[str, Any],
         codec: Codec,
         counted: frozenset[str],
         clip_norm: float,
@@ -38,6 +38,7 @@ class Settling:
             held: for each stage of this rank its variables by name.
             sharing: of gradients with other ranks.
             optimizer: of all variables of this rank.
+            statistics: those of them that replicas keep the mean of.
             codec: of the backend.
             counted: the variables whose gradients this rank counts in the norm.
             clip_norm: the largest norm of all gradients together; infinite for any.
@@ -46,7 +47,7 @@ class Settling:
         """
         every = {key: variable for mine in held.values() for key, variable in mine.items()}
         self._variables = {key: variable for key, variable in every.items() if variable.trainable}
-        self._statistics = {key: variable for key, variable in every.items() if _moving(variable)}
+        self._statistics = statistics
         self._keys = {id(variable): key for key, variable in self._variables.items()}
         self._sharing = sharing
         self._optimizer = optimizer
@@ -73,7 +74,7 @@ class Settling:
 
     def reduce(self, stage: int) -> None:
         """Starts with a stage's gradients."""
-        self._sharing.start(stage, {key: self._codec.array(gradient) for key, gradient in self._sums.items()})
+        self._sharing.start(stage, self._sums, array=self._codec.array)
 
     def step(self) -> None:
         """Changes the weights, when the last of the rank's stages asks for it."""
@@ -103,9 +104,3 @@ class Settling:
         norm = float(np.sqrt(found[0]))
         if norm > self._most:
             self._sums = {key: gradient * (self._most / norm) for key, gradient in self._sums.items()}
-
-
-def _moving(variable: Any) -> bool:
-    """Whether it is a statistic that layers keep, such as a moving mean, and no state of chance."""
-    kind = keras.backend.standardize_dtype(variable.dtype)
-    return not variable.trainable and bool(keras.backend.is_float_dtype(kind)) and math.prod(variable.shape) > 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import keras
 import numpy as np
 
 from coordd.dtypes import dtype_of
@@ -15,6 +14,7 @@ from coordd.handles import wait_all
 from coordd.messages import ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
+from coordd_keras.pipeline.graph import arrays_of, is_seed, place_of
 
 __all__ = ["Sharing"]
 
@@ -45,7 +45,7 @@ class Sharing:
             for stage, mine in held.items()
         }
         groups: dict[tuple[int, ...], list[str]] = {}
-        for key in sorted({key for keys in self._held.values() for key in keys}, key=_place):
+        for key in sorted({key for keys in self._held.values() for key in keys}, key=place_of):
             groups.setdefault(owners[key], []).append(key)
         self._groups: list[tuple[Gradients, list[str]]] = []
         for ranks, keys in sorted(groups.items()):
@@ -59,11 +59,14 @@ class Sharing:
         self._open: dict[str, int] = {}
 
     def align(self) -> None:
-        """Gives all ranks the values of the first that has a variable."""
+        """Gives all ranks the values of the first that has a variable, but for seeds, which are to differ."""
         rank, coming = self._operations.daemon.world.rank, []
-        for key, variable in sorted(self._variables.items(), key=lambda item: _place(item[0])):
-            if len(owners := self._owners[key]) > 1 and math.prod(variable.shape):
-                array = np.array(keras.ops.convert_to_numpy(variable), order="C")
+        for key, variable in sorted(self._variables.items(), key=lambda item: place_of(item[0])):
+            if len(owners := self._owners[key]) > 1 and is_seed(variable):
+                (seed,) = arrays_of([variable])
+                variable.assign(seed + np.array([owners.index(rank), 0], seed.dtype))
+            elif len(owners) > 1 and math.prod(variable.shape):
+                (array,) = arrays_of([variable])
                 handle = self._operations.broadcast(
                     array, owners[0], name=f"{self._name}.{key}.first", process_set=ProcessSet(owners)
                 )
@@ -73,19 +76,20 @@ class Sharing:
             if first != rank:
                 variable.assign(array)
 
-    def start(self, stage: int, gradients: Mapping[str, np.ndarray]) -> None:
+    def start(self, stage: int, gradients: Mapping[str, Any], *, array: Callable[[Any], np.ndarray]) -> None:
         """Begins with a stage's gradients, but for those that another stage of this rank has still to add to.
 
         Args:
             stage: of this rank.
             gradients: as far as there are any.
+            array: the values of one.
         """
         for key in self._held[stage]:
             left = self._open.get(key) or sum(key in mine for mine in self._held.values())
             self._open[key] = left - 1
             if left == 1 and key in gradients:
                 group, place = self._places[key]
-                group.put(place, gradients[key])
+                group.put(place, array(gradients[key]))
 
     def finish(self) -> dict[str, np.ndarray | None]:
         """Waits for the gradients of all ranks; None is for a variable of which nobody has one."""
@@ -98,16 +102,12 @@ class Sharing:
     def average(self, variables: Mapping[str, Any]) -> None:
         """Gives the ranks that have variables the mean of their values, such as of moving statistics."""
         coming = []
-        for key in sorted(variables, key=_place):
+        for key in sorted(variables, key=place_of):
             if len(owners := self._owners[key]) > 1:
-                array = np.array(keras.ops.convert_to_numpy(variables[key]), order="C")
+                (array,) = arrays_of([variables[key]])
                 handle = self._operations.allreduce(
                     array, name=f"{self._name}.{key}.mean", op=ReduceOp.AVERAGE, process_set=ProcessSet(owners)
                 )
                 coming.append((variables[key], handle))
         for variable, handle in coming:
             variable.assign(handle.result())
-
-
-def _place(key: str) -> int:
-    return int(key.partition(".")[0])

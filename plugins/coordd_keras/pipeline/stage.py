@@ -13,7 +13,8 @@ from coordd.pipeline.batch import Batch
 from coordd.pipeline.frame import pack, unpack
 from coordd.pipeline.versions import Versions
 from coordd_keras.pipeline.autodiff import Autodiff, Call, Result, floats
-from coordd_keras.pipeline.layout import Layout
+from coordd_keras.pipeline.graph import arrays_of, is_seed, place_of
+from coordd_keras.pipeline.layout import Layout, Part
 
 __all__ = ["KerasStage", "Work"]
 
@@ -62,7 +63,7 @@ class KerasStage:
         self,
         number: int,
         layout: Layout,
-        part: tuple[keras.Model, tuple[int, ...], tuple[int, ...]],
+        part: Part,
         *,
         autodiff: Autodiff,
         add: Callable[[Any, Any], None],
@@ -78,7 +79,7 @@ class KerasStage:
         Args:
             number: of the stage.
             layout: of all stages.
-            part: its layers, compiled, with the tensors that they take and give.
+            part: its layers, compiled.
             autodiff: computes it.
             add: hears of each gradient of a variable.
             reduce: starts to add gradients up over the ranks that share them.
@@ -103,9 +104,7 @@ class KerasStage:
         self._recompute = recompute
         self._compress = compress
         self._seed = seed
-        self._seeds = {
-            layout.graph.key(variable): variable for variable in self._state if variable.name == "seed_generator_state"
-        }
+        self._seeds = {layout.graph.key(variable): variable for variable in self._state if is_seed(variable)}
         self._random = np.random.default_rng()
         self._steps = 0
         self._work: Work | None = None
@@ -131,14 +130,16 @@ class KerasStage:
         passage = self._entered(microbatch, given, work)
         if work.judged and not self._prepared:
             self._prepared = True
+            state = arrays_of(self._state)
             self._autodiff.prepare(passage.call)
+            self._reset(state)
         found = self._computed(microbatch, passage)
         if found.loss is not None:
             self.loss += float(keras.ops.convert_to_numpy(found.loss)) * work.batch.share(microbatch)
         if not self._last:
             self._send(microbatch, found)
         elif not work.judged:
-            self.outputs[microbatch] = [np.array(keras.ops.convert_to_numpy(output)) for output in found.outputs]
+            self.outputs[microbatch] = arrays_of(found.outputs)
 
     def output(self, microbatch: int, taker: int) -> np.ndarray:
         """The frame that a later stage gets."""
@@ -229,7 +230,7 @@ class KerasStage:
         self._sow(microbatch, passage)
         with self._autodiff.seeded(passage.seed):
             if self._recompute:
-                passage.state = _arrays(self._state)
+                passage.state = arrays_of(self._state)
                 return self._autodiff.run(passage.call)
             found, passage.kept = self._autodiff.record(passage.call, self._entering(passage))
         passage.found = found
@@ -242,7 +243,7 @@ class KerasStage:
 
     def _replay(self, passage: _Passage) -> None:
         """Computes anew, with the dropout of the first time, and without counting for statistics again."""
-        now = _arrays(self._state)
+        now = arrays_of(self._state)
         self._reset(passage.state)
         call = passage.call._replace(measured=False)
         with self._autodiff.seeded(passage.seed):
@@ -257,7 +258,7 @@ class KerasStage:
         """Has chance follow from the user's seed; what is computed anew needs one in any case."""
         if self._seed is not None:
             for key, variable in self._seeds.items():
-                variable.assign(_drawn(self._seed, self._steps, int(key.partition(".")[0]), microbatch))
+                variable.assign(_drawn(self._seed, self._steps, place_of(key), microbatch))
             passage.seed = int(_drawn(self._seed, self._steps, self._number, microbatch)[0])
         elif self._recompute:
             passage.seed = int(self._random.integers(2**32))
@@ -276,7 +277,3 @@ class KerasStage:
 
 def _drawn(*source: int) -> np.ndarray:
     return np.random.SeedSequence(source).generate_state(2)
-
-
-def _arrays(variables: Sequence[Any]) -> list[np.ndarray]:
-    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
