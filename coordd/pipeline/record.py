@@ -20,27 +20,37 @@ _MEETINGS = 8
 
 
 def record(  # noqa: PLR0913 - what a run leaves, and where it goes
-    path: Path | None, plan: Plan, spans: Sequence[Span], costs: Costs | None, operations: Operations, *, name: str
+    path: str | Path | None,
+    plan: Plan,
+    spans: Sequence[Span],
+    costs: Costs | None,
+    operations: Operations,
+    *,
+    since: float,
+    name: str,
 ) -> Recording:
     """Gathers the spans of all ranks, and has rank 0 write them.
 
     Args:
         path: of the file; None for none.
         plan: what was done, lowered.
-        spans: of this rank, in seconds of its own clock.
+        spans: of this rank, in seconds since the run began.
         costs: what passes were expected to take, in seconds and bytes; if nothing was, it is what they took.
         operations: of the daemon.
+        since: when that was, by this rank's clock.
         name: of what is sent; the same on all ranks.
 
     Raises:
         ArgumentError: the file's name has no ending that is known.
         OSError: rank 0 cannot write it.
     """
-    if path is not None:
-        check_name(path)
+    where = None if path is None else Path(path)
+    if where is not None:
+        check_name(where)
     world = operations.daemon.world
     meetings = [_meeting(operations) for _ in range(_MEETINGS if len(set(world.hosts)) > 1 else 0)]
-    gathered = allgather_object((list(spans), meetings), name=name)
+    mine = [Span(action, since + begin, since + end) for action, begin, end in spans]
+    gathered = allgather_object((mine, meetings), name=name)
     found = []
     for rank, (each, met) in enumerate(gathered):
         # Processes of one host read the same clock.
@@ -50,8 +60,8 @@ def record(  # noqa: PLR0913 - what a run leaves, and where it goes
         recording = Recording(plan, tuple(found), observed(plan, found), Units(memory="activations"))
     else:
         recording = Recording(plan, tuple(found), costs)
-    if path is not None and world.rank == 0:
-        recording.write(path)
+    if where is not None and world.rank == 0:
+        recording.write(where)
     return recording
 
 

@@ -2,117 +2,28 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
 import coordd.keras as cd
+from tests.keras_plugin.stages import (
+    MODELS,
+    chain,
+    close,
+    cross_entropy,
+    data,
+    doubles,
+    plain,
+    same,
+    seeded,
+    sgd,
+    staged,
+)
 from tests.mpi.cases import ranks
 
 FLUSHING = ("gpipe", "interleaved", "zb-h1", "zb-v")
-
-
-@contextmanager
-def doubles() -> Iterator[None]:
-    policy, kind = keras.config.dtype_policy(), keras.config.floatx()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(kind)
-        keras.config.set_dtype_policy(policy)
-
-
-def chain() -> keras.Model:
-    tanh = [layers.Dense(6, activation="tanh") for _ in range(6)]
-    return keras.Sequential([layers.Flatten(), *tanh, layers.Dense(3)])
-
-
-def skips() -> keras.Model:
-    """Two inputs, a value that skips stages, an addition, and a layer without weights."""
-    one, other = keras.Input((2, 3), name="one"), keras.Input((4,), name="other")
-    start = layers.Flatten()(one)
-    hidden = layers.Dense(6, activation="tanh")(start)
-    for _ in range(3):
-        hidden = layers.Dense(6, activation="tanh")(hidden)
-    joined = layers.Concatenate()([hidden, start, other]) * 2.0
-    return keras.Model([one, other], layers.Dense(3)(layers.Dense(5, activation="tanh")(joined) + 1.0))
-
-
-def tied() -> keras.Model:
-    """A layer that is called at both ends, and one that has another's weights."""
-    seen = keras.Input((2, 3))
-    again = layers.Dense(6, activation="tanh", name="again")
-    hidden = again(layers.Flatten()(seen))
-    for _ in range(4):
-        hidden = layers.Dense(6, activation="tanh")(hidden)
-    return keras.Model(seen, layers.Dense(3)(again(hidden)))
-
-
-def shared() -> keras.Model:
-    """Layers with and without weights whose first call is read behind the cut as well as their second."""
-    seen = keras.Input((2, 3))
-    bent, again = layers.Activation("tanh"), layers.Dense(6, name="again")
-    first = bent(again(layers.Flatten()(seen)))
-    return keras.Model(seen, layers.Dense(3)(layers.Add()([bent(again(layers.Dense(6)(first))), first])))
-
-
-MODELS = {"chain": chain, "skips": skips, "tied": tied, "shared": shared}
-
-
-def seeded(make) -> keras.Model:
-    """Weights that are equal on all ranks and backends."""
-    model = make()
-    if not model.built:
-        model.build((None, 2, 3))
-    random = np.random.default_rng(1)
-    model.set_weights([random.normal(size=weight.shape) / 2 for weight in model.weights])
-    return model
-
-
-def data(name: str, rows: int) -> tuple:
-    random = np.random.default_rng(2)
-    x = random.normal(size=(rows, 2, 3))
-    y = random.integers(0, 3, rows)
-    return ([x, random.normal(size=(rows, 4))] if name == "skips" else x), y
-
-
-def cross_entropy() -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)  # in the precision of this moment
-
-
-def sgd(**details) -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(0.3, momentum=0.9, **details)
-
-
-def staged(model, optimizer=None, **settings) -> cd.Pipeline:
-    settings = {"microbatches": 4, "split": "layers", **settings}
-    return cd.Pipeline(
-        model, cd.Config(**settings), optimizer=optimizer or sgd(), loss=cross_entropy(), metrics=["accuracy"]
-    )
-
-
-def plain(model: keras.Model, optimizer=None) -> keras.Model:
-    model.compile(optimizer or sgd(), cross_entropy(), metrics=["accuracy"])
-    return model
-
-
-def same(one: keras.Model, other: keras.Model, exact: float = 0.0) -> None:
-    close(one.get_weights(), other.get_weights(), exact)
-
-
-def close(mine: list, expected: list, exact: float = 0.0) -> None:
-    """By default as close as Keras computes in float64: on PyTorch it takes sums in float32."""
-    exact = exact or (1e-6 if "torch" in cd.allgather_object(keras.backend.backend()) else 1e-11)
-    for one, other in zip(mine, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=exact, atol=exact)
 
 
 def trained(name: str, **settings) -> None:
@@ -171,16 +82,6 @@ def case_gradients_are_clipped_together() -> None:
             same(pipe.whole(), model, 1e-6)
 
 
-@ranks(2, deadline=60)
-def case_averages_take_the_place_of_weights_at_the_end() -> None:
-    x, y = data("chain", 12)
-    details = {"use_ema": True, "ema_momentum": 0.5}
-    pipe, model = staged(seeded(chain), sgd(**details)), plain(seeded(chain), sgd(**details))
-    for each in (pipe, model):
-        each.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-    same(pipe.whole(), model, 1e-4)
-
-
 @ranks(2)
 def case_stale_weights_follow_their_closed_forms() -> None:
     """2BW's gradients are those of the weights before the last step."""
@@ -227,34 +128,6 @@ def case_statistics_are_alike_on_all_replicas() -> None:
     found = cd.allgather(model.layers[0].moving_mean.numpy()[None])
     assert np.abs(found[0]).max() > 0
     np.testing.assert_array_equal(found, np.repeat(found[:1], cd.size(), 0))
-
-
-@ranks(2, deadline=60)
-def case_fit_is_that_of_keras() -> None:
-    x, y = data("chain", 40)
-    x = x.astype("float32")
-
-    class Halves(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None) -> None:
-            self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * 0.5
-            assert set(logs) == {"loss", "accuracy", "val_loss", "val_accuracy"}
-
-    def fitted(of, **more):
-        callbacks = [Halves(), keras.callbacks.EarlyStopping("loss", patience=0, min_delta=10.0, start_from_epoch=2)]
-        held_out = (x[:10], y[:10])
-        return of.fit(
-            x, y, batch_size=16, epochs=9, shuffle=False, callbacks=callbacks, validation_data=held_out, **more
-        )
-
-    pipe, model = staged(seeded(chain)), plain(seeded(chain))
-    mine, expected = fitted(pipe, verbose=0).history, fitted(model, verbose=0).history
-    assert mine.keys() == expected.keys()
-    for name, values in expected.items():
-        assert 1 < len(values) < 9
-        np.testing.assert_allclose(mine[name], values, rtol=1e-4, atol=1e-4)
-    same(pipe.whole(), model, 1e-4)
-    np.testing.assert_allclose(pipe.evaluate(x, y), model.evaluate(x, y, verbose=0), rtol=1e-4)
-    assert pipe.evaluate(x, y, return_dict=True).keys() == {"loss", "accuracy"}
 
 
 @ranks(2, deadline=60)
@@ -377,20 +250,6 @@ def case_activations_may_travel_compressed() -> None:
 
 
 @ranks(2, deadline=60)
-def case_metrics_may_be_arrays() -> None:
-    x, y = data("chain", 12)
-    config, targets = cd.Config(layers_per_proc=[4, 4], microbatches=3), np.eye(3)[y]
-    details = {"optimizer": "sgd", "loss": "mse", "metrics": [keras.metrics.F1Score(average=None)]}
-    pipe, model = cd.Pipeline(seeded(chain), config, **details), seeded(chain)
-    kinds = model.predict(x, verbose=0).argmax(1)
-    found = pipe.evaluate(x, targets, return_dict=True)["f1_score"]
-    for kind in range(3):
-        guesses, truth = kinds == kind, y == kind
-        expected = 2 * (guesses & truth).sum() / max(1, guesses.sum() + truth.sum())
-        np.testing.assert_allclose(found[kind], expected, rtol=1e-5)
-
-
-@ranks(2, deadline=60)
 def case_replicas_draw_different_numbers() -> None:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((2, 3)), layers.Flatten(), layers.GaussianNoise(1.0), layers.Dense(3)])
@@ -398,72 +257,3 @@ def case_replicas_draw_different_numbers() -> None:
     pipe.train_on_batch(*data("chain", 12))
     (state,) = (np.array(keras.ops.convert_to_numpy(each)) for each in model.layers[1].non_trainable_variables)
     assert len({int(each[0]) for each in cd.allgather_object(state)}) == 2
-
-
-@ranks(2, deadline=60)
-def case_a_run_is_recorded() -> None:
-    x, y = data("chain", 12)
-    pipe = staged(seeded(chain))
-    with pytest.raises(cd.ArgumentError, match="not split before its first batch"):
-        pipe.record()
-    pipe.train_on_batch(x, y)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(cd.broadcast_object(folder)) / "run.svg"
-        assert "1f1b" in str(pipe.record(path)) or pipe.record()
-        assert cd.rank() or path.read_text().startswith("<svg")
-        cd.barrier()
-
-
-@ranks(2, deadline=60)
-def case_what_cannot_be_done_is_said() -> None:
-    class Own(keras.Model):
-        def call(self, inputs):
-            return inputs
-
-    x, y = data("chain", 12)
-    for wrong, settings in {
-        "cannot be split, for only its own code knows": {"model": Own()},
-        "wants a Keras model, or a function that makes one": {"model": lambda: 3},
-        "places 3 layers, but the model has 8": {"layers_per_proc": [1, 2]},
-        "that a cut may separate: use at most 8 stages": {"schedule": "interleaved", "chunks": 8},
-    }.items():
-        model = settings.pop("model", None) or seeded(chain)
-        with pytest.raises(cd.ArgumentError, match=wrong):
-            staged(model, **settings).train_on_batch(x, y)
-    for name, value in {"offload": True, "cuts": ["a"], "memory_cap": "1GiB", "split": "memory"}.items():
-        with pytest.raises(cd.ArgumentError, match=f"{name}=.* is not for Keras's pipelines"):
-            staged(seeded(chain), **{name: value})
-    with pytest.raises(cd.ArgumentError, match="without DistributedOptimizer"):
-        staged(seeded(chain), cd.DistributedOptimizer(sgd()))
-    with pytest.raises(cd.ArgumentError, match="would skip steps on some ranks only"):
-        staged(seeded(chain), keras.optimizers.LossScaleOptimizer(sgd()))
-    pipe = staged(seeded(chain))
-    with pytest.raises(cd.ArgumentError, match="equally many rows"):
-        pipe.train_on_batch(x, y[:3])
-    with pytest.raises(cd.ArgumentError, match="wants arrays, not a"):
-        pipe.fit(iter([(x, y)]))
-    with pytest.raises(cd.ArgumentError, match="the ranks of a pipeline differ in inputs"):
-        pipe.train_on_batch(x + cd.rank(), y)
-    with pytest.raises(cd.ArgumentError, match="differ in epochs"):
-        pipe.fit(x, y, epochs=1 + cd.rank())
-    with pytest.raises(cd.ArgumentError, match="is a pair"):
-        pipe.fit(x, y, validation_data=(x, y, y))
-    with pytest.raises(cd.ArgumentError, match="is a sum over rows"):
-        cd.Pipeline(chain(), loss=keras.losses.MeanSquaredError(reduction="sum"))
-    assert np.isfinite(pipe.train_on_batch(x, y))
-
-
-def case_layers_that_need_each_other_stay_together() -> None:
-    x, y = data("chain", 12)
-    with pytest.raises(cd.ArgumentError, match="again"):
-        staged(seeded(tied), layers_per_proc=[4, 4]).train_on_batch(x, y)
-
-
-@ranks(2)
-def case_two_stages_do_not_share_what_each_would_change() -> None:
-    seen = keras.Input((2, 3))
-    norm = layers.BatchNormalization(name="norm")
-    model = keras.Model(seen, layers.Dense(3)(layers.Flatten()(norm(ops.tanh(norm(seen))))))
-    x, y = data("chain", 12)
-    with pytest.raises(cd.ArgumentError, match="each of which would keep statistics of its own"):
-        staged(model, layers_per_proc=[2, 3], reuse=["norm"]).train_on_batch(x, y)

@@ -19,7 +19,6 @@ from coordd.pipeline.microbatch import cut
 from coordd.pipeline.plans import Plans
 from coordd.pipeline.record import record
 from coordd.pipeline.recording import Recording
-from coordd.pipeline.simulate import Span
 from coordd_keras.backend import check_backend
 from coordd_keras.optimizer import is_distributed
 from coordd_keras.pipeline.assembly import Assembly, Model
@@ -217,9 +216,8 @@ class Pipeline:
         made = self._assembly
         if made.done is None:
             raise ArgumentError("nothing was run that could be recorded: train a batch first")
-        spans = [Span(action, made.since + begin, made.since + end) for action, begin, end in made.spans]
-        where = None if path is None else Path(path)
-        return record(where, made.done, spans, None, self._operations, name=f"{self._name}.record")
+        name = f"{self._name}.record"
+        return record(path, made.done, made.spans, None, self._operations, since=made.since, name=name)
 
     @property
     def _assembly(self) -> Assembly:

@@ -88,6 +88,11 @@ class Layout:
         return graph.tied(self.captured.table, self._stage_of_layer)
 
     @cached_property
+    def shared(self) -> frozenset[int]:
+        """The stages that have parameters which others have, too."""
+        return frozenset(stage for stages in self.tied.values() for stage in stages)
+
+    @cached_property
     def holders(self) -> dict[str, tuple[int, ...]]:
         """The stages that have each parameter or buffer, under all its names."""
         found: dict[str, list[int]] = {}

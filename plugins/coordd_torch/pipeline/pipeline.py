@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,6 @@ class Pipeline:
         self.stages = self._made(built, optimizer, loss)
         self._saving = Saving(self.stages, self.layout, self._sketch, self._operations, name=f"{self._name}.loading")
         self._flows: tuple[tuple[int, int], ...] = ()
-        self._shared = frozenset(itertools.chain(*self.layout.tied.values()))
         self._engine = Engine(self.stages, self._operations, name=self._name, fail=self._operations.daemon.fail)
         give_back()
 
@@ -266,11 +264,8 @@ class Pipeline:
         if self._done is None:
             raise ArgumentError("nothing was run that could be recorded: train a batch first")
         costs = None if self._profile is None else self._profile.costs(self.layout.spans)
-        spans = [
-            Span(action, self._engine.since + begin, self._engine.since + end) for action, begin, end in self.spans
-        ]
-        where = None if path is None else Path(path)
-        return record(where, self._done, spans, costs, self._operations, name=f"{self._name}.record")
+        name = f"{self._name}.record"
+        return record(path, self._done, self.spans, costs, self._operations, since=self._engine.since, name=name)
 
     @untouched()
     def verify_parity(self, x: Any, y: Any) -> float:
@@ -315,14 +310,13 @@ class Pipeline:
                 "gradients are switched off here (torch.no_grad()), so nothing can be trained or verified"
             )
         call = ("train_batch" if step else "verify_parity") if training else "predict" if keep else "eval_batch"
-        scale = self._scaling.scale if self._scaling else 1.0
-        self._accord.check(call, {**told(x, y), "the scale of the loss": scale})
+        self._accord.check(call, told(x, y) | {"the scale of the loss": self._scaling.scale if self._scaling else 1.0})
         each = self.config.fitting(rows_of(x))
         batch = self._batch(
             x, y, each * self.config.widest, steps=each if self.config.schedule == "pipedream" and step else 1
         )
         self._flows = self.layout.flows(map(batch.inputs, range(batch.count)), training=training)
-        plan = self._plans.lowered(each, self._flows, self._shared, training=training, step=step)
+        plan = self._plans.lowered(each, self._flows, self.layout.shared, training=training, step=step)
         self._settling.begin()
         for number, stage in self.stages.items():
             scaling = self._scaling if step else None

@@ -1,0 +1,145 @@
+"""``fit`` of a Keras model in stages is Keras's, and what cannot be done is said on all ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import coordd.keras as cd
+from tests.keras_plugin.stages import (
+    chain,
+    data,
+    plain,
+    same,
+    seeded,
+    sgd,
+    staged,
+    tied,
+)
+from tests.mpi.cases import ranks
+
+
+@ranks(2, deadline=60)
+def case_averages_take_the_place_of_weights_at_the_end() -> None:
+    x, y = data("chain", 12)
+    details = {"use_ema": True, "ema_momentum": 0.5}
+    pipe, model = staged(seeded(chain), sgd(**details)), plain(seeded(chain), sgd(**details))
+    for each in (pipe, model):
+        each.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    same(pipe.whole(), model, 1e-4)
+
+
+@ranks(2, deadline=60)
+def case_fit_is_that_of_keras() -> None:
+    x, y = data("chain", 40)
+    x = x.astype("float32")
+
+    class Halves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None) -> None:
+            self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * 0.5
+            assert set(logs) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+
+    def fitted(of, **more):
+        callbacks = [Halves(), keras.callbacks.EarlyStopping("loss", patience=0, min_delta=10.0, start_from_epoch=2)]
+        held_out = (x[:10], y[:10])
+        return of.fit(
+            x, y, batch_size=16, epochs=9, shuffle=False, callbacks=callbacks, validation_data=held_out, **more
+        )
+
+    pipe, model = staged(seeded(chain)), plain(seeded(chain))
+    mine, expected = fitted(pipe, verbose=0).history, fitted(model, verbose=0).history
+    assert mine.keys() == expected.keys()
+    for name, values in expected.items():
+        assert 1 < len(values) < 9
+        np.testing.assert_allclose(mine[name], values, rtol=1e-4, atol=1e-4)
+    same(pipe.whole(), model, 1e-4)
+    np.testing.assert_allclose(pipe.evaluate(x, y), model.evaluate(x, y, verbose=0), rtol=1e-4)
+    assert pipe.evaluate(x, y, return_dict=True).keys() == {"loss", "accuracy"}
+
+
+@ranks(2, deadline=60)
+def case_metrics_may_be_arrays() -> None:
+    x, y = data("chain", 12)
+    config, targets = cd.Config(layers_per_proc=[4, 4], microbatches=3), np.eye(3)[y]
+    details = {"optimizer": "sgd", "loss": "mse", "metrics": [keras.metrics.F1Score(average=None)]}
+    pipe, model = cd.Pipeline(seeded(chain), config, **details), seeded(chain)
+    kinds = model.predict(x, verbose=0).argmax(1)
+    found = pipe.evaluate(x, targets, return_dict=True)["f1_score"]
+    for kind in range(3):
+        guesses, truth = kinds == kind, y == kind
+        expected = 2 * (guesses & truth).sum() / max(1, guesses.sum() + truth.sum())
+        np.testing.assert_allclose(found[kind], expected, rtol=1e-5)
+
+
+@ranks(2, deadline=60)
+def case_a_run_is_recorded() -> None:
+    x, y = data("chain", 12)
+    pipe = staged(seeded(chain))
+    with pytest.raises(cd.ArgumentError, match="not split before its first batch"):
+        pipe.record()
+    pipe.train_on_batch(x, y)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(cd.broadcast_object(folder)) / "run.svg"
+        assert "1f1b" in str(pipe.record(path)) or pipe.record()
+        assert cd.rank() or path.read_text().startswith("<svg")
+        cd.barrier()
+
+
+@ranks(2, deadline=60)
+def case_what_cannot_be_done_is_said() -> None:
+    class Own(keras.Model):
+        def call(self, inputs):
+            return inputs
+
+    x, y = data("chain", 12)
+    for wrong, settings in {
+        "cannot be split, for only its own code knows": {"model": Own()},
+        "wants a Keras model, or a function that makes one": {"model": lambda: 3},
+        "places 3 layers, but the model has 8": {"layers_per_proc": [1, 2]},
+        "that a cut may separate: use at most 8 stages": {"schedule": "interleaved", "chunks": 8},
+    }.items():
+        model = settings.pop("model", None) or seeded(chain)
+        with pytest.raises(cd.ArgumentError, match=wrong):
+            staged(model, **settings).train_on_batch(x, y)
+    for name, value in {"offload": True, "cuts": ["a"], "memory_cap": "1GiB", "split": "memory"}.items():
+        with pytest.raises(cd.ArgumentError, match=f"{name}=.* is not for Keras's pipelines"):
+            staged(seeded(chain), **{name: value})
+    with pytest.raises(cd.ArgumentError, match="without DistributedOptimizer"):
+        staged(seeded(chain), cd.DistributedOptimizer(sgd()))
+    with pytest.raises(cd.ArgumentError, match="would skip steps on some ranks only"):
+        staged(seeded(chain), keras.optimizers.LossScaleOptimizer(sgd()))
+    pipe = staged(seeded(chain))
+    with pytest.raises(cd.ArgumentError, match="equally many rows"):
+        pipe.train_on_batch(x, y[:3])
+    with pytest.raises(cd.ArgumentError, match="wants arrays, not a"):
+        pipe.fit(iter([(x, y)]))
+    with pytest.raises(cd.ArgumentError, match="the ranks of a pipeline differ in inputs"):
+        pipe.train_on_batch(x + cd.rank(), y)
+    with pytest.raises(cd.ArgumentError, match="differ in epochs"):
+        pipe.fit(x, y, epochs=1 + cd.rank())
+    with pytest.raises(cd.ArgumentError, match="is a pair"):
+        pipe.fit(x, y, validation_data=(x, y, y))
+    with pytest.raises(cd.ArgumentError, match="is a sum over rows"):
+        cd.Pipeline(chain(), loss=keras.losses.MeanSquaredError(reduction="sum"))
+    assert np.isfinite(pipe.train_on_batch(x, y))
+
+
+def case_layers_that_need_each_other_stay_together() -> None:
+    x, y = data("chain", 12)
+    with pytest.raises(cd.ArgumentError, match="again"):
+        staged(seeded(tied), layers_per_proc=[4, 4]).train_on_batch(x, y)
+
+
+@ranks(2)
+def case_two_stages_do_not_share_what_each_would_change() -> None:
+    seen = keras.Input((2, 3))
+    norm = layers.BatchNormalization(name="norm")
+    model = keras.Model(seen, layers.Dense(3)(layers.Flatten()(norm(ops.tanh(norm(seen))))))
+    x, y = data("chain", 12)
+    with pytest.raises(cd.ArgumentError, match="each of which would keep statistics of its own"):
+        staged(model, layers_per_proc=[2, 3], reuse=["norm"]).train_on_batch(x, y)
