@@ -81,11 +81,11 @@ def _told(key: str, everybodys: Mapping[Any, list[int]]) -> str:
     return f"{key} ({', '.join(each)})"
 
 
-def some(array: np.ndarray) -> np.ndarray:
-    """Takes a few values of the first row of an array, of the middle one, and of the last."""
-    rows = array[:: max(1, (len(array) - 1) // 2)] if array.ndim and array.size else array
+def some(values: Any) -> Any:
+    """Takes a few values of the first row of an array or tensor, of the middle one, and of the last."""
+    rows = values[:: max(1, (len(values) - 1) // 2)] if values.ndim else values
     flat = rows.reshape(-1)
-    return np.ascontiguousarray(flat[:: max(1, len(flat) // _VALUES)])
+    return flat[:: max(1, len(flat) // _VALUES)]
 
 
 def fingerprint(leaves: Iterable[Any]) -> str:

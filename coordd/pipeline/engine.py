@@ -117,7 +117,7 @@ class Engine:
         self.since = 0.0
 
     def run(self, plan: Plan, rank: int) -> list[Span]:
-        """Carries out what a plan has this rank do, and returns when it computed what, in seconds from now on.
+        """Carries out what a plan has this rank do; returns when it computed or changed what, in seconds from now on.
 
         Raises:
             PeerError: another rank has failed.
@@ -133,7 +133,7 @@ class Engine:
                 error.add_note(f"in {action} of the pipeline: {action.told}, on rank {rank}")
                 self._fail(f"failed in {action} of the pipeline: {error!r}, in {action.told}", traceback.format_exc())
                 raise
-            if action.kind in COMPUTE:
+            if action.kind in COMPUTE or action.kind is Kind.STEP:
                 spans.append(Span(action, self._began - begin, time.perf_counter() - begin))
         sent, self._sent = self._sent, []
         wait_all(sent)
@@ -157,6 +157,7 @@ class Engine:
         elif kind is Kind.REDUCE:
             self._stages[stage].reduce()
         else:
+            self._began = time.perf_counter()
             self._stages[stage].step()
 
     def _pass(self, plan: Plan, action: Action) -> None:

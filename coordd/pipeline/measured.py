@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.action import COMPUTE, SENDS, Kind
@@ -19,8 +19,8 @@ def measured(plan: Plan, spans: Sequence[Iterable[Span]], costs: Costs | None = 
 
     Args:
         plan: what was done, lowered.
-        spans: for each rank what it did and when, in seconds of a clock that all share; passes count, and what else is
-            in it does not.
+        spans: for each rank what it did and when, in seconds of a clock that all share; passes and steps count, and
+            what else is in it does not.
         costs: what was kept and what travelled, in bytes; without them both are 0.
 
     Raises:
@@ -28,19 +28,17 @@ def measured(plan: Plan, spans: Sequence[Iterable[Span]], costs: Costs | None = 
     """
     if len(spans) != len(plan.actions):
         raise ArgumentError(f"spans of {len(spans)} ranks for a plan of {len(plan.actions)}: gather those of all ranks")
-    passes = [
-        sorted((span for span in mine if span.action.kind in COMPUTE), key=lambda span: span.begin) for mine in spans
-    ]
-    for rank, mine in enumerate(passes):
+    for rank, mine in enumerate(spans := [sorted(mine, key=lambda span: span.begin) for mine in spans]):
         if wrong := [span for span in mine if span.end < span.begin]:
             raise ArgumentError(f"{wrong[0].action} of rank {rank} ended before it began: which clock was read?")
-    since = min((mine[0].begin for mine in passes if mine), default=0.0)
-    shifted = tuple(tuple(Span(action, begin - since, end - since) for action, begin, end in mine) for mine in passes)
+    since = min((span.begin for mine in spans for span in mine if span.action.kind in COMPUTE), default=0.0)
+    shifted, steps = _of(spans, COMPUTE, since), _of(spans, {Kind.STEP}, since)
     return Timeline(
         shifted,
         tuple(_peak(mine, costs) for mine in shifted),
         _volume(plan, costs),
         max((span.end for mine in shifted for span in mine), default=0.0),
+        steps if any(steps) else (),
     )
 
 
@@ -83,6 +81,14 @@ def lag(mine: Sequence[tuple[float, float]], first: Sequence[tuple[float, float]
     least = max(came - left for (came, _), (_, left) in meetings)
     most = min(left - came for (_, left), (came, _) in meetings)
     return (least + most) / 2
+
+
+def _of(spans: Sequence[Iterable[Span]], kinds: Collection[Kind], since: float) -> tuple[tuple[Span, ...], ...]:
+    """Those of some kinds, in seconds from then on."""
+    return tuple(
+        tuple(Span(action, begin - since, end - since) for action, begin, end in mine if action.kind in kinds)
+        for mine in spans
+    )
 
 
 def _peak(spans: Iterable[Span], costs: Costs | None) -> float:

@@ -65,7 +65,8 @@ def draw(
         units: of the times and peaks; seconds and bytes by default.
     """
     panels = {"": timeline} if measured is None else {"predicted": timeline, "measured": measured}
-    until = max(panel.makespan for panel in panels.values())
+    steps = [span.end for panel in panels.values() for mine in panel.steps for span in mine]
+    until = max([panel.makespan for panel in panels.values()] + steps)
     passes = max(sum(map(len, panel.spans)) for panel in panels.values())
     canvas = _Canvas(plan, units or Units(), until, small=len(plan.actions) <= _LANES and passes <= _BOXES)
     canvas.head(title or _title(plan))
@@ -128,6 +129,7 @@ class _Canvas:
         """Draws a timeline below what is there already."""
         peak = self.units.size(max(timeline.peaks, default=0.0))
         told = f"makespan {self.units.span(timeline.makespan)}, bubble {100 * timeline.bubble:.1f} %, peak {peak}"
+        told += f", {self.units.span(timeline.step)} to change the weights" if timeline.steps else ""
         self._text(_MARGIN, self.y, f"{heading}: {told}" if heading else told, f'font-size="13" fill="{_DARK}"')
         top = self.y + 30
         bottom = top + self._height * len(self._lanes)
@@ -139,6 +141,8 @@ class _Canvas:
         if self.small:
             for rank, spans in enumerate(timeline.spans):
                 self._passes(rank, spans, top + rank * self._height)
+            for rank, spans in enumerate(timeline.steps):
+                self._steps(rank, spans, top + rank * self._height)
         else:
             self._cells(timeline, top)
         self.y = bottom + 34
@@ -162,6 +166,12 @@ class _Canvas:
             if width >= _LETTER * len(number) + _ROOM:
                 ink = f'text-anchor="middle" fill="{_ink(fill)}" pointer-events="none"'
                 self._text(x + width / 2, y + self._height / 2 + 3.5, number, ink)
+
+    def _steps(self, rank: int, spans: Sequence[Span], y: float) -> None:
+        for action, begin, end in spans:
+            hint = f"{action}, rank {rank}: {self.units.span(begin)} to {self.units.span(end)}"
+            corner, width = (self._left + begin * self._scale, y), (end - begin) * self._scale
+            self._box(corner, (max(width, 0.4), self._height - 1), fill=_DARK, hint=hint)
 
     def _cells(self, timeline: Timeline, top: float) -> None:
         """Draws for each kind and shade one path with all its cells."""

@@ -27,7 +27,7 @@ class Recording:
 
     Attributes:
         plan: what was to be done, lowered.
-        spans: for each rank when it computed what, in seconds of one clock.
+        spans: for each rank when it computed or changed what, in seconds of one clock.
         costs: what passes were expected to take, and to keep.
         units: of these.
     """
@@ -49,10 +49,11 @@ class Recording:
 
     def __str__(self) -> str:
         predicted, measured = self.predicted, self.measured
-        return (
+        text = (
             f"{self.plan.name}: {1e3 * measured.makespan:.0f} ms and {measured.bubble:.1%} idle, "
             f"predicted {1e3 * predicted.makespan:.0f} ms and {predicted.bubble:.1%}"
         )
+        return f"{text}; {1e3 * measured.step:.0f} ms to change the weights" if measured.steps else text
 
     def picture(self) -> str:
         """Both, one below the other, in one scale; an SVG."""

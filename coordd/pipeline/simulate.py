@@ -97,12 +97,20 @@ class Timeline:
         peaks: for each rank the most bytes of activations that were live.
         volume: bytes that travelled between ranks.
         makespan: when the last rank was done, in seconds.
+        steps: for each rank when it waited for gradients that it shares and changed weights, if that was measured; not
+            counted in the makespan unless passes follow.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     peaks: tuple[float, ...]
     volume: int
     makespan: float
+    steps: tuple[tuple[Span, ...], ...] = ()
+
+    @property
+    def step(self) -> float:
+        """The most seconds that any rank was changing weights."""
+        return max((sum(span.end - span.begin for span in mine) for mine in self.steps), default=0.0)
 
     def busy(self, rank: int) -> float:
         """Seconds that a rank computed."""

@@ -22,13 +22,15 @@ def test_what_went_as_predicted_is_what_was_predicted(schedule):
     assert measured(plan, late, COSTS) == predicted
 
 
-def test_only_passes_count():
+def test_passes_count_and_steps_are_told_beside_them():
     plan = chained(gpipe(1, 1))
-    step = Span(Action(0, Kind.STEP), 3.0, 9.0)
-    spans = [step, Span(Action(0, Kind.BACKWARD, 0), 1.0, 3.0), Span(Action(0, Kind.FORWARD, 0), 0.5, 1.0)]
+    step, reduction = Span(Action(0, Kind.STEP), 3.0, 9.0), Span(Action(0, Kind.REDUCE), 0.0, 0.5)
+    passes = [Span(Action(0, Kind.BACKWARD, 0), 1.0, 3.0), Span(Action(0, Kind.FORWARD, 0), 0.5, 1.0)]
+    spans = [reduction, step, *passes]
     found = measured(plan, [spans])
     assert [str(span.action) for span in found.spans[0]] == ["0F0", "0B0"]
     assert (found.makespan, found.bubble, found.peaks, found.volume) == (2.5, 0.0, (0.0,), 0)
+    assert (found.steps, found.step) == (((Span(step.action, 2.5, 8.5),),), 6.0)
 
 
 def test_a_step_in_which_nothing_was_done():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordd.errors import ArgumentError
+from coordd.pipeline.action import Action, Kind
 from coordd.pipeline.measured import lag, observed
 from coordd.pipeline.recording import Recording, check_name
 from coordd.pipeline.schedule import interleaved, one_f_one_b, zero_bubble
@@ -41,6 +43,16 @@ def test_as_a_text_it_compares_both_in_a_line():
     found = recording()
     assert str(found).startswith(f"1f1b: {2e3 * found.predicted.makespan:.0f} ms and ")
     assert str(found).endswith(f"predicted {1e3 * found.predicted.makespan:.0f} ms and {found.predicted.bubble:.1%}")
+
+
+def test_steps_are_told_and_drawn():
+    passes = recording()
+    step = Span(Action(1, Kind.STEP), 60.0, 61.5)
+    found = replace(passes, spans=(passes.spans[0], (*passes.spans[1], step)))
+    assert found.measured.makespan == passes.measured.makespan
+    assert str(found) == f"{passes}; 1500 ms to change the weights"
+    assert "1STEP, rank 1: " in found.picture()
+    assert "1.5 s to change the weights" in found.picture()
 
 
 def test_a_picture_shows_both(tmp_path):

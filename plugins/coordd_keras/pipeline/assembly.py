@@ -12,7 +12,7 @@ from keras.src.backend.common import global_state  # Keras has no public way to 
 
 from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
-from coordd.objects import allgather_object, broadcast_object
+from coordd.objects import allgather_object
 from coordd.operations import Operations
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.engine import Engine
@@ -33,6 +33,14 @@ from coordd_keras.pipeline.stage import KerasStage, Work
 __all__ = ["Assembly", "Model"]
 
 Model: TypeAlias = "keras.Model | Callable[[], keras.Model]"
+
+_TOGETHER: Mapping[str, Callable[[Sequence[np.ndarray]], Any]] = {
+    "none": sum,
+    "sum": sum,
+    "mean": lambda values: np.mean(values, axis=0),
+    "only_first_replica": lambda values: values[0],
+}
+"""What is made of a metric's variable on several replicas, by what it says of itself, as with Keras's distribution."""
 
 
 class Assembly:
@@ -96,8 +104,9 @@ class Assembly:
         sharing = Sharing(held, self._owners, operations, name=name)
         sharing.align()
         parts = {number: self.layout.parts[number] for number in held}
-        for part in parts.values():
-            part.model.compile(optimizer, run_eagerly=True, jit_compile=False, auto_scale_loss=False, **compiled)
+        for number, part in parts.items():
+            judging = compiled if number == self.layout.last else {}
+            part.model.compile(optimizer, run_eagerly=True, jit_compile=False, auto_scale_loss=False, **judging)
         computed = {
             number: autodiff(Computation(part.model, last=number == self.layout.last), part.model.trainable_variables)
             for number, part in parts.items()
@@ -108,7 +117,7 @@ class Assembly:
             sharing,
             optimizer,
             statistics={key: self._held[key] for key in self._averaged(held)},
-            codec=next(iter(computed.values())).codec,
+            autodiff=next(iter(computed.values())),
             counted=frozenset(key for key in self._held if self._owners[key][0] == self._rank),
             clip_norm=math.inf if config.clip_norm is None else config.clip_norm * self._scale,
             operations=operations,
@@ -147,7 +156,6 @@ class Assembly:
             microbatches: for each replica of the widest stage.
         """
         plan = self._plans.lowered(microbatches, self.layout.flows, self.layout.tied, training=work.training)
-        self._settling.begin()
         work = work._replace(scale=self._scale)
         for stage in self.stages.values():
             stage.begin(work)
@@ -170,21 +178,28 @@ class Assembly:
         Raises:
             ArgumentError: on all ranks: one has no result.
         """
-        last = self.stages.get(self.layout.last)
-        mine = [] if last is None else [arrays_of(metric.variables) for metric in _metrics(last.part)]
-        gathered = allgather_object(mine, name=f"{self._name}.metrics")
-        ranks = self._placed[self.layout.last]
-        found: dict[str, Any] | str = {}
-        if self._rank == ranks[0] and last is not None:
-            try:
-                found = _results(last.part, [gathered[rank] for rank in ranks])
-            except Exception as error:  # noqa: BLE001 - a metric raises whatever it likes, and the others wait
-                found = f"a metric has no result: {error!r}"
-        found = broadcast_object(found, ranks[0], name=f"{self._name}.results")
+        mine = {
+            number: [arrays_of(metric.variables) for metric in _metrics(stage.part)]
+            for number, stage in self.stages.items()
+        }
+        heard = allgather_object(mine, name=f"{self._name}.metrics")
+        found: dict[int, dict[str, Any]] = {}
+        wrong = ""
+        try:
+            for number, stage in self.stages.items():
+                if self._rank == self._placed[number][0]:
+                    found[number] = _results(stage.part, [heard[rank][number] for rank in self._placed[number]])
+        except Exception as error:  # noqa: BLE001 - a metric raises whatever it likes, and the others wait
+            wrong = f"a metric has no result: {error!r}"
+        everybodys = allgather_object((found, wrong), name=f"{self._name}.results")
         self.reset()
-        if isinstance(found, str):
-            raise ArgumentError(found)
-        return found
+        for results, wrong in everybodys:
+            if wrong:
+                raise ArgumentError(wrong)
+            found |= results
+        # Keras has those of the loss and of the output before those of layers.
+        order = sorted(found, key=lambda number: (number != self.layout.last, number))
+        return {name: value for number in order for name, value in found[number].items()}
 
     def reset(self) -> None:
         """Has metrics forget what they have heard."""
@@ -286,11 +301,11 @@ def _built(model: Any, shape: tuple[int | None, ...]) -> keras.Model:
 
 
 def _results(part: keras.Model, heard: Sequence[Sequence[Sequence[np.ndarray]]]) -> dict[str, Any]:
-    """What metrics find in the sums of what each replica's have heard; numbers, or arrays."""
+    """What metrics find in what the replicas' have heard together; numbers, or arrays."""
     found: dict[str, Any] = {}
     for place, metric in enumerate(_metrics(part)):
         for at, variable in enumerate(metric.variables):
-            variable.assign(sum(each[place][at] for each in heard))
+            variable.assign(_TOGETHER[variable.aggregation]([each[place][at] for each in heard]))
         value = metric.result()
         for name, each in (value if isinstance(value, dict) else {metric.name: value}).items():
             array = keras.ops.convert_to_numpy(each)

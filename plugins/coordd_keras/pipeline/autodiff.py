@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -126,6 +126,10 @@ class Autodiff(Protocol):
 
     def stepping(self) -> AbstractContextManager[None]:
         """A context in which weights may change though there are microbatches on their way."""
+        ...
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function of tensors, which may also change variables, as fast as the backend makes it."""
         ...
 
 

@@ -10,11 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from coordd import api
-from coordd.errors import ArgumentError
-from coordd.objects import broadcast_object
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.profile import Profile
+from coordd.pipeline.survey import surveyed
 from coordd_keras.pipeline.autodiff import Call, Computation, autodiff, floats
 from coordd_keras.pipeline.graph import Graph, arrays_of
 from coordd_keras.pipeline.layout import Layout, unmeasured
@@ -37,16 +35,8 @@ def measured(graph: Graph, inputs: Mapping[str, np.ndarray], config: PipelineCon
     Raises:
         ArgumentError: on all ranks: a layer cannot be run.
     """
-    found: Profile | str = ""
-    if api.rank() == 0:
-        try:
-            found = _profile(graph, {int(number): array for number, array in inputs.items()}, config)
-        except Exception as error:  # noqa: BLE001 - layers raise whatever they like, and the others wait for an answer
-            found = f"the layers cannot be measured: {error!r}; split by 'parameters' or 'layers'"
-    found = broadcast_object(found, 0, name=name)
-    if isinstance(found, str):
-        raise ArgumentError(found)
-    return found
+    numbered = {int(number): array for number, array in inputs.items()}
+    return surveyed(lambda: _profile(graph, numbered, config), name=name)
 
 
 def _profile(graph: Graph, values: dict[int, Any], config: PipelineConfig) -> Profile:

@@ -10,7 +10,7 @@ import numpy as np
 
 from coordd.messages import ReduceOp
 from coordd.operations import Operations
-from coordd.pipeline.frame import Codec
+from coordd_keras.pipeline.autodiff import Autodiff
 from coordd_keras.pipeline.sharing import Sharing
 
 __all__ = ["Settling"]
@@ -26,7 +26,7 @@ class Settling:
         optimizer: Any,
         *,
         statistics: Mapping[str, Any],
-        codec: Codec,
+        autodiff: Autodiff,
         counted: frozenset[str],
         clip_norm: float,
         operations: Operations,
@@ -39,7 +39,7 @@ class Settling:
             sharing: of gradients with other ranks.
             optimizer: of all variables of this rank.
             statistics: those of them that replicas keep the mean of.
-            codec: of the backend.
+            autodiff: of any of these stages.
             counted: the variables whose gradients this rank counts in the norm.
             clip_norm: the largest norm of all gradients together; infinite for any.
             operations: of the daemon.
@@ -51,7 +51,8 @@ class Settling:
         self._keys = {id(variable): key for key, variable in self._variables.items()}
         self._sharing = sharing
         self._optimizer = optimizer
-        self._codec = codec
+        self._codec = autodiff.codec
+        self._apply = autodiff.compiled(self._applied)
         self._counted = counted
         self._most = clip_norm
         self._operations = operations
@@ -61,11 +62,6 @@ class Settling:
         self._sums: dict[str, Any] = {}
         if self._variables and not optimizer.built:
             optimizer.build(list(self._variables.values()))
-
-    def begin(self) -> None:
-        """Forgets what a run that was given up has left."""
-        self._sums.clear()
-        self._waiting = self._stages
 
     def add(self, variable: Any, gradient: Any) -> None:
         """Adds a microbatch's gradient of a variable."""
@@ -87,15 +83,17 @@ class Settling:
                 self._sums[key] = self._codec.tensor(array, differentiable=False)
         if self._most < math.inf:
             self._clip()
-        there = [key for key in self._variables if key in self._sums]
-        if there:
-            self._optimizer.apply([self._sums[key] for key in there], [self._variables[key] for key in there])
+        if there := {key: self._sums[key] for key in self._variables if key in self._sums}:
+            self._apply(there)
         self._sums.clear()
         self._sharing.average(self._statistics)
 
     def finalize(self) -> None:
         """Has the optimizer put its averages in place of weights, if it has any."""
         self._optimizer.finalize_variable_values(list(self._variables.values()))
+
+    def _applied(self, gradients: Mapping[str, Any]) -> None:
+        self._optimizer.apply(list(gradients.values()), [self._variables[key] for key in gradients])
 
     def _clip(self) -> None:
         mine = (self._codec.array(gradient) for key, gradient in self._sums.items() if key in self._counted)

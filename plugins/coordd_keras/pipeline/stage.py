@@ -11,6 +11,7 @@ import numpy as np
 
 from coordd.pipeline.batch import Batch
 from coordd.pipeline.frame import pack, unpack
+from coordd.pipeline.stage import BaseStage
 from coordd.pipeline.versions import Versions
 from coordd_keras.pipeline.autodiff import Autodiff, Call, Result, floats
 from coordd_keras.pipeline.graph import arrays_of, is_seed, place_of
@@ -47,7 +48,7 @@ class _Passage:
     seed: int | None = None
 
 
-class KerasStage:
+class KerasStage(BaseStage):
     """What `coordd.pipeline.engine.Stage` asks for.
 
     Keras finds the gradients of inputs and weights at once, so where a schedule halves the backward pass, its first
@@ -89,6 +90,7 @@ class KerasStage:
             compress: the form in which activations and gradients travel, ``"bf16"`` or ``"int8"``.
             seed: makes dropout depend on step, stage and microbatch alone.
         """
+        super().__init__(reduce=reduce, versions=Versions(autodiff.weights, versions) if versions > 1 else None)
         self.part, self._reads, self._writes = part
         self._number = number
         self._layout = layout
@@ -98,9 +100,7 @@ class KerasStage:
         self._autodiff = autodiff
         self._prepared = False
         self._add = add
-        self._reduce = reduce
         self._step = step
-        self._versions = Versions(self._autodiff.weights, versions) if versions > 1 else None
         self._recompute = recompute
         self._compress = compress
         self._seed = seed
@@ -109,7 +109,6 @@ class KerasStage:
         self._steps = 0
         self._work: Work | None = None
         self._passages: dict[int, _Passage] = {}
-        self._frames: dict[tuple[int, int], np.ndarray] = {}
         self.loss = 0.0
         self.outputs: dict[int, Any] = {}
 
@@ -119,9 +118,7 @@ class KerasStage:
         self.loss = 0.0
         self.outputs = {}
         self._passages.clear()
-        self._frames.clear()
-        if self._versions is not None:
-            self._versions.restart()
+        self.restart()
 
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Takes a microbatch through; the last stage finds its loss."""
@@ -140,10 +137,6 @@ class KerasStage:
             self._send(microbatch, found)
         elif not work.judged:
             self.outputs[microbatch] = arrays_of(found.outputs)
-
-    def output(self, microbatch: int, taker: int) -> np.ndarray:
-        """The frame that a later stage gets."""
-        return self._frames.pop((microbatch, taker))
 
     def backward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Takes a microbatch back."""
@@ -168,7 +161,7 @@ class KerasStage:
                 self._add(variable, gradient)
         inwards = dict(zip(self._entering(passage), entered, strict=True))
         for giver, places_of in passage.entering.items():
-            self._frames[microbatch, giver] = self._packed([inwards.get(place) for place in places_of])
+            self.frames[microbatch, giver] = self._packed([inwards.get(place) for place in places_of])
 
     def backward_input(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Does all of it."""
@@ -177,23 +170,9 @@ class KerasStage:
     def backward_weight(self, microbatch: int) -> None:
         """Is done already."""
 
-    def gradient(self, microbatch: int, giver: int) -> np.ndarray:
-        """The frame of gradients that an earlier stage gets."""
-        return self._frames.pop((microbatch, giver))
-
-    def recall(self, version: int) -> None:
-        """Computes with an older version of the weights, or with the newest again."""
-        if self._versions is not None:
-            self._versions.show(version)
-
-    def reduce(self) -> None:
-        """Starts to add gradients up over the ranks that share variables."""
-        self._reduce()
-
     def step(self) -> None:
         """Changes the weights, together with those of this rank's other stages."""
-        if self._versions is not None:
-            self._versions.advance()
+        self.advance()
         self._steps += 1
         with self._autodiff.stepping():
             self._step()
@@ -269,7 +248,7 @@ class KerasStage:
             if giver == self._number:
                 mine = [places[number] for number in self._layout.given(giver, taker)]
                 value = ([found.outputs[place] for place in mine], [found.masks[place] for place in mine])
-                self._frames[microbatch, taker] = self._packed(value)
+                self.frames[microbatch, taker] = self._packed(value)
 
     def _packed(self, value: Any) -> np.ndarray:
         return pack(value, self._autodiff.codec, compress=lambda tensor: self._compress if floats(tensor) else None)[0]

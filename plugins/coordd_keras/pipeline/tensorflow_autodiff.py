@@ -80,7 +80,7 @@ class TensorFlowAutodiff:
         self.codec = TensorFlowCodec()
         self.weights = _Weights(self._variables)
         self._computation = computation
-        self._compute: Callable[[Call], Result] = tf.function(computation, reduce_retracing=True)
+        self._compute: Callable[[Call], Result] = self.compiled(computation)
 
     def prepare(self, call: Call) -> None:
         """Has Keras make what it needs, which no graph may."""
@@ -120,6 +120,11 @@ class TensorFlowAutodiff:
     def stepping(self) -> AbstractContextManager[None]:
         """Needs nothing: tapes have the values that were read."""
         return nullcontext()
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a graph of it for each kind of arguments."""
+        found: Callable[..., Any] = tf.function(function, reduce_retracing=True)
+        return found
 
 
 def make(computation: Computation, variables: Sequence[Any]) -> TensorFlowAutodiff:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -69,6 +69,10 @@ class TorchAutodiff:
     def stepping(self) -> AbstractContextManager[None]:
         """Graphs of other microbatches are gone back with the weights that they were made with, which are kept."""
         return _unsafe_preserve_version_counter(tuple(self._parameters))
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Leaves it as it is: Keras calls PyTorch's operations one by one."""
+        return function
 
     def _tensors(self, call: Call) -> Call:
         def made(value: Any) -> Any:

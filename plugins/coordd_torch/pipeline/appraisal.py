@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from coordd import api
 from coordd.errors import ArgumentError
-from coordd.objects import broadcast_object
 from coordd.pipeline.batch import Batch
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.load import Memory
 from coordd.pipeline.microbatch import cut
 from coordd.pipeline.plans import Plans
 from coordd.pipeline.profile import Profile
+from coordd.pipeline.survey import surveyed
 from coordd.pipeline.units import in_bytes
 from coordd_torch.pipeline.build import outline
 from coordd_torch.pipeline.capture import Captured, capture
@@ -69,18 +68,13 @@ def measured(captured: Captured, example: tuple[Any, Any], config: PipelineConfi
     if x is None:
         wish = "memory_cap" if config.memory_cap is not None else f"split={config.split!r}"
         raise ArgumentError(f"{wish} measures the layers, which takes inputs: give some as `example`")
-    found: Profile | str = ""
-    if api.rank() == 0:
-        try:
-            batch = _batch(captured, example, config)
-            finish = None if y is None else lambda output: loss(output, batch.targets(0))
-            found = profile(captured, batch.inputs(0), config, finish=finish)
-        except Exception as error:  # noqa: BLE001 - user code raises whatever it likes, and the others wait for an answer
-            found = f"the layers cannot be measured: {error!r}; split by 'parameters' or 'layers'"
-    found = broadcast_object(found, 0, name=name)
-    if isinstance(found, str):
-        raise ArgumentError(found)
-    return found
+
+    def measure() -> Profile:
+        batch = _batch(captured, example, config)
+        finish = None if y is None else lambda output: loss(output, batch.targets(0))
+        return profile(captured, batch.inputs(0), config, finish=finish)
+
+    return surveyed(measure, name=name)
 
 
 def _batch(captured: Captured, example: tuple[Any, Any], config: PipelineConfig) -> Batch:

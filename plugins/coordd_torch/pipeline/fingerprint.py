@@ -12,9 +12,6 @@ from coordd_torch.pipeline.rows import lengths
 
 __all__ = ["fingerprint", "told"]
 
-_VALUES = 256
-"""So many of a row's values are looked at."""
-
 
 def told(inputs: Any, targets: Any) -> dict[str, str]:
     """What `coordd.pipeline.accord.Accord` compares of a batch."""
@@ -36,6 +33,4 @@ def _some(leaf: Any) -> Any:
         return leaf
     if leaf.layout is not torch.strided or not leaf.numel():
         return ...
-    rows = leaf.detach()[:: max(1, (len(leaf) - 1) // 2)] if leaf.dim() else leaf.detach()
-    flat = rows.reshape(-1)
-    return flat[:: max(1, len(flat) // _VALUES)].contiguous().cpu().view(torch.uint8).numpy()
+    return accord.some(leaf.detach()).contiguous().cpu().view(torch.uint8).numpy()

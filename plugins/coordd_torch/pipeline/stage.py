@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from coordd.errors import ArgumentError
 from coordd.pipeline.batch import Batch
 from coordd.pipeline.frame import pack, unpack
+from coordd.pipeline.stage import BaseStage
 from coordd.pipeline.versions import Versions
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.scaling import Scaling
@@ -29,7 +30,7 @@ Route = Callable[[Mapping[str, Any]], dict[int, Sequence[str]]]
 """Says for a microbatch's inputs the names of the values that each later stage gets."""
 
 
-class TorchStage:
+class TorchStage(BaseStage):
     """What `coordd.pipeline.engine.Stage` asks for.
 
     Attributes:
@@ -66,21 +67,19 @@ class TorchStage:
             gather: makes of statistics of batch normalisation those of all replicas.
             compress: the form in which gradients travel, ``"bf16"`` or ``"int8"``; None for as they are.
         """
+        super().__init__(reduce=reduce, versions=versions)
         self.module = module
         self.optimizer = optimizer
         self.loss = 0.0
         self._outputs: dict[int, Any] | None = None
         self._boundary = boundary
-        self._reduce = reduce
         self._criterion = loss
         self._route = route
-        self._versions = versions
         self._settle = settle
         self._gather = gather
         self._compress = compress
         self._codec = boundary.codec
         self._batch: Batch | None = None
-        self._frames: dict[tuple[int, int], np.ndarray] = {}
         self._losses: dict[int, torch.Tensor] = {}
 
     @property
@@ -91,8 +90,8 @@ class TorchStage:
     def resume(self, steps: int) -> None:
         """Goes on with weights that were put in the place of its own, after so many steps."""
         self._boundary.step = steps
-        if self._versions is not None:
-            self._versions.clear()
+        if self.versions is not None:
+            self.versions.clear()
 
     def begin(
         self,
@@ -119,10 +118,8 @@ class TorchStage:
         self.loss = 0.0
         self._outputs = {} if keep else None
         self._losses.clear()
-        self._frames.clear()
+        self.restart()
         self.module.train(training)
-        if self._versions is not None:
-            self._versions.restart()
 
     def end(self) -> dict[int, Any]:
         """Leaves the layers as they were, but for what was trained, and lets go of the batch.
@@ -151,13 +148,9 @@ class TorchStage:
                 self._conclude(microbatch, outputs[OUTPUT], batch)
             else:
                 frames = self._boundary.frames(microbatch, self._route(inputs))
-                self._frames |= {(microbatch, taker): frame for taker, frame in frames.items()}
+                self.frames |= {(microbatch, taker): frame for taker, frame in frames.items()}
         if not self._training:
             self._boundary.forget()
-
-    def output(self, microbatch: int, taker: int) -> np.ndarray:
-        """The frame that a later stage gets."""
-        return self._frames.pop((microbatch, taker))
 
     def backward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
         """Takes a microbatch back."""
@@ -174,23 +167,9 @@ class TorchStage:
         with uncast(self._codec.device):
             self._boundary.backward_weight(microbatch)
 
-    def gradient(self, microbatch: int, giver: int) -> np.ndarray:
-        """The frame of gradients that an earlier stage gets."""
-        return self._frames.pop((microbatch, giver))
-
-    def recall(self, version: int) -> None:
-        """Computes with an older version of the weights, or with the newest again."""
-        if self._versions is not None:
-            self._versions.show(version)
-
-    def reduce(self) -> None:
-        """Starts to add gradients up over the ranks that share parameters."""
-        self._reduce()
-
     def step(self) -> None:
         """Lets the optimizer step, unless all ranks skip the step, and forgets the gradients."""
-        if self._versions is not None:
-            self._versions.advance()
+        self.advance()
         taken = self._settle()
         self._boundary.statistics.update(self._gather(self._boundary.statistics.take()))
         self._boundary.step += 1
@@ -232,7 +211,7 @@ class TorchStage:
 
     def _return(self, microbatch: int, gradients: Mapping[int, Any]) -> None:
         for giver, found in gradients.items():
-            self._frames[microbatch, giver] = pack(found, self._codec, compress=lambda _: self._compress)[0]
+            self.frames[microbatch, giver] = pack(found, self._codec, compress=lambda _: self._compress)[0]
 
 
 def check_fixed(loss: Loss) -> None:
