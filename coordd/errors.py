@@ -28,6 +28,8 @@ __all__ = [
     "WorkerProcessError",
 ]
 
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
 
 class CoorddError(RuntimeError):
     """Everything that coordd raises."""
@@ -220,6 +222,14 @@ class PeerError(CoorddError):
 def _ranks(ranks: Sequence[int]) -> str:
     word = "rank" if len(ranks) == 1 else "ranks"
     return f"{word} {spans(ranks)}"
+
+
+def brief(error: BaseException) -> str:
+    """Writes an exception in one line, without colours for a terminal: its kind as in a traceback, and its text."""
+    kind = type(error)
+    home = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
+    text = " ".join(_COLOUR.sub("", str(error)).split())
+    return f"{home}{kind.__qualname__}: {text}".removesuffix(": ")
 
 
 def spans(ranks: Iterable[int]) -> str:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from coordd.errors import brief
+
 __all__ = ["ExitWatch", "await_own_end"]
 
 # What others are told of an error whose text is, say, a printed tensor.
@@ -149,9 +151,8 @@ class ExitWatch:
         self._report(reason, trace, error)
 
     def _tell_of(self, error: BaseException) -> None:
-        last = traceback.format_exception_only(error)[-1].strip()
         text = "".join(traceback.format_exception(error))
-        self._tell(f"failed: {last[:_LONGEST_LINE]}", text[-_LONGEST_TEXT:], error)
+        self._tell(f"failed: {brief(error)[:_LONGEST_LINE]}", text[-_LONGEST_TEXT:], error)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._tell_of(error.with_traceback(trace))

@@ -26,6 +26,7 @@ from coordd.errors import (
     StartError,
     TimelineError,
     WorkerProcessError,
+    brief,
     spans,
 )
 
@@ -127,3 +128,11 @@ def test_ranks_are_written_shortly(ranks, text):
 def test_short_ranks_can_be_read_back(ranks):
     pieces = [piece.split("-") for piece in spans(ranks).split(", ") if piece]
     assert {rank for piece in pieces for rank in range(int(piece[0]), int(piece[-1]) + 1)} == ranks
+
+
+def test_an_exception_in_one_line_is_as_a_traceback_ends_without_notes_and_colours():
+    error = ArithmeticError("calling Layer\n\n\x1b[1man odd batch\x1b[0m")
+    error.add_note("a note")
+    assert brief(error) == "ArithmeticError: calling Layer an odd batch"
+    assert brief(ArgumentError("no")) == "coordd.errors.ArgumentError: no"
+    assert brief(KeyboardInterrupt()) == "KeyboardInterrupt"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from coordd.errors import PeerError, ShutdownError
+from coordd.errors import PeerError, ShutdownError, brief
 from coordd.handles import Handle, wait_all
 from coordd.pipeline.action import COMPUTE, DIRECTION, RECEIVES, SENDS, Action, Kind
 from coordd.pipeline.plan import Plan
@@ -130,8 +130,9 @@ class Engine:
             except (PeerError, ShutdownError):  # all ranks know already
                 raise
             except BaseException as error:
-                error.add_note(f"in {action} of the pipeline: {action.told}, on rank {rank}")
-                self._fail(f"failed in {action} of the pipeline: {error!r}, in {action.told}", traceback.format_exc())
+                where = f"in {action} of the pipeline, {action.told}"
+                error.add_note(f"{where}, on rank {rank}")
+                self._fail(f"failed {where}: {brief(error)}", traceback.format_exc())
                 raise
             if action.kind in COMPUTE or action.kind is Kind.STEP:
                 spans.append(Span(action, self._began - begin, time.perf_counter() - begin))

@@ -116,16 +116,17 @@ def test_what_a_stage_raises_is_raised_on_all_ranks(
 ) -> None:
     outcome = _end(place, "raise", size=size, schedule=schedule)
     _assert_all_heard(outcome, size=size)
-    heard = f"failed in {action} of the pipeline: ArithmeticError('an odd batch'), in {told}"
+    heard = f"failed in {action} of the pipeline, {told}: ArithmeticError: an odd batch"
     assert outcome.stdout.count(heard) == size - 1, str(outcome)
     assert outcome.stderr.count("go_wrong") >= size, str(outcome)  # the line that raised, on every rank
-    assert f"in {action} of the pipeline: {told}, on rank" in outcome.stderr, str(outcome)  # where it was raised
+    assert f"in {action} of the pipeline, {told}, on rank" in outcome.stderr, str(outcome)  # where it was raised
 
 
 def test_an_error_of_coordd_in_one_stage_is_no_secret_either() -> None:
     outcome = _end("forward 0", "refuse", size=2)
     _assert_all_heard(outcome, size=2)
-    assert "rank 0 failed in 0F0 of the pipeline: ArgumentError('an odd batch')" in outcome.stdout, str(outcome)
+    heard = "rank 0 failed in 0F0 of the pipeline, the forward pass of microbatch 0 in stage 0: "
+    assert f"{heard}coordd.errors.ArgumentError: an odd batch" in outcome.stdout, str(outcome)
 
 
 def test_a_loss_of_many_numbers_is_refused_on_all_ranks() -> None:
