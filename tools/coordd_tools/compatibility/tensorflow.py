@@ -96,7 +96,7 @@ TENSORFLOW = Part(
                 f"{_TAPE}, num_groups=0, groups=None, {PROCESS_SET}, local_layers=None, scale_local_gradients=True",
                 differs=_NO_ADASUM,
             ),
-            Name("SyncBatchNormalization", "fused=False", "within a process set, too; by what is not masked"),
+            Name("SyncBatchNormalization", "fused=False, **kwargs", "within a process set, too; by what is not masked"),
         ),
         "Compression": (
             Name("Compression.none"),
