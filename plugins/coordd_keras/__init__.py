@@ -40,6 +40,7 @@ from coordd.messages import ReduceOp
 from coordd.objects import allgather_object, broadcast_object
 from coordd.pipeline.config import PipelineConfig
 from coordd_keras import callbacks
+from coordd_keras.compression import Compression
 from coordd_keras.data import shard
 from coordd_keras.operations import (
     allgather,
@@ -49,7 +50,7 @@ from coordd_keras.operations import (
     broadcast_variables,
     reducescatter,
 )
-from coordd_keras.optimizer import Compression, DistributedOptimizer, PartialDistributedOptimizer
+from coordd_keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from coordd_keras.pipeline.pipeline import Pipeline
 from coordd_keras.saving import load_model
 from coordd_keras.state import KerasState

@@ -14,6 +14,7 @@ from coordd.handles import wait_all
 from coordd.inventory import Inventory
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd_keras.compression import Compression, compressor
 
 __all__ = ["allgather", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_variables", "reducescatter"]
 
@@ -34,6 +35,7 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     op: ReduceOp | None = None,
+    compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> np.ndarray:
     """Returns the reduction of a value over all ranks, by default its average.
@@ -45,8 +47,17 @@ def allreduce(
         prescale_factor: applied to each rank's value before.
         postscale_factor: applied to the result.
         op: `Average` (default), `Sum`, `Min`, `Max`, `Product`, `AveragePresent` or `Adasum`.
+        compression: what travels: one of `Compression`, or a class with Horovod's functions.
         process_set: the ranks that take part.
+
+    Raises:
+        ArgumentError: the compression is none, or has a way of its own, which only `coordd.torch` goes.
     """
+    if compression != Compression.none:
+        way = compressor(compression)
+        small, context = way.compress(keras.ops.convert_to_tensor(value))
+        reduced = allreduce(small, name, average, prescale_factor, postscale_factor, op, process_set=process_set)
+        return _array(way.decompress(keras.ops.convert_to_tensor(reduced), context))
     found: np.ndarray = (
         api.operations()
         .allreduce(

@@ -18,16 +18,9 @@ from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd_keras.backend import Reduction, check_backend, reduction
+from coordd_keras.compression import Compression, compressor
 
-__all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed"]
-
-
-class Compression:
-    """What travels instead of gradients, under Horovod's names."""
-
-    none = "none"
-    fp16 = "fp16"
-    bf16 = "bf16"
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed"]
 
 
 class _Plan:
@@ -178,7 +171,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
         op=ReduceOp(op),
         process_set=process_set,
         predivide=float(gradient_predivide_factor),
-        compression=_compression(compression),
+        compression=compressor(compression),
         sparse_as_dense=sparse_as_dense,
         grouping=_grouping(num_groups, groups),
     )
@@ -243,24 +236,3 @@ def _grouping(num_groups: int, groups: Any) -> Grouping:
 
         return Grouping(num_groups, plain(groups), kind=tf.Variable)
     return Grouping(num_groups, groups, kind=keras.Variable)
-
-
-def _compression(wanted: Any) -> Any:
-    """Finds the backend's compressor of a name; takes a class with Horovod's functions as it is.
-
-    Raises:
-        ArgumentError: it is none, or has a way of its own, which only `coordd.torch` goes.
-    """
-    if keras.backend.backend() == "tensorflow":
-        from coordd_tensorflow.compression import Compression as OfTensorFlow
-        from coordd_tensorflow.compression import checked
-
-        return checked(getattr(OfTensorFlow, wanted) if isinstance(wanted, str) else wanted)
-    from coordd_torch.compression import Compression as OfTorch
-    from coordd_torch.compression import made
-
-    found = made(getattr(OfTorch, wanted) if isinstance(wanted, str) else wanted)
-    if not found.simple:
-        text = f"{type(found).__name__} is for coordd.torch: use Compression.fp16 or bf16"
-        raise ArgumentError(text)
-    return found

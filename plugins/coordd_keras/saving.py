@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from coordd_keras.optimizer import Compression, DistributedOptimizer
+from coordd_keras.compression import Compression
+from coordd_keras.optimizer import DistributedOptimizer
 
 __all__ = ["load_model"]
 

@@ -264,11 +264,11 @@ def grouped_reducescatter(
     device_dense: str = "",
     compression: Any = Compression.none,
     op: ReduceOp = ReduceOp.AVERAGE,
-    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
 ) -> list[tf.Tensor]:
     """Returns this rank's rows of several reductions; arguments as in `reducescatter`."""
     factors = {"prescale": prescale_factor, "postscale": postscale_factor}

@@ -52,6 +52,25 @@ class _Distributed(tf.GradientTape):
             flat[index] = gradient
         return tf.nest.pack_sequence_as(sources, flat, expand_composites=False)
 
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Computes gradients as `gradient` does, and sorts them by whether they are this rank's own.
+
+        Args:
+            target: as for `tf.GradientTape.gradient`.
+            sources: as there, in any structure.
+            output_gradients: as there.
+            use_generic_names: not needed.
+
+        Returns:
+            pairs of a source and its gradient, in the order of the sources: those registered as local, and the others.
+        """
+        flat = tf.nest.flatten(sources)
+        pairs = list(zip(flat, self.gradient(target, flat, output_gradients), strict=True))
+        own = [pair for pair in pairs if _key(pair[0]) in self._local]
+        return own, [pair for pair in pairs if _key(pair[0]) not in self._local]
+
 
 def _key(source: Any) -> int:
     """What a variable is known by; a Keras variable and its TensorFlow variable are the same."""

@@ -12,12 +12,14 @@ import torch
 
 import coordd.torch as cd
 from coordd.errors import CoorddError
+from coordd_tools.compatibility.common import COMMON
 from coordd_tools.compatibility.judge import differences, judge, ours, signature
-from coordd_tools.compatibility.surface import SURFACE
+from coordd_tools.compatibility.torch import TORCH
 from tests.local_ranks import each_rank
 
 OWN = {"init"}
-NAMES = [name for names in SURFACE.values() for name in names]
+MODULE = "horovod.torch"
+NAMES = [*COMMON.names, *TORCH.names]
 CALLED = {name.name: name for name in NAMES if name.signature is not None}
 
 # Something for every parameter of an operation.
@@ -43,7 +45,7 @@ def test_what_coordd_has_is_the_same_object(name):
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.name)
 def test_a_name_is_there_with_a_signature_that_takes_horovods_calls(name):
-    verdict, why = judge(name)
+    verdict, why = judge(name, [MODULE])
     if verdict == "missing":
         assert name.name not in hvd.__all__
         pytest.skip("not there yet")
@@ -53,7 +55,7 @@ def test_a_name_is_there_with_a_signature_that_takes_horovods_calls(name):
 
 
 def test_a_signature_that_does_not_take_horovods_calls_is_seen():
-    theirs = signature(CALLED["allgather"])
+    theirs = signature(CALLED["allgather"], MODULE)
 
     def there(tensor, name=None, process_set=hvd.global_process_set, more=1): ...
     def moved(tensor, process_set=hvd.global_process_set, name=None): ...
@@ -61,6 +63,7 @@ def test_a_signature_that_does_not_take_horovods_calls_is_seen():
     def defaults(tensor, name="x", process_set=hvd.global_process_set): ...
     def needs(tensor, name=None, process_set=hvd.global_process_set, *, more): ...
     def passes_on(tensor, *args, **kwargs): ...
+    def by_name(tensor, *args, process_set=hvd.global_process_set, **kwargs): ...
 
     told = {each.__name__: differences(theirs, inspect.signature(each)) for each in (there, passes_on, lacks, needs)}
     assert told == {
@@ -70,20 +73,23 @@ def test_a_signature_that_does_not_take_horovods_calls_is_seen():
         "needs": ["`more` is needed"],
     }
     assert differences(theirs, inspect.signature(defaults)) == ["`name` is 'x' by default"]
-    assert [text.split()[0] for text in differences(theirs, inspect.signature(moved))] == ["`name`", "`process_set`"]
+    assert differences(theirs, inspect.signature(moved)) == ["give `name`, `process_set` by name"]
+    assert differences(theirs, inspect.signature(by_name)) == ["give `process_set` by name"]
 
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["in order", "by name"])
-@pytest.mark.parametrize("name", [name for name in SURFACE["Operations"] if name.signature], ids=lambda name: name.name)
+@pytest.mark.parametrize(
+    "name", [name for name in TORCH.tables["Operations"] if name.signature], ids=lambda name: name.name
+)
 def test_an_operation_takes_all_of_horovods_arguments(name, by_name):
-    if ours(name.name) is None or not set(parameters := signature(name).parameters) <= set(GIVEN):
+    if ours(name.name, MODULE) is None or not set(parameters := signature(name, MODULE).parameters) <= set(GIVEN):
         pytest.skip("not there yet, or not an operation on tensors")
     given = {key: GIVEN[key]() for key in parameters}
     if name.name == "sparse_allreduce_async":
         given["tensor"] = given["tensor"].to_sparse()
 
     def body(_):
-        made = ours(name.name)(**given) if by_name else ours(name.name)(*given.values())
+        made = ours(name.name, MODULE)(**given) if by_name else ours(name.name, MODULE)(*given.values())
         if name.name == "sparse_allreduce_async":
             return made().to_dense()
         return hvd.synchronize(made) if "async" in name.name else made

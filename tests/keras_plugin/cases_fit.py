@@ -172,6 +172,9 @@ def case_operations_on_values() -> None:
     value = keras.ops.convert_to_tensor([1.0 + cd.rank(), 2.0])
     assert cd.allreduce(value).tolist() == [(1 + cd.size()) / 2, 2.0]
     assert cd.allreduce(3.0, op=cd.Sum) == 3.0 * cd.size()
+    for compression in (cd.Compression.fp16, cd.Compression.bf16):
+        found = cd.allreduce(value, compression=compression)
+        assert (found.dtype, found.tolist()) == (np.float32, [(1 + cd.size()) / 2, 2.0])
     assert cd.allgather(value[:1]).tolist() == list(range(1, cd.size() + 1))
     assert cd.broadcast(value, 1).tolist() == [2.0, 2.0]
     assert len(cd.reducescatter(np.arange(4.0))) == len(np.array_split(range(4), cd.size())[cd.rank()])

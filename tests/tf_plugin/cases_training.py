@@ -194,6 +194,9 @@ def case_local_sources_stay_local() -> None:
         found = partial.gradient(loss, held)
         same([found[0], found[2]], [common[0], common[2]])
         same([found[1]], [mine[1].numpy() / (cd.size() if scale else 1)])
+        ((source, gradient),), others = partial.get_local_and_global_gradients(loss, {"b": held[1:], "a": held[0]})
+        assert [id(each) for each in (source, *(each for each, _ in others))] == [id(held[at]) for at in (1, 0, 2)]
+        same([gradient, *(each for _, each in others)], [found[1], found[0], found[2]])
 
 
 @ranks(4)

@@ -6,10 +6,14 @@ import pytest
 
 from coordd_tools.compatibility.__main__ import main, page, row
 from coordd_tools.compatibility.judge import judge
-from coordd_tools.compatibility.surface import SURFACE, Name
+from coordd_tools.compatibility.name import Name
+from coordd_tools.compatibility.surface import SURFACE
 
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed: pip install 'coordd[tensorflow]'")
+pytest.importorskip("keras", reason="Keras is not installed: pip install 'coordd[tensorflow]'")
+
+TORCH = ["horovod.torch"]
 PAGE = Path(__file__).parents[2] / "docs" / "horovod-compatibility.md"
-NAMES = [name for names in SURFACE.values() for name in names]
 
 
 def test_the_page_in_the_repository_is_fresh():
@@ -18,7 +22,9 @@ def test_the_page_in_the_repository_is_fresh():
 
 def test_every_name_has_a_row_once():
     rows = [line for line in page(SURFACE).splitlines() if line.startswith("| `")]
-    assert len(rows) == len(NAMES) == len({name.name for name in NAMES})
+    names = [(module, name.name) for part in SURFACE for module in part.modules for name in part.names]
+    assert len(rows) == sum(len(part.names) for part in SURFACE)
+    assert len(names) == len(set(names))
     assert {line.count(" | ") for line in rows} == {2}
 
 
@@ -34,22 +40,37 @@ def test_every_name_has_a_row_once():
         (Name("elastic.run", "func", better="never"), "refused"),
         (Name("DistributedOptimizer.step", "self, closure=None"), "same"),
         (Name("DistributedOptimizer.leap", "self"), "missing"),
+        (Name("rank", "", differs="sometimes"), "differs"),
     ],
 )
 def test_a_name_is_judged_by_what_is_there(name, verdict):
-    assert judge(name).verdict == verdict
+    assert judge(name, TORCH).verdict == verdict
+
+
+def test_a_name_that_several_modules_have_is_judged_in_each():
+    tape, both = Name("DistributedGradientTape.register_local_source", "self, source"), Name("rank", "")
+    modules = ["horovod.tensorflow", "horovod.keras"]
+    assert [judge(name, modules[:1]).verdict for name in (tape, both)] == ["same", "same"]
+    assert [judge(name, modules).verdict for name in (tape, both)] == ["missing", "same"]
+
+
+def test_what_a_signature_does_not_tell_stands_behind_what_it_tells():
+    name = Name("barrier", "device", differs="sometimes", note="see below")
+    assert judge(name, TORCH) == ("differs", "`device` is called `process_set`; sometimes; see below")
 
 
 def test_a_row_tells_what_a_refused_name_says_itself():
-    assert "the ranks of a job stay the same here" in row(Name("elastic.run", "func"))
-    assert row(Name("DistributedOptimizer.step", "self, closure=None")).startswith(
+    assert "the ranks of a job stay the same here" in row(Name("elastic.run", "func"), TORCH)
+    assert row(Name("DistributedOptimizer.step", "self, closure=None"), TORCH).startswith(
         "| `DistributedOptimizer.step(closure=None)` | same |"
     )
-    assert row(Name("DistributedOptimizer.synchronize", "self")).startswith("| `DistributedOptimizer.synchronize()` |")
+    assert row(Name("DistributedOptimizer.synchronize", "self"), TORCH).startswith(
+        "| `DistributedOptimizer.synchronize()` |"
+    )
 
 
 def test_a_bar_in_a_text_does_not_open_a_cell():
-    assert r"this \| that" in row(Name("rank", "", note="this | that"))
+    assert r"this \| that" in row(Name("rank", "", note="this | that"), TORCH)
 
 
 def test_writing_makes_a_stale_page_fresh(tmp_path, capsys):

@@ -1,0 +1,40 @@
+"""What travels instead of tensors, and who makes it of them on the backend that Keras runs on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from coordd.errors import ArgumentError
+
+__all__ = ["Compression", "compressor"]
+
+
+class Compression:
+    """What travels instead of gradients, under Horovod's names."""
+
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+def compressor(wanted: Any) -> Any:
+    """Finds the backend's compressor of a name; takes a class with Horovod's functions as it is.
+
+    Raises:
+        ArgumentError: it is none, or has a way of its own, which only `coordd.torch` goes.
+    """
+    if keras.backend.backend() == "tensorflow":
+        from coordd_tensorflow.compression import Compression as OfTensorFlow
+        from coordd_tensorflow.compression import checked
+
+        return checked(getattr(OfTensorFlow, wanted) if isinstance(wanted, str) else wanted)
+    from coordd_torch.compression import Compression as OfTorch
+    from coordd_torch.compression import made
+
+    found = made(getattr(OfTorch, wanted) if isinstance(wanted, str) else wanted)
+    if not found.simple:
+        text = f"{type(found).__name__} is for coordd.torch: use Compression.fp16 or bf16"
+        raise ArgumentError(text)
+    return found
