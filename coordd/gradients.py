@@ -83,16 +83,20 @@ class Parameter:
         name: equal on all ranks.
         shape: its dimensions, none of them unknown.
         dtype: in which its gradients travel.
-        owner: the user's object, by which groups name it.
     """
 
     def __init__(self, name: str, shape: Sequence[int], dtype: np.dtype[Any], owner: object = None) -> None:
         self.name = name
         self.shape = tuple(shape)
         self.dtype = dtype
-        self.owner = owner
+        self._owner = None if owner is None else weakref.ref(owner)
         self.size = int(np.prod(self.shape, dtype=np.int64))
         self.nbytes = self.size * dtype.itemsize
+
+    @property
+    def owner(self) -> object:
+        """The user's object, by which groups name it; None when it is gone."""
+        return None if self._owner is None else self._owner()
 
     @property
     def kind(self) -> Hashable:
@@ -138,6 +142,8 @@ class Gradients:
             _Bucket(operations, f"{prefix}gradients.{number}", group, choices) for number, group in enumerate(groups)
         ]
         self._home = {place.index: bucket for bucket in self._buckets for place in bucket.places}
+        if self._parameters and (owner := self._parameters[0].owner) is not None:
+            weakref.finalize(owner, _release, self._buckets).atexit = False
         lines = [*sorted(map(str, self._parameters)), f"{choices.op.name} in {len(groups)} buckets"]
         caller, name = "DistributedOptimizer", f"{prefix}inventory"
         self._inventory: Inventory | None = Inventory(
@@ -236,7 +242,10 @@ class _Place:
         self.parameter = parameter
         self.nbytes = parameter.nbytes
         self.kind = parameter.kind
-        self.owner = parameter.owner
+
+    @property
+    def owner(self) -> object:
+        return self.parameter.owner
 
 
 class _Bucket:
@@ -265,6 +274,7 @@ class _Bucket:
         }
         self._lock = threading.Lock()
         self._free: list[np.ndarray] = []
+        self._used = True
         self._request = operations.request(
             Kind.ALLREDUCE,
             name,
@@ -316,7 +326,7 @@ class _Bucket:
         assert self._block is not None  # noqa: S101 - for the type checker
         # NumPy's views refer to the array that has the memory; this one has not, so they refer to it, and keep it.
         lent = np.frombuffer(self._block.data, np.uint8)
-        weakref.finalize(lent, self._free.append, self._block).atexit = False
+        weakref.finalize(lent, self._take_back, self._block).atexit = False
         self._block = None
         return lent[: self._count * self._dtype.itemsize].view(self._dtype)
 
@@ -340,17 +350,37 @@ class _Bucket:
         if self._block is not None:
             self._free.append(self._block)
         self._block = self.handle = None
+        self._flat = np.empty(0, self._dtype)
         self._missing = len(self.places)
+
+    def release(self) -> None:
+        """Gives memory back, and what is lent when it comes, unless there is another step."""
+        self._used = False
+        self._free.clear()
+
+    def _take_back(self, block: np.ndarray) -> None:
+        if self._used:
+            self._free.append(block)
 
     def _open(self) -> None:
         """Finds memory for a step."""
         nbytes = self._count * self._dtype.itemsize
-        self._block = self._free.pop() if self._free else self._operations.daemon.allocate(nbytes)
+        self._used = True
+        try:
+            self._block = self._free.pop()
+        except IndexError:  # asking before could be too early: it may be released in between
+            self._block = self._operations.daemon.allocate(nbytes)
         self._flat = self._block[:nbytes].view(self._dtype)
         self._flat[self._marks :] = 0
 
     def _submit(self) -> None:
         self.handle = self._operations.submit(self._request, self._flat)
+
+
+def _release(buckets: Sequence[_Bucket]) -> None:
+    """Gives memory back that nobody may ever need again, for a model is gone; another of the same names gets new."""
+    for bucket in buckets:
+        bucket.release()
 
 
 class _Spot(NamedTuple):

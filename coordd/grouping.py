@@ -29,10 +29,10 @@ class Item(Protocol):
         ...
 
 
-I = TypeVar("I", bound=Item)  # noqa: E741 - an item
+AnItem = TypeVar("AnItem", bound=Item)
 
 
-def partition(items: Sequence[I], *, limit: int, last: int) -> list[list[I]]:
+def partition(items: Sequence[AnItem], *, limit: int, last: int) -> list[list[AnItem]]:
     """Divides gradients, in the order in which they become ready, among buckets of one kind.
 
     Args:
@@ -40,12 +40,12 @@ def partition(items: Sequence[I], *, limit: int, last: int) -> list[list[I]]:
         limit: bytes of a bucket, unless a single item has more.
         last: bytes of the last bucket of each kind, after which nothing is left to overlap with.
     """
-    kinds: dict[Hashable, list[I]] = {}
+    kinds: dict[Hashable, list[AnItem]] = {}
     for item in items:
         kinds.setdefault(item.kind, []).append(item)
     found = []
     for alike in kinds.values():
-        groups: list[list[I]] = []
+        groups: list[list[AnItem]] = []
         room = -1
         if sum(item.nbytes for item in alike) <= min(limit, 2 * last):
             found.append(alike)
@@ -93,11 +93,11 @@ class Grouping:
     def _choice(self) -> tuple[int, frozenset[tuple[int, int]]]:
         return self._count, frozenset(self._group_of.items())
 
-    def buckets(self, items: Sequence[I], *, limit: int, last: int) -> list[list[I]]:
+    def buckets(self, items: Sequence[AnItem], *, limit: int, last: int) -> list[list[AnItem]]:
         """Divides items as the user wants, and the rest as `partition` does, whose arguments these are."""
         if self._count:
             return [group for share in self._shares(items) for group in _whole(share)]
-        by_group: dict[int, list[I]] = {}
+        by_group: dict[int, list[AnItem]] = {}
         for item in items:
             by_group.setdefault(self._group_of.get(id(item.owner), -1), []).append(item)
         found = partition(by_group.pop(-1, []), limit=limit, last=last)
@@ -105,10 +105,10 @@ class Grouping:
             found += _whole(group)
         return found
 
-    def _shares(self, items: Sequence[I]) -> list[list[I]]:
+    def _shares(self, items: Sequence[AnItem]) -> list[list[AnItem]]:
         """So many shares of nearly equal bytes, in order; each item is where its middle lies."""
         total = max(1, sum(item.nbytes for item in items))
-        shares: list[list[I]] = [[] for _ in range(self._count)]
+        shares: list[list[AnItem]] = [[] for _ in range(self._count)]
         start = 0
         for item in items:
             shares[min(self._count - 1, (2 * start + item.nbytes) * self._count // (2 * total))].append(item)
@@ -116,7 +116,7 @@ class Grouping:
         return [share for share in shares if share]
 
 
-def _whole(group: Sequence[I]) -> list[list[I]]:
+def _whole(group: Sequence[AnItem]) -> list[list[AnItem]]:
     """One bucket for each kind."""
     size = sum(item.nbytes for item in group)
     return partition(group, limit=size, last=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -100,6 +101,45 @@ def test_memory_is_used_again_when_nobody_has_its_gradients_any_more():
         return len(set(homes[:4])), len(set(homes[3:])), kept[0][0]
 
     assert each_rank(2, body) == [(1, 2, 3.0)] * 2
+
+
+def test_memory_is_given_back_when_a_model_is_gone_and_had_anew_by_the_next_of_its_names():
+    class Owner:
+        pass
+
+    def body(rank):
+        operations, owner, blocks = api.operations(), Owner(), []
+        allocate = operations.daemon.allocate
+
+        def noted(size: int) -> np.ndarray:
+            block = allocate(size)
+            blocks.append(weakref.ref(block))
+            return block
+
+        operations.daemon.allocate = noted
+        described = [Parameter("w", (LARGE,), dtype_of("float32"), owner)]
+        gradients = Gradients(operations, described, Choices(), prefix=operations.namespace())
+
+        def step() -> np.ndarray:
+            gradients.put(0, np.ones(LARGE, np.float32))
+            return gradients.wait()[0]
+
+        kept = step()
+        step()
+        step()  # in the memory of the one before
+        del owner
+        gc.collect()
+        assert described[0].owner is None
+        assert [block() is None for block in blocks] == [False, True]
+        del kept
+        gc.collect()
+        assert blocks[0]() is None
+        assert step()[0] == 1
+        step()
+        gc.collect()
+        return [block() is None for block in blocks]
+
+    assert each_rank(2, body) == [[True, True, False]] * 2
 
 
 def test_who_has_no_gradient_takes_part_with_zeros():

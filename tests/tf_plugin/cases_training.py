@@ -1,7 +1,9 @@
 """Tapes and what belongs to them: on several ranks as on one with all their batches."""
 
+import gc
 import json
 import tempfile
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,23 @@ def alone(steps: int) -> list[np.ndarray]:
         for variable, gradient in zip(held, tape.gradient(loss, held), strict=True):
             variable.assign_sub(0.1 * gradient)
     return [variable.numpy() for variable in held]
+
+
+@ranks(2, deadline=60)
+def case_a_model_that_is_gone_leaves_nothing() -> None:
+    for way in range(2):
+        held = weights()
+        gone = [weakref.ref(variable) for variable in held]
+
+        def step(held=held) -> None:
+            with tf.GradientTape() as tape:
+                loss = loss_of(held, *batch(cd.rank()))
+            cd.DistributedGradientTape(tape).gradient(loss, held)
+
+        ways(step)[way]()
+        del held, step
+        gc.collect()
+        assert [variable() for variable in gone] == [None] * 3
 
 
 def trained(steps: int, way: int, **details) -> list[np.ndarray]:
