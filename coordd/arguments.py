@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Sequence
 from operator import index
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from coordd.errors import ArgumentError
+from coordd.handles import call_site
 from coordd.messages import Kind, ReduceOp
 
 __all__ = [
@@ -135,9 +138,18 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: F
             text = "The op parameter supersedes average. Please provide only one of them."
             raise ArgumentError(text)
         text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
-        warnings.warn(text, DeprecationWarning, stacklevel=4)
+        warnings.warn(text, DeprecationWarning, stacklevel=_level())
         return ReduceOp.AVERAGE if average else ReduceOp.SUM
     return ReduceOp.AVERAGE if op is None else ReduceOp(op)
+
+
+def _level() -> int:
+    """How far above the caller the user's line is, as `warnings.warn` counts."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the callers
+    site, level = call_site(frame), 1
+    while frame is not None and (frame.f_code, frame.f_lineno) != site:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def places(name: str | None, count: int) -> list[str | None]:

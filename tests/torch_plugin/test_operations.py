@@ -156,13 +156,13 @@ def test_scale_factors_and_the_old_flag():
     def body(rank):
         mine = torch.full((2,), rank + 1.0)
         scaled = cd.allreduce(mine, op=cd.Sum, prescale_factor=0.5, postscale_factor=10.0)
-        with pytest.warns(DeprecationWarning, match="Parameter `average` has been replaced with `op`"):
+        with pytest.warns(DeprecationWarning, match="Parameter `average` has been replaced with `op`") as warned:
             old = [cd.allreduce(mine, average=average).tolist() for average in (True, False)]
         with pytest.raises(ValueError, match="The op parameter supersedes average"):
             cd.allreduce(mine, average=True, op=cd.Sum)
-        return scaled.tolist(), old
+        return scaled.tolist(), old, {warning.filename for warning in warned}
 
-    assert each_rank(2, body) == [([15.0, 15.0], [[1.5, 1.5], [3.0, 3.0]])] * 2
+    assert each_rank(2, body) == [([15.0, 15.0], [[1.5, 1.5], [3.0, 3.0]], {__file__})] * 2
 
 
 def test_names_match_whatever_the_order():
