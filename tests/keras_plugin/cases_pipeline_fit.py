@@ -118,6 +118,33 @@ def case_metrics_of_layers_are_heard_of() -> None:
         assert list(pipe.evaluate(x, x[:, :1], return_dict=True)) == ["loss", "mae", "size", "largest"]
 
 
+class Small(layers.Layer):
+    """Has its inputs be small."""
+
+    def call(self, inputs):
+        self.add_loss(ops.mean(ops.square(inputs)))
+        return inputs
+
+
+@ranks(2, deadline=60)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+def case_the_only_loss_may_be_that_of_an_early_layer() -> None:
+    x = np.linspace(-1.0, 1.0, 48, dtype="float32").reshape(12, 4)
+
+    def made(*more: keras.Layer) -> keras.Model:
+        return seeded(
+            lambda: keras.Sequential([keras.Input((4,)), layers.Dense(4), *more, layers.Dense(3), layers.Dense(2)])
+        )
+
+    config = cd.Config(layers_per_proc=[2, 2], microbatches=3)
+    pipe, model = cd.Pipeline(made(Small()), config, optimizer=sgd()), made(Small())
+    model.compile(sgd())
+    np.testing.assert_allclose(pipe.train_on_batch(x), model.train_on_batch(x), rtol=1e-5)
+    same(pipe.whole(), model, 1e-5)
+    with pytest.raises(cd.ArgumentError, match="there is no loss: give loss= and targets, or let a layer call add_los"):
+        cd.Pipeline(made(), cd.Config(layers_per_proc=[2, 1]), optimizer=sgd()).train_on_batch(x)
+
+
 @ranks(2, deadline=60)
 def case_a_run_is_recorded() -> None:
     x, y = data("chain", 12)

@@ -154,6 +154,9 @@ class Assembly:
         Args:
             work: what it is for.
             microbatches: for each replica of the widest stage.
+
+        Raises:
+            ArgumentError: on all ranks: a loss is wanted, and nothing has one.
         """
         plan = self._plans.lowered(microbatches, self.layout.flows, self.layout.tied, training=work.training)
         work = work._replace(scale=self._scale)
@@ -161,8 +164,12 @@ class Assembly:
             stage.begin(work)
         self.spans = self._engine.run(plan, self._rank)
         self.done = plan
-        mine = np.array([sum(stage.loss for stage in self.stages.values())], np.float64)
-        return float(self._operations.allreduce(mine, name=f"{self._name}.loss", op=ReduceOp.SUM).result()[0])
+        losses = [stage.loss for stage in self.stages.values() if stage.loss is not None]
+        mine = np.array([sum(losses), len(losses)], np.float64)
+        loss, count = self._operations.allreduce(mine, name=f"{self._name}.loss", op=ReduceOp.SUM).result()
+        if work.judged and not count:
+            raise ArgumentError("there is no loss: give loss= and targets, or let a layer call add_loss")
+        return float(loss)
 
     def outputs(self) -> list[list[np.ndarray]]:
         """What the last run has found, by microbatch, on every rank."""

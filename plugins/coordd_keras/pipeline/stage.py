@@ -56,7 +56,7 @@ class KerasStage(BaseStage):
 
     Attributes:
         part: its layers, as a model.
-        loss: the sum of the microbatches' weighted losses of this run.
+        loss: the sum of the microbatches' weighted losses of this run; None if it has none of its own.
         outputs: of the last stage, by microbatch, where no loss is found.
     """
 
@@ -109,13 +109,13 @@ class KerasStage(BaseStage):
         self._steps = 0
         self._work: Work | None = None
         self._passages: dict[int, _Passage] = {}
-        self.loss = 0.0
+        self.loss: float | None = None
         self.outputs: dict[int, Any] = {}
 
     def begin(self, work: Work) -> None:
         """Prepares a run."""
         self._work = work
-        self.loss = 0.0
+        self.loss = None
         self.outputs = {}
         self._passages.clear()
         self.restart()
@@ -132,7 +132,8 @@ class KerasStage(BaseStage):
             self._reset(state)
         found = self._computed(microbatch, passage)
         if found.loss is not None:
-            self.loss += float(keras.ops.convert_to_numpy(found.loss)) * work.batch.share(microbatch)
+            loss = float(keras.ops.convert_to_numpy(found.loss))
+            self.loss = (self.loss or 0.0) + loss * work.batch.share(microbatch)
         if not self._last:
             self._send(microbatch, found)
         elif not work.judged:
