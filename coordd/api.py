@@ -40,6 +40,7 @@ from coordd.process_sets import ProcessSet, global_process_set
 from coordd.rendezvous import meet
 from coordd.survey.address import identity
 from coordd.survey.desk import Desk
+from coordd.testimony import in_brief
 
 __all__ = [
     "allgather",
@@ -121,7 +122,8 @@ class _Default:
                 _exits.insist(1)
             threading.Event().wait(_HEARD_SECONDS)
         else:
-            log.error("the job has failed: rank %d %s", failure.rank, failure.reason)
+            if failure.reason not in _exits.told:
+                log.error("the job has failed: rank %d %s", failure.rank, failure.reason)
             self.daemon.wait_for_loss(failure.rank, _LINGER_SECONDS)
         if not self.daemon.end(_LINGER_SECONDS):
             os._exit(1)
@@ -135,7 +137,7 @@ _RANK_PID = "_COORDD_RANK_PID"  # inherited by a rank's workers, which are no ra
 _guard = threading.Lock()
 _turns = itertools.count(step=2)  # of the desks: each uses two
 # Set up at import, for in ``sys.exit(main())`` the function is looked up before ``main`` calls `init`.
-_exits = ExitWatch(_fail)
+_exits = ExitWatch(_fail, in_brief)
 _default: _Default | None = None
 _override: contextvars.ContextVar[Operations | None] = contextvars.ContextVar("coordd", default=None)
 

@@ -59,17 +59,23 @@ class _Forks:
 class ExitWatch:
     """Learns how the main thread ends, and reports what is a failure."""
 
-    def __init__(self, report: Callable[[str, str, BaseException | None], object]) -> None:
+    def __init__(
+        self,
+        report: Callable[[str, str, BaseException | None], object],
+        in_brief: Callable[[BaseException], str] = lambda _: "",
+    ) -> None:
         """Wraps the hooks.
 
         Args:
             report: called with a reason in one line, a traceback or "", and the exception or None; says whether there
                 is anybody to hear it. It may be called by a signal, so it must not take a lock.
+            in_brief: says in a few words what an uncaught exception means, or "" for a traceback; not under another hook.
         """
         self._report = report
+        self._in_brief = in_brief
         self._excepthook = sys.excepthook
         self._final: tuple[str, str] | None = None
-        self._told = False
+        self._told = ""
         self._heeded = False
         self._asked = False
         self._status = 0
@@ -82,8 +88,8 @@ class ExitWatch:
         atexit.register(self._end)
 
     @property
-    def told(self) -> bool:
-        """Whether a failure was reported."""
+    def told(self) -> str:
+        """The failure that was reported, in one line; empty if there was none."""
         return self._told
 
     @property
@@ -147,7 +153,7 @@ class ExitWatch:
             os._exit(self._status)
 
     def _tell(self, reason: str, trace: str, error: BaseException | None) -> None:
-        self._told = True
+        self._told = reason
         self._report(reason, trace, error)
 
     def _tell_of(self, error: BaseException) -> None:
@@ -156,7 +162,11 @@ class ExitWatch:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._tell_of(error.with_traceback(trace))
-        self._excepthook(kind, error, trace)
+        text = self._in_brief(error) if self._excepthook is sys.__excepthook__ else ""
+        if text and sys.stderr is not None:
+            sys.stderr.write(text)
+        else:
+            self._excepthook(kind, error, trace)
 
     def _leaving(self, status: Any = None, /) -> NoReturn:
         error = _Exit(status)
@@ -164,7 +174,8 @@ class ExitWatch:
             code = status if isinstance(status, int) else 1
             frame = sys._getframe(1)  # noqa: SLF001 - the documented way to the caller
             site = "".join(traceback.format_stack(frame)[-4:])
-            watch = weakref.finalize(error, self._dropped, f"called sys.exit({status!r}), exit code {code}", site)
+            reason = f"called sys.exit({status!r}) at {frame.f_code.co_filename}:{frame.f_lineno}, exit code {code}"
+            watch = weakref.finalize(error, self._dropped, reason, site)
             watch.atexit = False  # an exit that somebody has caught and kept is dropped after all handlers have run
         try:
             raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 import subprocess
 import sys
 import textwrap
@@ -24,20 +25,24 @@ ENDS = {
         1,
         "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'",
     ),
-    "sys.exit(3)": ("sys.exit(3)", 3, "told: called sys.exit(3), exit code 3 | sys.exit(3) | None"),
+    "sys.exit(3)": ("sys.exit(3)", 3, "told: called sys.exit(3) at SCRIPT, exit code 3 | sys.exit(3) | None"),
     "sys.exit with a text": (
         "sys.exit('why')",
         1,
-        "told: called sys.exit('why'), exit code 1 | sys.exit('why') | None",
+        "told: called sys.exit('why') at SCRIPT, exit code 1 | sys.exit('why') | None",
     ),
     "sys.exit deep inside": (
         "def main():\n    try:\n        sys.exit(4)\n    finally:\n        sum([1])\nmain()",
         4,
-        "told: called sys.exit(4), exit code 4 | sys.exit(4) | None",
+        "told: called sys.exit(4) at SCRIPT, exit code 4 | sys.exit(4) | None",
     ),
-    "sys.exit by name": ("from sys import exit as leave\nleave(5)", 5, "told: called sys.exit(5), exit code 5 | "),
-    "exit(3)": ("exit(3)", 3, "told: called sys.exit(3), exit code 3 | exit(3) | None"),
-    "quit": ("quit('why')", 1, "told: called sys.exit('why'), exit code 1 | quit('why') | None"),
+    "sys.exit by name": (
+        "from sys import exit as leave\nleave(5)",
+        5,
+        "told: called sys.exit(5) at SCRIPT, exit code 5 | ",
+    ),
+    "exit(3)": ("exit(3)", 3, "told: called sys.exit(3) at SCRIPT, exit code 3 | exit(3) | None"),
+    "quit": ("quit('why')", 1, "told: called sys.exit('why') at SCRIPT, exit code 1 | quit('why') | None"),
     "an uncaught exception under another hook": (
         "sys.excepthook = lambda *story: None\nraise KeyError('lost')",
         1,
@@ -46,7 +51,7 @@ ENDS = {
     "sys.exit while handling": (
         "try:\n    1 / 0\nexcept ZeroDivisionError:\n    sys.exit(6)",
         6,
-        "told: called sys.exit(6), exit code 6 | sys.exit(6) | None",
+        "told: called sys.exit(6) at SCRIPT, exit code 6 | sys.exit(6) | None",
     ),
     "Ctrl-C": ("raise KeyboardInterrupt", None, "told: failed: KeyboardInterrupt | KeyboardInterrupt | "),
 }
@@ -80,7 +85,7 @@ def test_failing_ends_are_told_and_keep_their_exit_code(end, tmp_path):
     file.write_text(PRELUDE + script)
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60, check=False)
     assert code in {done.returncode, None}, done.stderr  # after Ctrl-C it depends on the version of Python
-    assert done.stdout.startswith(told)
+    assert re.sub(rf"{file}:\d+", "SCRIPT", done.stdout).startswith(told)
 
 
 @pytest.mark.parametrize("end", QUIET)
@@ -99,6 +104,27 @@ def test_a_hook_on_top_that_calls_the_one_below_is_told_once():
     script = "below = sys.excepthook\nsys.excepthook = lambda *story: below(*story)\nraise KeyError('lost')"
     code, text = run(script)
     assert (code, text.count("told:")) == (1, 1)
+
+
+BRIEF = """
+watch = ExitWatch(lambda *_: None, lambda error: f"in brief: {error}\\n" * isinstance(error, KeyError))
+"""
+BRIEFED = {
+    "few words are said in place of a traceback": ("raise KeyError('lost')", "in brief: 'lost'"),
+    "no words are a traceback": ("raise ValueError('bad')", "ValueError: bad"),
+    "another hook is asked all the same": ("raise KeyError('lost')", "hooked KeyError"),
+}
+
+
+@pytest.mark.parametrize("case", BRIEFED)
+def test_in_brief(case):
+    script, last = BRIEFED[case]
+    hook = "sys.excepthook = lambda kind, *_: print('hooked', kind.__name__, file=sys.stderr)\n" * ("hooked" in last)
+    text = f"import sys\nfrom coordd.exits import ExitWatch\n{hook}{BRIEF}{script}"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == last
+    assert ("Traceback" in done.stderr) == ("ValueError" in last)
 
 
 def test_a_debugger_finds_the_error_after_it():

@@ -12,9 +12,9 @@ __all__ = ["wide_console"]
 _WIDE = 240
 
 
-def wide_console() -> Console:
-    """Makes a console that folds nothing where there is no terminal."""
+def wide_console(width: int = _WIDE) -> Console:
+    """Makes a console that folds nothing up to that width where there is no terminal."""
     from rich.console import Console  # takes a while, and most commands need none
 
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDE)
+    return console if console.is_terminal else Console(highlight=False, width=width)

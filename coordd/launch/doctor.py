@@ -8,10 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from coordd.launch.checkup import checkup
+from coordd.launch.console import wide_console
 from coordd.launch.finding import Finding, Health
 
 __all__ = ["doctor"]
 
+_LONGEST = 10_000  # longer than any path
 _MARKS = {Health.GOOD: "[green]✓[/]", Health.NOTE: "[yellow]•[/]", Health.PROBLEM: "[red]✗[/]"}
 
 
@@ -28,7 +30,6 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _show(findings: Sequence[Finding], *, healthy: bool) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -39,6 +40,6 @@ def _show(findings: Sequence[Finding], *, healthy: bool) -> None:
     for finding in findings:
         advice = f"\n[yellow]→ {escape(finding.advice)}[/]" if finding.advice else ""
         table.add_row(_MARKS[finding.health], finding.what, escape(finding.found) + advice)
-    console = Console(highlight=False)
+    console = wide_console(_LONGEST)
     console.print(table)
     console.print("\nAll is well." if healthy else "\nSee what to do at each [red]✗[/], then run coordd doctor again.")

@@ -84,6 +84,7 @@ class Job:
             while process.poll() is None:
                 self._serve(process, ear, self._patience())
                 self._climb(process)
+                self._screen.settle()
             deadline = time.monotonic() + _ON_ITS_WAY
             while self._streams and (left := deadline - time.monotonic()) > 0:
                 self._serve(process, ear, left)
@@ -118,7 +119,7 @@ class Job:
                 process.kill()  # only something unforeseen finds it alive
 
     def _patience(self) -> float | None:
-        due = self._ladder.due()
+        due = min(self._ladder.due(), self._screen.due)
         return None if math.isinf(due) and due > 0 else max(0.0, due - time.monotonic())
 
     def _serve(self, process: subprocess.Popen[bytes], ear: int, seconds: float | None) -> None:

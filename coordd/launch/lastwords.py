@@ -9,6 +9,7 @@ __all__ = ["LastWords"]
 _MEMORY = 60  # lines after which an exception was survived, and so is not how the process ended
 _CONSEQUENCES = {"PeerError", "ShutdownError"}
 _CONFESSION = "the job has failed: this rank "  # what `coordd.api` says on the rank that is to blame
+_TESTIMONY = "coordd.errors.PeerError: "  # what `coordd.testimony` says in place of a traceback
 _FIRST = ("Traceback (most recent call last):", '  File "')  # a SyntaxError comes without the first
 
 
@@ -48,7 +49,7 @@ class LastWords:
             self._keep("it " + line.partition(_CONFESSION)[2], consequence=False)
         elif line.startswith(_FIRST):
             self._in_traceback = True
-        elif line.startswith("Fatal Python error:") or (self._in_traceback and not line[0].isspace()):
+        elif line.startswith(("Fatal Python error:", _TESTIMONY)) or (self._in_traceback and not line[0].isspace()):
             name = line.partition(":")[0].rpartition(".")[2]
             self._keep(line, consequence=self.consequence or name in _CONSEQUENCES)
 

@@ -2,7 +2,7 @@
 
 One rule: a line that is not finished, such as a progress bar, is drawn in place on a terminal and taken away again when
 another line comes. Where there is no terminal nothing can be taken away, so it is written when it is finished, and in
-between every few seconds if it is one that redraws itself.
+between every few seconds if it is one that redraws itself. Tracebacks wait a moment for others that are the same.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable
 from typing import IO
 
+from coordd.errors import spans
 from coordd.launch.frames import Output
 from coordd.launch.logs import Logs
+from coordd.launch.tracebacks import Tracebacks
 
 __all__ = ["Screen", "Sink"]
 
@@ -113,11 +115,22 @@ class Screen:
         self._lines: dict[tuple[int, int], _Line] = {}
         self._live: tuple[int, int] | None = None
         self._drawn = b""
+        self._tracebacks = Tracebacks()
 
     @property
     def closed(self) -> bool:
         """Whether nobody reads our standard output any more."""
         return self._sinks[1].closed
+
+    @property
+    def due(self) -> float:
+        """When `settle` has something to show, in seconds of the clock."""
+        return self._tracebacks.due
+
+    def settle(self) -> None:
+        """Shows the tracebacks that have waited long enough."""
+        if self._clock() >= self.due:
+            self._release()
 
     def show(self, output: Output) -> None:
         """Shows a piece of a rank's output."""
@@ -142,17 +155,29 @@ class Screen:
         self._write(stream, line + b"\n")
 
     def finish(self) -> None:
-        """Writes the lines that will not be finished any more."""
+        """Writes the lines that will not be finished any more, and all that has waited."""
         for key, line in sorted(self._lines.items()):
             if line.text:
                 self._finish(key, line)
+        self._release()
 
     def _finish(self, key: tuple[int, int], line: _Line) -> None:
         rank, stream = key
         text = line.take()
-        self._write(stream, self._titled(key, text) + b"\n")
         if self._logs:
             self._logs.write(rank, text)
+        if stream == 2 and self._tracebacks.keep(rank, text, now=self._clock()):
+            self._write(stream, b"")
+            return
+        if rank in self._tracebacks:
+            self._release()  # for what a rank says on its two streams stays in order
+        self._write(stream, self._titled(key, text) + b"\n")
+
+    def _release(self) -> None:
+        for (first, *others), lines in self._tracebacks.release():
+            self._write(2, b"".join(self._titled((first, 2), line) + b"\n" for line in lines))
+            if others:
+                self.say(f"coordd: the same on rank{'s' * (len(others) > 1)} {spans(others)}")
 
     def _write(self, stream: int, data: bytes) -> None:
         """Writes whole lines; the one that is being drawn moves below them."""

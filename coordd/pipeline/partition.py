@@ -58,7 +58,8 @@ def split_counts(names: Sequence[str], counts: Sequence[int]) -> tuple[range, ..
         if len(counts) > len(names):
             change = f"use at most {len(names)} stages"
         raise ArgumentError(
-            f"{told} places {sum(counts)} layers, but the model has {len(names)}: {change}; they are {_listed(names)}"
+            f"{told} places {sum(counts)} layers, but the model has {len(names)} ({_listed(names)}): {change}, "
+            'or set layers_per_proc="auto"'
         )
     return tuple(range(first, end) for first, end in pairwise(accumulate(counts, initial=0)))
 

@@ -16,7 +16,7 @@ from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Costs, Span, Timeline, simulate
 from coordd.pipeline.units import Units
 
-__all__ = ["Recording", "check_name"]
+__all__ = ["Recording", "check_name", "check_recording"]
 
 _PAIRS = ("transfer", "volume")
 
@@ -110,6 +110,16 @@ def check_name(path: Path) -> None:
     """
     if path.suffix != ".json":
         check_ending(path)
+
+
+def check_recording(path: str | Path | None) -> None:
+    """Looks whether `Pipeline.record` can write such a file, before a long training rather than after it.
+
+    Raises:
+        ArgumentError: there is no such form, or what makes it is not installed.
+    """
+    if path is not None:
+        check_name(Path(path))
 
 
 def _costs(document: Mapping[str, Any]) -> Costs:

@@ -24,7 +24,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128, help="images a step, all ranks together")
     parser.add_argument("--lr", type=float, default=5e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--picture", metavar="PATH", help="draw the last step there, as .svg")
+    parser.add_argument("--picture", metavar="PATH", help="draw the last step there, as .svg or .png")
     parser.add_argument("--save", metavar="PATH", help="write the model there at the end, as .keras")
     return parser.parse_args()
 
@@ -53,6 +53,7 @@ def network() -> keras.Model:
 
 def main() -> None:
     args = arguments()
+    cd.check_recording(args.picture)  # now, for it is drawn when all is done
     cd.init()
     keras.utils.set_random_seed(args.seed)  # the same weights at the start, however many ranks there are
     train_images, test_images, train_labels, test_labels = digits(args.seed)

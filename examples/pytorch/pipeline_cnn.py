@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=6e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-steps", type=int, default=10_000, help="stop after so many steps at the latest")
-    parser.add_argument("--picture", metavar="PATH", help="draw the last step there, as .svg")
+    parser.add_argument("--picture", metavar="PATH", help="draw the last step there, as .svg or .png")
     return parser.parse_args()
 
 
@@ -65,6 +65,7 @@ def network() -> nn.Module:
 
 def main() -> None:
     args = arguments()
+    cd.check_recording(args.picture)  # now, for it is drawn when all is done
     cd.init()
     torch.manual_seed(args.seed)
     images, test_images, labels, test_labels = digits(args.seed)

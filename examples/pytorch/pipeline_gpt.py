@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-steps", type=int, default=500)
     parser.add_argument("--load", metavar="FOLDER", help="begin with what was saved there")
     parser.add_argument("--save", metavar="FOLDER", help="write a checkpoint there at the end")
-    parser.add_argument("--picture", metavar="PATH", help="draw the last step there, as .svg")
+    parser.add_argument("--picture", metavar="PATH", help="draw the last step there, as .svg or .png")
     return parser.parse_args()
 
 
@@ -95,6 +95,7 @@ def solved(pipe: cd.Pipeline) -> list[str]:
 
 def main() -> None:
     args = arguments()
+    cd.check_recording(args.picture)  # now, for it is drawn when all is done
     cd.init()
 
     def build() -> nn.Module:

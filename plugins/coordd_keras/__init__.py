@@ -39,6 +39,7 @@ from coordd.groups import Grid, ProcessSet, add_process_set, global_process_set,
 from coordd.messages import ReduceOp
 from coordd.objects import allgather_object, broadcast_object
 from coordd.pipeline.config import PipelineConfig
+from coordd.pipeline.recording import check_recording
 from coordd_keras import callbacks
 from coordd_keras.compression import Compression
 from coordd_keras.data import shard
@@ -105,6 +106,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "check_recording",
     "cross_rank",
     "cross_size",
     "global_process_set",

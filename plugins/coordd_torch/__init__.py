@@ -163,6 +163,7 @@ __all__ = [
 _PIPELINE = {
     "Pipeline": "coordd_torch.pipeline.pipeline",
     "PipelineConfig": "coordd.pipeline.config",
+    "check_recording": "coordd.pipeline.recording",
     "profile_model": "coordd_torch.pipeline.appraisal",
 }
 

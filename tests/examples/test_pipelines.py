@@ -15,6 +15,7 @@ pytestmark = pytest.mark.mpi
 _FOLDER = Path(__file__).resolve().parents[2] / "examples" / "pytorch"
 _CNN = _FOLDER / "pipeline_cnn.py"
 _GPT = _FOLDER / "pipeline_gpt.py"
+_MLP = _FOLDER.parent / "keras" / "pipeline_mlp.py"
 
 
 def _run(size: int, script: Path, *arguments: object, launcher: str = "coordd") -> Outcome:
@@ -73,3 +74,11 @@ def test_sums_are_learned() -> None:
 @pytest.mark.parametrize("script", [_CNN, _GPT], ids=lambda script: script.stem)
 def test_examples_are_short(script: Path) -> None:
     assert len(script.read_text().splitlines()) < 140
+
+
+@pytest.mark.parametrize("script", [_CNN, _GPT, _MLP], ids=lambda script: script.stem)
+def test_a_picture_that_cannot_be_drawn_is_refused_at_the_start(script: Path) -> None:
+    outcome = launch(1, script, "--picture", "step.txt", launcher="python", variables={"KERAS_BACKEND": "torch"})
+    assert "ArgumentError: a picture is an SVG or a PNG: let step.txt end in .svg or .png" in outcome.stderr
+    assert "step/s" not in outcome.stderr, str(outcome)
+    assert outcome.stdout == ""

@@ -67,6 +67,15 @@ def test_it_runs_and_leaves_one_model(title: str, outcome: Outcome) -> None:
     assert outcome.stdout.count(f"ran {title}\n") == ranks, str(outcome)
 
 
+@pytest.mark.parametrize(
+    ("page", "size"), [("README.md", 2), pytest.param("docs/tensorflow-and-keras.md", 4, marks=pytest.mark.slow)]
+)
+def test_pipelines_are_shown_whole(page: str, size: int) -> None:
+    (program,) = [block for block in _BLOCK.findall((_ROOT / page).read_text("utf-8")) if "cd.Pipeline(" in block]
+    outcome = launch(size, program, launcher="coordd", variables={"KERAS_BACKEND": "torch"}, timeout=110)
+    assert outcome.returncode == 0, str(outcome)
+
+
 def test_nothing_is_complained_of(outcome: Outcome) -> None:
     assert outcome.returncode == 0, str(outcome)
     assert "Warning" not in outcome.stderr, str(outcome)

@@ -27,6 +27,16 @@ def test_only_a_problem_makes_it_fail(monkeypatch, capsys, findings, status):
     assert ("All is well." in shown) == (status == 0)
 
 
+def test_no_line_is_folded_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    path, advice = "/long" * 800, "do this " * 50 + "last"
+    monkeypatch.setattr(module, "checkup", lambda: iter([FINE, Finding.note("coordd", path, advice)]))
+    doctor(argparse.Namespace(json=False))
+    shown = capsys.readouterr().out
+    assert path in shown
+    assert advice in shown
+
+
 def test_programs_get_json(monkeypatch, capsys):
     monkeypatch.setattr(module, "checkup", lambda: iter([FINE, BAD]))
     assert doctor(argparse.Namespace(json=True)) == 1

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from coordd.errors import ShutdownError
+from coordd.errors import PeerError, ShutdownError
 from coordd.launch.lastwords import LastWords
 from coordd.launch.lines import Lines, Piece
+from coordd.testimony import in_brief
 
 PEER = """
 import sys
@@ -68,6 +69,12 @@ def test_a_peer_error_is_a_consequence_whatever_becomes_of_it(then):
     words = said_by(PEER.format(then=then))
     assert words.consequence
     assert words.exception.endswith("PeerError: rank 1 raised ValueError: bad" if then == "raise" else "while handling")
+
+
+def test_who_says_in_brief_that_another_rank_has_failed_is_not_the_cause():
+    text = in_brief(PeerError(1, "failed: ValueError: bad"))
+    words = heard(text)
+    assert (words.exception, words.consequence) == (text.splitlines()[0], True)
 
 
 def test_who_waited_in_vain_for_a_rank_that_left_is_not_the_cause():

@@ -110,6 +110,44 @@ def test_an_endless_line_is_cut_rather_than_kept():
     assert both.text.count("\n") == 3
 
 
+STORY = [("Traceback (most recent call last):", "\n"), ("ValueError: bad", "\n")]
+
+
+def test_ranks_that_fail_alike_are_shown_once_when_they_are_quiet():
+    both = Both()
+    for rank in (2, 0, 1):
+        both.show(*STORY, rank=rank, stream=2)
+    both.show(("epoch", "\n"), rank=3)
+    both.screen.settle()
+    assert both.text == "[3] epoch\n"
+    both.clock.now = both.screen.due
+    both.screen.settle()
+    both.screen.settle()
+    told = "[0] Traceback (most recent call last):\n[0] ValueError: bad\ncoordd: the same on ranks 1-2\n"
+    assert both.text == f"[3] epoch\n{told}"
+
+
+def test_two_ranks_that_fail_alike_at_the_end_are_shown_once_and_logged_twice(tmp_path):
+    logs = Logs(tmp_path)
+    both = Both(logs=logs)
+    for piece in STORY:
+        both.show(piece, rank=0, stream=2).show(piece, rank=1, stream=2)
+    both.screen.finish()
+    logs.close()
+    assert both.text.endswith("[0] ValueError: bad\ncoordd: the same on rank 1\n")
+    assert (tmp_path / "rank.0.log").read_text("utf-8") == (tmp_path / "rank.1.log").read_text("utf-8")
+
+
+def test_a_rank_that_goes_on_after_a_traceback_is_shown_in_order():
+    both = Both().show(*STORY, stream=2).show(("going on", "\n"))
+    assert both.text == "[0] Traceback (most recent call last):\n[0] ValueError: bad\n[0] going on\n"
+
+
+def test_on_a_terminal_what_is_kept_leaves_nothing_drawn():
+    both = Both(terminal=True).show(("Traceback", ""), stream=2).show((" (most recent call last):", "\n"), stream=2)
+    assert both.text == f"[0] Traceback{CLEAR}"
+
+
 def test_a_reader_that_has_gone_is_no_error():
     class Gone(io.BytesIO):
         def write(self, _):

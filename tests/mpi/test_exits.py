@@ -45,6 +45,16 @@ for _ in range(20 + (cd.rank() == int(sys.argv[1]))):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 """
+# Whichever rank is first, and has the others' barrier fail.
+_ALIKE = """
+import coordd as cd
+
+cd.init()
+try:
+    cd.barrier()
+finally:
+    raise ValueError("a bad file") from None
+"""
 # PyTorch takes seconds to load, and how a job ends is the daemon's: one job of each kind has tensors, the others have
 # NumPy's arrays.
 _TENSORS = "from torch import ones; import coordd.torch as cd"
@@ -83,6 +93,16 @@ def test_an_exception_is_raised_on_all_ranks(launcher: str, size: int, culprit: 
     assert outcome.returncode == 1, str(outcome)
     _assert_all_heard(outcome, culprit=culprit, size=size)
     assert outcome.stderr.count("ValueError: a bad batch") >= size, str(outcome)
+    assert outcome.stderr.count("Traceback (most recent call last)") == 1, str(outcome)
+    assert outcome.stderr.count("PeerError: rank ") == outcome.stderr.count("  this rank was at ") == size - 1
+    assert "the job has failed" not in outcome.stderr, str(outcome)
+
+
+def test_what_is_raised_on_all_ranks_is_shown_once() -> None:
+    outcome = launch(4, _ALIKE, launcher="coordd")
+    assert outcome.returncode == 1, str(outcome)
+    assert outcome.stderr.count("Traceback (most recent call last)") == 1, str(outcome)
+    assert "coordd: the same on ranks 1-3" in outcome.stderr, str(outcome)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "coordd"])

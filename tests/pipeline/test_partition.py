@@ -174,9 +174,12 @@ def test_counts_are_runs_of_layers():
         ([4, 0], "gives stage 1 0 layers: each stage needs one or more"),
         ([5, -1], "gives stage 1 -1 layers"),
         ([2.0, 2], "gives stage 0 2.0 layers"),
-        ([2, 1], r"=\[2, 1\] places 3 layers, but the model has 4: add 1; they are 'conv1', 'relu', 'conv2', 'fc'$"),
-        ([3, 3], "places 6 layers, but the model has 4: take away 2"),
-        ([1] * 5, "places 5 layers, but the model has 4: use at most 4 stages"),
+        (
+            [2, 1],
+            r"=\[2, 1\] places 3 layers, but the model has 4 \('conv1', 'relu', 'conv2', 'fc'\): add 1, or set",
+        ),
+        ([3, 3], 'places 6 layers, but the model has 4 .*: take away 2, or set layers_per_proc="auto"$'),
+        ([1] * 5, 'places 5 layers, but the model has 4 .*: use at most 4 stages, or set layers_per_proc="auto"$'),
     ],
 )
 def test_counts_that_do_not_fit_are_refused_with_what_to_do(counts, message):
@@ -185,5 +188,5 @@ def test_counts_that_do_not_fit_are_refused_with_what_to_do(counts, message):
 
 
 def test_of_many_layers_the_first_are_listed():
-    with pytest.raises(ArgumentError, match=r"'layer11', and 8 more$"):
+    with pytest.raises(ArgumentError, match=r"'layer11', and 8 more\):"):
         split_counts([f"layer{at}" for at in range(20)], [1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from coordd.errors import ArgumentError
 from coordd.pipeline.action import Action, Kind
 from coordd.pipeline.measured import lag, observed
-from coordd.pipeline.recording import Recording, check_name
+from coordd.pipeline.recording import Recording, check_name, check_recording
 from coordd.pipeline.schedule import interleaved, one_f_one_b, zero_bubble
 from coordd.pipeline.simulate import Costs, Span, simulate
 from coordd.pipeline.units import Units
@@ -74,6 +75,14 @@ def test_a_name_is_looked_at_before_anything_is_done(tmp_path):
     check_name(tmp_path / "run.json")
     with pytest.raises(ArgumentError, match=r"let run\.txt end in"):
         check_name(tmp_path / "run.txt")
+
+
+def test_users_look_at_it_before_the_training(monkeypatch):
+    for name in (None, "run.json", "run.svg"):
+        check_recording(name)
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    with pytest.raises(ArgumentError, match=r"CairoSVG, which cannot be loaded .* ends in \.svg$"):
+        check_recording("run.png")
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zero_bubble, interleaved])

@@ -125,7 +125,7 @@ class Pipeline:
         if len(self.layout.spans) != self._sketch.stages:
             raise ArgumentError(
                 f"layers_per_proc has {len(self.layout.spans)} stages, but {self._plans.ranks} ranks have "
-                f"{self._sketch.stages} under {self.config.schedule!r}: give as many numbers"
+                f"{self._sketch.stages} under {self.config.schedule!r}: give as many numbers, or 'auto'"
             )
         check_statistics(self._captured.model, self.layout.holders)
         self.epochs = 0

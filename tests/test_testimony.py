@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from coordd.errors import PeerError, ShutdownError
+from coordd.handles import Handle
+from coordd.testimony import in_brief
+
+FAILED = PeerError(1, "failed: ValueError: bad", "Traceback (most recent call last): …\nValueError: bad\n")
+
+
+def raised(error: BaseException) -> BaseException:
+    """The error, as it is when it has come through coordd and this line."""
+    handle: Handle[None] = Handle("w")
+    handle.fail(error)
+    with pytest.raises(type(error)) as caught:
+        handle.result()
+    return caught.value
+
+
+def test_it_says_who_has_failed_and_why_and_where_this_rank_was():
+    first, second = in_brief(raised(FAILED)).splitlines()
+    assert first == "coordd.errors.PeerError: rank 1 failed: ValueError: bad"
+    assert second.startswith(f"  this rank was at {__file__}:")
+    assert second.endswith("; COORDD_LOG_LEVEL=debug shows the whole traceback")
+
+
+def test_notes_are_part_of_it():
+    error = PeerError(1, "was ended by SIGTERM")
+    error.add_note("in epoch 3")
+    assert in_brief(error).splitlines()[:2] == ["coordd.errors.PeerError: rank 1 was ended by SIGTERM", "in epoch 3"]
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), ShutdownError("w", (1,)), KeyboardInterrupt()])
+def test_it_is_for_victims_of_a_failure_only(error):
+    assert not in_brief(raised(error))
+
+
+def test_what_came_of_something_else_too_needs_its_traceback():
+    error = PeerError(1, "was ended by SIGTERM")
+    error.__context__ = ValueError("mine")
+    assert not in_brief(raised(error))
+    error = PeerError(1, "failed: ValueError: bad", "…")
+    error.__cause__ = ValueError("mine")
+    assert not in_brief(raised(error))
+
+
+def test_nothing_is_left_out_where_everything_is_logged(caplog):
+    caplog.set_level(logging.DEBUG, "coordd")
+    assert not in_brief(raised(FAILED))
