@@ -69,7 +69,7 @@ class ExitWatch:
         Args:
             report: called with a reason in one line, a traceback or "", and the exception or None; says whether there
                 is anybody to hear it. It may be called by a signal, so it must not take a lock.
-            in_brief: says in a few words what an uncaught exception means, or "" for a traceback; not under another hook.
+            in_brief: says what an uncaught exception means, or "" for a traceback; not under another hook.
         """
         self._report = report
         self._in_brief = in_brief

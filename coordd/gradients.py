@@ -347,6 +347,7 @@ class _Bucket:
         """Gets ready for the next step."""
         if self.handle is not None:
             self.handle.wait()
+            self.handle.error()  # whoever gives a step up knows of a worse one
         if self._block is not None:
             self._free.append(self._block)
         self._block = self.handle = None

@@ -197,7 +197,8 @@ def wait_all(handles: Iterable[Handle[Any]]) -> None:
 
 
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
-_INSIDE = tuple(f"{name}." for name in _FRAMEWORKS)
+_AUTOGRAPH = "__autograph_generated_file"  # TensorFlow's copies of functions, which are gone when somebody looks
+_INSIDE = (*(f"{name}." for name in _FRAMEWORKS), _AUTOGRAPH)
 
 
 def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | None:

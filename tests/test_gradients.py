@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordd import api
+from coordd import api, handles
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, CoorddError, MismatchError, NonFiniteError
 from coordd.gradients import Choices, Gradients, Parameter
@@ -173,13 +173,19 @@ def test_sums_and_process_sets_and_scales():
     assert everyone[1] == [6.0, 2.0]
 
 
-def test_different_parameters_are_told():
+def test_different_parameters_are_told_and_nothing_that_comes_of_it(monkeypatch, caplog):
+    monkeypatch.setattr(handles, "_told", False)
+
     def body(rank):
-        gradients = made({"w": (2,), ("a" if rank else "b"): (2,)})
+        gradients = made({"w": (2,), ("a" if rank else "b"): (2 + rank,)})
+        gradients.put(0, np.ones(2, np.float32))
+        gradients.put(1, np.ones(2 + rank, np.float32))
         with pytest.raises(MismatchError, match="different parameters to DistributedOptimizer"):
             gradients.wait()
 
     each_rank(2, body)
+    gc.collect()
+    assert "nobody has asked" not in caplog.text
 
 
 def test_a_gradient_that_is_put_twice_is_told():

@@ -174,6 +174,12 @@ def test_the_call_site_is_the_innermost_line_outside_coordd_and_torch():
     assert call_site(None) is None
 
 
+def test_what_autograph_has_generated_is_nobodys_script():
+    place: dict = {"__name__": "__autograph_generated_filex1y2", "find": call_site, "frame": sys._getframe}
+    exec("def inner():\n    return find(frame(0))", place)  # noqa: S102 - in a module of that name
+    assert place["inner"]()[0].co_name == "test_what_autograph_has_generated_is_nobodys_script"
+
+
 @pytest.fixture
 def unheard(monkeypatch, caplog):
     """What the log says of failures that nobody has asked for."""

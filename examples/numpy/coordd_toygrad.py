@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from toygrad import Tensor, operation
@@ -22,9 +22,13 @@ __all__ = ["DistributedSGD", "allgather", "allreduce", "broadcast_parameters"]
 
 def differentiable(call: Differentiable, tensor: Tensor) -> Tensor:
     """Carries an operation out so that gradients flow back through it."""
-    call.check()
     (result,), kept = call.forward(view(tensor))
-    return operation(result, (tensor,), lambda gradient: call.backward(kept, gradient))
+
+    def backward(gradient: np.ndarray) -> Sequence[np.ndarray]:
+        call.check()
+        return call.backward(kept, gradient)
+
+    return operation(result, (tensor,), backward)
 
 
 def allreduce(tensor: Tensor, *, op: ReduceOp = ReduceOp.AVERAGE, name: str | None = None) -> Tensor:

@@ -14,6 +14,8 @@ __all__ = ["check_dense", "to_tensor", "view"]
 
 def view(tensor: Any) -> np.ndarray:
     """Views an eager tensor in this process's memory as an array, which must not be changed; copies any other."""
+    if isinstance(tensor, tf.Tensor) and not tensor.shape.rank:
+        return np.asarray(tensor.numpy())  # TensorFlow gives no array of a scalar of a type that NumPy lacks
     return np.asarray(tensor)
 
 
