@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any, Generic, TypeVar
 
 from coordd.errors import PeerError, ShutdownError
 
-__all__ = ["Handle", "call_site", "wait_all"]
+__all__ = ["Handle", "call_site", "called_from", "wait_all"]
 
 log = logging.getLogger("coordd")
 Result = TypeVar("Result")
@@ -198,14 +199,28 @@ def wait_all(handles: Iterable[Handle[Any]]) -> None:
 
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
 _AUTOGRAPH = "__autograph_generated_file"  # TensorFlow's copies of functions, which are gone when somebody looks
-_INSIDE = (*(f"{name}." for name in _FRAMEWORKS), _AUTOGRAPH)
+_INSIDE = tuple(f"{name}." for name in _FRAMEWORKS)
 
 
 def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | None:
     """Finds the innermost line outside coordd and the frameworks, cheaply: as a code object and a line number."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith((package, *_INSIDE)) and module not in _FRAMEWORKS:
+        ours = module.startswith((package, *_INSIDE)) or module in _FRAMEWORKS
+        if not ours and _AUTOGRAPH not in frame.f_code.co_filename:
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
-    return None
+    return getattr(_here, "site", None)
+
+
+_here = threading.local()
+
+
+@contextmanager
+def called_from(site: tuple[CodeType, int] | None) -> Iterator[None]:
+    """Has this thread, where no line of a script is at work, speak for one: that which has made a graph, say."""
+    _here.site = site
+    try:
+        yield
+    finally:
+        _here.site = None

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from coordd import api, handles
 from coordd.errors import CoorddError, PeerError, ShutdownError
-from coordd.handles import Handle, call_site, wait_all
+from coordd.handles import Handle, call_site, called_from, wait_all
 from tests.local_ranks import each_rank
 
 DEADLINE = 10.0
@@ -175,9 +176,20 @@ def test_the_call_site_is_the_innermost_line_outside_coordd_and_torch():
 
 
 def test_what_autograph_has_generated_is_nobodys_script():
-    place: dict = {"__name__": "__autograph_generated_filex1y2", "find": call_site, "frame": sys._getframe}
-    exec("def inner():\n    return find(frame(0))", place)  # noqa: S102 - in a module of that name
+    place: dict = {"__name__": "script", "find": call_site, "frame": sys._getframe}
+    code = compile("def inner():\n    return find(frame(0))", "__autograph_generated_filex1y2.py", "exec")
+    exec(code, place)  # noqa: S102 - from a file of that name
     assert place["inner"]()[0].co_name == "test_what_autograph_has_generated_is_nobodys_script"
+
+
+def test_where_no_script_is_at_work_a_thread_speaks_for_a_line_for_a_while():
+    site = (sys._getframe().f_code, 7)
+    with called_from(site):
+        assert call_site(None) == site
+        assert call_site(sys._getframe())[0] is site[0]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(call_site, None).result() is None
+    assert call_site(None) is None
 
 
 @pytest.fixture

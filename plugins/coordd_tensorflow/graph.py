@@ -6,6 +6,7 @@ which trace the same program, wait for the same operation, and a function keeps 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from tensorflow.python.autograph.core import config
 from tensorflow.python.ops import control_flow_util
 
 from coordd.errors import ArgumentError
+from coordd.handles import call_site, called_from
 from coordd_tensorflow.tensors import to_tensor, view
 
 __all__ = ["call", "check_compiled", "place_in_graph"]
@@ -43,13 +45,19 @@ def call(
     if tf.executing_eagerly():
         return [to_tensor(array) for array in function(*map(view, tensors))]
     check_compiled()
+    site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
+
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        with called_from(site):
+            return [*function(*arrays)]
+
     if waits:
-        found = tf.numpy_function(lambda *arrays: [*function(*arrays)], tensors, dtypes)
+        found = tf.numpy_function(run, tensors, dtypes)
         return list(found) if dtypes else []  # then it is an operation without results
     # Without side effects, as TensorFlow sees it, it need not wait for what else has some. What has only constants to
     # work on TensorFlow would compute once for all, and it does not know that this is one.
     unknown = tf.compat.v1.placeholder_with_default(0, [])
-    started = tf.numpy_function(lambda _, *arrays: [*function(*arrays)], [unknown, *tensors], dtypes, stateful=False)
+    started = tf.numpy_function(lambda _, *arrays: run(*arrays), [unknown, *tensors], dtypes, stateful=False)
     return list(started)
 
 

@@ -65,7 +65,7 @@ class Layout:
         if len(spans) != stages:
             raise ArgumentError(
                 f"layers_per_proc has {len(spans)} stages, and these ranks have {stages} under {config.schedule!r}: "
-                "give as many numbers"
+                "give as many numbers, or 'auto'"
             )
         return cls(model, spans)
 
