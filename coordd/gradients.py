@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -142,8 +142,7 @@ class Gradients:
             _Bucket(operations, f"{prefix}gradients.{number}", group, choices) for number, group in enumerate(groups)
         ]
         self._home = {place.index: bucket for bucket in self._buckets for place in bucket.places}
-        if self._parameters and (owner := self._parameters[0].owner) is not None:
-            weakref.finalize(owner, _release, self._buckets).atexit = False
+        self._owners: dict[int, weakref.finalize[..., Any]] = {}
         lines = [*sorted(map(str, self._parameters)), f"{choices.op.name} in {len(groups)} buckets"]
         caller, name = "DistributedOptimizer", f"{prefix}inventory"
         self._inventory: Inventory | None = Inventory(
@@ -159,6 +158,14 @@ class Gradients:
     def packed(self) -> list[tuple[int, ...]]:
         """The small ones among those of each bucket, in the order in which they lie behind each other."""
         return [tuple(place.index for place in bucket.places[bucket.large :]) for bucket in self._buckets]
+
+    def serve(self, owner: object) -> None:
+        """Gives memory back as soon as an object is gone; so many may be served, one after the other."""
+        known = self._owners.get(id(owner))
+        if known is None or not known.alive:
+            found = weakref.finalize(owner, _release, weakref.WeakSet(self._buckets))
+            found.atexit = False
+            self._owners[id(owner)] = found
 
     def begin(self, bucket: int) -> None:
         """Forgets what a step that was given up has left in a bucket; for who puts all of one at once."""
@@ -378,7 +385,7 @@ class _Bucket:
         self.handle = self._operations.submit(self._request, self._flat)
 
 
-def _release(buckets: Sequence[_Bucket]) -> None:
+def _release(buckets: Iterable[_Bucket]) -> None:
     """Gives memory back that nobody may ever need again, for a model is gone; another of the same names gets new."""
     for bucket in buckets:
         bucket.release()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from coordd.errors import ArgumentError
@@ -83,15 +83,9 @@ class Grouping:
         lists = _lists(groups, kind)
         self._group_of = {id(parameter): at for at, group in enumerate(lists) for parameter in group}
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Grouping) and self._choice == other._choice
-
-    def __hash__(self) -> int:
-        return hash(self._choice)
-
-    @property
-    def _choice(self) -> tuple[int, frozenset[tuple[int, int]]]:
-        return self._count, frozenset(self._group_of.items())
+    def choice(self, parameters: Iterable[object]) -> tuple[int, tuple[int, ...]]:
+        """What is chosen for parameters, whoever they are: the number of groups, and of each the place of its list."""
+        return self._count, tuple(self._group_of.get(id(parameter), -1) for parameter in parameters)
 
     def buckets(self, items: Sequence[AnItem], *, limit: int, last: int) -> list[list[AnItem]]:
         """Divides items as the user wants, and the rest as `partition` does, whose arguments these are."""

@@ -197,6 +197,7 @@ def wait_all(handles: Iterable[Handle[Any]]) -> None:
         failed[0].result()
 
 
+_here = threading.local()
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
 _AUTOGRAPH = "__autograph_generated_file"  # TensorFlow's copies of functions, which are gone when somebody looks
 _INSIDE = tuple(f"{name}." for name in _FRAMEWORKS)
@@ -213,14 +214,11 @@ def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | Non
     return getattr(_here, "site", None)
 
 
-_here = threading.local()
-
-
 @contextmanager
 def called_from(site: tuple[CodeType, int] | None) -> Iterator[None]:
     """Has this thread, where no line of a script is at work, speak for one: that which has made a graph, say."""
-    _here.site = site
+    before, _here.site = getattr(_here, "site", None), site
     try:
         yield
     finally:
-        _here.site = None
+        _here.site = before

@@ -127,6 +127,8 @@ def test_memory_is_given_back_when_a_model_is_gone_and_had_anew_by_the_next_of_i
         kept = step()
         step()
         step()  # in the memory of the one before
+        gradients.serve(owner)
+        gradients.serve(owner)
         del owner
         gc.collect()
         assert described[0].owner is None
@@ -140,6 +142,20 @@ def test_memory_is_given_back_when_a_model_is_gone_and_had_anew_by_the_next_of_i
         return [block() is None for block in blocks]
 
     assert each_rank(2, body) == [[True, True, False]] * 2
+
+
+def test_who_is_served_keeps_nothing():
+    def body(rank):
+        gradients, owner = made({"w": (LARGE,)}), Parameter("any", (), dtype_of("float32"))
+        gradients.serve(owner)
+        gradients.put(0, np.ones(LARGE, np.float32))
+        gradients.wait()
+        parts = [weakref.ref(part) for part in (gradients, *gradients._buckets)]
+        del gradients
+        gc.collect()
+        return [part() for part in parts], owner.name
+
+    assert each_rank(2, body) == [([None, None], "any")] * 2
 
 
 def test_who_has_no_gradient_takes_part_with_zeros():

@@ -71,13 +71,15 @@ def test_the_user_s_own_groups_and_the_rest_as_usual():
     assert places(grouping.buckets(items, limit=100, last=100)) == [[1, 3], [0, 2]]
 
 
-def test_equal_choices_are_equal():
-    items = owned(2)
-    one, other = (Grouping(groups=[[items[0].owner]], kind=str) for _ in range(2))
-    assert one == other
-    assert hash(one) == hash(other)
-    assert one != Grouping(groups=[[items[1].owner]], kind=str)
-    assert one != 2
+def test_choices_are_equal_for_equal_models_wherever_they_lie():
+    def choice(chosen: int, count: int = 0) -> object:
+        held = [item.owner for item in owned(2)]
+        groups = None if count else [[held[chosen]]]
+        return Grouping(count, groups, kind=str).choice(held)
+
+    assert choice(0) == choice(0) == (0, (0, -1))
+    assert choice(1) == (0, (-1, 0))
+    assert choice(0, 2) == (2, (-1, -1))
 
 
 def test_what_is_no_parameter_is_refused():

@@ -28,11 +28,12 @@ def measured(plan: Plan, spans: Sequence[Iterable[Span]], costs: Costs | None = 
     """
     if len(spans) != len(plan.actions):
         raise ArgumentError(f"spans of {len(spans)} ranks for a plan of {len(plan.actions)}: gather those of all ranks")
-    for rank, mine in enumerate(spans := [sorted(mine, key=lambda span: span.begin) for mine in spans]):
+    ordered = [sorted(mine, key=lambda span: span.begin) for mine in spans]
+    for rank, mine in enumerate(ordered):
         if wrong := [span for span in mine if span.end < span.begin]:
             raise ArgumentError(f"{wrong[0].action} of rank {rank} ended before it began: which clock was read?")
-    since = min((span.begin for mine in spans for span in mine if span.action.kind in COMPUTE), default=0.0)
-    shifted, steps = _of(spans, COMPUTE, since), _of(spans, {Kind.STEP}, since)
+    since = min((span.begin for mine in ordered for span in mine if span.action.kind in COMPUTE), default=0.0)
+    shifted, steps = _of(ordered, COMPUTE, since), _of(ordered, {Kind.STEP}, since)
     return Timeline(
         shifted,
         tuple(_peak(mine, costs) for mine in shifted),

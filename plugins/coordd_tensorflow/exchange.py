@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,14 @@ from coordd import api
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, MismatchError
 from coordd.gradients import Choices, Gradients, Parameter
+from coordd.grouping import Grouping
 from coordd.operations import Operations
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce
 
 __all__ = ["Exchange", "name_of", "plain", "scaled", "variable_of"]
+
+_ANY = Grouping(kind=())
 
 Gradient = Any
 """A `tf.Tensor`, `tf.IndexedSlices` or None."""
@@ -130,6 +134,8 @@ class _Way:
             if found is None:
                 found = Gradients(self._source(), self._parameters, self._choices, prefix=self._prefix)
                 memo[self._key] = found
+        if (owner := self._parameters[0].owner) is not None:
+            found.serve(owner)
         return found
 
     def starter(self, bucket: int, given: Sequence[int]) -> Any:
@@ -189,7 +195,9 @@ class _Dense:
             Parameter(name, _known(name, variable.shape), dtype_of(tensor.dtype.name), variable_of(variable))
             for name, variable, (tensor, _) in zip(names, variables, small, strict=True)
         ]
-        key = (choices, prefix, *map(str, self._parameters))
+        # Not with the choice itself: it knows variables by where they lie, where others may lie on some ranks later.
+        grouped = choices.grouping.choice(map(variable_of, variables))
+        key = (replace(choices, grouping=_ANY), grouped, prefix, *map(str, self._parameters))
         self._way = _Way((*key, place_in_graph(key)), prefix, self._parameters, choices)
 
     def reduce(self) -> list[Gradient]:

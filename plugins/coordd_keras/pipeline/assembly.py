@@ -49,7 +49,7 @@ class Assembly:
     Attributes:
         layout: of all stages.
         stages: of this rank.
-        spans: when this rank computed what in the last run, in seconds since it began.
+        spans: when this rank computed or changed what in the last run, in seconds since it began.
         done: what the last run carried out.
     """
 
@@ -272,6 +272,14 @@ class Assembly:
         Raises:
             ArgumentError: there is a layer in several stages that does more than the same to the same variables.
         """
+        hears: dict[int, int] = {}
+        for stage, part in enumerate(self.layout.parts):
+            for metric in part.model.metrics:
+                if (first := hears.setdefault(id(metric), stage)) != stage:
+                    raise ArgumentError(
+                        f"the metric {metric.name!r} is in stages {first}, {stage}, each of which would hear of its "
+                        "own half: let no cut separate the layers that have it"
+                    )
         for key, stages in self.layout.holders.items():
             variable, told = self.layout.variables(stages[0])[key], ", ".join(map(str, stages))
             if len(stages) > 1 and getattr(variable, "regularizer", None) is not None:

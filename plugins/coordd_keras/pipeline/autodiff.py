@@ -66,22 +66,22 @@ class Computation:
 
     def prepare(self, call: Call) -> None:
         """Has Keras make what losses and metrics keep, before a graph is made of it."""
-        if self._last and not self._lossless(call):
-            self.part.test_on_batch(list(call.values), call.targets)
+        if self._last:
+            if self.part.loss is None:
+                self(call)
+            else:
+                self.part.test_on_batch(list(call.values), call.targets)
             self.part.reset_metrics()
 
     def _judged(self, call: Call, found: Any) -> Any:
-        if not self._last or self._lossless(call):
+        if self.part.loss is None:
             own = self.part.losses  # of regularisers, and of layers that add one
-            return sum(own[1:], own[0]) if own else None
-        loss = self.part.compute_loss(y=call.targets, y_pred=found, training=call.training)
-        if call.measured:
+            loss = sum(own[1:], own[0]) if own else None
+        else:
+            loss = self.part.compute_loss(y=call.targets, y_pred=found, training=call.training)
+        if self._last and call.measured and call.targets is not None:
             self.part.compute_metrics(None, call.targets, found, None)
         return loss
-
-    def _lossless(self, call: Call) -> bool:
-        """Says whether the output is compared with nothing: there are only the losses of layers, here or elsewhere."""
-        return self.part.loss is None and call.targets is None
 
 
 class Autodiff(Protocol):

@@ -37,7 +37,8 @@ class Pipeline:
 
     Attributes:
         config: how the model is split and trained.
-        optimizer: of this rank's variables; its learning rate may be changed, alike on all ranks.
+        optimizer: of this rank's variables; its learning rate may be set to another number, alike on all ranks. On
+            TensorFlow its step is a graph, as in ``model.fit``, which sees nothing else change after the first.
         stop_training: set by callbacks, alike on all ranks, to end `fit` after the epoch.
     """
 
@@ -205,7 +206,9 @@ class Pipeline:
         return self._assembly.whole()
 
     def record(self, path: str | Path | None = None) -> Recording:
-        """Gathers when each rank computed what in the last run, beside what was to be expected; all ranks call it.
+        """Gathers what each rank did when in the last training step, beside what was to be expected; all ranks call it.
+
+        If nothing was trained yet, it is the last run of another kind.
 
         Args:
             path: where rank 0 writes it: a picture (``.svg``, ``.png``), or a ``.json`` for ``coordd plan --measured``.
@@ -241,6 +244,8 @@ class Pipeline:
     def _run(self, x: Any, y: Any, call: str, *, training: bool = False, judged: bool = True) -> float:
         self._accord.check(call, told(x, y))
         self._assemble(x)
+        if judged and y is None and self._compiled["loss"] is not None:
+            raise ArgumentError("loss= compares the output with targets, and there are none: give y")
         rows = rows_of((x, y))
         each = self.config.fitting(rows)
         batch = Batch(

@@ -96,7 +96,8 @@ class KerasStage(BaseStage):
         self._layout = layout
         self._last = number == layout.last
         self._variables = list(self.part.trainable_variables)
-        self._state = list(self.part.non_trainable_variables)
+        heard = [variable for metric in self.part.metrics for variable in metric.variables]
+        self._state = [*self.part.non_trainable_variables, *heard]
         self._autodiff = autodiff
         self._prepared = False
         self._add = add
