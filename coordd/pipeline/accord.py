@@ -17,8 +17,15 @@ from coordd.errors import ArgumentError, spans
 from coordd.messages import ReduceOp
 from coordd.objects import allgather_object
 from coordd.operations import Operations
+from coordd.pipeline.config import PipelineConfig
 
-__all__ = ["Accord", "fingerprint", "some"]
+__all__ = ["ALIKE", "Accord", "fingerprint", "settings", "some"]
+
+ALIKE = "all of them must make the same pipeline, of the same model"
+_SAME_BATCHES = (
+    "all of them must make the same calls with the same batches (shuffle with the same seed everywhere, and use no "
+    "sampler that deals rows out to ranks)"
+)
 
 _VALUES = 256
 """So many of a few rows' values are looked at."""
@@ -43,12 +50,13 @@ class Accord:
         self._name = name
         self._calls = 0
 
-    def check(self, call: str, given: Mapping[str, Any]) -> None:
+    def check(self, call: str, given: Mapping[str, Any], *, advice: str = _SAME_BATCHES) -> None:
         """Returns if all ranks do the same with the same batch; all ranks call it.
 
         Args:
             call: what is done.
             given: what it is done with, by what errors call it; large things by their `fingerprint`.
+            advice: what is to be done if ranks differ.
 
         Raises:
             ArgumentError: on all ranks; the text says what differs, and which rank has what.
@@ -61,10 +69,7 @@ class Accord:
         if largest == -smallest:
             return
         told = [_told(key, everybodys) for key, everybodys in self._everybodys(given) if len(everybodys) > 1]
-        raise ArgumentError(
-            f"the ranks of a pipeline differ in {'; '.join(told)}: all of them must make the same calls with the same "
-            "batches (shuffle with the same seed everywhere, and use no sampler that deals rows out to ranks)"
-        )
+        raise ArgumentError(f"the ranks of a pipeline differ in {'; '.join(told)}: {advice}")
 
     def _everybodys(self, given: Mapping[str, Any]) -> list[tuple[str, dict[Any, list[int]]]]:
         """For each thing that was given its values, and which ranks have them."""
@@ -79,6 +84,11 @@ class Accord:
 def _told(key: str, everybodys: Mapping[Any, list[int]]) -> str:
     each = (f"{value} on rank{'s' * (len(ranks) > 1)} {spans(ranks)}" for value, ranks in everybodys.items())
     return f"{key} ({', '.join(each)})"
+
+
+def settings(config: PipelineConfig) -> dict[str, str]:
+    """Writes settings as texts, by name; a tuple is as good as a list."""
+    return {name: repr(list(value) if isinstance(value, tuple) else value) for name, value in vars(config).items()}
 
 
 def some(values: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from coordd.errors import ArgumentError
 from coordd.objects import allgather_object
 from coordd.operations import Operations
 from coordd.pipeline.measured import lag, observed
@@ -14,36 +16,51 @@ from coordd.pipeline.recording import Recording, check_name
 from coordd.pipeline.simulate import Costs, Span
 from coordd.pipeline.units import Units
 
-__all__ = ["record"]
+__all__ = ["Run", "latest", "record"]
 
 _MEETINGS = 8
 
 
-def record(  # noqa: PLR0913 - what a run leaves, and where it goes
-    path: str | Path | None,
-    plan: Plan,
-    spans: Sequence[Span],
-    costs: Costs | None,
-    operations: Operations,
-    *,
-    since: float,
-    name: str,
+class Run(NamedTuple):
+    """What a run leaves on a rank.
+
+    Attributes:
+        plan: what was done, lowered.
+        spans: of this rank, in seconds since the run began.
+        since: when that was, by this rank's clock.
+        training: whether it was gone back.
+    """
+
+    plan: Plan
+    spans: Sequence[Span]
+    since: float
+    training: bool
+
+
+def latest(before: Run | None, now: Run) -> Run:
+    """Says which of two runs people want to see: the later one, but training rather than the evaluation after it."""
+    return before if before is not None and before.training and not now.training else now
+
+
+def record(
+    path: str | Path | None, run: Run | None, costs: Costs | None, operations: Operations, *, name: str
 ) -> Recording:
     """Gathers the spans of all ranks, and has rank 0 write them.
 
     Args:
         path: of the file; None for none.
-        plan: what was done, lowered.
-        spans: of this rank, in seconds since the run began.
+        run: what was done; None if nothing was.
         costs: what passes were expected to take, in seconds and bytes; if nothing was, it is what they took.
         operations: of the daemon.
-        since: when that was, by this rank's clock.
         name: of what is sent; the same on all ranks.
 
     Raises:
-        ArgumentError: the file's name has no ending that is known.
+        ArgumentError: nothing was run, or the file's name has no ending that is known.
         OSError: rank 0 cannot write it.
     """
+    if run is None:
+        raise ArgumentError("nothing was run that could be recorded: train a batch first")
+    plan, spans, since, _ = run
     where = None if path is None else Path(path)
     if where is not None:
         check_name(where)

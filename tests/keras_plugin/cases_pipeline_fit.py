@@ -14,6 +14,7 @@ from keras import layers, ops
 import coordd.keras as cd
 from tests.keras_plugin.stages import (
     chain,
+    cross_entropy,
     data,
     plain,
     same,
@@ -94,12 +95,12 @@ class Largest(keras.metrics.Metric):
 class Sizes(layers.Layer):
     """Has metrics hear of the sizes of its inputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.largest = keras.metrics.Mean("size"), Largest()
+    def __init__(self, **details) -> None:
+        super().__init__(**details)
+        self.mean, self.largest, self.sum = keras.metrics.Mean("size"), Largest(), keras.metrics.Sum("sum")
 
     def call(self, inputs):
-        for metric in (self.mean, self.largest):
+        for metric in (self.mean, self.largest, self.sum):
             metric.update_state(ops.abs(inputs))
         return inputs
 
@@ -107,15 +108,42 @@ class Sizes(layers.Layer):
 @ranks(2, deadline=60)
 def case_metrics_of_layers_are_heard_of() -> None:
     x = np.arange(-12.0, 12.0, dtype="float32").reshape(12, 2)
-    for counts, replicas, largest in (([2, 1], 1, 12.0), ([3], 2, 12.0)):
+    for counts, replicas, recompute in (([2, 1], 1, False), ([2, 1], 1, True), ([3], 2, False), ([3], 2, True)):
         model = keras.Sequential([Sizes(), layers.Dense(1), layers.Dense(1)])
-        config = cd.Config(layers_per_proc=counts, data_parallel=replicas, microbatches=3)
+        config = cd.Config(layers_per_proc=counts, data_parallel=replicas, microbatches=3, recompute=recompute)
         pipe = cd.Pipeline(model, config, optimizer="sgd", loss="mse", metrics=["mae"])
         history = pipe.fit(x, x[:, :1], batch_size=12, epochs=2, shuffle=False, verbose=0).history
-        assert set(history) == {"loss", "mae", "size", "largest"}
+        assert set(history) == {"loss", "mae", "size", "largest", "sum"}
         np.testing.assert_allclose(history["size"], np.abs(x).mean(), rtol=1e-6)
-        np.testing.assert_allclose(history["largest"], largest)
-        assert list(pipe.evaluate(x, x[:, :1], return_dict=True)) == ["loss", "mae", "size", "largest"]
+        np.testing.assert_allclose(history["largest"], 12.0)
+        np.testing.assert_allclose(history["sum"], np.abs(x).sum(), rtol=1e-6)
+        assert list(pipe.evaluate(x, x[:, :1], return_dict=True)) == ["loss", "mae", "size", "largest", "sum"]
+
+
+@ranks(2, deadline=60)
+def case_ranks_with_different_models_are_told() -> None:
+    x, y = data("chain", 12)
+
+    def refused(told: str, *, counts=(1, 2), activation="relu", units=4, rate=0.1) -> None:
+        inner = keras.Sequential([layers.Dense(units, name=f"inner_{cd.rank()}")])
+        model = keras.Sequential(
+            [layers.Flatten(), layers.Dense(4, activation, name=f"outer_{cd.rank()}"), inner], name=f"model_{cd.rank()}"
+        )
+        config = cd.Config(layers_per_proc=counts, microbatches=2)
+        pipe = cd.Pipeline(model, config, optimizer=keras.optimizers.SGD(rate), loss=cross_entropy())
+        if not told:
+            pipe.train_on_batch(x, y)
+            return
+        with pytest.raises(cd.ArgumentError, match="the ranks of a pipeline differ in ") as caught:
+            pipe.train_on_batch(x, y)
+        assert re.search(rf"differ in {told}: all of them must make the same pipeline", str(caught.value)), caught.value
+
+    rank = cd.rank()
+    refused("")
+    refused(r"layers_per_proc \(\[2, 1\] on rank 0, \[1, 2\] on rank 1\)", counts=(1, 2) if rank else (2, 1))
+    refused(r"Dense 1's activation \('relu' on rank 0, 'tanh' on rank 1\)", activation="tanh" if rank else "relu")
+    refused(r"the optimizer's learning_rate \(0\.1\d* on rank 0, 0\.2\d* on rank 1\)", rate=0.2 if rank else 0.1)
+    refused(r"Sequential 2's layers \(.*units: 4.* on rank 0, .*units: 5.* on rank 1\)", units=4 + rank)
 
 
 class Small(layers.Layer):
@@ -141,6 +169,8 @@ def case_the_only_loss_may_be_that_of_an_early_layer() -> None:
     model.compile(sgd())
     np.testing.assert_allclose(pipe.train_on_batch(x), model.train_on_batch(x), rtol=1e-5)
     same(pipe.whole(), model, 1e-5)
+    beside = cd.Pipeline(made(Small()), config, optimizer=sgd(), metrics=["mae"])
+    assert beside.fit(x, x[:, :2], batch_size=12, verbose=0).history.keys() == {"loss", "mae"}
     with pytest.raises(cd.ArgumentError, match="there is no loss: give loss= and targets, or let a layer call add_los"):
         cd.Pipeline(made(), cd.Config(layers_per_proc=[2, 1]), optimizer=sgd()).train_on_batch(x)
 
@@ -152,10 +182,11 @@ def case_a_run_is_recorded() -> None:
     with pytest.raises(cd.ArgumentError, match="not split before its first batch"):
         pipe.record()
     pipe.train_on_batch(x, y)
+    pipe.evaluate(x, y)  # which is not what one wants to see
     with tempfile.TemporaryDirectory() as folder:
         path = Path(cd.broadcast_object(folder)) / "run.svg"
         assert re.match(r"1f1b: .* idle, predicted .*; \d+ ms to change the weights$", str(pipe.record(path)))
-        assert cd.rank() or path.read_text().startswith("<svg")
+        assert cd.rank() or (path.read_text().startswith("<svg") and "backward" in path.read_text())
         cd.barrier()
 
 
@@ -183,6 +214,8 @@ def case_what_cannot_be_done_is_said() -> None:
     with pytest.raises(cd.ArgumentError, match="would skip steps on some ranks only"):
         staged(seeded(chain), keras.optimizers.LossScaleOptimizer(sgd()))
     pipe = staged(seeded(chain))
+    with pytest.raises(cd.ArgumentError, match="loss= compares the output with targets, and there are none: give y"):
+        pipe.train_on_batch(x)
     with pytest.raises(cd.ArgumentError, match="equally many rows"):
         pipe.train_on_batch(x, y[:3])
     with pytest.raises(cd.ArgumentError, match="wants arrays, not a"):
@@ -212,3 +245,7 @@ def case_two_stages_do_not_share_what_each_would_change() -> None:
     x, y = data("chain", 12)
     with pytest.raises(cd.ArgumentError, match="each of which would keep statistics of its own"):
         staged(model, layers_per_proc=[2, 3], reuse=["norm"]).train_on_batch(x, y)
+    hears = Sizes(name="hears")
+    model = keras.Model(seen, layers.Dense(3)(layers.Flatten()(hears(ops.tanh(hears(seen))))))
+    with pytest.raises(cd.ArgumentError, match="the metric 'size' is in stages 0, 1, each of which would hear of its"):
+        staged(model, layers_per_proc=[2, 3]).train_on_batch(x, y)

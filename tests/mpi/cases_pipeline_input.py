@@ -131,3 +131,9 @@ def case_a_layer_that_gives_another_structure_each_time() -> None:
             losses = [pipe.train_batch(x, y) for _ in range(2)]
             assert_close(losses, in_one_piece(model, x, y, 4, 2), rtol=1e-12, atol=1e-12)
             compare(pipe, model)
+
+
+@ranks(2)
+def case_ranks_with_different_settings() -> None:
+    told = "the ranks of a pipeline differ in layers_per_proc ([1, 3] on rank 0, [3, 1] on rank 1): "
+    refused(dense(4), told, layers_per_proc=[3, 1] if cd.rank() else [1, 3])

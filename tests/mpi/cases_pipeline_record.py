@@ -27,7 +27,8 @@ def case_a_run_is_recorded_in_one_time() -> None:
         pipe.train_batch(x, y)
         for ending in ("json", "svg"):
             pipe.record(folder / f"{split}.{ending}")
-        recording = pipe.record()
+        pipe.eval_batch(x, y)
+        recording = pipe.record()  # of the training
         assert str(recording).startswith("1f1b: ")
         assert 0 < recording.measured.bubble < 1
         assert [len(mine) for mine in recording.predicted.spans] == [2 * 4] * cd.size()
@@ -46,7 +47,8 @@ def case_a_run_is_recorded_in_one_time() -> None:
 
 def _follow_each_other(found: Recording) -> None:
     """A stage begins with a microbatch after the stage before has begun with it, by the one clock."""
-    assert [len(spans) for spans in found.spans] == [2 * 4] * cd.size()
+    assert [len(spans) for spans in found.spans] == [2 * 4 + 1] * cd.size()
+    assert [spans[-1].action.kind for spans in found.spans] == [Kind.STEP] * cd.size()
     begins = {
         (span.action.stage, span.action.microbatch): span.begin
         for spans in found.measured.spans

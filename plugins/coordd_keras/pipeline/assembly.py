@@ -14,14 +14,15 @@ from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
 from coordd.objects import allgather_object
 from coordd.operations import Operations
+from coordd.pipeline.accord import ALIKE, Accord, settings
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.engine import Engine
 from coordd.pipeline.microbatch import cut
-from coordd.pipeline.plan import Plan
 from coordd.pipeline.plans import Plans
 from coordd.pipeline.profile import Profile
-from coordd.pipeline.simulate import Span
+from coordd.pipeline.record import Run, latest
 from coordd_keras.pipeline.autodiff import Autodiff, Computation, autodiff, floats
+from coordd_keras.pipeline.description import described
 from coordd_keras.pipeline.graph import Graph, arrays_of, is_seed
 from coordd_keras.pipeline.layout import Layout, Part
 from coordd_keras.pipeline.profiling import measured
@@ -49,8 +50,7 @@ class Assembly:
     Attributes:
         layout: of all stages.
         stages: of this rank.
-        spans: when this rank computed or changed what in the last run, in seconds since it began.
-        done: what the last run carried out.
+        ran: the last run, or the last of training.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Assembly:
         plans: Plans,
         optimizer: Any,
         compiled: Mapping[str, Any],
+        accord: Accord,
         operations: Operations,
         name: str,
     ) -> None:
@@ -74,11 +75,12 @@ class Assembly:
             plans: of its runs.
             optimizer: of this rank's variables.
             compiled: the loss and the metrics, as `keras.Model.compile` takes them.
+            accord: compares what the ranks were given.
             operations: of the daemon.
             name: begins the names of what travels; the same on all ranks, and no other pipeline's.
 
         Raises:
-            ArgumentError: the model cannot be split like this.
+            ArgumentError: the model cannot be split like this, or the ranks have different ones.
         """
         self._config = config
         self._plans = plans
@@ -88,6 +90,7 @@ class Assembly:
         sketch = plans.sketch
         self._model, self._shape = model, (None, *keras.tree.flatten(x)[0].shape[1:])
         self._graph = Graph(_outlined(model, self._shape))
+        accord.check("Pipeline", settings(config) | described(self._graph, optimizer), advice=ALIKE)
         profile = self._profile(x) if config.measured else None
         self.layout = Layout.of(self._graph, sketch.stages, config, profile)
         self._check()
@@ -125,13 +128,7 @@ class Assembly:
         )
         self.stages = {number: self._stage(number, part, computed[number]) for number, part in parts.items()}
         self._engine = Engine(self.stages, operations, name=name, fail=operations.daemon.fail)
-        self.spans: list[Span] = []
-        self.done: Plan | None = None
-
-    @property
-    def since(self) -> float:
-        """When the last run began, by `time.perf_counter`."""
-        return self._engine.since
+        self.ran: Run | None = None
 
     def named(self, x: Any) -> dict[str, np.ndarray]:
         """The model's inputs by their numbers.
@@ -162,8 +159,8 @@ class Assembly:
         work = work._replace(scale=self._scale)
         for stage in self.stages.values():
             stage.begin(work)
-        self.spans = self._engine.run(plan, self._rank)
-        self.done = plan
+        spans = self._engine.run(plan, self._rank)
+        self.ran = latest(self.ran, Run(plan, spans, self._engine.since, work.training))
         losses = [stage.loss for stage in self.stages.values() if stage.loss is not None]
         mine = np.array([sum(losses), len(losses)], np.float64)
         loss, count = self._operations.allreduce(mine, name=f"{self._name}.loss", op=ReduceOp.SUM).result()

@@ -216,11 +216,7 @@ class Pipeline:
         Raises:
             ArgumentError: nothing was run yet, or the file is neither.
         """
-        made = self._assembly
-        if made.done is None:
-            raise ArgumentError("nothing was run that could be recorded: train a batch first")
-        name = f"{self._name}.record"
-        return record(path, made.done, made.spans, None, self._operations, since=made.since, name=name)
+        return record(path, self._assembly.ran, None, self._operations, name=f"{self._name}.record")
 
     @property
     def _assembly(self) -> Assembly:
@@ -237,6 +233,7 @@ class Pipeline:
                 plans=self._plans,
                 optimizer=self.optimizer,
                 compiled=self._compiled,
+                accord=self._accord,
                 operations=self._operations,
                 name=self._name,
             )

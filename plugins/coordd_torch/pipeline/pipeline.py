@@ -15,15 +15,14 @@ from coordd import api
 from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
 from coordd.objects import allgather_object
-from coordd.pipeline.accord import Accord
+from coordd.pipeline.accord import ALIKE, Accord, settings
 from coordd.pipeline.batch import Batch, Weigh
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.engine import Engine
 from coordd.pipeline.microbatch import cut
-from coordd.pipeline.plan import Plan
 from coordd.pipeline.plans import Plans
 from coordd.pipeline.profile import Profile
-from coordd.pipeline.record import record
+from coordd.pipeline.record import Run, latest, record
 from coordd.pipeline.recording import Recording
 from coordd.pipeline.simulate import Span
 from coordd.pipeline.versions import Versions
@@ -64,7 +63,7 @@ class Pipeline:
         layout: which layers make which stage.
         stages: those of this rank, by number.
         epochs: how many `fit` has gone through, also before what was loaded was saved.
-        spans: when this rank computed what in the last run, in seconds since it began.
+        spans: when this rank computed or changed what in the last run, in seconds since it began.
     """
 
     def __init__(
@@ -105,6 +104,7 @@ class Pipeline:
         self._rank = world.rank
         self._name = f"{self._operations.namespace()}pipeline"
         self._accord = Accord(self._operations, name=f"{self._name}.given")
+        self._accord.check("Pipeline", settings(self.config), advice=ALIKE)
         self._plans = Plans(self.config, world.size)
         self._sketch = self._plans.sketch
         self._model = model = tied(model, self.config.reuse)
@@ -130,7 +130,7 @@ class Pipeline:
         check_statistics(self._captured.model, self.layout.holders)
         self.epochs = 0
         self.spans: list[Span] = []
-        self._done: Plan | None = None
+        self._ran: Run | None = None
         names = self.layout.names(self._sketch.held[self._rank])
         built = model if isinstance(model, nn.Module) else materialise(model, names)
         self.stages = self._made(built, optimizer, loss)
@@ -247,7 +247,9 @@ class Pipeline:
         self.epochs = self._saving.load(Path(folder), optimizer=optimizer)
 
     def record(self, path: str | Path | None = None) -> Recording:
-        """Gathers when each rank computed what in the last run, beside what was to be expected; all ranks call it.
+        """Gathers what each rank did when in the last training step, beside what was to be expected; all ranks call it.
+
+        If nothing was trained yet, it is the last run of another kind.
 
         That is what the layers' measured times lead to, if the split has measured them. Else it is what would have
         happened if every pass had taken as long as its stage's passes took in the mean, and no message any time.
@@ -261,11 +263,8 @@ class Pipeline:
         Raises:
             ArgumentError: nothing was run yet, or the file is neither.
         """
-        if self._done is None:
-            raise ArgumentError("nothing was run that could be recorded: train a batch first")
         costs = None if self._profile is None else self._profile.costs(self.layout.spans)
-        name = f"{self._name}.record"
-        return record(path, self._done, self.spans, costs, self._operations, since=self._engine.since, name=name)
+        return record(path, self._ran, costs, self._operations, name=f"{self._name}.record")
 
     @untouched()
     def verify_parity(self, x: Any, y: Any) -> float:
@@ -322,7 +321,7 @@ class Pipeline:
             scaling = self._scaling if step else None
             stage.begin(batch, plan.halved[number], training=training, keep=keep, scaling=scaling)
         self.spans = self._engine.run(plan, self._rank)
-        self._done = plan
+        self._ran = latest(self._ran, Run(plan, self.spans, self._engine.since, training))
         return {microbatch: output for stage in self.stages.values() for microbatch, output in stage.end().items()}
 
     def _batch(self, x: Any, y: Any, microbatches: int, *, steps: int = 1) -> Batch:
