@@ -65,6 +65,25 @@ def case_fit_is_that_of_keras() -> None:
 
 
 @ranks(2, deadline=60)
+def case_checkpoints_are_of_the_whole_model() -> None:
+    x, y = data("chain", 12)
+    folder = Path(cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else ""))
+    checkpoints = [
+        keras.callbacks.ModelCheckpoint(folder / "{epoch}.keras", monitor="loss", save_best_only=True),
+        keras.callbacks.ModelCheckpoint(folder / "last.weights.h5", save_weights_only=True),
+    ]
+    pipe = staged(seeded(chain))
+    pipe.fit(x, y, batch_size=12, epochs=2, verbose=0, callbacks=checkpoints)
+    saved = keras.models.load_model(folder / "2.keras", compile=False)
+    same(pipe.whole(), saved)
+    again = chain()
+    again.build((None, 2, 3))
+    again.load_weights(folder / "last.weights.h5")
+    same(pipe.whole(), again)
+    assert (folder / "1.keras").exists()
+
+
+@ranks(2, deadline=60)
 def case_metrics_may_be_arrays() -> None:
     x, y = data("chain", 12)
     config, targets = cd.Config(layers_per_proc=[4, 4], microbatches=3), np.eye(3)[y]

@@ -168,18 +168,29 @@ class Pipeline:
         """Finds the loss without training, on every rank."""
         return self._run(arrays(x), arrays(y), "test_on_batch")
 
-    def evaluate(self, x: Any, y: Any = None, *, batch_size: int = 32, return_dict: bool = False) -> Any:
-        """Finds loss and metrics, on every rank; arguments and result are those of ``model.evaluate``."""
+    def evaluate(
+        self, x: Any, y: Any = None, *, batch_size: int = 32, verbose: int | str = 0, return_dict: bool = False
+    ) -> Any:
+        """Finds loss and metrics, on every rank; arguments and result are those of ``model.evaluate``.
+
+        Args:
+            x: inputs of all rows, on all ranks the same.
+            y: targets of all rows.
+            batch_size: so many rows at a time.
+            verbose: has no effect: there is no bar.
+            return_dict: whether there are names in the result.
+        """
         logs = self._evaluated(arrays(x), arrays(y), batch_size)
         found = list(logs.values())
         return logs if return_dict else found[0] if len(found) == 1 else found
 
-    def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
+    def predict(self, x: Any, *, batch_size: int | None = None, verbose: int | str = 0) -> Any:
         """Returns the model's output for all rows, on every rank, in the structure that the model gives it.
 
         Args:
             x: as for `fit`.
             batch_size: so many rows at a time; by default all.
+            verbose: has no effect: there is no bar.
 
         Raises:
             ArgumentError: an output has its rows in another dimension than the first.
@@ -204,6 +215,20 @@ class Pipeline:
         one.
         """
         return self._assembly.whole()
+
+    def save(self, filepath: str | Path, **details: Any) -> None:
+        """Writes the model in one piece, as ``model.save`` does: all ranks call it, and rank 0 writes."""
+        whole = self.whole()
+        if self._rank == 0:
+            whole.save(filepath, **details)
+        self._operations.barrier().result()
+
+    def save_weights(self, filepath: str | Path, **details: Any) -> None:
+        """Writes the weights of the model in one piece, as ``model.save_weights`` does: as with `save`."""
+        whole = self.whole()
+        if self._rank == 0:
+            whole.save_weights(filepath, **details)
+        self._operations.barrier().result()
 
     def record(self, path: str | Path | None = None) -> Recording:
         """Gathers what each rank did when in the last training step, beside what was to be expected; all ranks call it.
