@@ -61,6 +61,7 @@ except (cd.PeerError, cd.ShutdownError) as error:
     print(f"{type(error).__name__} {error}", flush=True)
     raise
 """
+_EXIT = _PROGRAM[: _PROGRAM.index("sys.exit(3)")].count("\n") + 1
 _ACTION = "the forward pass of microbatch 0 in stage 1"
 _SECONDS = 10.0  # the aim is 2; a loaded machine gets more
 
@@ -71,7 +72,7 @@ _SECONDS = 10.0  # the aim is 2; a loaded machine gets more
         ("tensorflow", "raise", "PeerError rank 1 failed: ArithmeticError: an odd epoch"),
         ("torch", "raise", "PeerError rank 1 failed: ArithmeticError: an odd epoch"),
         ("torch", "layer", f"PeerError rank 1 failed in 1F0 of the pipeline, {_ACTION}: ArithmeticError: Exception"),
-        ("torch", "exit", r"PeerError rank 1 called sys\.exit\(3\) at \S+script\.py:29, exit code 3"),
+        ("torch", "exit", rf"PeerError rank 1 called sys\.exit\(3\) at \S+script\.py:{_EXIT}, exit code 3"),
         ("torch", "kill", "died: its connection closed without a goodbye"),
     ],
 )
