@@ -9,7 +9,7 @@ import logging
 import traceback
 
 from coordd.errors import PeerError, RemoteTraceback
-from coordd.handles import call_site
+from coordd.handles import is_users
 
 __all__ = ["in_brief"]
 
@@ -35,6 +35,7 @@ def _has_a_story(error: PeerError) -> bool:
 
 
 def _whereabouts(error: PeerError) -> str:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    site = call_site(frames[-1]) if frames else None
-    return f"this rank was at {site[0].co_filename}:{site[1]}; " if site else ""
+    """Names the line that the error came through; where a frame has been since then, in a ``finally``, is another."""
+    walked = traceback.walk_tb(error.__traceback__)
+    places = [(frame.f_code.co_filename, line) for frame, line in walked if is_users(frame)]
+    return "this rank was at {}:{}; ".format(*places[-1]) if places else ""

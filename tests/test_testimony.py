@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import linecache
 import logging
+import re
 
 import pytest
 
@@ -18,6 +20,19 @@ def raised(error: BaseException) -> BaseException:
     with pytest.raises(type(error)) as caught:
         handle.result()
     return caught.value
+
+
+def test_the_line_is_the_one_that_waited_whatever_ran_after_it():
+    def wait():
+        try:
+            raise FAILED  # here
+        finally:
+            wait.done = True
+
+    with pytest.raises(PeerError) as caught:
+        wait()
+    number = int(re.search(r":(\d+); ", in_brief(caught.value))[1])
+    assert linecache.getline(__file__, number).strip() == "raise FAILED  # here"
 
 
 def test_it_says_who_has_failed_and_why_and_where_this_rank_was():
