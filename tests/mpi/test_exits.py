@@ -98,6 +98,14 @@ def test_an_exception_is_raised_on_all_ranks(launcher: str, size: int, culprit: 
     assert "the job has failed" not in outcome.stderr, str(outcome)
 
 
+@pytest.mark.parametrize("end", ["raise ValueError('two  spaces' * 1000)", "sys.exit('two  spaces')"])
+def test_what_all_have_heard_is_not_told_again(end: str) -> None:
+    outcome = launch(2, _program(end, _ARRAYS), "0", launcher="coordd")
+    assert outcome.returncode == 1, str(outcome)
+    assert outcome.stderr.count("PeerError: rank 0 ") == 1, str(outcome)
+    assert "the job has failed" not in outcome.stderr, str(outcome)
+
+
 def test_what_is_raised_on_all_ranks_is_shown_once() -> None:
     outcome = launch(4, _ALIKE, launcher="coordd")
     assert outcome.returncode == 1, str(outcome)
