@@ -132,7 +132,7 @@ class _Default:
 
 
 def _untold(trace: str) -> str:
-    """Returns a traceback of this rank, on a new line, unless Python has shown it: the script may have caught the error."""
+    """Returns this rank's traceback, on a new line, unless Python has shown it: a script may have caught the error."""
     last = trace.rstrip().rpartition("\n")[2]
     return "" if last in _exits.story else f"\n{trace.rstrip()}"
 
