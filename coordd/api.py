@@ -117,16 +117,24 @@ class _Default:
         """
         failure = self.daemon.blame(_LINGER_SECONDS)
         if failure.rank == self.daemon.world.rank:
+            untold = _untold(failure.traceback)
+            if untold or not _exits.told:
+                log.error("the job has failed: this rank %s%s", failure.reason, untold)
             if not _exits.told:
-                log.error("the job has failed: this rank %s", failure.reason)
                 _exits.insist(1)
             threading.Event().wait(_HEARD_SECONDS)
         else:
-            if failure.reason not in _exits.told:
+            if failure.reason not in _exits.story:
                 log.error("the job has failed: rank %d %s", failure.rank, failure.reason)
             self.daemon.wait_for_loss(failure.rank, _LINGER_SECONDS)
         if not self.daemon.end(_LINGER_SECONDS):
             os._exit(1)
+
+
+def _untold(trace: str) -> str:
+    """Returns this rank's traceback, on a new line, unless Python has shown it: a script may have caught the error."""
+    last = trace.rstrip().rpartition("\n")[2]
+    return "" if last in _exits.story else f"\n{trace.rstrip()}"
 
 
 def _fail(reason: str, traceback: str, error: BaseException | None) -> bool:

@@ -16,6 +16,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ _LONGEST_TEXT = 64_000
 _QUITTERS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 _HEARD_SECONDS = 0.3  # that what was told, or a signal that was sent to all, takes to reach others, at most
 _TERMINATED = "was ended by SIGTERM"
+_LIBRARY = f"{Path(os.__file__).parent}{os.sep}"
 
 
 class _Exit(SystemExit):
@@ -75,7 +77,7 @@ class ExitWatch:
         self._in_brief = in_brief
         self._excepthook = sys.excepthook
         self._final: tuple[str, str] | None = None
-        self._told = ""
+        self._told = self._story = ""
         self._heeded = False
         self._asked = False
         self._status = 0
@@ -91,6 +93,11 @@ class ExitWatch:
     def told(self) -> str:
         """The failure that was reported, in one line; empty if there was none."""
         return self._told
+
+    @property
+    def story(self) -> str:
+        """All that was said of it: its line, and the traceback with the errors that it came of."""
+        return self._story
 
     @property
     def asked(self) -> bool:
@@ -153,7 +160,7 @@ class ExitWatch:
             os._exit(self._status)
 
     def _tell(self, reason: str, trace: str, error: BaseException | None) -> None:
-        self._told = reason
+        self._told, self._story = reason, f"{reason}\n{trace}"
         self._report(reason, trace, error)
 
     def _tell_of(self, error: BaseException) -> None:
@@ -174,7 +181,7 @@ class ExitWatch:
             code = status if isinstance(status, int) else 1
             frame = sys._getframe(1)  # noqa: SLF001 - the documented way to the caller
             site = "".join(traceback.format_stack(frame)[-4:])
-            reason = f"called sys.exit({status!r}) at {frame.f_code.co_filename}:{frame.f_lineno}, exit code {code}"
+            reason = f"called sys.exit({status!r}) at {_place(frame)}, exit code {code}"
             watch = weakref.finalize(error, self._dropped, reason, site)
             watch.atexit = False  # an exit that somebody has caught and kept is dropped after all handlers have run
         try:
@@ -195,6 +202,19 @@ def await_own_end(reason: str) -> None:
     """Gives a signal that has ended another rank, for this reason, the time to end this one before it complains."""
     if reason == _TERMINATED:
         threading.Event().wait(_HEARD_SECONDS)
+
+
+def _place(frame: FrameType) -> str:
+    """Names the innermost line outside Python's own library, whose `argparse`, say, has left for the script."""
+    outer: FrameType | None = frame
+    while outer is not None and _is_library(outer.f_code.co_filename):
+        outer = outer.f_back
+    found = outer or frame
+    return f"{found.f_code.co_filename}:{found.f_lineno}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(("<frozen ", _LIBRARY)) and "-packages" not in file.removeprefix(_LIBRARY)
 
 
 def _in_main_thread() -> bool:

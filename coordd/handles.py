@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from coordd.errors import PeerError, ShutdownError
 
-__all__ = ["Handle", "call_site", "called_from", "wait_all"]
+__all__ = ["Handle", "call_site", "called_from", "is_users", "wait_all"]
 
 log = logging.getLogger("coordd")
 Result = TypeVar("Result")
@@ -206,12 +206,17 @@ _INSIDE = tuple(f"{name}." for name in _FRAMEWORKS)
 def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | None:
     """Finds the innermost line outside coordd and the frameworks, cheaply: as a code object and a line number."""
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        ours = module.startswith((package, *_INSIDE)) or module in _FRAMEWORKS
-        if not ours and _AUTOGRAPH not in frame.f_code.co_filename:
+        if is_users(frame, package):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return getattr(_here, "site", None)
+
+
+def is_users(frame: Any, package: str = "coordd") -> bool:
+    """Says whether a frame is neither coordd's nor a framework's."""
+    module = frame.f_globals.get("__name__", "")
+    ours = module.startswith((package, *_INSIDE)) or module in _FRAMEWORKS
+    return not ours and _AUTOGRAPH not in frame.f_code.co_filename
 
 
 @contextmanager

@@ -231,6 +231,28 @@ def test_a_process_ends_by_itself_with_its_own_exit_code(end):
     assert done.returncode == status, done.stderr
 
 
+SWALLOWED = """
+import sys, traceback, coordd
+from coordd.api import operations
+
+coordd.init()
+try:
+    raise ValueError("deep inside")
+except ValueError as error:
+    operations().daemon.fail("failed in a pass: ValueError: deep inside", traceback.format_exc())
+    LEAVE
+"""
+LEAVES = {"sys.exit(3)": 3, "sys.exit()": 1, "raise": 1, "raise KeyError": 1, "raise KeyError from None": 1}
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+def test_the_traceback_of_what_the_others_have_heard_is_shown_once(leave):
+    done = run(SWALLOWED.replace("LEAVE", leave))
+    assert done.returncode == LEAVES[leave]
+    assert done.stderr.count("\nValueError: deep inside\n") == 1, done.stderr
+    assert ("this rank failed in a pass" in done.stderr) == (leave not in {"raise", "raise KeyError"}), done.stderr
+
+
 def run(script):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     arguments = [sys.executable, "-c", script]

@@ -53,6 +53,11 @@ ENDS = {
         6,
         "told: called sys.exit(6) at SCRIPT, exit code 6 | sys.exit(6) | None",
     ),
+    "sys.exit in Python's own library": (
+        "import argparse\nargparse.ArgumentParser(usage='').parse_args(['--nope'])",
+        2,
+        "told: called sys.exit(2) at SCRIPT, exit code 2 | ",
+    ),
     "Ctrl-C": ("raise KeyboardInterrupt", None, "told: failed: KeyboardInterrupt | KeyboardInterrupt | "),
 }
 
@@ -140,6 +145,18 @@ def test_a_debugger_finds_the_error_after_it():
     """
     code, text = run(look)
     assert (code, text.splitlines()[-1]) == (1, "found 7")
+
+
+@pytest.mark.usefixtures("hooks")
+def test_the_whole_story_of_an_error_is_kept(monkeypatch):
+    watch = ExitWatch(lambda *_: None)
+    monkeypatch.setattr(watch, "_excepthook", lambda *_: None)
+    assert not watch.story
+    error = KeyError("lost")
+    error.__cause__ = ValueError("two  spaces")
+    sys.excepthook(KeyError, error, None)
+    assert watch.story.splitlines()[0] == watch.told == "failed: KeyError: 'lost'"
+    assert "\nValueError: two  spaces\n" in watch.story
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from coordd import api, handles
 from coordd.errors import CoorddError, PeerError, ShutdownError
-from coordd.handles import Handle, call_site, called_from, wait_all
+from coordd.handles import Handle, call_site, called_from, is_users, wait_all
 from tests.local_ranks import each_rank
 
 DEADLINE = 10.0
@@ -162,6 +162,12 @@ def test_wait_all_waits_for_all_and_raises_the_first_error():
         wait_all(iter(handles))
     assert handles[2].poll()
     wait_all([])
+
+
+def test_frames_are_told_apart_by_their_modules():
+    frame = sys._getframe()
+    assert is_users(frame)
+    assert not is_users(frame, package=__name__)
 
 
 def test_the_call_site_is_the_innermost_line_outside_coordd_and_torch():

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import linecache
 import logging
+import re
 
 import pytest
 
@@ -20,11 +22,34 @@ def raised(error: BaseException) -> BaseException:
     return caught.value
 
 
+def test_the_line_is_the_one_that_waited_whatever_ran_after_it():
+    def wait():
+        try:
+            raise FAILED  # here
+        finally:
+            wait.done = True
+
+    with pytest.raises(PeerError) as caught:
+        wait()
+    number = int(re.search(r":(\d+); ", in_brief(caught.value))[1])
+    assert linecache.getline(__file__, number).strip() == "raise FAILED  # here"
+
+
 def test_it_says_who_has_failed_and_why_and_where_this_rank_was():
     first, second = in_brief(raised(FAILED)).splitlines()
     assert first == "coordd.errors.PeerError: rank 1 failed: ValueError: bad"
     assert second.startswith(f"  this rank was at {__file__}:")
     assert second.endswith("; COORDD_LOG_LEVEL=debug shows the whole traceback")
+
+
+def test_what_an_operation_in_a_graph_raises_is_of_tensorflow_and_has_ours_in_its_text():
+    kind = type("UnknownError", (Exception,), {"__module__": "tensorflow.python.framework.errors_impl"})
+    text = "Graph execution error:\n\nPeerError: rank 1 failed: ValueError: bad\nTraceback (most recent call last):\n"
+    first, second = in_brief(raised(kind(text))).splitlines()
+    assert first == "coordd.errors.PeerError: rank 1 failed: ValueError: bad"
+    assert f"this rank was at {__file__}:" in second
+    assert not in_brief(raised(kind("MismatchError: ranks disagree")))
+    assert not in_brief(raised(ValueError(text)))
 
 
 def test_notes_are_part_of_it():

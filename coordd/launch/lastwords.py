@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from coordd.launch.lines import Piece
+from coordd.launch.tracebacks import TESTIMONY, traceback_at
 
 __all__ = ["LastWords"]
 
 _MEMORY = 60  # lines after which an exception was survived, and so is not how the process ended
 _CONSEQUENCES = {"PeerError", "ShutdownError"}
 _CONFESSION = "the job has failed: this rank "  # what `coordd.api` says on the rank that is to blame
-_TESTIMONY = "coordd.errors.PeerError: "  # what `coordd.testimony` says in place of a traceback
-_FIRST = ("Traceback (most recent call last):", '  File "')  # a SyntaxError comes without the first
+_OUTRIGHT = ("Fatal Python error:", TESTIMONY.decode())  # what needs no traceback before it
 
 
 class LastWords:
@@ -27,33 +27,46 @@ class LastWords:
         self.last = ""
         self.consequence = False
         self._line = b""
-        self._in_traceback = False
+        self._margin: str | None = None
         self._age = 0
 
     def hear(self, piece: Piece) -> None:
         """Takes the next piece."""
         self._line += piece.text[: 4096 - len(self._line)]
         if piece.end == b"\n":
-            self._read(self._line.decode(errors="replace").rstrip())
+            self._read(self._line.rstrip())
         if piece.end:
             self._line = b""
 
-    def _read(self, line: str) -> None:
-        if not line:
+    def _read(self, said: bytes) -> None:
+        if not said:
             return
-        self.last = line
+        self.last = line = said.decode(errors="replace")
         self._age += 1
         if self._age > _MEMORY:
             self.exception, self.consequence = "", False
         if _CONFESSION in line:
             self._keep("it " + line.partition(_CONFESSION)[2], consequence=False)
-        elif line.startswith(_FIRST):
-            self._in_traceback = True
-        elif line.startswith(("Fatal Python error:", _TESTIMONY)) or (self._in_traceback and not line[0].isspace()):
-            name = line.partition(":")[0].rpartition(".")[2]
-            self._keep(line, consequence=self.consequence or name in _CONSEQUENCES)
+        elif (begin := traceback_at(said)) is not None:
+            self._margin = _margin(said[begin:])
+        elif line.startswith(_OUTRIGHT):
+            self._name(line)
+        elif self._margin is not None and line.startswith(self._margin):
+            text = line.removeprefix(self._margin)
+            if not text[0].isspace():
+                self._name(text)
+
+    def _name(self, exception: str) -> None:
+        name = exception.partition(":")[0].rpartition(".")[2]
+        self._keep(exception, consequence=self.consequence or name in _CONSEQUENCES)
 
     def _keep(self, line: str, *, consequence: bool) -> None:
         self.exception, self.consequence = line, consequence
-        self._in_traceback = False
+        self._margin = None
         self._age = 0
+
+
+def _margin(first: bytes) -> str:
+    """What a traceback's lines begin with, by its first line; a group's errors have wider margins than the group."""
+    indent, plus, _ = first.partition(b"+ Exception Group ")
+    return f"{indent.decode()}| " if plus else ""

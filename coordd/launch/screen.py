@@ -16,7 +16,7 @@ from typing import IO
 from coordd.errors import spans
 from coordd.launch.frames import Output
 from coordd.launch.logs import Logs
-from coordd.launch.tracebacks import Tracebacks
+from coordd.launch.tracebacks import Tracebacks, traceback_at
 
 __all__ = ["Screen", "Sink"]
 
@@ -166,6 +166,9 @@ class Screen:
         text = line.take()
         if self._logs:
             self._logs.write(rank, text)
+        if stream == 2 and rank not in self._tracebacks and (begin := traceback_at(text)):
+            self._write(stream, self._titled(key, text[:begin]) + b"\n")  # a progress bar that it has interrupted
+            text = text[begin:]
         if stream == 2 and self._tracebacks.keep(rank, text, now=self._clock()):
             self._write(stream, b"")
             return

@@ -22,10 +22,11 @@ _ROWS = 16
 
 def headline(plan: Plan, timeline: Timeline, units: Units) -> str:
     """The answer in a sentence."""
+    step = f", step {units.span(timeline.step)}" if timeline.steps else ""
     return (
         f"{plan.name} on {len(plan.actions)} ranks, {plan.stages} stages, {plan.microbatches} microbatches: "
         f"makespan {units.span(timeline.makespan)}, bubble {100 * timeline.bubble:.1f} %, "
-        f"peak {units.size(max(timeline.peaks))}"
+        f"peak {units.size(max(timeline.peaks))}{step}"
     )
 
 

@@ -23,6 +23,21 @@ except PeerError:
     {then}
 """
 
+# Each part has a traceback of its own, and something unindented follows.
+NESTED = """
+import atexit, sys
+atexit.register(print, 'a warning', file=sys.stderr)
+def caught(error):
+    try:
+        raise error
+    except Exception as same:
+        return same
+try:
+    raise ExceptionGroup("outer", [caught(ValueError(1)), caught(ExceptionGroup("inner", [caught(KeyError(2))]))])
+finally:
+    pass
+"""
+
 
 def heard(text: str) -> LastWords:
     words = LastWords()
@@ -46,6 +61,9 @@ def said_by(source: str) -> LastWords:
         ("1 +", "SyntaxError: invalid syntax"),
         ("try: 1/0\nexcept ZeroDivisionError as e: raise KeyError('k') from e", "KeyError: 'k'"),
         ("import sys; sys.exit('gave up')", ""),
+        (NESTED, "ExceptionGroup: outer (2 sub-exceptions)"),
+        (f"{NESTED.partition('finally')[0]}except Exception: 1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys; sys.stderr.write('80%|##'); raise ValueError('bad')", "ValueError: bad"),
     ],
 )
 def test_the_exception_is_the_last_one_that_python_names(source, exception):

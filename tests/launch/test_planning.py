@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from coordd.cli import main
+from coordd.pipeline.action import Action, Kind
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.recording import Recording
 from coordd.pipeline.schedule import one_f_one_b
@@ -161,7 +162,19 @@ def test_a_run_is_shown_beside_what_was_predicted(capsys, tmp_path):
     predicted, _, measured = text.partition("measured:")
     assert "makespan 12 s, bubble 25.0 %" in predicted
     assert "makespan 36 s, bubble 25.0 %" in measured
+    assert "step" not in text
     assert "measured: makespan 36 s" in (tmp_path / "run.svg").read_text("utf-8")
+
+
+def test_the_time_to_change_weights_is_shown_of_a_run(capsys, tmp_path):
+    plan = chained(one_f_one_b(2, 3))
+    changed = [Span(Action(rank, Kind.STEP, 0), 40.0, 41.5) for rank in range(2)]
+    spans = tuple((*mine, span) for mine, span in zip(simulate(plan).spans, changed, strict=True))
+    Recording(plan, spans, Costs.even(2), Units(memory="activations")).write(tmp_path / "run.json")
+    assert main(["plan", "--measured", str(tmp_path / "run.json")]) == 0
+    predicted, _, measured = capsys.readouterr().out.partition("measured:")
+    assert ", step 1.5 s\n" in measured
+    assert "step" not in predicted
 
 
 def test_what_is_planned_must_be_said(capsys):

@@ -138,6 +138,35 @@ def test_two_ranks_that_fail_alike_at_the_end_are_shown_once_and_logged_twice(tm
     assert (tmp_path / "rank.0.log").read_text("utf-8") == (tmp_path / "rank.1.log").read_text("utf-8")
 
 
+def test_the_cause_is_shown_before_what_it_meant_to_the_others():
+    both = Both()
+    for rank in (0, 2, 3):
+        both.show(("coordd.errors.PeerError: rank 1 failed: ValueError: bad", "\n"), rank=rank, stream=2)
+        both.show(("  this rank was at a.py:3", "\n"), rank=rank, stream=2)
+    both.show(*STORY, rank=1, stream=2)
+    both.screen.finish()
+    assert both.text.splitlines() == [
+        "[1] Traceback (most recent call last):",
+        "[1] ValueError: bad",
+        "[0] coordd.errors.PeerError: rank 1 failed: ValueError: bad",
+        "[0]   this rank was at a.py:3",
+        "coordd: the same on ranks 2-3",
+    ]
+
+
+@pytest.mark.parametrize("first", [STORY[0][0], "  + Exception Group " + STORY[0][0]])
+def test_a_traceback_that_interrupts_a_progress_bar_has_lines_of_its_own(first, tmp_path):
+    logs = Logs(tmp_path)
+    both = Both(logs=logs)
+    for rank in range(2):
+        both.show((" 10%", "\r"), (f" {rank}0%{first}", "\n"), STORY[1], rank=rank, stream=2)
+    both.screen.finish()
+    logs.close()
+    told = f"[0]  00%\n[1]  10%\n[0] {first}\n[0] ValueError: bad\ncoordd: the same on rank 1\n"
+    assert both.text == told
+    assert (tmp_path / "rank.0.log").read_text("utf-8").startswith(f" 00%{first}\n")
+
+
 def test_a_rank_that_goes_on_after_a_traceback_is_shown_in_order():
     both = Both().show(*STORY, stream=2).show(("going on", "\n"))
     assert both.text == "[0] Traceback (most recent call last):\n[0] ValueError: bad\n[0] going on\n"

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from coordd.launch.tracebacks import Tracebacks
+from coordd.errors import PeerError
+from coordd.launch.tracebacks import Tracebacks, traceback_at
+from coordd.testimony import in_brief
 
 STORY = (b"Traceback (most recent call last):", b'  File "a.py", line 1, in <module>', b"ValueError: two", b"lines")
 
@@ -23,6 +25,28 @@ def test_what_ranks_say_alike_is_told_once():
     other = (*STORY[:2], b"KeyError: 'k'")
     told = kept((3, STORY), (1, STORY), (2, other), (0, other), (7, STORY)).release()
     assert told == [([0, 2], other), ([1, 3, 7], STORY)]
+
+
+def test_who_says_in_brief_that_another_rank_has_failed_comes_last():
+    brief = tuple(in_brief(PeerError(1, "failed: ValueError: two")).encode().splitlines())
+    told = kept((0, brief), (1, STORY), (2, brief)).release()
+    assert told == [([1], STORY), ([0, 2], brief)]
+
+
+@pytest.mark.parametrize(
+    ("line", "begin"),
+    [
+        (b"Traceback (most recent call last):", 0),
+        (b"80%|###Traceback (most recent call last):", 7),
+        (b"80%|###  + Exception Group Traceback (most recent call last):", 7),
+        (b"    | Traceback (most recent call last):", None),
+        (b"    | Exception Group Traceback (most recent call last):", None),
+        (b"Traceback (most recent call last): is what Python says first", None),
+        (b'80%|###  File "a.py", line 1', None),
+    ],
+)
+def test_where_a_traceback_begins(line, begin):
+    assert traceback_at(line) == begin
 
 
 def test_lines_of_several_ranks_do_not_mix():

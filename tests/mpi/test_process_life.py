@@ -213,7 +213,7 @@ def test_ranks_with_different_versions_do_not_start() -> None:
 def _assert_both_said(told: str, outcome: Outcome) -> None:
     """Each shown by itself, or once for both."""
     assert re.search(told, outcome.of_rank(0)), str(outcome)
-    same = "coordd: the same on rank 1" in outcome.stderr
+    same = re.search(rf"{told}.*\ncoordd: the same on rank 1\n", outcome.stderr)
     assert same or re.search(told, outcome.of_rank(1)), str(outcome)
 
 
