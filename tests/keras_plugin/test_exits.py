@@ -70,7 +70,6 @@ _SECONDS = 10.0  # the aim is 2; a loaded machine gets more
     ("backend", "fault", "told"),
     [
         ("tensorflow", "raise", "PeerError rank 1 failed: ArithmeticError: an odd epoch"),
-        ("torch", "raise", "PeerError rank 1 failed: ArithmeticError: an odd epoch"),
         ("torch", "layer", f"PeerError rank 1 failed in 1F0 of the pipeline, {_ACTION}: ArithmeticError: Exception"),
         ("torch", "exit", rf"PeerError rank 1 called sys\.exit\(3\) at \S+script\.py:{_EXIT}, exit code 3"),
         ("torch", "kill", "died: its connection closed without a goodbye"),

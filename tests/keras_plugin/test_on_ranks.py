@@ -22,14 +22,23 @@ _WAYS = {
     "mixed": _SETTINGS | {"TEST_KERAS_BACKENDS": "tensorflow,torch"},
 }
 _SIZES = {"tensorflow": (1, 2), "torch": (1, 2), "mixed": (2, 4)}
-_ON_FOUR = "cases_pipeline"
-"""What is run on four ranks, half of them on each backend; more would add nothing but minutes."""
+
+
+def _tells_more(way: str, size: int, case: Case) -> bool:
+    """Says whether a case is about what is different there; more would add nothing but minutes."""
+    if case.module.endswith("cases_pipeline_fit"):
+        return way != "mixed"
+    if case.module.endswith("cases_pipeline"):
+        return way != "mixed" or size == max(case.sizes)
+    return size < 4
+
+
 _ITEMS = [
     pytest.param(way, size, case, id=f"{case}-{size}-{way}")
     for way, sizes in _SIZES.items()
     for size in sizes
     for case in _CASES
-    if size in case.sizes and (size < 4 or case.module.endswith(_ON_FOUR))
+    if size in case.sizes and _tells_more(way, size, case)
 ]
 
 
