@@ -9,15 +9,18 @@ PIP   := python -m pip install --disable-pip-version-check -c constraints.txt
 IN    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check pages bench clean
+.PHONY: help demo test test-all check pages bench clean
 
 help:  ## lists these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(DEMO)  ## trains a small CNN on handwritten digits, on two ranks
 	$(IN) coordd run -n 2 python examples/pytorch/digits.py
 
 test: $(DEV)  ## runs the tests
+	$(IN) python -m pytest -m "not sweep"
+
+test-all: $(DEV)  ## runs the tests, and the sweeps over everything of which the tests take a sample
 	$(IN) python -m pytest
 
 check: $(DEV)  ## lints, checks types, layers, sizes and generated pages

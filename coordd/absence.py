@@ -24,9 +24,9 @@ class Absence:
         self._last[members] = ranks.bit_length() - 1
 
     def end(self, members: int) -> int:
-        """Ends a set's absence when all its members have joined; returns the rank that was the last."""
-        del self._joined[members]
-        return self._last.pop(members)
+        """Ends a set's absence, when all its members have joined or that fails; returns the rank that was the last."""
+        self._joined.pop(members, None)
+        return self._last.pop(members, -1)
 
     def of(self, members: int) -> int:
         """Finds those of an operation's members that take part with nothing."""

@@ -6,13 +6,14 @@ import contextlib
 import sys
 import threading
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from coordd.messages import Account
 from coordd.table import Site, show_site
 
-__all__ = ["THREAD", "Account", "Place", "account", "await_end", "places", "process_state"]
+__all__ = ["THREAD", "Account", "Place", "account", "await_end", "is_stopped", "places", "process_state"]
 
 THREAD = "coordd"
 """How the names of coordd's own threads begin."""
@@ -81,19 +82,29 @@ def process_state(pid: int, host: str, here: str) -> str:
     """Says how the operating system sees a process of this host, such as ``stopped``; empty for another host's."""
     if host != here:
         return ""
-    import psutil  # takes a fifth of the time to start, and most jobs end well
-
+    try:
+        import psutil  # takes a fifth of the time to start, and most jobs end well
+    except (ImportError, OSError):  # this process may have no file descriptor left
+        return ""
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
         return "gone"
-    except psutil.Error:
+    except (psutil.Error, OSError):  # as above
         return ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Says whether a process of this host is stopped, by a signal or a debugger; not if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in {b"T", b"t"}
+    except (OSError, IndexError):
+        return False
 
 
 def await_end(pid: int, seconds: float) -> None:
     """Waits, at most so long, until a process of this host has ended and its parent knows how."""
     import psutil  # as above
 
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError):
         psutil.Process(pid).wait(seconds)

@@ -14,11 +14,13 @@ import multiprocessing
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from coordd import presence
 from coordd.config import LAUNCHED, Config, aliased, timeline_folder, unread
 from coordd.crowd import Crowd
 from coordd.daemon import Daemon
@@ -30,15 +32,18 @@ from coordd.errors import (
     NotInitializedError,
     PeerError,
     ShutdownError,
+    StartError,
     WorkerProcessError,
+    brief,
 )
 from coordd.exits import ExitWatch, await_own_end
-from coordd.handles import Handle
+from coordd.handles import Handle, check_may_wait
+from coordd.launched import RANK_PID, identifying
 from coordd.messages import ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd.rendezvous import meet
-from coordd.survey.address import identity
+from coordd.rendezvous import meet, tell
+from coordd.survey.address import identity, parent_of
 from coordd.survey.desk import Desk
 from coordd.testimony import in_brief
 
@@ -52,6 +57,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "launcher_variables",
     "leaving",
     "local_rank",
     "local_size",
@@ -75,16 +81,24 @@ class _Default:
     """The default daemon, and how this process ends."""
 
     def __init__(self, config: Config) -> None:
+        """Prepares a daemon; `start` it."""
         self.config = config
         self.pid = os.getpid()
-        self.operations = Operations(Daemon(config, meet(config)))
-        self._desk = Desk(self.daemon, identity(os.environ, turn=next(_turns)))
+        child = _of_a_rank()
+        self.operations = Operations(Daemon(config, meet(config, one_of_many=not child)))
+        self._desk = Desk(self.daemon, identity({} if config.alone else os.environ, turn=next(_turns)))
+
+    def start(self) -> None:
+        """Starts the daemon, and waits for the other ranks; raises like `Daemon.start`."""
         try:
             self.daemon.start()
+            self._desk.settle()
         except BaseException:
+            self.daemon.abandon()
             self._desk.close()
             raise
-        self._desk.settle()
+        self._presence = os.environ.get(presence.VARIABLE, "") if self.daemon.world.size > 1 else ""
+        presence.tell(self._presence, present=True)
 
     @property
     def daemon(self) -> Daemon:
@@ -109,6 +123,7 @@ class _Default:
         if self.daemon.failing or not self.daemon.stop():
             self._leave_the_wreck()
         self._desk.close()
+        presence.tell(self._presence, present=False)
 
     def _leave_the_wreck(self) -> None:
         """Lets the culprit go first, so that the launcher sees its exit code before its consequences'.
@@ -141,68 +156,191 @@ def _fail(reason: str, traceback: str, error: BaseException | None) -> bool:
     return _default is not None and _default.pid == os.getpid() and _default.fail(reason, traceback, error)
 
 
-_RANK_PID = "_COORDD_RANK_PID"  # inherited by a rank's workers, which are no ranks
-_guard = threading.Lock()
+_TELL_SECONDS = 2.0
+_guard = threading.RLock()  # the handler of a signal that comes during `init` may call `shutdown`
 _turns = itertools.count(step=2)  # of the desks: each uses two
 # Set up at import, for in ``sys.exit(main())`` the function is looked up before ``main`` calls `init`.
 _exits = ExitWatch(_fail, in_brief)
 _default: _Default | None = None
+_unfinished: list[Callable[[float], bool]] = []  # waits for what attempts of `init` that have failed left behind
+_launcher_variables: dict[str, str] = {}  # what `init` has taken out of the environment
 _override: contextvars.ContextVar[Operations | None] = contextvars.ContextVar("coordd", default=None)
 
 
 def init(**settings: Any) -> None:
     """Starts the daemon and waits until all ranks are there; does nothing if it runs with these settings already.
 
+    Then it takes the variables that the MPI launcher has set for this rank out of ``os.environ``, for other libraries
+    and child processes would take them for a world to connect to; see `launcher_variables`.
+
     Args:
         settings: fields of `coordd.config.Config`, such as ``fusion_mb=16``; they beat the environment.
 
     Raises:
         ConfigError: a setting is unusable, or the daemon runs with other settings.
-        StartError: the ranks did not find each other.
+        StartError: the ranks did not find each other, or the environment tells of ranks that nothing connects.
+        PeerError: another rank could not start.
+        DeadlockError: this is a daemon's own thread, as in a done callback.
         ForkedProcessError: this process was forked from one that uses coordd.
+        WorkerProcessError: this process is a worker that `multiprocessing` has started for a rank.
     """
     global _default  # noqa: PLW0603 - the one piece of module-level state
     with _guard:
         if _default is not None and _default.pid != os.getpid():
             raise ForkedProcessError
-        if os.environ.get(_RANK_PID, here := str(os.getpid())) != here and _is_worker():
+        if _is_worker():
             raise WorkerProcessError
-        config = Config.load(os.environ, **settings)
-        logging.getLogger("coordd").setLevel(config.log_level.upper())
         if _default is None:
-            _default = _Default(config)
-            _log_to_stderr(_default.daemon.world.rank)
-            _advise(_default.daemon)
-            atexit.register(_at_exit)
-            _exits.hear_sigterm()
-            if _default.daemon.world.size > 1:
-                os.environ[_RANK_PID] = str(os.getpid())
-        elif _default.config != config:
+            _default = _started(settings)
+        elif _default.config != Config.load(os.environ, **settings):
             text = "init() was called before, with other settings: call shutdown() first, or leave them equal"
             raise ConfigError(text)
 
 
+def _started(settings: dict[str, Any]) -> _Default:
+    """Makes and starts a daemon; what this rank fails with is told to the others, too."""
+    begun = _prepared(settings)
+    try:
+        begun.start()
+    except BaseException:
+        _unfinished.append(begun.daemon.join)
+        raise
+    try:
+        _log_to_stderr(begun.daemon.world.rank)
+        _advise(begun.daemon)
+        _exits.hear_sigterm()
+    except BaseException as error:
+        begun.daemon.fail(f"could not start: {brief(error)}", "".join(traceback.format_exception(error)))
+        begun.daemon.end(_LINGER_SECONDS)
+        raise
+    atexit.register(_at_exit)
+    os.environ.pop(RANK_PID, None)
+    if begun.daemon.world.size > 1:
+        os.environ[RANK_PID] = str(os.getpid())
+    # Under another transport MPI may still be the script's to begin, and scripts for Horovod read these variables.
+    if not (begun.config.alone or begun.config.as_horovod) and begun.config.transport in {"auto", "mpi"}:
+        _take_variables()
+    return begun
+
+
+def _prepared(settings: dict[str, Any]) -> _Default:
+    _await_unfinished()
+    try:
+        config = Config.load(os.environ, **settings)
+        logging.getLogger("coordd").setLevel(config.log_level.upper())
+        return _Default(config)
+    except Exception as error:
+        teller = tell(error)
+        if teller is not None:
+            teller.join(_TELL_SECONDS)  # the others may be anywhere yet; then it goes on without us
+            _unfinished.append(lambda seconds: _joined(teller, seconds))
+        raise
+
+
+def _joined(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def _await_unfinished() -> None:
+    """Waits for what a former attempt has left in MPI, where two at a time would be taken for each other.
+
+    Raises:
+        StartError: it does not end.
+    """
+    seconds = Config.load({}).start_seconds
+    while _unfinished:
+        if not _unfinished[-1](seconds):
+            text = (
+                "a former init() that has failed still waits for the other ranks, and a new one cannot begin before "
+                "they have come: end this process, or see why they do not call init()"
+            )
+            raise StartError(text)
+        _unfinished.pop()
+
+
+def _take_variables() -> None:
+    """Takes out of the environment what an MPI launcher has told this process, which nobody else is to read."""
+    found = identifying(os.environ)
+    _launcher_variables.update(found)
+    for name in found:
+        del os.environ[name]
+
+
+def _return_variables() -> None:
+    for name, value in _launcher_variables.items():
+        os.environ.setdefault(name, value)
+    _launcher_variables.clear()
+
+
+def launcher_variables() -> dict[str, str]:
+    """Returns what the MPI launcher has set for this rank, and `init` has taken out of ``os.environ``.
+
+    A child process that needs them, such as a tool that reads ``OMPI_COMM_WORLD_RANK``, gets them by
+    ``env={**os.environ, **coordd.launcher_variables()}``. `shutdown` puts them back.
+    """
+    return dict(_launcher_variables)
+
+
+def _of_a_rank() -> bool:
+    """Says whether this process is a program of its own that a rank, or something below a rank, has started."""
+    return os.environ.get(RANK_PID, here := str(os.getpid())) != here
+
+
 def _is_worker() -> bool:
-    """Says whether this process was started by `multiprocessing`; while it imports the script, that tells only so."""
-    return multiprocessing.parent_process() is not None or "__mp_main__" in sys.modules
+    """Says whether this process is a worker that `multiprocessing` has started for a rank.
+
+    While a worker imports the script it has no parent yet as far as `multiprocessing` knows, only a mark by which that
+    module itself refuses to start workers of workers. What has forked it is the rank, or the rank's fork server, which
+    gives it a name before.
+    """
+    if not _of_a_rank():
+        return False
+    rank = int(os.environ[RANK_PID])
+    if (creator := multiprocessing.parent_process()) is not None:
+        return creator.pid == rank
+    process = multiprocessing.current_process()
+    if not getattr(process, "_inheriting", False):
+        return False
+    parent = os.getppid()
+    served = process.name != "MainProcess" and any("multiprocessing.forkserver" in word for word in sys.orig_argv)
+    return rank == (parent_of(parent) if served else parent)
 
 
 def shutdown() -> None:
-    """Ends the daemon in step with the other ranks; `init` may be called again. Does nothing if it does not run."""
-    global _default
+    """Ends the daemon in step with the other ranks; `init` may be called again. Does nothing if it does not run.
+
+    A second thread that calls it, or `init`, waits until the first one is through. Where it is interrupted (Ctrl-C),
+    it may be called again.
+
+    Raises:
+        DeadlockError: this is the daemon's own thread, as in a done callback.
+    """
+    global _default  # noqa: PLW0603 - as above
+    if _default is not None:
+        check_may_wait("shutdown()")
     with _guard:
         leaving, _default = _default, None
-        os.environ.pop(_RANK_PID, None)
-    atexit.unregister(_at_exit)
-    _exits.forget_sigterm()
-    if leaving is not None and leaving.pid == os.getpid():
-        leaving.leave()
+        if leaving is not None and leaving.pid == os.getpid():
+            os.environ.pop(RANK_PID, None)
+            _return_variables()
+        _exits.forget_sigterm()
+        if leaving is not None and leaving.pid == os.getpid():
+            try:
+                leaving.leave()
+            except BaseException:  # or the interpreter would end while the thread still works
+                _default = leaving
+                raise
+        atexit.unregister(_at_exit)
 
 
 def _at_exit() -> None:
     if _default is not None and _default.pid == os.getpid():
         _exits.verdict()
         shutdown()
+    elif _default is None:
+        with _guard:  # another thread may be leaving just now
+            pass
 
 
 def is_initialized() -> bool:
@@ -241,6 +379,7 @@ def source() -> Callable[[], Operations]:
 def using(daemon: Daemon) -> Iterator[None]:
     """Makes another daemon the default of this thread; for ranks that are threads of one process."""
     token = _override.set(Operations(daemon))
+    daemon.status.script = threading.get_ident()
     try:
         yield
     finally:

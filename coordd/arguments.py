@@ -6,12 +6,12 @@ import functools
 import sys
 import warnings
 from collections.abc import Sequence
-from operator import index
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
+from coordd.checks import whole
 from coordd.errors import ArgumentError
 from coordd.handles import call_site
 from coordd.messages import Kind, ReduceOp
@@ -19,6 +19,7 @@ from coordd.messages import Kind, ReduceOp
 __all__ = [
     "backward_names",
     "check_name",
+    "check_op",
     "check_rank",
     "check_reducible",
     "check_rows",
@@ -26,19 +27,26 @@ __all__ = [
     "name_of",
     "no_gradient",
     "places",
+    "read_groups",
     "reduce_op",
 ]
 
 _LONGEST_NAME = 1024
 
 
-def check_reducible(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool) -> None:
+def check_reducible(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool, truncate: bool = False) -> None:
     """Refuses reductions that would be wrong or have no meaning.
+
+    Args:
+        dtype: the type of the tensor.
+        op: how values combine.
+        scaled: whether a prescale or postscale factor is not 1.
+        truncate: whether averages and scales of integers are truncated, as Horovod does, instead of refused.
 
     Raises:
         ArgumentError: naming the dtype, the operation and what to use instead.
     """
-    if why := _unusable(dtype) or _meaningless(dtype, op, scaled=scaled):
+    if why := _unusable(dtype) or _meaningless(dtype, op, scaled=scaled, truncate=truncate):
         text = f"Tensor type {name_of(dtype)} is not supported for {op.name.lower()}: {why}"
         raise ArgumentError(text)
 
@@ -52,17 +60,18 @@ def _unusable(dtype: np.dtype[Any]) -> str:
     return ""
 
 
-def _meaningless(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool) -> str:
+def _meaningless(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool, truncate: bool) -> str:
     """Says why a type cannot be reduced in this way."""
     inexact = dtype.kind in "fc" or name_of(dtype) == "bfloat16"
+    divisible = inexact or (truncate and dtype.kind in "iu")
     reasons = (
         (
             dtype.kind == "b" and (op is ReduceOp.SUM or op.averages),
             "use Max for 'any', Min for 'all', or convert to integers to count",
         ),
-        (op.averages and not inexact, "an average of integers would be truncated: use Sum, or convert to a float"),
+        (op.averages and not divisible, "an average of integers would be truncated: use Sum, or convert to a float"),
         (op is ReduceOp.ADASUM and (not inexact or dtype.kind == "c"), "Adasum weighs real gradients: use a float"),
-        (scaled and not inexact, "prescale and postscale factors would be truncated: convert to a float"),
+        (scaled and not divisible, "prescale and postscale factors would be truncated: convert to a float"),
         (dtype.kind == "c" and op in {ReduceOp.MIN, ReduceOp.MAX}, "complex numbers have no order"),
     )
     return next((why for holds, why in reasons if holds), "")
@@ -103,7 +112,7 @@ def check_splits(splits: Any, rows: int, members: int) -> np.ndarray:
         text = f"Number of entries in splits does not equal number of workers: {len(found)} for {members} ranks"
     elif (found < 0).any():
         text = f"alltoall expects splits of 0 or more rows, not {found.tolist()}"
-    elif found.sum() > rows:
+    elif sum(found.tolist()) > rows:
         text = f"Sum of splits entries is greater than the first dimension of tensor: {found.tolist()}, {rows} rows"
     else:
         return found.astype(np.int64)
@@ -127,8 +136,25 @@ def check_name(name: str) -> str:
 
 
 def check_rank(number: int) -> int:
-    """Takes any integer, such as NumPy's, as Python's own, which is what messages carry."""
-    return int(index(number))
+    """Takes any integer, such as NumPy's, as Python's own, which is what messages carry.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    return whole(number, "a rank")
+
+
+def check_op(op: ReduceOp) -> ReduceOp:
+    """Takes one of our operations, or its number.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    try:
+        return ReduceOp(whole(op, "op"))
+    except ValueError as error:
+        text = f"op is {op!r}, and must be Average, Sum, Adasum, Min, Max, Product or AveragePresent"
+        raise ArgumentError(text) from error
 
 
 def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: FBT001 - Horovod's flag, read here
@@ -140,7 +166,16 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: F
         text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
         warnings.warn(text, DeprecationWarning, stacklevel=_level())
         return ReduceOp.AVERAGE if average else ReduceOp.SUM
-    return ReduceOp.AVERAGE if op is None else ReduceOp(op)
+    return ReduceOp.AVERAGE if op is None else check_op(op)
+
+
+def read_groups(num_groups: int, groups: Any) -> tuple[int, Any]:
+    """Reads Horovod's old argument ``num_groups`` as ``groups``, with its warning; for ``as_horovod``."""
+    if not num_groups:
+        return num_groups, groups
+    text = "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0."
+    warnings.warn(text, DeprecationWarning, stacklevel=_level())
+    return (num_groups, None) if groups is None else (0, groups)
 
 
 def _level() -> int:

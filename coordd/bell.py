@@ -45,8 +45,15 @@ class Bell:
     def ring(self) -> None:
         """Wakes the sleeper; cheap when it has been rung already."""
         if not self._rung:
+            # No call between flag and byte: a signal's handler that raises there would leave a flag without a ring.
             self._rung = True
-            os.write(self._write, b"!")
+            try:
+                os.write(self._write, b"!")
+            except BlockingIOError:  # full of neighbours' rings, each of which wakes it
+                pass
+            except BaseException:
+                self._rung = False
+                raise
 
     def sleep(self, seconds: float | None) -> None:
         """Sleeps until rung, until a watched descriptor is readable, or for ``seconds``; None is without limit."""

@@ -13,8 +13,8 @@ __all__ = ["Bucket", "Locked"]
 class Bucket(msgspec.Struct, frozen=True):
     """Entries that travel together, in the same order on all ranks.
 
-    ``sequence`` is the common number of a negotiated bucket; a locked one has none, so 0. So many members are
-    ``absent``: they have joined, and have nothing.
+    ``sequence`` is the common number of a negotiated bucket, and ``slot`` is where its members meet; a locked one has
+    neither, so 0. So many members are ``absent``: they have joined, and have nothing.
     """
 
     sequence: int
@@ -22,6 +22,7 @@ class Bucket(msgspec.Struct, frozen=True):
     sizes: tuple[int, ...]
     entries: tuple[Entry, ...]
     absent: int = 0
+    slot: int = 0
 
 
 class Locked(msgspec.Struct, frozen=True):

@@ -127,6 +127,11 @@ class Config:
     check_in_flight: bool = _knob(
         False, "find tensors that are changed while they are in flight, by a checksum each; for debugging"
     )
+    check_parameters: bool = _knob(
+        True,
+        "compare the ranks' parameters and hyperparameters before the first step of an optimizer: an error if they "
+        "differ, under --as-horovod a warning",
+    )
     nonfinite: str = _knob(
         "ignore",
         "gradients with an infinity or NaN: ignore them, warn and name rank and parameter, skip the step on all ranks, "
@@ -157,6 +162,9 @@ class Config:
     start_seconds: float = _knob(
         60.0, "how long init() waits for all ranks", low=0.1, high=86_400, alias="HOROVOD_START_TIMEOUT"
     )
+    alone: bool = _knob(
+        False, "be a world of one, though the environment tells of more processes: each then is rank 0 of 1"
+    )
     transport: str = _knob("auto", "data plane: auto picks mpi under an MPI launcher, else local")
     shared_memory: bool = _knob(
         True, "ranks of one host reduce in each other's memory and lend it for messages, without the data plane"
@@ -175,7 +183,7 @@ class Config:
     )
     interface: str = _knob(
         "",
-        "address or network interface on which rank 0 listens; empty: loopback on one host, else the first outward one",
+        "address or interface on which rank 0 listens; empty: a private socket on one host, else the first outward one",
         alias="HOROVOD_GLOO_IFACE",
     )
     daemon_cores: str = _knob(
@@ -183,6 +191,11 @@ class Config:
         "processors on which the daemon's thread runs, as the kernel numbers them, such as 3 or 6-7; empty: those that "
         "`coordd run` finds spare, else any",
         alias="HOROVOD_THREAD_AFFINITY",
+    )
+    as_horovod: bool = _knob(
+        False,
+        "do what Horovod does where coordd would refuse or do otherwise, see docs/migrating-from-horovod.md; the flag "
+        "of `coordd run` also lets an unchanged script import horovod, and understands horovodrun's flags",
     )
     autotune: bool = _knob(
         False, "search for faster settings while training, and keep them for the next run", alias="HOROVOD_AUTOTUNE"

@@ -6,7 +6,7 @@ Pure: messages and the time go in, messages come out. The same object runs in th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,6 +17,7 @@ from coordd.errors import spans
 from coordd.messages import (
     Abort,
     Account,
+    Blocked,
     Failure,
     Goodbye,
     Hello,
@@ -28,6 +29,7 @@ from coordd.messages import (
     Overdue,
     Plan,
     Recording,
+    Refused,
     Report,
     StallReport,
     Waiting,
@@ -82,6 +84,7 @@ class Coordinator:
         lock_steps: int = 0,
         abort_seconds: float = 0.0,
         voices: Sequence[int] | None = None,
+        stopped: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Starts with nobody there.
 
@@ -92,6 +95,7 @@ class Coordinator:
             lock_steps: equal steps that lock the plan; 0 for never.
             abort_seconds: how long an operation may wait before the job fails; 0 for ever.
             voices: whom it hears, as the bit masks of the ranks for whom each of them speaks; by default all ranks.
+            stopped: says whether the process of a rank is known to be stopped.
         """
         self._ranks = range(size)
         self._voices = [1 << rank for rank in self._ranks] if voices is None else voices
@@ -103,6 +107,7 @@ class Coordinator:
             voices=self._voices,
         )
         self._abort_seconds = abort_seconds
+        self._is_stopped = stopped
         self._arrived: dict[int, Hello] = {}
         self._investigation: _Investigation | None = None
         self._failure: Failure | None = None
@@ -121,8 +126,8 @@ class Coordinator:
         """Takes one message in."""
         self._heard = True
         match message:
-            case Report():
-                self._negotiator.hear(voice, message)
+            case Report() | Refused() | Blocked():
+                self._negotiate(voice, message)
             case Hello() | Muster():
                 self._greet(message.by_rank() if isinstance(message, Muster) else {voice: message})
             case Goodbye():
@@ -134,9 +139,18 @@ class Coordinator:
             case Inquiry() | Account():
                 self._mediate(message)
             case Lost() | Loss():
-                self._lose(message.rank if isinstance(message, Loss) else voice)
+                self._lose(message if isinstance(message, Loss) else Loss(voice, self._is_stopped(voice)))
             case _:
                 self._pass_on(message)
+
+    def _negotiate(self, voice: int, message: Report | Refused | Blocked) -> None:
+        match message:
+            case Report():
+                self._negotiator.hear(voice, message)
+            case Refused():
+                self._negotiator.refuse(message)
+            case Blocked():
+                self._negotiator.note_blocked(self._speakers(voice, message.ranks), message.name, message.seen)
 
     def turn(self, now: float) -> Outgoing:
         """Returns what is to be sent to which voice, in order; messages to rank 0 itself included."""
@@ -187,9 +201,9 @@ class Coordinator:
             self._recordings = message.number
             self._tell(range(len(self._voices)), message)
 
-    def _lose(self, rank: int) -> None:
+    def _lose(self, loss: Loss) -> None:
         if not self._stopped:
-            self._fail(Failure.death(rank, self._place(rank)))
+            self._fail(Failure.death(loss.rank, self._place(loss.rank), stopped=loss.stopped))
 
     def _fail(self, failure: Failure) -> None:
         """Tells everybody of the first failure; later ones are its consequences."""
@@ -234,7 +248,8 @@ class Coordinator:
         """Ends the job because of the first rank that others wait for."""
         culprit = min((rank for item in waiting for rank in item.missing), default=0)
         names = ", ".join(repr(item.name) for item in waiting[:3])
-        self._fail(Failure(culprit, f"kept {names} waiting for {seconds:.0f} s (stall_abort_seconds)"))
+        state = "; its process is stopped, by SIGSTOP, SIGTSTP or a debugger" if self._is_stopped(culprit) else ""
+        self._fail(Failure(culprit, f"kept {names} waiting for {seconds:.0f} s (stall_abort_seconds){state}"))
 
     def _waiting(self, ranks: int, overdue: Overdue) -> list[Waiting]:
         announced: dict[str, list[Waiting]] = {}

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coordd.account import await_end
+from coordd.account import await_end, is_stopped
 from coordd.bell import Bell
 from coordd.config import Config
 from coordd.control.notes import Notes
-from coordd.errors import ForkedProcessError, NotInitializedError, StartError, spans
-from coordd.handles import Handle
+from coordd.errors import CoorddError, ForkedProcessError, NotInitializedError, StartError, brief, spans
+from coordd.handles import Handle, check_may_wait
 from coordd.inbox import Inbox
 from coordd.loop import Loop, Work
 from coordd.mailbox import Letter
-from coordd.messages import Failure, Message
+from coordd.messages import Failure, Message, Refused
 from coordd.rendezvous import Rendezvous
 from coordd.seal import seal
 from coordd.status import Status, peer_error
@@ -34,6 +34,7 @@ from coordd.world import World
 __all__ = ["Daemon"]
 
 _END_SECONDS = 3.0
+_GIVE_UP_SECONDS = 0.3
 
 
 class Daemon:
@@ -53,6 +54,7 @@ class Daemon:
         self._inbox: Inbox[Work] = Inbox(self._bell, window=config.cycle_ms / 1e3, limit=config.batch_mb * (1 << 20))
         self._loop = Loop(config, meet, inbox=self._inbox, bell=self._bell, status=self._status)
         self._thread = threading.Thread(target=self._loop.run, name="coordd", daemon=True)
+        self._on_broken_wait = self._note_broken_wait  # bound once: each gradient has a handle
 
     @property
     def world(self) -> World:
@@ -79,22 +81,58 @@ class Daemon:
 
         Raises:
             StartError: they did not come in time, or do not fit together.
+            PeerError: another rank could not start.
+            DeadlockError: this is the thread of another daemon.
         """
-        self._thread.start()
+        check_may_wait("init()")
+        try:
+            self._await_start()
+        except BaseException:  # Ctrl-C, say
+            self.abandon()
+            raise
+        if self.config.timeline:
+            self.start_timeline(self.config.timeline, mark_cycles=self.config.timeline_mark_cycles)
+
+    def _await_start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._status.over.set()
+            self._status.ended.set()
+            text = f"the daemon's thread cannot be started ({error}): raise the limit on processes (ulimit -u)"
+            raise StartError(text) from error
         if not self._status.started.wait(self.config.start_seconds):
             text = f"the ranks did not find each other within {self.config.start_seconds:g} s (start_seconds)"
             if absent := self._status.absent():
                 text += f": on this host nothing is seen of rank{'s' * (len(absent) > 1)} {spans(absent)}"
+            self.end(_GIVE_UP_SECONDS)  # it may be inside MPI, which nothing can interrupt
             raise StartError(text)
         if self._status.start_error is not None:
             self.end(_END_SECONDS)  # or the interpreter would end MPI while the thread still uses it
             raise self._status.start_error
-        if self.config.timeline:
-            self.start_timeline(self.config.timeline, mark_cycles=self.config.timeline_mark_cycles)
+
+    def abandon(self) -> None:
+        """Has the thread end as soon as it can, without the other ranks: the script has given up the start."""
+        self._status.abandoned = self._status.stopping = True
+        self._bell.ring()
+
+    def join(self, seconds: float) -> bool:
+        """Waits, at most so long, until its thread has ended, or finds that it never began; says whether that is so."""
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def allocate(self, size: int) -> np.ndarray:
-        """Returns new memory, zero, which the ranks of this host have in common where they can: to be reduced."""
-        return np.zeros(size, np.uint8) if self._commons is None else self._commons.heap.allocate(size)
+        """Returns new memory, zero, which the ranks of this host have in common where they can: to be reduced.
+
+        Where no more can be had in common, it is this process's own; its reductions only take longer.
+        """
+        if self._commons is not None:
+            try:
+                return self._commons.heap.allocate(size)
+            except OSError as error:
+                self._commons.heap.tell(error)
+        return np.zeros(size, np.uint8)
 
     def blank(self, size: int) -> np.ndarray:
         """Returns memory with anything in it, to be filled and sent, once: to a rank of this host without a copy."""
@@ -108,6 +146,7 @@ class Daemon:
         """Announces a tensor; its handle is resolved or failed later, on every path.
 
         Raises:
+            DuplicateNameError: an operation of this name is in flight; it is not disturbed.
             PeerError: another rank has failed.
             NotInitializedError: this daemon was stopped.
             ForkedProcessError: this is a forked child.
@@ -115,8 +154,30 @@ class Daemon:
         self._check_usable()
         if self.config.check_in_flight:
             seal(entry, rank=self.world.rank)
-        self._inbox.put(entry, entry.array.nbytes)
+        try:
+            if self._status.parts is not None:
+                self._status.parts.member.table.reserve(entry)
+            self._inbox.put(entry, entry.array.nbytes)
+        except BaseException as error:
+            self.broken_off(error, f"the submission of {entry.request.name!r}")
+            raise
         if self._status.ended.is_set():  # it has ended since we looked
+            self._loop.turn_away()
+
+    def submit_all(self, entries: Sequence[Entry]) -> None:
+        """Announces several tensors: all of them or, if the name of one is in flight, none. Raises like `submit`."""
+        self._check_usable()
+        for entry in entries if self.config.check_in_flight else ():
+            seal(entry, rank=self.world.rank)
+        try:
+            if self._status.parts is not None:
+                self._status.parts.member.table.reserve_all(entries)
+            for entry in entries:
+                self._inbox.put(entry, entry.array.nbytes)
+        except BaseException as error:
+            self.broken_off(error, "the submission of a group")
+            raise
+        if self._status.ended.is_set():
             self._loop.turn_away()
 
     def post(self, letter: Letter, *, lazy: bool = False) -> None:
@@ -135,6 +196,14 @@ class Daemon:
     def say(self, message: Message) -> None:
         """Sends a message of another thread to the coordinator, or to whom it is for by way of it."""
         self._do(lambda: self._loop.recorder.tell(message))
+
+    def refuse(self, refused: Refused) -> None:
+        """Tells the others what this rank has refused, after all that it has submitted before."""
+        self._do(refused)
+
+    def in_flight(self, name: str) -> bool:
+        """Says whether this rank has an operation of this name in flight."""
+        return self._status.parts is not None and self._status.parts.member.table.reserved(name)
 
     def hurry(self, name: str, *, heralded: bool = False) -> Callable[[], None] | None:
         """Ends the batching window: somebody waits for an operation.
@@ -156,6 +225,11 @@ class Daemon:
         if self._inbox or not heralded:
             self._inbox.hurry()
         return over
+
+    def _note_broken_wait(self) -> None:
+        """Tells the thread that an exception has ended a wait; in a forked child there is none to be told."""
+        if os.getpid() == self._pid:
+            self._do(self._loop.note_broken_wait)
 
     def start_timeline(self, folder: str, *, mark_cycles: bool = False) -> None:
         """Records a timeline from now on; so do the other ranks when they hear of it.
@@ -187,7 +261,7 @@ class Daemon:
     def handle(self, name: str, *, peer: int | None = None) -> Handle[Any]:
         """Makes a handle whose waiters hurry this daemon; of a message if there is a ``peer``."""
         heralded = peer is not None and peer in self._notes
-        return Handle(name, partial(self.hurry, heralded=True) if heralded else self.hurry)
+        return Handle(name, partial(self.hurry, heralded=True) if heralded else self.hurry, self._on_broken_wait)
 
     def fail(self, reason: str, traceback: str = "", *, culprit: int | None = None) -> None:
         """Tells all ranks that the job has failed, unless it had before; by default this rank is to blame."""
@@ -196,15 +270,33 @@ class Daemon:
             self._status.failing = True
             self._do(lambda: self._loop.report_failure(failure))
 
+    def broken_off(self, error: BaseException, what: str) -> None:
+        """Fails the job if an exception that coordd has not raised has broken into its work.
+
+        Nothing but a signal's handler raises there, or a lack of memory. How much is done is not known then, and this
+        rank would be out of step with the others without an error.
+
+        Args:
+            error: the exception; errors of coordd are refusals, and leave nothing half done.
+            what: the work.
+        """
+        if not isinstance(error, CoorddError):
+            text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
+            self.fail(text)
+
     def stop(self) -> bool:
         """Leaves in step with the other ranks: blocks until all have left, or the job has failed.
 
         Returns:
             whether all went well.
+
+        Raises:
+            DeadlockError: this is the daemon's own thread.
         """
+        check_may_wait("shutdown()")
         if os.getpid() == self._pid and self._thread.is_alive():
             self._status.leaving = True
-            self._do(self._loop.say_goodbye)
+            self._do(self._loop.say_goodbye)  # each time: an earlier call may have been broken off just before
             self._status.over.wait()
         return not self._status.failing
 
@@ -225,7 +317,8 @@ class Daemon:
         On another host that shows only by the end of a connection, and there is one to the neighbours in the tree only.
         """
         if self.world.hosts[rank] == self.world.host:
-            await_end(self._status.pids[rank], seconds)
+            if not is_stopped(self._status.pids[rank]):  # else it will not end by itself
+                await_end(self._status.pids[rank], seconds)
             return
         gone = threading.Event()
         self._do(lambda: self._loop.watch_for(rank, gone))

@@ -68,11 +68,12 @@ class _Call:
         """Finds nothing to refuse."""
 
     def _each(self, names: Names, start: Callable[..., Any], arrays: Sequence[np.ndarray], **details: Any) -> list[Any]:
-        """Starts one operation an array, and waits for all."""
-        handles = [
-            start(array, name=name, process_set=self._process_set, **details)
-            for array, name in zip(arrays, names, strict=True)
-        ]
+        """Starts one operation an array, all or none of them, and waits for all."""
+        with self._source().together(names):
+            handles = [
+                start(array, name=name, process_set=self._process_set, **details)
+                for array, name in zip(arrays, names, strict=True)
+            ]
         wait_all(handles)
         return [handle.result() for handle in handles]
 

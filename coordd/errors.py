@@ -14,6 +14,8 @@ __all__ = [
     "ChangedError",
     "ConfigError",
     "CoorddError",
+    "DeadlockError",
+    "DiscardedStepError",
     "DuplicateNameError",
     "ForkedProcessError",
     "HandleError",
@@ -21,6 +23,7 @@ __all__ = [
     "NonFiniteError",
     "NotInitializedError",
     "PeerError",
+    "RefusedError",
     "RemoteTraceback",
     "ShutdownError",
     "StartError",
@@ -59,6 +62,22 @@ class ChangedError(CoorddError):
         )
 
 
+class RefusedError(CoorddError):
+    """Another rank raised an error in a call that all ranks make together, or refused its part of an operation.
+
+    Nothing has failed but this call, such as `DistributedOptimizer`, or this operation: the daemon goes on.
+
+    Attributes:
+        rank: the one that raised an error.
+        reason: what it raised and where, as the end of a sentence that begins with that rank.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
 class ConfigError(CoorddError, ValueError):
     """A setting that cannot be used."""
 
@@ -95,6 +114,17 @@ class NotInitializedError(CoorddError, ValueError):
         )
 
 
+class DeadlockError(CoorddError):
+    """coordd's own thread was asked to wait for something that only this thread can complete."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} would block coordd's own thread, which alone could complete it: done callbacks, compressors and "
+            "functions that convert results run on that thread, so start operations there with the _async functions "
+            "and add_done_callback, and wait for them, or leave, in a thread of the script"
+        )
+
+
 class ForkedProcessError(CoorddError):
     """coordd was used in a child made by `fork`, which has no daemon."""
 
@@ -118,6 +148,11 @@ class WorkerProcessError(CoorddError):
 class StartError(CoorddError):
     """The ranks could not find each other."""
 
+    @classmethod
+    def given_up(cls, seconds: float) -> Self:
+        """Says that this rank has waited long enough."""
+        return cls(f"it has given up waiting for the other ranks after {seconds:g} s (start_seconds)")
+
 
 class ShutdownError(CoorddError):
     """An operation was pending, or was started, while the job was shutting down.
@@ -132,7 +167,7 @@ class ShutdownError(CoorddError):
         self.ranks = tuple(ranks)
         self.reason = f"left the job while others still waited for {name!r}; {_advice(name)}"
         mine = f"{name!r} was not completed because this rank called shutdown() before it was done"
-        super().__init__("coordd has been shut down: " + (f"{_ranks(ranks)} {self.reason}" if ranks else mine))
+        super().__init__("coordd has been shut down: " + (f"{ranks_text(ranks)} {self.reason}" if ranks else mine))
 
 
 _PIPELINE = re.compile(r"(opt\d+\.)?pipeline\.(given|loss|outputs|\d+\.[FB]\d+\..*)")
@@ -148,11 +183,32 @@ def _advice(name: str) -> str:
         )
     return (
         "give all ranks the same number of batches (DistributedSampler, drop_last=True) and steps, or end the loop "
-        "with optimizer.join()"
+        "with optimizer.join(); where a rank alone skips a batch that has failed, call optimizer.discard_step() there"
     )
 
 
-class DuplicateNameError(CoorddError):
+class DiscardedStepError(CoorddError):
+    """The gradients of a step are not those of all ranks, so no rank may use them.
+
+    Attributes:
+        ranks: those on which the cause lies.
+    """
+
+    def __init__(self, reasons: Sequence[tuple[int, str]]) -> None:
+        """Composes the text.
+
+        Args:
+            reasons: for each such rank what it has done, as the end of a sentence.
+        """
+        self.ranks = tuple(rank for rank, _ in reasons)
+        told = "; ".join(f"rank {rank} {reason}" for rank, reason in reasons) or "ranks have made different passes"
+        super().__init__(
+            f"this step is discarded on all ranks, and its gradients are cleared: {told}. To go on, catch this error "
+            "and begin the next step with optimizer.zero_grad()"
+        )
+
+
+class DuplicateNameError(CoorddError, ValueError):
     """A name was submitted while an operation of the same name was still in flight."""
 
     def __init__(self, name: str, *, site: str, first_site: str) -> None:
@@ -180,7 +236,8 @@ class MismatchError(CoorddError):
         self.name = name
         self.attribute = attribute
         told = "; ".join(
-            f"{_ranks(ranks)}: {value}" + (f" at {', '.join(sites)}" if sites else "") for value, ranks, sites in values
+            f"{ranks_text(ranks)}: {value}" + (f" at {', '.join(sites)}" if sites else "")
+            for value, ranks, sites in values
         )
         super().__init__(f"{phrase and phrase + ': '}ranks disagree on the {attribute} of {name!r} ({told})")
 
@@ -219,7 +276,8 @@ class PeerError(CoorddError):
         return type(self), (self.rank, self.reason, self.traceback)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Writes ranks with the word before them: ``ranks 0-3, 7``."""
     word = "rank" if len(ranks) == 1 else "ranks"
     return f"{word} {spans(ranks)}"
 

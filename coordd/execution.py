@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -51,9 +51,11 @@ class _Flight:
 class Flights:
     """Operations in flight.
 
-    Negotiated buckets of a process set start in the order of the plans, a few at a time; no set waits for another.
-    Words on locked buckets start at once, for others may wait for them; only those on the same bucket wait for each
-    other.
+    Negotiated buckets of a process set start in the order of the plans, a few at a time. Words on locked buckets start
+    at once, for others may wait for them. What has the same slot, or the same tags, goes one after the other: buckets
+    in the order of their numbers, words in the order in which they are given. So the stamps of a slot only grow on
+    every rank, and a rank that shows a later one has finished with those before. What a bucket waits for has a lower
+    number, so ranks never wait for each other in a circle.
     """
 
     def __init__(self, plane: Plane, outcomes: Outcomes) -> None:
@@ -62,7 +64,7 @@ class Flights:
         self._queues: dict[tuple[int, ...], deque[Bucket]] = {}
         self._active: list[_Flight] = []
         self._words: list[_Flight] = []
-        self._lines: dict[int, deque[_Flight]] = {}
+        self._lines: defaultdict[int, deque[Bucket | Locked]] = defaultdict(deque)
         self._abandoned: list[_Flight] = []
 
     def __len__(self) -> int:
@@ -76,18 +78,18 @@ class Flights:
     def start(self, bucket: Bucket) -> None:
         """Puts a negotiated bucket in line, behind those of its process set."""
         if (tape := self._plane.deck.tape) is not None:
-            tape.queued(Spot.of_bucket(bucket, self._plane.lane))
+            tape.queued(Spot.of_bucket(bucket))
         self._queues.setdefault(bucket.request.members, deque()).append(bucket)
+        self._lines[bucket.slot].append(bucket)
 
     def give(self, word: Locked) -> None:
         """Gives this rank's word on a locked bucket."""
+        spot = Spot.of_word(word, self._plane.lane)
         if (tape := self._plane.deck.tape) is not None and word.bucket is not None:
-            tape.queued(Spot.of_word(word, self._plane.lane))
-        flight = _Flight(word.bucket, iter(()), word)
-        line = self._lines.setdefault(word.index, deque())
-        line.append(flight)
-        flight.steps = self._locked(word, flight, line)
-        self._words.append(flight)
+            tape.queued(spot)
+        line = self._lines[spot.slot]
+        line.append(word)
+        self._words.append(_Flight(word.bucket, self._locked(word, spot, line), word))
 
     def advance(self) -> bool:
         """Drives what is in flight; says whether something has moved."""
@@ -99,11 +101,12 @@ class Flights:
     def _start(self) -> bool:
         """Starts what has come to the head of its line; says whether there was any."""
         flying = Counter(flight.bucket.request.members for flight in self._active if flight.bucket is not None)
-        ready = [
-            queue.popleft()
-            for members, queue in self._queues.items()
-            for _ in range(min(_ACTIVE - flying[members], len(queue)))
-        ]
+        ready = []
+        for members, queue in self._queues.items():
+            room = _ACTIVE - flying[members]
+            while room > 0 and queue and self._lines[queue[0].slot][0] is queue[0]:
+                ready.append(queue.popleft())
+                room -= 1
         self._active += [_Flight(bucket, self._turn(bucket)) for bucket in ready]
         self._queues = {members: queue for members, queue in self._queues.items() if queue}
         return bool(ready)
@@ -141,12 +144,13 @@ class Flights:
     def _turn(self, bucket: Bucket) -> Steps:
         """Carries a negotiated bucket out, whose turn has come."""
         if (tape := self._plane.deck.tape) is not None:
-            tape.mark(Spot.of_bucket(bucket, self._plane.lane))
+            tape.mark(Spot.of_bucket(bucket))
         yield from self._steps(bucket)
+        self._lines[bucket.slot].popleft()
 
     def _steps(self, bucket: Bucket) -> Steps:
         check(bucket.entries)
-        spot = Spot.of_bucket(bucket, self._plane.lane)
+        spot = Spot.of_bucket(bucket)
         match bucket.request.kind:
             case Kind.ALLREDUCE:
                 return self._allreduce(spot, bucket)
@@ -161,10 +165,9 @@ class Flights:
             case Kind.BARRIER | Kind.JOIN:
                 return self._meet(spot, bucket)
 
-    def _locked(self, word: Locked, flight: _Flight, line: deque[_Flight]) -> Steps:
-        while line[0] is not flight:
+    def _locked(self, word: Locked, spot: Spot, line: deque[Bucket | Locked]) -> Steps:
+        while line[0] is not word:
             yield
-        spot = Spot.of_word(word, self._plane.lane)
         if (tape := self._plane.deck.tape) is not None:
             tape.mark(spot)
         if word.bucket is None:

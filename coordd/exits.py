@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from coordd.errors import brief
+from coordd.sessions import has_ended_main, in_session, is_called_by, session_follows
 
 __all__ = ["ExitWatch", "await_own_end"]
 
@@ -105,11 +106,15 @@ class ExitWatch:
         return self._asked
 
     def verdict(self) -> None:
-        """Reports a failing ``sys.exit``, or an error that another hook has kept; called as the interpreter exits."""
+        """Reports a failing ``sys.exit``, or an error that another hook has kept; called as the interpreter exits.
+
+        Sessions and debuggers keep errors there, too, that have ended nothing.
+        """
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._final is not None:
-            self._tell(*self._final, None)
-        elif not self._told and error is not None and sys.excepthook != self._uncaught:
+            final, self._final = self._final, None
+            self._tell(*final, None)
+        elif not self._told and error is not None and has_ended_main(error):
             self._tell_of(error)
 
     def insist(self, status: int) -> None:
@@ -168,7 +173,8 @@ class ExitWatch:
         self._tell(f"failed: {brief(error)[:_LONGEST_LINE]}", text[-_LONGEST_TEXT:], error)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._tell_of(error.with_traceback(trace))
+        if is_called_by(sys.excepthook) and not in_session(error):
+            self._tell_of(error.with_traceback(trace))
         text = self._in_brief(error) if self._excepthook is sys.__excepthook__ else ""
         if text and sys.stderr is not None:
             sys.stderr.write(text)
@@ -177,7 +183,7 @@ class ExitWatch:
 
     def _leaving(self, status: Any = None, /) -> NoReturn:
         error = _Exit(status)
-        if status not in (None, 0):
+        if status not in (None, 0) and not session_follows():
             code = status if isinstance(status, int) else 1
             frame = sys._getframe(1)  # noqa: SLF001 - the documented way to the caller
             site = "".join(traceback.format_stack(frame)[-4:])
@@ -194,8 +200,10 @@ class ExitWatch:
         frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the documented way to the callers
         while frame is not None and frame.f_globals.get("__name__") in {__name__, "weakref"}:
             frame = frame.f_back
-        if frame is None:
+        if frame is None and _in_main_thread():
             self._final = (reason, site)
+            if _threads_go_on():  # exit handlers run when these have ended, and they may wait for other ranks
+                self.verdict()
 
 
 def await_own_end(reason: str) -> None:
@@ -215,6 +223,11 @@ def _place(frame: FrameType) -> str:
 
 def _is_library(file: str) -> bool:
     return file.startswith(("<frozen ", _LIBRARY)) and "-packages" not in file.removeprefix(_LIBRARY)
+
+
+def _threads_go_on() -> bool:
+    """Whether Python waits for threads when the main thread has ended."""
+    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 def _in_main_thread() -> bool:

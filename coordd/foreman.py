@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator, Outgoing
+from coordd.deadlock import BlockedSums
 from coordd.messages import (
     Abort,
     Account,
+    Blocked,
     Failure,
     Goodbye,
     Hello,
@@ -22,6 +24,7 @@ from coordd.messages import (
     Muster,
     Overdue,
     Plan,
+    Refused,
     Report,
     Waiting,
     Welcome,
@@ -36,29 +39,41 @@ _COMPANY = 0.1
 """Seconds that what some have said waits for the others to say the same."""
 
 
-def hub(post: Post, coordinate: Callable[[Sequence[int] | None], Coordinator], *, batch: int = 32) -> Hub | None:
+def hub(
+    post: Post,
+    coordinate: Callable[[Sequence[int] | None], Coordinator],
+    *,
+    batch: int = 32,
+    stopped: Callable[[int], bool] = lambda _: False,
+) -> Hub | None:
     """Makes what a rank needs to hear others; None if nobody reports to it.
 
     Args:
         post: its place.
         coordinate: makes the coordinator of rank 0, from its voices.
         batch: how many new tensors at a time foremen compare as a whole.
+        stopped: says whether the process of a rank is known to be stopped.
     """
-    if post.parent != NOBODY:
-        return Foreman(post, batch=batch) if post.children else None
-    return coordinate(None) if post.is_star else Root(Foreman(post, batch=batch), coordinate([post.span]))
+    if post.parent == NOBODY and post.is_star:
+        return coordinate(None)
+    foreman = Foreman(post, batch=batch, stopped=stopped)
+    if post.parent == NOBODY:
+        return Root(foreman, coordinate([post.span]))
+    return foreman if post.children else None
 
 
 class Foreman:
     """Stands between a parent and several children, one of which is its own rank."""
 
-    def __init__(self, post: Post, *, batch: int = 32) -> None:
+    def __init__(self, post: Post, *, batch: int = 32, stopped: Callable[[int], bool] = lambda _: False) -> None:
         """Starts with nobody there; see `hub`."""
         self._post = post
+        self._is_stopped = stopped
         self._tally = Tally(post.spans, batch=batch)
         self._arrived: dict[int, Hello] = {}
         self._welcome: Welcome | None = None
         self._leaving = 0
+        self._blocked = BlockedSums()
         self._complaints: dict[tuple[tuple[str, ...], tuple[Waiting, ...]], tuple[int, float]] = {}
         self._stopped = False
         self._up: list[Message] = []
@@ -80,11 +95,13 @@ class Foreman:
     def turn(self, now: float) -> Outgoing:
         """Returns what is to be sent, in order: to the parent, to children, and last to this rank itself."""
         late = self._deadline is not None and now >= self._deadline
-        self._up += self._tally.turn(late=late or bool(self._leaving == self._post.span))
+        self._up = [*self._blocked.freed(), *self._up]  # before what those ranks announce
+        self._up += self._tally.turn(late=late or self._leaving == self._post.span)
         if late or self._leaving == self._post.span:
             self._say_goodbye()
         if late:
             self._complain()
+            self._up += self._blocked.told()  # after all that those ranks had announced
         if not self._holds():
             self._deadline = None
         elif self._deadline is None:
@@ -99,19 +116,28 @@ class Foreman:
         match message:
             case Report():
                 self._tally.hear(child, message)
+            case Goodbye() | Overdue() | Refused() | Blocked():
+                self._gather(child, message)
             case Hello() | Muster():
                 self._arrive(message.by_rank() if isinstance(message, Muster) else {child: message})
-            case Goodbye():
-                self._leaving |= self._speakers(child, message.ranks)
-            case Overdue():
-                self._note_complaint(child, message)
             case Lost():
-                self._up += [] if self._stopped else [Loss(child)]
+                self._up += [] if self._stopped else [Loss(child, self._is_stopped(child))]
             case Abort():
                 self._up.append(message)
                 self._instruct(message)  # for this process may end before the word comes back from above
             case _:
                 self._up.append(message)
+
+    def _gather(self, child: int, message: Goodbye | Overdue | Refused | Blocked) -> None:
+        match message:
+            case Goodbye():
+                self._leaving |= self._speakers(child, message.ranks)
+            case Overdue():
+                self._note_complaint(child, message)
+            case Refused():  # a join that comes later, but goes up before, would complete the call
+                self._up += [*self._blocked.freed(), *self._tally.turn(late=True), message]
+            case Blocked():
+                self._blocked.hear(self._speakers(child, message.ranks), message)
 
     def _speakers(self, child: int, ranks: bytes) -> int:
         return int.from_bytes(ranks, "little") or self._post.spans[child]
@@ -130,7 +156,7 @@ class Foreman:
     # Upwards.
 
     def _holds(self) -> bool:
-        return bool(self._leaving or self._complaints) or self._tally.holds
+        return bool(self._leaving or self._complaints or self._blocked) or self._tally.holds
 
     def _say_goodbye(self) -> None:
         """Comes after everything that those who leave have announced."""
@@ -149,6 +175,7 @@ class Foreman:
         ranks = self._post.span
         match message:
             case Plan():
+                self._blocked.follow(message)
                 self._tally.follow(message)
                 self._stopped = self._stopped or message.stop
             case Welcome():
@@ -158,7 +185,8 @@ class Foreman:
             case Lost() if self._stopped:
                 return
             case Lost():
-                message = Abort(Failure.death(self._post.parent, self._place(self._post.parent)))
+                parent = self._post.parent
+                message = Abort(Failure.death(parent, self._place(parent), stopped=self._is_stopped(parent)))
         for child in (*self._post.children, self._post.rank):
             if self._post.spans[child] & ranks:
                 self._down.append((child, message))

@@ -2,27 +2,31 @@
 
 Its one rule: all ranks make the same steps. In each of them every bucket is reduced once; where a rank has no gradient
 it takes part with zeros, and a mark behind the gradients tells who had one. So ranks of different frameworks can train
-together.
+together. A rank that cannot complete a step takes part in the rest of its buckets with a flag, so that all ranks
+discard the step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from coordd.arguments import check_reducible, name_of
+from coordd.checks import finite
 from coordd.config import MIB
-from coordd.errors import ArgumentError, CoorddError, NonFiniteError
+from coordd.discarding import error_of, tell
+from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, NonFiniteError
 from coordd.grouping import Grouping
 from coordd.handles import Handle, wait_all
-from coordd.inventory import Inventory
+from coordd.inventory import Inventory, NearlyEqual
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
@@ -36,6 +40,12 @@ _ALIGNMENT = 64
 _LAST_BUCKET_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
 """Gradients of fewer bytes lie close together, so that a framework may take them as one array."""
+_COMPARED = 2
+"""The step before whose end values are compared: scripts broadcast them before or after the first."""
+_VALUES = 64
+"""Of each parameter so many values are compared, spread over all of it."""
+_ADVICE = "broadcast the variables before the first step, or right after it"
+_FAILED = "has not completed a step, which has failed"
 _COMBINE = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM})
 
 
@@ -63,6 +73,7 @@ class Choices:
     grouping: Grouping = field(default_factory=lambda: Grouping(kind=()))
 
     def __post_init__(self) -> None:
+        finite(self.predivide, "gradient_predivide_factor", above=0)
         if self.predivide != 1.0 and self.op is not ReduceOp.AVERAGE:
             text = "gradient_predivide_factor not supported with op != Average"
             raise ArgumentError(text)
@@ -142,12 +153,26 @@ class Gradients:
             _Bucket(operations, f"{prefix}gradients.{number}", group, choices) for number, group in enumerate(groups)
         ]
         self._home = {place.index: bucket for bucket in self._buckets for place in bucket.places}
+        self._prefix = prefix
+        self._process_set = choices.process_set
+        self._lock = threading.Lock()
+        self._unsent = len(self._buckets)
+        self._told: Handle[Any] | None = None
+        self._step: Hashable = None
+        self._turns = threading.Condition()
+        self._putting = 0
+        self._ending = False
         self._owners: dict[int, weakref.finalize[..., Any]] = {}
         lines = [*sorted(map(str, self._parameters)), f"{choices.op.name} in {len(groups)} buckets"]
         caller, name = "DistributedOptimizer", f"{prefix}inventory"
         self._inventory: Inventory | None = Inventory(
             operations, lines, caller=caller, name=name, process_set=choices.process_set
         )
+        self._name = f"{prefix}start"
+        self._joins = operations.joins(choices.process_set.ranks)
+        self._steps = 0
+        self._counted = False
+        self._values: NearlyEqual | None = None
 
     @property
     def buckets(self) -> list[tuple[int, ...]]:
@@ -167,42 +192,165 @@ class Gradients:
             found.atexit = False
             self._owners[id(owner)] = found
 
-    def begin(self, bucket: int) -> None:
-        """Forgets what a step that was given up has left in a bucket; for who puts all of one at once."""
-        self._buckets[bucket].reset()
+    @contextlib.contextmanager
+    def begun(self, step: Hashable) -> Iterator[None]:
+        """Puts gradients inside; several threads may do so at once, each for buckets of its own.
+
+        Args:
+            step: to which they belong; if the one before was never waited for, all ranks discard that first.
+
+        Raises:
+            DiscardedStepError: this step has been given up.
+        """
+        with self._turns:
+            self._turns.wait_for(lambda: not self._ending)
+            self._ending = step != self._step and (self._told is not None or any(one.begun for one in self._buckets))
+            ends = self._ending
+            if self._told is not None and not ends:
+                raise DiscardedStepError([(self._operations.daemon.world.rank, _FAILED)])
+            if ends:
+                self._turns.wait_for(lambda: not self._putting)
+            self._step = step
+            self._putting += 1
+        if ends:
+            self._end_of_earlier()
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._putting -= 1
+                self._turns.notify_all()
+
+    def _end_of_earlier(self) -> None:
+        """Has all ranks discard a step that was never waited for here."""
+        try:
+            self.abandon(_FAILED)
+            self._end_abandoned()
+        finally:
+            with self._turns:
+                self._ending = False
+                self._turns.notify_all()
 
     def put(self, index: int, gradient: np.ndarray) -> None:
         """Copies the gradient of a parameter; starts the reduction of its bucket with the last one.
+
+        The last bucket of a step starts in `wait`: until then this rank can say that it does not complete the step.
 
         Raises:
             CoorddError: it was put before in this step.
             NonFiniteError: it is not finite, and that is to be an error.
         """
+        if self._told is not None:
+            self._end_abandoned()
         if self._looks != "ignore":
             self._look(self._parameters[index].name, gradient)
-        self._home[index].put(index, gradient)
+        bucket = self._home[index]
+        if bucket.put(index, gradient):
+            with self._lock:
+                sends = self._unsent > 1
+                self._unsent -= sends
+            if sends:
+                bucket.submit()
 
     def wait(self) -> Reduced:
         """Returns the reduced gradients when they are there.
 
         Raises:
+            DiscardedStepError: a rank has not completed this step.
             MismatchError, PeerError, ShutdownError: see `coordd.errors`.
         """
+        if self._told is not None:
+            self._end_abandoned()
         try:
             inventory, self._inventory = self._inventory, None
             if inventory is not None:
                 inventory.check()
+            self._count_step()
+            different = self._different()
             for bucket in self._buckets:
                 bucket.close()
             wait_all([bucket.handle for bucket in self._buckets if bucket.handle is not None])
+            if different is not None:  # raised now, for ranks that have begun more of the step than others must end it
+                raise different
+            if any(bucket.discarded for bucket in self._buckets):
+                told, self._told = self._told or self._tell(""), None
+                raise error_of(told)
             return Reduced([(bucket, bucket.lend()) for bucket in self._buckets])
         finally:
-            self.drop()
+            self._reset()
 
-    def drop(self) -> None:
-        """Ends this step, whatever comes of it."""
+    def abandon(self, reason: str) -> None:
+        """Discards this step on all ranks, if it has begun; waits for nobody.
+
+        Args:
+            reason: what this rank has done, as the end of a sentence.
+        """
+        if self._told is None:
+            self._count_step()
+            for bucket in self._buckets:
+                bucket.discard()
+            self._told = self._tell(reason)
+
+    def drop(self, reason: str = _FAILED) -> None:
+        """Ends a step that is not to be completed here; all ranks discard it, and get the reason."""
+        if any(bucket.begun for bucket in self._buckets):
+            self.abandon(reason)
+
+    def give_up(self, step: Hashable) -> None:
+        """Ends a step like `drop`, if it is the one that has begun; for a thread that only watches."""
+        with self._turns:
+            if step == self._step and not (self._ending or self._putting or self._told):
+                self.drop()
+
+    def _end_abandoned(self) -> None:
+        """Waits until the other ranks have discarded the step as well."""
+        told, self._told = self._told, None
+        self._reset()
+        if told is not None:
+            told.wait()
+            told.error()
+
+    def _reset(self) -> None:
         for bucket in self._buckets:
             bucket.reset()
+        self._unsent = len(self._buckets)
+        self._counted = False
+
+    def _tell(self, reason: str) -> Handle[Any]:
+        return tell(self._operations, f"{self._prefix}discarded", reason, self._process_set)
+
+    def _count_step(self) -> None:
+        """Counts this step, once; before the second one is made it starts to compare the values of all ranks."""
+        self._steps += not self._counted
+        counted, self._counted = self._counted, True
+        joined = self._operations.joins(self._process_set.ranks) != self._joins  # ranks may count other steps since
+        if self._steps != _COMPARED or counted or joined or not self._operations.daemon.config.check_parameters:
+            return
+        self._values = NearlyEqual(
+            self._operations,
+            {each.name: _some_values(each) for each in self._parameters},
+            caller="DistributedOptimizer",
+            name=self._name,
+            process_set=self._process_set,
+            advice=_ADVICE,
+        )
+
+    def _different(self) -> MismatchError | None:
+        """Finds out whether all ranks have the same parameters, where there is something to see.
+
+        Returns:
+            on all ranks, the error if they have not. Under ``as_horovod`` that is a warning.
+        """
+        values, self._values = self._values, None
+        try:
+            if values is not None:
+                values.check()
+        except MismatchError as error:
+            if not self._operations.as_horovod:
+                return error
+            if self._operations.daemon.world.rank == 0:
+                log.warning("%s", error)
+        return None
 
     def _look(self, name: str, gradient: np.ndarray) -> None:
         if np.isfinite(gradient).all():
@@ -273,7 +421,7 @@ class _Bucket:
         sizes += [place.parameter.size for place in self.places[len(large) :]]
         starts = [0, *itertools.accumulate(sizes)]
         self._marks = starts[-1]
-        self._count = self._marks + len(places)
+        self._count = self._marks + len(places) + 1
         self._small = starts[len(large)]
         self._spots = {
             place.index: _Spot(start, start + place.parameter.size, place.parameter.shape, self._marks + slot)
@@ -296,8 +444,27 @@ class _Bucket:
         self._missing = len(places)
         self.handle: Handle[Any] | None = None
 
-    def put(self, index: int, gradient: np.ndarray) -> None:
-        """Copies one; starts with the last one."""
+    @property
+    def begun(self) -> bool:
+        """Whether something of it was put, or it has started, since the last step has ended."""
+        return self._block is not None or self.handle is not None
+
+    @property
+    def discarded(self) -> bool:
+        """Whether a rank has said that this step does not count."""
+        return bool(self._flat[-1])
+
+    def discard(self) -> None:
+        """Starts with nothing, and tells all ranks that this step does not count; does nothing if it has started."""
+        if self.handle is None:
+            if self._block is None:
+                self._open()
+            self._flat[:] = 0
+            self._flat[-1] = 1
+            self.submit()
+
+    def put(self, index: int, gradient: np.ndarray) -> bool:
+        """Copies one; says whether it was the last one."""
         spot = self._spots[index]
         with self._lock:
             if self._block is None:
@@ -313,9 +480,7 @@ class _Bucket:
         self._flat[spot.start : spot.stop] = gradient.reshape(-1)
         with self._lock:
             self._missing -= 1
-            last = not self._missing
-        if last:
-            self._submit()
+            return not self._missing
 
     def close(self) -> None:
         """Starts, with zeros for what is missing; does nothing if it has started."""
@@ -326,7 +491,7 @@ class _Bucket:
         for spot in self._spots.values():
             if not self._flat[spot.mark]:
                 self._flat[spot.start : spot.stop] = 0
-        self._submit()
+        self.submit()
 
     def lend(self) -> np.ndarray:
         """Hands over what has been reduced; the memory is used again when the array and all views of it are gone."""
@@ -381,8 +546,20 @@ class _Bucket:
         self._flat = self._block[:nbytes].view(self._dtype)
         self._flat[self._marks :] = 0
 
-    def _submit(self) -> None:
+    def submit(self) -> None:
+        """Starts."""
         self.handle = self._operations.submit(self._request, self._flat)
+
+
+def _some_values(parameter: Parameter) -> np.ndarray:
+    """Takes some values of a parameter's variable, spread over all of it; NaN if they cannot be seen here."""
+    places = np.unique(np.linspace(0, max(0, parameter.size - 1), min(parameter.size, _VALUES)).astype(np.intp))
+    owner: Any = parameter.owner
+    value = owner.detach().cpu() if hasattr(owner, "detach") else owner
+    try:
+        return np.asarray(value.numpy()).reshape(-1)[places].real.astype(np.float64)
+    except (AttributeError, TypeError, NotImplementedError):  # none is known, or of a type that NumPy has not
+        return np.full(places.size, np.nan)
 
 
 def _release(buckets: Iterable[_Bucket]) -> None:

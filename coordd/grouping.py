@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from coordd.checks import whole
 from coordd.errors import ArgumentError
 
 __all__ = ["Grouping", "Item", "partition"]
@@ -74,7 +75,7 @@ class Grouping:
         Raises:
             ArgumentError: it is neither a number, nor lists of parameters, each of which is in one list only.
         """
-        if num_groups < 0:
+        if whole(num_groups, "num_groups") < 0:
             text = f"num_groups should be a non-negative integer, not {num_groups!r}"
             raise ArgumentError(text)
         if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:

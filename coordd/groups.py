@@ -7,23 +7,25 @@ from collections.abc import Iterable
 from typing import Any
 
 from coordd import api, process_sets
-from coordd.errors import ArgumentError
+from coordd.calls import CollectiveCall, collective
+from coordd.checks import whole
+from coordd.errors import ArgumentError, spans
 
 __all__ = ["Grid", "ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
 
 class ProcessSet(process_sets.ProcessSet):
-    """Some ranks, ascending; without ranks, all of them.
+    """Some ranks, ascending; made without an argument, all of them.
 
     Two sets with the same members are the same set. None has to be registered: an operation finds its set by the
     members, and no set waits for another.
     """
 
-    def __init__(self, ranks_or_comm: Any = ()) -> None:
+    def __init__(self, ranks_or_comm: Any = None) -> None:
         """Makes a set of ranks, or of the ranks of an mpi4py communicator.
 
         Raises:
-            ArgumentError: a rank is negative or given twice.
+            ArgumentError: there are no ranks, or one of them is negative, given twice, or no whole number.
         """
         super().__init__(_ranks(ranks_or_comm) if hasattr(ranks_or_comm, "Get_group") else ranks_or_comm)
 
@@ -59,17 +61,23 @@ global_process_set = ProcessSet()
 """All ranks."""
 
 
-def add_process_set(process_set: process_sets.ProcessSet | Iterable[int]) -> ProcessSet:
-    """Makes a process set of ranks of this job; kept for Horovod's programs, for none has to be added.
+@collective("add_process_set", everywhere=True)
+def add_process_set(call: CollectiveCall, process_set: process_sets.ProcessSet | Iterable[int]) -> ProcessSet:
+    """Makes a process set of ranks of this job, on all ranks together, and compares what they have given.
+
+    It is kept for Horovod's programs, for none has to be added: a `ProcessSet` is made by its members alone, too.
 
     Raises:
         ArgumentError: there are no such ranks.
+        MismatchError: on all ranks: they have given different sets.
+        RefusedError: another rank has raised an error here.
     """
-    ranks = process_set.ranks if isinstance(process_set, process_sets.ProcessSet) else process_set
-    found = ProcessSet(ranks)
+    given = process_set.ranks or None if isinstance(process_set, process_sets.ProcessSet) else process_set
+    found = ProcessSet(given)
     if found.ranks and found.ranks[-1] >= api.size():
         text = f"process set {found.ranks} has ranks that do not exist in a world of {api.size()}"
         raise ArgumentError(text)
+    call.lines.append(f"ranks {spans(found.ranks) or 'of the whole world'}")
     return found
 
 
@@ -97,6 +105,7 @@ class Grid:
         if not axes or [*axes.values()].count(-1) > 1:
             text = "a grid has axes, of which one may be -1 for whatever is left, as in Grid(dp=-1, tp=2)"
             raise ArgumentError(text)
+        axes = {name: whole(length, f"the length of axis {name}", least=-1) for name, length in axes.items()}
         known = math.prod(length for length in axes.values() if length != -1)
         self.axes = {name: size // max(known, 1) if length == -1 else length for name, length in axes.items()}
         wanted = math.prod(self.axes.values())

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar
 
-from coordd.errors import PeerError, ShutdownError
+from coordd.checks import finite
+from coordd.errors import DeadlockError, PeerError, RefusedError, ShutdownError
 
-__all__ = ["Handle", "call_site", "called_from", "is_users", "wait_all"]
+__all__ = [
+    "Handle",
+    "awaited",
+    "call_site",
+    "called_from",
+    "check_may_wait",
+    "forbid_waiting",
+    "hear_of",
+    "is_users",
+    "wait_all",
+]
 
 log = logging.getLogger("coordd")
 Result = TypeVar("Result")
 Hurry = Callable[[str], Callable[[], None] | None]
+
+
+_FOR_EVER = -1.0
+"""A lock's time limit that is none."""
 
 
 class Handle(Generic[Result]):
@@ -29,6 +45,7 @@ class Handle(Generic[Result]):
 
     __slots__ = (
         "__weakref__",
+        "_broken_off",
         "_callbacks",
         "_done",
         "_error",
@@ -40,17 +57,19 @@ class Handle(Generic[Result]):
         "submitted",
     )
 
-    def __init__(self, name: str, hurry: Hurry | None = None) -> None:
+    def __init__(self, name: str, hurry: Hurry | None = None, broken_off: Callable[[], None] | None = None) -> None:
         """Makes a pending handle.
 
         Args:
             name: what is in flight.
             hurry: called with the name when somebody starts to wait, so that the daemon stops waiting for company; what
                 it returns, if anything, is called when the wait is over.
+            broken_off: called when a wait ends by an exception, such as that of a signal's handler.
         """
         self.name = name
         self.submitted = time.monotonic()
         self._hurry = hurry
+        self._broken_off = broken_off
         self._done = False
         self._error: BaseException | None = None
         self._result: Result | None = None
@@ -66,30 +85,55 @@ class Handle(Generic[Result]):
 
         Returns:
             whether it is done.
+
+        Raises:
+            ArgumentError: the time is no finite number.
+            DeadlockError: it is not done, and this is coordd's own thread, which has to do it.
         """
+        if timeout is not None:
+            timeout = max(0.0, finite(timeout, "timeout"))
         if self._done:
             return True
+        if timeout is None or timeout > 0.0:
+            check_may_wait(f"waiting for {self.name!r}")
         gate = threading.Lock()  # an Event takes ten times as long
         gate.acquire()
         with _guard:
             if self._done:
                 return True
             self._gates.append(gate)
+        try:
+            self._stand_at(gate, _FOR_EVER if timeout is None else max(0.0, timeout))
+        except BaseException:  # a signal's handler has ended the wait, so what comes of it is not unheard of
+            self.add_done_callback(hear_of)
+            if self._broken_off is not None:
+                self._broken_off()
+            raise
+        finally:
+            if not self._done:
+                self._leave(gate)
+        return self._done
+
+    def _stand_at(self, gate: threading.Lock, timeout: float) -> None:
+        """Hurries the daemon, and waits for the gate."""
         over = self._hurry(self.name) if self._hurry is not None else None
         try:
-            done = gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)) or self._done
-        except BaseException:  # a signal's handler has ended the wait, so what comes of it is not unheard of
-            self.add_done_callback(lambda _: None)
-            raise
-        if over is not None:
-            over()
-        return done
+            gate.acquire(timeout=timeout)
+        finally:
+            if over is not None:
+                over()
+
+    def _leave(self, gate: threading.Lock) -> None:
+        """Forgets a gate that no thread waits at any more."""
+        with _guard, contextlib.suppress(ValueError):  # the operation may be done by now, and its gates taken
+            self._gates.remove(gate)
 
     def result(self, timeout: float | None = None) -> Result:
         """Waits, and returns what the operation produced.
 
         Raises:
             TimeoutError: it was not done within ``timeout`` seconds.
+            DeadlockError: see `wait`.
             CoorddError: the operation failed; every rank that takes part gets the error.
         """
         if not self.wait(timeout):
@@ -107,12 +151,21 @@ class Handle(Generic[Result]):
         return self._error
 
     def add_done_callback(self, callback: Callable[[Handle[Result]], Any]) -> None:
-        """Calls ``callback(handle)`` once it is done: on the daemon's thread, or at once if it is done already."""
+        """Calls ``callback(handle)`` once it is done: on the daemon's thread, or at once if it is done already.
+
+        It may start operations, and must not wait for them: that raises `DeadlockError`. Its errors are logged.
+        """
         with _guard:
-            self._callbacks = [*(self._callbacks or ()), callback]
+            if callback is not hear_of or hear_of not in (self._callbacks or ()):
+                self._callbacks = [*(self._callbacks or ()), callback]
         # The order matters: whoever is later, this look or that of `_finish`, sees both the callback and the flag.
         if self._done:
             self._call_back()
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether the script has something called when the operation is done, which has not been called yet."""
+        return any(callback is not hear_of for callback in self._callbacks or ())
 
     def resolve(self, result: Result) -> None:
         """Completes the operation; for the daemon."""
@@ -123,16 +176,16 @@ class Handle(Generic[Result]):
         """Completes the operation with what ``convert`` makes of a value; its error fails this operation alone."""
         try:
             result = value if convert is None else convert(value)
-        except Exception as error:  # noqa: BLE001 - whoever waits gets it
+        except BaseException as error:  # noqa: BLE001 - who waits gets it; ``sys.exit()`` must not end the daemon
             self.fail(error)
         else:
             self.resolve(result)
 
     def fail(self, error: BaseException) -> None:
         """Ends the operation without a result; for the daemon."""
-        told = isinstance(error, PeerError) or (isinstance(error, ShutdownError) and not error.ranks)
+        told = isinstance(error, (PeerError, RefusedError)) or (isinstance(error, ShutdownError) and not error.ranks)
         # Only a failure costs this. It keeps the text, for the error may hold this handle by its traceback.
-        self._unheard = None if told else weakref.finalize(self, _tell, self.name, str(error))
+        self._unheard = None if told else weakref.finalize(self, _tell, self.name, _text(error))
         self._error = error
         self._finish()
 
@@ -156,18 +209,31 @@ class Handle(Generic[Result]):
             self._hear()
         with _guard:
             callbacks, self._callbacks = self._callbacks, None
-        for callback in callbacks or ():
-            try:
-                callback(self)
-            except Exception:
-                log.exception("a callback of %r failed", self.name)
+        with _unable_to_wait():
+            for callback in callbacks or ():
+                try:
+                    callback(self)
+                except BaseException:
+                    log.exception("a callback of %r failed", self.name)
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "done" if self._done else "pending"
         return f"<Handle {self.name!r} {state}>"
 
 
-_guard = threading.Lock()
+def hear_of(_: Handle[Any]) -> None:
+    """A done callback that does nothing: the failure of its operation is not logged as one that was never looked at."""
+
+
+def _text(error: BaseException) -> str:
+    """Writes an error, which may be of the user's own class and fail in that."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - as above
+        return type(error).__name__
+
+
+_guard = threading.RLock()  # a signal's handler may wait for a handle, wherever the main thread is just now
 _told = False  # of the process: where one operation fails unheard, so do often those of each step
 
 
@@ -183,6 +249,14 @@ def _tell(name: str, reason: str) -> None:
         )
 
 
+def awaited(frame: FrameType | None) -> Handle[Any] | None:
+    """Finds what a thread waits for without a time limit, given its innermost frame; None if it does not wait so."""
+    if frame is None or frame.f_code is not Handle._stand_at.__code__:  # noqa: SLF001 - in this file
+        return None
+    handle, timeout = frame.f_locals.get("self"), frame.f_locals.get("timeout")
+    return handle if isinstance(handle, Handle) and timeout == _FOR_EVER else None
+
+
 def wait_all(handles: Iterable[Handle[Any]]) -> None:
     """Waits for all handles, then raises the error of the first that failed.
 
@@ -195,6 +269,31 @@ def wait_all(handles: Iterable[Handle[Any]]) -> None:
     failed = [handle for handle in waited if handle.error() is not None]
     if failed:
         failed[0].result()
+
+
+def forbid_waiting() -> None:
+    """Has `check_may_wait` refuse this thread from now on: it is the daemon's."""
+    _here.daemon = True
+
+
+@contextmanager
+def _unable_to_wait() -> Iterator[None]:
+    """Does so for a while: a done callback must not wait on any thread, or it would depend on time which ranks do."""
+    before, _here.daemon = getattr(_here, "daemon", False), True
+    try:
+        yield
+    finally:
+        _here.daemon = before
+
+
+def check_may_wait(what: str) -> None:
+    """Lets every thread pass but a daemon's own, which would wait for itself, and one that runs a done callback.
+
+    Raises:
+        DeadlockError: ``what``, which it was asked to do, may block.
+    """
+    if getattr(_here, "daemon", False):
+        raise DeadlockError(what)
 
 
 _here = threading.local()

@@ -6,6 +6,7 @@ somebody waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -95,8 +96,12 @@ class Inbox(Generic[Item]):
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def drain(self) -> list[Item]:
-        """Returns everything, window or not; for the reader's end."""
-        return [self._items.popleft() for _ in range(len(self._items))]
+        """Returns everything, window or not; for the reader's end, where several threads may do so at once."""
+        found = []
+        with contextlib.suppress(IndexError):  # asking for the number first could count what another thread takes
+            while True:
+                found.append(self._items.popleft())
+        return found
 
     def sleep(self, seconds: float | None) -> None:
         """Sleeps until there is something to take, the bell rings, or ``seconds`` have passed; for the reader."""

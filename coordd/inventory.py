@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from coordd.census import alike, differences, fingerprint
 from coordd.errors import MismatchError
-from coordd.messages import ReduceOp
-from coordd.objects import gathered
+from coordd.handles import Handle, call_site, hear_of
+from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
 
-__all__ = ["Inventory"]
+__all__ = ["MARK", "Everybody", "Inventory", "NearlyEqual", "different_values"]
+
+MARK = " has the checksum "
+"""Between the name of a parameter and the checksum of its values, in a line."""
+_NOTHING = np.empty(0, np.uint8)
+_SHOWN = 5
+_ROUNDING = 0.02
+"""Differences of less, as a part of the largest value of a parameter, may come from rounding, of bfloat16 too."""
+
+Everybody = Sequence[tuple[int, Sequence[str]]]
+"""Each rank, and its lines."""
 
 
 class Inventory:
-    """What the ranks must have in common, as lines of text."""
+    """What the ranks must have in common, as lines of text.
 
-    def __init__(
-        self, operations: Operations, lines: Iterable[str], *, caller: str, name: str, process_set: ProcessSet
+    A checksum is compared. If it differs, all ranks send their lines as soon as they learn of it, on the daemon's
+    thread: also one that does not get to `check`, because it has discarded the step meanwhile.
+    """
+
+    def __init__(  # noqa: PLR0913 - what is compared, and how it is told
+        self,
+        operations: Operations,
+        lines: Iterable[str],
+        *,
+        caller: str,
+        name: str,
+        process_set: ProcessSet,
+        tell: Callable[[Everybody], str] | None = None,
     ) -> None:
         """Asks; nobody waits for it.
 
@@ -30,14 +55,30 @@ class Inventory:
             caller: the function that was given them.
             name: of its own operation; equal on all ranks.
             process_set: the ranks that take part.
+            tell: writes the error, given the lines of each rank; by default it lists those that not all ranks have.
         """
+        self._tell = tell or self._usual
         self._operations = operations
         self._lines = list(lines)
         self._caller = caller
-        self._name = name
-        self._process_set = process_set
+        self._site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
+        self._gathering = operations.request_in_call(Kind.ALLGATHER, f"{name}.lines", _NOTHING, process_set)
+        self._everybody: Handle[Any] | None = None
         print_ = np.array(fingerprint(self._lines))
-        self._handle = operations.allreduce(print_, name=self._name, op=ReduceOp.MAX, process_set=process_set)
+        self._handle = operations.allreduce(
+            print_, name=name, op=ReduceOp.MAX, process_set=process_set, land=self._gather
+        )
+        self._handle.add_done_callback(hear_of)  # a rank may not ask
+
+    def _gather(self, greatest: np.ndarray) -> None:
+        """Runs on the daemon's thread when the checksums of all ranks have met."""
+        if alike(greatest.tolist()):
+            return
+        line = json.dumps([self._operations.daemon.world.rank, self._lines]) + "\n"
+        data = np.frombuffer(bytearray(line, "ascii"), np.uint8)
+        request = msgspec.structs.replace(self._gathering, shape=data.shape)
+        self._everybody = self._operations.submit(request, data, site=self._site)
+        self._everybody.add_done_callback(hear_of)  # a rank may not ask
 
     def check(self) -> None:
         """Hears the others.
@@ -45,9 +86,84 @@ class Inventory:
         Raises:
             MismatchError: the parameters differ; it names some that not all ranks have.
         """
-        if alike(self._handle.result().tolist()):
+        self._handle.result()
+        if self._everybody is None:
             return
-        mine = (self._operations.daemon.world.rank, self._lines)
-        everybody = gathered(self._operations, mine, f"{self._name}.lines", self._process_set)
-        text = f"the ranks have given different parameters to {self._caller}: {differences(everybody)}"
-        raise MismatchError.told(self._caller, "parameters", text)
+        lines = bytes(self._everybody.result()).decode("ascii").splitlines()
+        raise MismatchError.told(self._caller, "parameters", self._tell([json.loads(line) for line in lines]))
+
+    def _usual(self, everybody: Everybody) -> str:
+        return f"the ranks have given different parameters to {self._caller}: {differences(everybody)}"
+
+
+class NearlyEqual:
+    """Whether all ranks have the same values, but for what rounding changes.
+
+    Ranks with other processors, or another framework, round otherwise, so that their parameters differ in the last bits
+    after a step. Those of another seed or checkpoint differ in all of them.
+    """
+
+    def __init__(  # noqa: PLR0913 - what is compared, and how it is told
+        self,
+        operations: Operations,
+        values: Mapping[str, np.ndarray],
+        *,
+        caller: str,
+        name: str,
+        process_set: ProcessSet,
+        advice: str,
+    ) -> None:
+        """Asks, without waiting for the answer.
+
+        Args:
+            operations: the way to the others.
+            values: some values of each parameter, as many on all ranks, NaN where this rank cannot see them.
+            caller: the function to which the parameters belong.
+            name: of its own operation; equal on all ranks.
+            process_set: the ranks that take part.
+            advice: what is to be done if values differ.
+        """
+        self._caller = caller
+        self._advice = advice
+        self._counts = {name: part.size for name, part in values.items()}
+        mine = np.concatenate([np.empty(0), *(part.astype(np.float64) for part in values.values())])
+        both = np.stack([mine, -mine])
+        self._handle = operations.allreduce(both, name=name, op=ReduceOp.MAX, process_set=process_set)
+
+    def check(self) -> None:
+        """Hears the others.
+
+        Raises:
+            MismatchError: values differ; it names the parameters.
+        """
+        largest, negated = self._handle.result()
+        found, start = [], 0
+        for name, size in self._counts.items():
+            most, least = largest[start : start + size], -negated[start : start + size]
+            start += size
+            scale = np.maximum(np.abs(most), np.abs(least)).max(initial=0.0)
+            with np.errstate(invalid="ignore"):
+                if np.any(most - least > _ROUNDING * scale):  # never where one is NaN
+                    found.append(name)
+        if found:
+            raise MismatchError.told(self._caller, "parameters", _values_differ(found, self._advice))
+
+
+def different_values(everybody: Everybody, advice: str) -> str:
+    """Names the parameters and hyperparameters that differ, given the lines of each rank, and what to do."""
+    common = set(everybody[0][1]).intersection(*(lines for _, lines in everybody))
+    found: dict[str, None] = {}
+    for rank, lines in everybody:
+        for line in lines:
+            if line not in common:
+                name, checksum, _ = line.partition(MARK)
+                found[name if checksum else f"{line} on rank {rank}"] = None
+    return _values_differ([*found], advice)
+
+
+def _values_differ(names: Sequence[str], advice: str) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (
+        f"the ranks of a DistributedOptimizer start with different values of {', '.join(names[:_SHOWN])}{rest}: "
+        f"{advice}; init(check_parameters=False) lets them differ"
+    )

@@ -89,6 +89,11 @@ class Latch:
             self._repetition.judge(report.lasted)
             self.ended, self._current = lock.number, _OPEN
 
+    def end(self) -> None:
+        """Ends the lock, if there is one: a rank may never submit again what is in it, so all have to announce it."""
+        if self._current is not _OPEN:
+            self.ended, self._current = self._current.number, _OPEN
+
     def tell(self) -> int:
         """Returns the lock whose end was not told yet."""
         ended, self.ended = self.ended, 0

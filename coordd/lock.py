@@ -67,6 +67,12 @@ class Lock:
         return any(line.entries for line in self._lines)
 
     @property
+    def held_since(self) -> float | None:
+        """When the partly filled bucket that has waited longest got its latest tensor; None if there is none."""
+        filled = [line.entries.values() for line in self._lines if line.entries]
+        return min((max(entry.handle.submitted for entry in entries) for entries in filled), default=None)
+
+    @property
     def flying(self) -> bool:
         """Whether the outcome of an occurrence is still open that this rank wants to take part in."""
         return any(line.flying for line in self._lines)

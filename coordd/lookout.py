@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from coordd.account import process_state
+from coordd.account import is_stopped, process_state
 from coordd.config import Config
 from coordd.mailbox import Letter
-from coordd.messages import Message, Overdue, StallReport, Waiting
+from coordd.messages import Failure, Message, Overdue, StallReport, Waiting
 from coordd.stall import StallWatch, tell
 from coordd.table import Entry, TensorTable, show_site
 
@@ -34,6 +35,7 @@ class Lookout:
         elsewhere: Callable[[], list[Delay]],
         *,
         ask: Callable[[Callable[[], Message]], None],
+        give_up: Callable[[Failure], None] = lambda _: None,
     ) -> None:
         """Starts to watch.
 
@@ -42,17 +44,24 @@ class Lookout:
             table: the negotiated operations.
             elsewhere: what the coordinator does not know of, and since when it waits: matched and locked operations.
             ask: sends to the coordinator what its argument then says.
+            give_up: ends the job, where the coordinator, who should, does not answer.
         """
-        self._active = config.stall_check
-        self._watch = StallWatch(config.stall_seconds)
+        limit = config.stall_seconds if config.stall_check else math.inf
+        self._active = config.stall_check or config.stall_abort_seconds > 0
+        self._reports = config.stall_check
+        self._watch = StallWatch(limit, abort_seconds=config.stall_abort_seconds)
         self._table = table
         self._elsewhere = elsewhere
         self._ask = ask
+        self._give_up = give_up
         self._answer_due: float | None = None
+        self._abort_due: float | None = None
         self._next = 0.0
         self._active_at = time.monotonic()
         self.coordinator = (0, "", "")
         """Process id and host of rank 0, and this host."""
+        self.superiors: Mapping[int, int] = {}
+        """The ranks between this one and the coordinator, and rank 0 last, with their process ids; 0 elsewhere."""
 
     def observe(self, entry: Entry, now: float) -> None:
         """Learns from an operation that has ended."""
@@ -69,8 +78,8 @@ class Lookout:
 
     def answer(self, report: StallReport) -> None:
         """Prints what the coordinator has found out."""
-        self._answer_due = None
-        if report.waiting:
+        self._answer_due = self._abort_due = None
+        if report.waiting and self._reports:
             sites = {entry.request.name: show_site(entry.site) for entry in self._table if entry.site is not None}
             log.warning("%s", tell(report, sites))
 
@@ -81,14 +90,20 @@ class Lookout:
         self._next = now + min(0.1, self._watch.limit / 8)
         oldest = self._oldest()
         if oldest is None:
-            self._answer_due = None
+            self._answer_due = self._abort_due = None
             return
+        waited = now - oldest
         if self._answer_due is not None and now > self._answer_due:
             self._answer_due = None
-            self._report_silence(now - oldest)
-        if self._watch.overdue(now - oldest):
+            if self._reports:
+                self._report_silence(waited)
+        if self._watch.overdue(waited):
             self._answer_due = self._answer_due or now + _ANSWER_SECONDS
+            if self._watch.intolerable(waited):
+                self._abort_due = self._abort_due or now + _ANSWER_SECONDS
             self._ask(lambda: self._overdue(now, oldest))
+        if self._abort_due is not None and self.superiors:
+            self._abort(waited, late=now > self._abort_due)
 
     def remaining(self, now: float) -> float | None:
         """Seconds until `look` may have something to do; None if nothing waits."""
@@ -96,8 +111,8 @@ class Lookout:
         if oldest is None:
             return None
         seconds = self._watch.remaining(now - oldest)
-        if self._answer_due is not None:
-            seconds = min(seconds, self._answer_due - now)
+        for due in (self._answer_due, self._abort_due):
+            seconds = seconds if due is None else min(seconds, due - now)
         return max(seconds, self._next - now)
 
     def _oldest(self) -> float | None:
@@ -113,6 +128,18 @@ class Lookout:
         known = {waiting.name for waiting in matched}
         names = tuple(name for name in self._watch.late(self._table, now) if name not in known)
         return Overdue(now - oldest, names, matched)
+
+    def _abort(self, waited: float, *, late: bool) -> None:
+        """Ends the job in place of a coordinator that should have, if it is late or cannot answer."""
+        stopped = [rank for rank, pid in self.superiors.items() if pid and is_stopped(pid)]
+        if not (late or stopped):
+            return
+        self._abort_due = None
+        culprit = stopped[0] if stopped else 0
+        state = "its process is stopped, by SIGSTOP, SIGTSTP or a debugger" if stopped else "it is the coordinator"
+        names = ", ".join(repr(entry.request.name) for entry in list(self._table)[:3]) or "a send or receive"
+        text = f"does not answer, and kept {names} waiting for {waited:.0f} s (stall_abort_seconds): {state}"
+        self._give_up(Failure(culprit, text))
 
     def _report_silence(self, waited: float) -> None:
         """Says what can be said without the coordinator."""

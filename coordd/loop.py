@@ -5,7 +5,10 @@ It never blocks on one operation while another could progress, and sleeps withou
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -13,30 +16,45 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from coordd.account import Account, account
+from coordd.account import Account, account, is_stopped
 from coordd.affinity import keep_to
 from coordd.bell import Bell
+from coordd.blocked import BlockWatch
 from coordd.bucket import Locked
 from coordd.config import Config
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
 from coordd.crowd import Crowd, oversubscribed
 from coordd.departures import Departures
-from coordd.errors import ShutdownError, StartError
+from coordd.errors import ShutdownError, StartError, brief
 from coordd.execution import Flights
 from coordd.foreman import hub
+from coordd.handles import forbid_waiting
 from coordd.inbox import Inbox
 from coordd.lookout import Delay, Lookout
 from coordd.mailbox import Letter, Mailbox
 from coordd.member import Due, Member
-from coordd.messages import Abort, Failure, Goodbye, Hello, Inquiry, Message, Plan, Recording, StallReport, Welcome
+from coordd.messages import (
+    Abort,
+    Blocked,
+    Failure,
+    Goodbye,
+    Hello,
+    Inquiry,
+    Message,
+    Plan,
+    Recording,
+    Refused,
+    StallReport,
+    Welcome,
+)
 from coordd.patience import Patience, nap_precisely
 from coordd.plane import Plane
 from coordd.rendezvous import Link, Rendezvous
 from coordd.status import Parts, Status, peer_error
 from coordd.table import Entry
 from coordd.timeline.recorder import Recorder
-from coordd.tree import post
+from coordd.tree import NOBODY, post, tree
 from coordd.version import VERSION
 from coordd.world import World
 
@@ -44,10 +62,12 @@ __all__ = ["Loop", "Work"]
 
 log = logging.getLogger("coordd")
 
-Work = Entry | Letter | Callable[[], None]
+Work = Entry | Letter | Refused | Callable[[], None]
 
 _SHORTEST_SLEEP = 1e-3
 _LOOKS = 16
+_HELD_SECONDS = 0.25  # far longer than a backward pass takes from one gradient of a bucket to the next
+_HELD_LOOK_SECONDS = 0.1
 _FAREWELL_SECONDS = 1.0
 _AGREED_SECONDS = 30.0  # all have promised it, and only who dies after the goodbye does not keep to that
 
@@ -73,6 +93,10 @@ class Loop:
         self._link: Link | None = None
         self._departures = Departures()
         self._parting: float | None = None
+        self._connected = self._said_goodbye = False
+        self._lock_number = 0
+        self._locked_at = 0.0
+        self._held_look = 0.0
         self._patience = Patience()
         self._wreck: list[object] = []
         self._dues: list[Due] = []
@@ -81,10 +105,8 @@ class Loop:
     def run(self) -> None:
         """Runs until all ranks have left, the job has failed and nobody is waited for, or it is told to stop."""
         try:
-            keep_to(self._config.daemon_cores)
-            nap_precisely()
-            np.seterr(all="ignore")  # of this thread: values beyond a type become infinite, as everywhere
-            self._connect()
+            forbid_waiting()
+            self._connect(self._prepare())
             while not self._status.stopping:
                 self._cycle()
         except BaseException as error:  # noqa: BLE001 - whatever it is, somebody waits who must hear of it
@@ -98,9 +120,20 @@ class Loop:
             self._tell(Abort(failure))
             self._break(failure)
 
+    def refuse(self, refused: Refused) -> None:
+        """Tells what this rank has refused; no lock may keep that from being negotiated."""
+        if self._status.failure is None:
+            self._carry_out(self._member.refuse(refused))
+            self._tell(refused)
+
+    def note_broken_wait(self) -> None:
+        """Notes that an exception has ended a wait, so the script goes on though the operation is under way."""
+        self._blocks.note_news(time.monotonic())
+
     def say_goodbye(self) -> None:
         """Leaves: what other ranks have not announced by now fails, here and there."""
-        if self._status.failure is None:
+        if self._status.failure is None and not self._said_goodbye:
+            self._said_goodbye = True
             self._carry_out(self._member.leave())
             self._tell(Goodbye())
 
@@ -123,7 +156,9 @@ class Loop:
 
     def _cycle(self) -> None:
         self._announce()
-        self._lookout.look(time.monotonic())
+        self._release_held(now := time.monotonic())
+        self._lookout.look(now)
+        self._blocks.look(now)
         self._listen()
         if self._member.stopped:
             self._part()
@@ -133,29 +168,66 @@ class Loop:
         self.recorder.look()
         self._rest(moved=moved)
 
-    def _connect(self) -> None:
-        self._link = self._meet(self._bell)
-        transport = self._link.transport
-        self._control = self._link.control
+    def _prepare(self) -> Exception | None:
+        """Makes this thread ready; returns what it fails with, of which the other ranks are to hear."""
+        try:
+            keep_to(self._config.daemon_cores)
+            nap_precisely()
+            np.seterr(all="ignore")  # of this thread: values beyond a type become infinite, as everywhere
+        except Exception as error:  # noqa: BLE001 - raised when there is a way to the others
+            return error
+        return None
+
+    def _connect(self, error: Exception | None) -> None:
+        """Finds the other ranks, and raises here and there what any of them, or what was before, fails with."""
+        link = self._meet(self._bell)
+        start = link.start
+        try:
+            with start.shared():
+                self._assemble(link, error)
+            start.gather(None)
+        except BaseException:
+            link.close(failed=not start.in_step)
+            raise
+        self._link = link
+        self._connected = True
+        self._tell(Hello(VERSION, self._config.digest, os.getpid(), link.hosts[link.transport.rank]))
+
+    def _assemble(self, link: Link, error: Exception | None) -> None:
+        """Makes the parts of this rank, if nothing is wrong so far; nothing is sent yet."""
+        if error is not None:
+            raise error
+        if self._status.stopping:
+            raise StartError.given_up(self._config.start_seconds)
+        transport = link.transport
+        self._control = link.control
         self._bell.watch(self._control.descriptors)
-        self._status.world = World(transport.rank, self._link.hosts)
+        self._status.world = World(transport.rank, link.hosts, machines=link.machines)
         self._member = Member(transport.rank, cache_capacity=self._config.cache_capacity)
         plane = Plane(
             transport.collective,
-            self._link.commons,
+            link.commons,
             rank=transport.rank,
-            hosts=self._link.hosts,
+            hosts=link.hosts,
             chunk=self._config.chunk_kb << 10,
             deck=self.recorder.deck,
         )
         self._flights = Flights(plane, self)
-        self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck, notes=self._link.notes)
-        self._lookout = Lookout(self._config, self._member.table, self._elsewhere, ask=self._complain)
-        self._status.parts = Parts(self._member, self._flights, self._mailbox, self._link.commons, self._inbox)
-        self._own_post = post(transport.rank, self._link.hosts, self._config.fan_in)
-        self._hub = hub(self._own_post, self._coordinate)
+        self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck, notes=link.notes)
+        self._lookout = Lookout(
+            self._config, self._member.table, self._elsewhere, ask=self._complain, give_up=self.report_failure
+        )
+        self._blocks = BlockWatch(
+            self._member.table,
+            thread=lambda: self._status.script,
+            busy=lambda: bool(self._flights) or bool(self._mailbox),
+            submitted=lambda: bool(self._inbox),
+            tell=lambda name: self._tell(Blocked(name, self._member.seen)),
+        )
+        self._status.parts = Parts(self._member, self._flights, self._mailbox, link.commons, self._inbox)
+        self._own_post = post(transport.rank, link.hosts, self._config.fan_in)
+        self._hub = hub(self._own_post, self._coordinate, stopped=self._is_stopped)
         self.recorder.connect(self._tell, self._control.send, parent=self._own_post.parent)
-        self._tell(Hello(VERSION, self._config.digest, os.getpid(), self._link.hosts[transport.rank]))
 
     def _coordinate(self, voices: Sequence[int] | None) -> Coordinator:
         return Coordinator(
@@ -165,11 +237,33 @@ class Loop:
             abort_seconds=self._config.stall_abort_seconds,
             lock_steps=self._config.lock_steps,
             voices=voices,
+            stopped=self._is_stopped,
         )
+
+    def _is_stopped(self, rank: int) -> bool:
+        """Whether the process of a rank is known to be stopped; nothing is known of other hosts'."""
+        status = self._status
+        return bool(status.pids) and status.world.hosts[rank] == status.world.host and is_stopped(status.pids[rank])
 
     def _elsewhere(self) -> list[Delay]:
         """What waits for other ranks without the coordinator knowing, and since when."""
         return [*self._mailbox.waiting(), *self._flights.waiting()]
+
+    def _release_held(self, now: float) -> None:
+        """Breaks the lock if a bucket is partly filled, and has got no further tensor for a while.
+
+        The rest may come only after the result of what is held back, here or on another rank, although no thread of
+        this rank waits: its program polls, or goes on in a done callback. This does not depend on the stall check.
+        """
+        lock = self._member.lock
+        if lock is None or now < self._held_look:
+            return
+        self._held_look = now + _HELD_LOOK_SECONDS
+        if lock.number != self._lock_number:
+            self._lock_number, self._locked_at = lock.number, now
+        since = lock.held_since
+        if since is not None and now - max(since, self._locked_at) > _HELD_SECONDS:
+            self._carry_out(self._member.unlock())
 
     def _complain(self, overdue: Callable[[], Message]) -> None:
         """Asks the coordinator about what has waited too long; no lock may keep it from knowing."""
@@ -178,6 +272,8 @@ class Loop:
 
     def _carry_out(self, due: Due) -> None:
         """Starts what is to start, gives the words that are due, and reports."""
+        if self._blocks.told and (due.words or due.report is not None):
+            self._blocks.note_news(time.monotonic())
         for bucket in due.buckets:
             self._flights.start(bucket)
         for word in due.words:
@@ -191,14 +287,27 @@ class Loop:
         if items:
             self._patience.restart()
             self._lookout.note(items)
-            self._admit([item for item in items if isinstance(item, Entry)])
+            self._take_in(items)
         if self._inbox.waited and self._status.failure is None:
             self._carry_out(self._member.awaited())
+            self._blocks.note_wait(time.monotonic())
         for item in items:
             if isinstance(item, Letter):
                 self._post(item)
-            elif not isinstance(item, Entry):
+            elif not isinstance(item, Entry | Refused):
                 item()
+
+    def _take_in(self, items: list[Work]) -> None:
+        """Announces tensors and refusals, in the order in which they were left: a refusal may precede a second try."""
+        entries = [item for item in items if isinstance(item, Entry)]
+        if len(entries) < len(items):
+            for refused in [item for item in items if isinstance(item, Refused)]:
+                place = items.index(refused)
+                self._admit([item for item in items[:place] if isinstance(item, Entry)])
+                self.refuse(refused)
+                items = items[place + 1 :]
+            entries = [item for item in items if isinstance(item, Entry)]
+        self._admit(entries)
 
     def _admit(self, entries: list[Entry]) -> None:
         if self._status.failure is None:
@@ -257,7 +366,7 @@ class Loop:
                 self.recorder.hear(message)
             case Lost() if not self._member.stopped:
                 self._departures.note(sender)
-                self._break(Failure.death(sender, self._status.place(sender)))
+                self._break(Failure.death(sender, self._status.place(sender), stopped=self._is_stopped(sender)))
 
     def _answer(self, message: Inquiry | Account) -> None:
         if message.number:
@@ -268,19 +377,31 @@ class Loop:
     def _follow(self, plan: Plan) -> None:
         if self._status.failure is not None:
             return
+        if plan.lock:
+            self._blocks.note_lock(time.monotonic())
         self._carry_out(self._member.follow(plan))
 
     def _enter(self, welcome: Welcome) -> None:
-        self._status.world = World(self._status.world.rank, welcome.hosts)
+        self._status.world = dataclasses.replace(self._status.world, hosts=welcome.hosts)
         self._status.pids = welcome.pids
         self.recorder.enter(self._status.world, welcome.pids)
         neighbours = [welcome.pids[rank] for rank in self._status.world.neighbours]
         self._patience.crowded = oversubscribed(*Crowd.of(neighbours, os.environ))
         self._lookout.coordinator = (welcome.pids[0], welcome.hosts[0], self._status.world.host)
+        self._lookout.superiors = self._superiors(welcome)
         if welcome.refusal:
             self._status.start_error = StartError(welcome.refusal)
             self._status.stopping = True
         self._status.started.set()
+
+    def _superiors(self, welcome: Welcome) -> dict[int, int]:
+        """Lists the ranks between this one and the coordinator, which comes last, and the processes of this host."""
+        posts = tree(welcome.hosts, self._config.fan_in)
+        found, rank = {}, self._own_post.parent
+        while rank != NOBODY:
+            found[rank] = welcome.pids[rank] if welcome.hosts[rank] == self._status.world.host else 0
+            rank = posts[rank].parent
+        return found
 
     def _break(self, failure: Failure) -> None:
         """Ends everything that is under way with the cause; the thread lives on to see the others go."""
@@ -300,9 +421,9 @@ class Loop:
         # MPI may still write into the buffers of what was in flight, so they are kept until the process ends.
         self._wreck += [*entries, *letters]
         for entry in entries:
-            entry.handle.fail(error(entry.request.name))
+            _fail(entry, error(entry.request.name))
         for letter in letters:
-            letter.handle.fail(error(letter.name))
+            _fail(letter, error(letter.name))
 
     def _part(self) -> None:
         """Ends the thread once all ranks have left and what is under way has landed, or will not land any more."""
@@ -310,49 +431,67 @@ class Loop:
         self._parting = now if self._parting is None else self._parting
         if not self._flights and not self._mailbox:
             self._status.stopping = True
-        elif now > self._parting + (_AGREED_SECONDS if self._flights else _FAREWELL_SECONDS):
+        elif now >= self._farewell:
             log.warning("left with operations that another rank has not taken part in")
             self._status.stopping = True
 
+    @property
+    def _farewell(self) -> float:
+        """When the thread ends although operations are under way; infinity before all ranks have left."""
+        if self._parting is None:
+            return math.inf
+        return self._parting + (_AGREED_SECONDS if self._flights else _FAREWELL_SECONDS)
+
     def _crash(self, error: BaseException) -> None:
         """Makes an error of the daemon itself everybody's: no waiter is left alone."""
-        if not self._status.started.is_set():
+        starting = not self._status.started.is_set()
+        if starting:
             self._status.start_error = error
             self._status.started.set()
+        if self._link is None:  # the others have been told
             return
-        log.critical("the daemon of rank %d failed", self._status.world.rank, exc_info=error)
-        failure = Failure(self._status.world.rank, f"failed in its daemon: {type(error).__name__}: {error}")
-        self._break(failure)
+        if not starting:
+            log.critical("the daemon of rank %d failed", self._status.world.rank, exc_info=error)
+        deed = "could not start" if starting else "failed in its daemon"
+        failure = Failure(self._status.world.rank, f"{deed}: {brief(error)}")
         try:
+            self._break(failure)
             self._tell(Abort(failure))
             self._listen()
-        except Exception:
+        except BaseException:
             log.exception("the other ranks could not be told")
 
     def _finish(self) -> None:
-        """Closes the link; nobody waits any more."""
+        """Closes the link; nobody waits any more, whatever fails on the way."""
         self._status.leaving = True
-        self.recorder.close()
-        if self._link is not None:
-            unmatched = bool(self._mailbox)
-            self._fail_all(ShutdownError)
-            self.turn_away()
-            self._control.close()
-            self._link.transport.close(failed=self._status.failure is not None or unmatched)
-            self._mailbox.notes.close()
-            if self._link.commons is not None:
-                self._link.commons.close()
-        self._departures.end()
-        self._bell.close()
+        try:
+            with contextlib.ExitStack() as steps:  # the last one comes first, and none keeps another from its turn
+                steps.callback(self._bell.close)
+                steps.callback(self._departures.end)
+                steps.callback(self._leave_link)
+                steps.callback(self.recorder.close)
+        except BaseException:
+            log.exception("the daemon of rank %d did not end in order", self._status.world.rank)
         self._status.over.set()
         self._status.ended.set()
         self.turn_away()
 
+    def _leave_link(self) -> None:
+        """Fails what is still under way, and leaves; where `_connect` has failed, it has done so itself."""
+        unmatched = self._connected and bool(self._mailbox)
+        disorderly = self._status.failure is not None or self._status.abandoned or unmatched
+        with contextlib.ExitStack() as steps:  # as above
+            if self._link is not None:
+                steps.callback(self._link.close, failed=disorderly)
+            steps.callback(self.turn_away)
+            if self._connected:
+                steps.callback(self._fail_all, ShutdownError)
+
     def turn_away(self) -> None:
         """Fails what is left in the inbox; nobody else will take it out."""
         for item in self._inbox.drain():
-            if not callable(item):
-                item.handle.fail(ShutdownError(item.handle.name))
+            if isinstance(item, Entry | Letter):
+                _fail(item, ShutdownError(item.handle.name))
 
     def _rest(self, *, moved: bool) -> None:
         """Sleeps as long as nothing can happen."""
@@ -395,6 +534,18 @@ class Loop:
         now = time.monotonic()
         deadlines = (self._hub.deadline if self._hub is not None else None, self.recorder.deadline)
         times = [deadline - now for deadline in deadlines if deadline is not None]
-        if (remaining := self._lookout.remaining(now)) is not None:
-            times.append(remaining)
+        if self._parting is not None:
+            times.append(self._farewell - now)
+        if (lock := self._member.lock) is not None and lock.partial:
+            times.append(self._held_look - now)
+        watches = (self._lookout.remaining(now), self._blocks.remaining(now))
+        times += [remaining for remaining in watches if remaining is not None]
         return max(_SHORTEST_SLEEP, min(times)) if times else None
+
+
+def _fail(work: Entry | Letter, error: BaseException) -> None:
+    """Fails an operation; what a plugin's handle raises then must not keep the next one from hearing of it."""
+    try:
+        work.handle.fail(error)
+    except BaseException:
+        log.exception("the handle of %r has failed", work.handle.name)

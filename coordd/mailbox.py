@@ -99,6 +99,8 @@ class Mailbox:
         self._serial = 0
         self._wanted: dict[tuple[int, str], deque[Letter]] = {}
         self._arrived: dict[tuple[int, str], deque[_Header]] = {}
+        self._unclaimed: dict[tuple[int, int], _Header] = {}  # by sender and tag, what no receive has asked for yet
+        self._early: dict[tuple[int, int], tuple[np.ndarray, list[Ticket]]] = {}  # by sender and serial number
         self._moving: list[tuple[Letter, Steps]] = []
         self._abandoned: list[tuple[Letter, Steps]] = []
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
@@ -132,9 +134,12 @@ class Mailbox:
             return
         key = (letter.peer, letter.name)
         if headers := self._arrived.get(key):
-            self._accept(letter, headers.popleft())
+            header = headers.popleft()
             if not headers:
                 del self._arrived[key]
+            if self._unclaimed.get((header.sender, self._tag(header))) is header:
+                del self._unclaimed[header.sender, self._tag(header)]
+            self._accept(letter, header)
         else:
             self._wanted.setdefault(key, deque()).append(letter)
 
@@ -223,31 +228,52 @@ class Mailbox:
     def _sort(self, header: _Header) -> None:
         key = (header.sender, header.name)
         queue = self._wanted.get(key)
+        if header.loan is None:
+            self._make_way(header)
         if not queue:
             self._arrived.setdefault(key, deque()).append(header)
+            if header.loan is None:
+                self._unclaimed[header.sender, self._tag(header)] = header
             return
         letter = queue.popleft()
         if not queue:
             del self._wanted[key]
         self._accept(letter, header)
 
+    def _make_way(self, header: _Header) -> None:
+        """Takes in a payload that no receive has asked for yet, for else this message's would take its place.
+
+        There are as many tags as MPI has, at least 32767; then the first comes again.
+        """
+        if (older := self._unclaimed.pop((header.sender, self._tag(header)), None)) is not None:
+            raw = np.empty(_size(older), np.uint8)
+            self._early[older.sender, older.serial] = raw, self._take(raw, older)
+
+    def _take(self, raw: np.ndarray, header: _Header) -> list[Ticket]:
+        return [self._lane.irecv(part, header.sender, self._tag(header)) for part in _parts(raw)]
+
     def _accept(self, letter: Letter, header: _Header) -> None:
-        self._moving.append((letter, self._receive(letter, header)))
+        steps = self._receive(letter, header)
+        if header.loan is None and next(steps, _DONE) is _DONE:  # now: what comes later may have the same tag
+            return
+        self._moving.append((letter, steps))
 
     def _receive(self, letter: Letter, header: _Header) -> Steps:
         """Takes the payload in, and only then compares: what was sent must be taken, whether it fits or not."""
         sent, wanted = _describe(header.dtype, header.shape), letter.array
         fits = wanted is not None and sent == _describe(wanted.dtype.name, wanted.shape)
-        direct = fits and header.loan is None and wanted is not None and wanted.flags.c_contiguous
+        early = self._early.pop((header.sender, header.serial), None)
+        direct = fits and header.loan is None and early is None and wanted is not None and wanted.flags.c_contiguous
         if header.loan is not None:
             raw = self.notes.loans.take(letter.peer, header.loan, _size(header))
         else:
-            raw = (
-                wanted.reshape(-1).view(np.uint8)
-                if direct and wanted is not None
-                else np.empty(_size(header), np.uint8)
-            )
-            tickets = [self._lane.irecv(part, letter.peer, self._tag(header)) for part in _parts(raw)]
+            if early is None:
+                if direct and wanted is not None:
+                    raw = wanted.reshape(-1).view(np.uint8)
+                else:
+                    raw = np.empty(_size(header), np.uint8)
+                early = raw, self._take(raw, header)
+            raw, tickets = early
             while not self._lane.done(tickets):
                 yield
         if wanted is None:

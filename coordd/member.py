@@ -17,10 +17,11 @@ import msgspec
 
 from coordd.bucket import Bucket, Locked
 from coordd.cache import ResponseCache
-from coordd.errors import CoorddError, MismatchError, ShutdownError
+from coordd.errors import CoorddError, MismatchError, RefusedError, ShutdownError
 from coordd.fusion import buckets
 from coordd.lock import Lock
-from coordd.messages import SILENT_PLANS, Kind, Plan, Report, Response
+from coordd.messages import SILENT_PLANS, Kind, Plan, Refused, Report, Response
+from coordd.numbering import Numbering
 from coordd.stand_in import stand_in
 from coordd.table import Entry, TensorTable, announced
 from coordd.wire import bits
@@ -42,13 +43,20 @@ class Due(msgspec.Struct, frozen=True):
 class Member:
     """Announces tensors, follows plans, and keeps its cache equal to everybody's."""
 
-    def __init__(self, rank: int, *, cache_capacity: int) -> None:
+    def __init__(self, rank: int, *, cache_capacity: int, numbering: Numbering | None = None) -> None:
+        """Starts with nothing announced.
+
+        Args:
+            rank: this rank.
+            cache_capacity: how many tensors are known by a number; equal on all ranks.
+            numbering: numbers the buckets; equal on all ranks.
+        """
         self.rank = rank
         self.table = TensorTable()
         self._cache = ResponseCache(cache_capacity)
         self._seen = 0
         self._reported = 0
-        self._started = 0
+        self._numbering = numbering or Numbering()
         self._lock: Lock | None = None
         self._locks: dict[int, Lock] = {}
         self._untold: list[Entry] = []
@@ -59,6 +67,8 @@ class Member:
         self._left = False
         self._joined: set[tuple[int, ...]] = set()
         self._joining: list[Entry] = []
+        self._refused_names: set[str] = set()
+        self._refused_calls: dict[str, Refused] = {}
         self.stopped = False
 
     @property
@@ -121,6 +131,30 @@ class Member:
         self._break()
         return self._due()
 
+    def refuse(self, refused: Refused) -> Due:
+        """Breaks the lock: this rank will not announce its part of some operations, or of a collective call.
+
+        It breaks also the next lock that has one of these operations: the coordinator may make it before it hears of
+        this. What this rank has submitted of the call, and would have to announce anew, because a word on it was
+        invalid or a lock takes its announcement back, fails here: the coordinator may have forgotten the call by then.
+        """
+        self._refused_names |= {name for name in refused.names if self._cache.slot_of(name) >= 0}
+        present = {entry.request.call for entry in self.table}
+        self._refused_calls = {call: each for call, each in self._refused_calls.items() if call in present}
+        if refused.call in present:
+            self._refused_calls[refused.call] = refused
+        return self.unlock()
+
+    def _fail_refused(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Fails what is part of a call that this rank has refused; returns the rest."""
+        kept = []
+        for entry in entries:
+            if (refused := self._refused_calls.get(entry.request.call)) is None:
+                kept.append(entry)
+            else:
+                self.table.take(entry.request.name).handle.fail(RefusedError(self.rank, refused.reason))
+        return kept
+
     def leave(self) -> Due:
         """Ends the announcing; what is due comes before the goodbye.
 
@@ -147,7 +181,7 @@ class Member:
         if lock is self._lock:
             self._break()
         self._forget(lock)
-        self._untold += locked.bucket.entries if locked.bucket is not None else ()
+        self._untold += self._fail_refused(locked.bucket.entries if locked.bucket is not None else ())
         self._join()
         return self._due()
 
@@ -209,12 +243,14 @@ class Member:
         self._lock = self._locks[lock.number] = lock
         self._joining = [entry for entry in self.table if entry.request.kind is Kind.JOIN and not entry.released]
         names = {self._cache.request(slot).name for slot in lock.slots}
-        for entry in self.table:
-            if entry.request.name in names and not entry.released:
-                self._sort(entry)
+        taken_back = [entry for entry in self.table if entry.request.name in names and not entry.released]
+        for entry in self._fail_refused(taken_back) if self._refused_calls else taken_back:
+            self._sort(entry)
         # Who began to wait before the lock came does not say so again.
         waited = lock.partial and any(entry.awaited and not entry.released for entry in self.table)
-        if waited or self._left or self._joined:
+        refused = self._refused_names & names
+        self._refused_names -= refused
+        if waited or refused or self._left or self._joined:
             self._break()
         self._join()
 
@@ -236,14 +272,14 @@ class Member:
         """The buckets to which this rank belongs; every rank numbers them all, so that the numbers agree."""
         found = []
         for group in buckets(agreed, fusion_bytes=fusion_bytes):
-            self._started += 1
             members = group[0].request.members
+            sequence, slot = self._numbering.next(members)
             if not members or self.rank in members:
                 entries = tuple(self._entry(response) for response in group)
                 for place, entry in enumerate(entries):
-                    entry.turn = (self._started, place)
+                    entry.turn = (sequence, place)
                 first = group[0]
-                found.append(Bucket(self._started, first.request, first.sizes, entries, len(first.absent)))
+                found.append(Bucket(sequence, first.request, first.sizes, entries, len(first.absent), slot))
         return found
 
     def _entry(self, response: Response) -> Entry:
@@ -267,9 +303,13 @@ class Member:
         entry = self.table.take(response.request.name)
         if entry.request.kind is Kind.JOIN:
             self._joined.discard(entry.request.members)
-        error: CoorddError = (
-            ShutdownError(entry.request.name, response.left)
-            if response.left
-            else MismatchError.told(entry.request.name, response.attribute, response.error)
-        )
-        entry.handle.fail(error)
+        entry.handle.fail(_error(entry.request.name, response))
+
+
+def _error(name: str, response: Response) -> CoorddError:
+    """Makes the error of an operation that a plan refuses."""
+    if response.left:
+        return ShutdownError(name, response.left)
+    if response.refuser >= 0:
+        return RefusedError(response.refuser, response.error)
+    return MismatchError.told(name, response.attribute, response.error)

@@ -17,6 +17,7 @@ __all__ = [
     "Abort",
     "Account",
     "Announcement",
+    "Blocked",
     "Failure",
     "Goodbye",
     "Hello",
@@ -31,6 +32,7 @@ __all__ = [
     "Pong",
     "Recording",
     "ReduceOp",
+    "Refused",
     "Report",
     "Request",
     "Response",
@@ -87,7 +89,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """This tensor of mine is ready.
 
     ``members`` is the process set, sorted; empty means the whole world. A transient name is used once only, so it is
-    not worth a place in the cache.
+    not worth a place in the cache. ``call`` is the collective call that the operation is part of, if there is one.
     """
 
     kind: Kind
@@ -100,6 +102,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     postscale: float = 1.0
     members: tuple[int, ...] = ()
     transient: bool = False
+    call: str = ""
 
 
 class Announcement(msgspec.Struct, frozen=True, array_like=True):
@@ -139,7 +142,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     ``slot`` is the place in the cache that the tensor gets, -1 for none. ``sizes`` are the members' first dimensions
     of an allgather. ``recipients`` are the ranks that fail; a response without any is for all members. A void response
     ends an operation that all members would only have filled up. Those who are ``absent`` have joined, and take part
-    with nothing.
+    with nothing. ``refuser`` is the rank that has refused the collective call of which the operation is part.
     """
 
     request: Request
@@ -151,6 +154,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     left: tuple[int, ...] = ()
     void: bool = False
     absent: tuple[int, ...] = ()
+    refuser: int = -1
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -207,10 +211,27 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
     ranks: bytes = b""
 
 
-class Loss(msgspec.Struct, frozen=True, array_like=True, tag="loss"):
-    """The connection to a rank below a foreman has closed."""
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """A rank has refused a collective call, or its part of some operations: what others announce of them fails.
+
+    ``call`` is the call's id, equal on all members, and ``members`` its process set, empty for the whole world. Each
+    member that leaves the call by an exception says so once, after all that it has announced as part of the call.
+    Without a call, ``names`` are the operations: the message stands in place of the rank's announcement of each.
+    ``reason`` is a sentence about the rank, without its number.
+    """
 
     rank: int
+    call: str
+    reason: str
+    members: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+class Loss(msgspec.Struct, frozen=True, array_like=True, tag="loss"):
+    """The connection to a rank below a foreman has closed, perhaps because that process is ``stopped``."""
+
+    rank: int
+    stopped: bool = False
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -221,8 +242,11 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     traceback: str = ""
 
     @classmethod
-    def death(cls, rank: int, place: str) -> Self:
-        """A process is gone; ``place`` is where it was."""
+    def death(cls, rank: int, place: str, *, stopped: bool = False) -> Self:
+        """A process is gone, or is ``stopped`` and so does not answer; ``place`` is where it was."""
+        if stopped:
+            text = f"({place}) does not answer: its process is stopped, by SIGSTOP, SIGTSTP or a debugger"
+            return cls(rank, text)
         return cls(rank, f"({place}) died: its connection closed without a goodbye")
 
 
@@ -280,6 +304,18 @@ class Overdue(msgspec.Struct, frozen=True, array_like=True, tag="overdue"):
     ranks: bytes = b""
 
 
+class Blocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
+    """A rank's script waits for the operation ``name``, and submits nothing more before that is done.
+
+    Without a name it does so no more. ``seen`` is the last plan that the rank had carried out, and ``ranks`` the bit
+    mask of those that wait for the same, which a foreman gives.
+    """
+
+    name: str = ""
+    seen: int = 0
+    ranks: bytes = b""
+
+
 class StallReport(msgspec.Struct, frozen=True, array_like=True, tag="stall"):
     """Who waits for whom, and what those do; ``silent`` are the ranks that did not answer the inquiry."""
 
@@ -317,9 +353,11 @@ Message = (
     | Muster
     | Welcome
     | Goodbye
+    | Refused
     | Loss
     | Abort
     | Overdue
+    | Blocked
     | Inquiry
     | Account
     | StallReport

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -17,18 +18,19 @@ import msgspec
 from coordd.absence import Absence
 from coordd.ballot import Ballot, lowest, members_mask
 from coordd.cache import ResponseCache
-from coordd.errors import MismatchError, spans
+from coordd.deadlock import BlockedRanks, Wait, deadlock_text, deadlocked, members_of
+from coordd.errors import MismatchError, ranks_text, spans
 from coordd.fusion import buckets
 from coordd.latch import MOST_LINES, Latch, lines
-from coordd.messages import Announcement, Kind, Plan, ReduceOp, Report, Request, Response, Waiting
+from coordd.messages import Announcement, Kind, Plan, ReduceOp, Refused, Report, Request, Response, Waiting
 from coordd.owed import Owed
+from coordd.refusals import Refusals, RefusedParts, answer
 from coordd.repetition import Slots
 from coordd.roll import Roll
 from coordd.verdict import sites, verdict
 from coordd.wire import bits, mask
 
 __all__ = ["Negotiator"]
-
 
 Sites = dict[str, int]
 """Where ranks submit a tensor: bit masks of ranks by line of code."""
@@ -85,6 +87,9 @@ class Negotiator:
         self._complete: list[Ballot] = []
         self._refused: list[Response] = []
         self._owed = Owed()
+        self._refusals = Refusals()
+        self._parts = RefusedParts()
+        self._blocked = BlockedRanks()
         self._replaced: deque[_Former] = deque()
         self._seen = [0] * len(self._voices)
         self._heard = [0] * len(self._voices)
@@ -106,6 +111,7 @@ class Negotiator:
         self._seen[voice] = max(self._seen[voice], report.seen if report.floor < 0 else report.floor)
         self._latch.hear(report)
         ranks = int.from_bytes(report.ranks, "little") if report.ranks else self._voices[voice]
+        self._blocked.stir(ranks)
         hits = int.from_bytes(report.hits, "little")
         if hits:
             fillers = int.from_bytes(report.fillers, "little")
@@ -127,7 +133,106 @@ class Negotiator:
             ranks: their bit mask.
         """
         self._left |= ranks
+        self._refusals.leave(ranks)
+        self._parts.leave(ranks, self._everybody)
         self._settle_all()
+
+    def refuse(self, refused: Refused) -> None:
+        """Fails what a rank has refused: what is part of a collective call, or operations, also if announced later.
+
+        Args:
+            refused: what that rank has said.
+        """
+        self._latch.end()  # that rank may have refused before it knew of the lock, so it has not broken it
+        for name in refused.names:
+            self._refuse_part(refused, name)
+        if refused.names or not self._refusals.enter(refused, self._mask(refused.members), self._left):
+            return
+        for slot in bits(self._announced_by_any()):
+            if self._cache.request(slot).call == refused.call:
+                self._spell_out(slot)
+        for entry in [entry for sets in self._table.values() for entry in sets.values()]:
+            request = entry.first.request
+            if request.call == refused.call and entry not in self._complete:
+                self._drop(entry)
+                self._refused.append(answer(refused, request, entry.told))
+
+    def _refuse_part(self, refused: Refused, name: str) -> None:
+        """Fails an operation of which a rank refuses its part, for those that have announced it and those that will."""
+        rank, wanted = 1 << refused.rank, self._mask(refused.members)
+        if self._parts.claim(name, refused.members, rank):  # another one had refused it before
+            return
+        if (slot := self._cache.slot_of(name)) >= 0:
+            self._spell_out(slot)
+        entry = self._table.get(name, {}).get(refused.members)
+        gone = self._left | self._absence.of(wanted)
+        if rank & (gone | (entry.told if entry is not None else 0)):
+            return
+        if entry is not None:
+            self._drop(entry)
+            self._refused.append(answer(refused, entry.first.request, entry.told))
+            gone |= entry.told
+        self._parts.enter(refused, name, wanted, wanted & ~(gone | rank))
+
+    def note_blocked(self, ranks: int, name: str, seen: int) -> None:
+        """Notes for which operation the scripts of ranks wait; without a name, that they do not wait any more.
+
+        Args:
+            ranks: their bit mask.
+            name: of the operation.
+            seen: the last plan that they had carried out, or an earlier one.
+        """
+        self._blocked.enter(ranks, name, seen)
+        if name:
+            self._latch.end()  # those that it waits for may wait for its word on what is locked
+
+    def _end_deadlock(self) -> None:
+        """Fails what ranks wait for that wait for each other: none of them will ever submit what the others need."""
+        waits = [wait for name, ranks in self._blocked.take().items() for wait in self._waits(name, ranks)]
+        if found := deadlocked(waits):
+            self._fail_between(members_of(found), deadlock_text(found))
+
+    def _waits(self, name: str, ranks: int) -> Iterator[Wait]:
+        """Lists what those of some ranks that have announced an operation wait for."""
+        for entry in self._table.get(name, {}).values():
+            if told := entry.told & ranks:
+                missing = entry.wanted & ~(entry.told | self._absent(entry))
+                kind = entry.first.request.kind
+                yield Wait(told, missing, Waiting(name, kind.name.lower(), tuple(bits(missing))))
+        slot = self._cache.slot_of(name)
+        if slot >= 0 and (told := self._roll.ranks(slot)[0]) & ranks:
+            request = self._cache.request(slot)
+            missing = self._mask(request.members) & ~told
+            yield Wait(told & ranks, missing, Waiting(name, request.kind.name.lower(), tuple(bits(missing))))
+
+    def _fail_between(self, ranks: int, error: str) -> None:
+        """Fails what some of these ranks, a bit mask, have announced and others of them have not.
+
+        A rank that gets no error now, because it has announced nothing of that, gets one when it does.
+        """
+        for slot in bits(self._announced_by_any()):
+            self._spell_out(slot)
+        failing: list[tuple[Ballot, int]] = []
+        for entry in [entry for sets in self._table.values() for entry in sets.values()]:
+            missing = entry.wanted & ~(entry.told | self._absent(entry))
+            if entry.told & ranks and missing & ranks:
+                failing.append((entry, missing))
+        informed = functools.reduce(operator.or_, (entry.told for entry, _ in failing), 0)
+        for entry, missing in failing:
+            self._drop(entry)
+            if entry.first.request.kind is Kind.JOIN:
+                self._end_absence(entry)
+            told = tuple(bits(entry.told))
+            text = f"{error}; {entry.name!r} was submitted by {ranks_text(told)} at {', '.join(sites(entry.parts))}"
+            refusal = Response(entry.first.request, error=text, attribute="order", recipients=told)
+            self._refused.append(refusal)
+            for rank in bits(missing & ~(informed | self._left)):
+                self._owed.enter(rank, refusal, self._left)
+
+    def _end_absence(self, entry: Ballot) -> int:
+        """Ends that ranks have joined a set; returns the last of them. Others may wait for them from now on."""
+        self._blocked.stir()
+        return self._absence.end(entry.wanted)
 
     def _settle_all(self) -> None:
         """Looks anew at everything that somebody has announced."""
@@ -139,6 +244,7 @@ class Negotiator:
 
     def decide(self) -> Plan | None:
         """Releases everything that is ready; None when there is nothing to say."""
+        self._end_deadlock()
         ready, voids = self._ready_slots()
         if not (ready or self._complete or self._refused or self._latch.ended):
             return None
@@ -213,11 +319,15 @@ class Negotiator:
             for part in lines(group)
         ]
         found = tuple(self._latch.observe(groups, [response.slot for response in responses if response.slot >= 0]))
-        if not found or len(found) > MOST_LINES or self._owed or self._left:
+        names = frozenset(self._cache.request(slot).name for group in found for slot in group)
+        calls = {self._cache.request(slot).call for group in found for slot in group}
+        unsettled = self._owed.names & names or any(name in names for name in self._parts)
+        unsettled = unsettled or any(call in self._refusals for call in calls)
+        if not found or len(found) > MOST_LINES or self._left or unsettled:
             return ()
         slots = functools.reduce(operator.or_, (1 << slot for group in found for slot in group))
-        names = frozenset(self._cache.request(slot).name for slot in bits(slots))
         self._latch.close(self._sequence, slots, names)
+        self._blocked.forget(self._sequence)
         self._roll.drop(slots)
         for name in names:
             self._table.pop(name, None)
@@ -234,7 +344,7 @@ class Negotiator:
             self._note_site(slot, ranks, announcement.site)
         if self._latch.overtakes(request, seen):
             return
-        if self._owed and not (ranks := self._not_owed(ranks, request)):
+        if (self._owed or self._refusals or self._parts) and not (ranks := self._not_refused(ranks, request)):
             return
         if slot >= 0 and not (self._left or self._absence) and request.name not in self._table:
             if known:
@@ -246,6 +356,7 @@ class Negotiator:
         entry.enter(ranks, announcement, turn=self._heard[voice])
         if request.kind is Kind.JOIN:
             self._absence.begin(entry.wanted, ranks)
+            self._parts.leave(ranks, entry.wanted)
             self._settle_all()
         elif not self._settled(entry):
             self._compare_sets(ranks, entry)
@@ -282,7 +393,7 @@ class Negotiator:
         elif gone := entry.wanted & self._left:
             self._drop(entry)
             if entry.first.request.kind is Kind.JOIN:
-                self._absence.end(entry.wanted)
+                self._end_absence(entry)
             ranks = tuple(bits(entry.told))
             self._refused.append(Response(entry.first.request, left=tuple(bits(gone)), recipients=ranks))
         else:
@@ -316,12 +427,18 @@ class Negotiator:
         for rank in bits(members & ~told):
             self._owed.enter(rank, refusal, self._left)
 
-    def _not_owed(self, ranks: int, request: Request) -> int:
-        """Fails announcements that would have contradicted one of those that were failed before they came.
+    def _not_refused(self, ranks: int, request: Request) -> int:
+        """Fails announcements of what was refused, or that would have contradicted what was failed before they came.
 
         Returns:
             the other ranks.
         """
+        if request.call in self._refusals:
+            self._refused.append(self._refusals.response(request, ranks))
+            return 0
+        for refused, concerned in self._parts.claim(request.name, request.members, ranks):
+            self._refused.append(answer(refused, request, concerned))
+            ranks &= ~concerned
         members = self._mask(request.members)
         for rank in bits(ranks):
             if (refusal := self._owed.claim(rank, request.name, members)) is not None:
@@ -332,7 +449,7 @@ class Negotiator:
     def _release(self, entry: Ballot) -> Response:
         response = verdict(entry.parts, entry.absent)
         if response.request.kind is Kind.JOIN and not response.error:
-            last = self._absence.end(entry.wanted)
+            last = self._end_absence(entry)
             return msgspec.structs.replace(response, request=msgspec.structs.replace(response.request, root=last))
         if not response.error and all(told.filler for told in entry.parts.values()):
             return msgspec.structs.replace(response, void=True)
@@ -365,9 +482,9 @@ class Negotiator:
 
     def _spelled_out(self) -> int:
         """The slots whose tensors are negotiated by name at present, because a rank differs or has left."""
-        if self._left or self._owed or self._absence:
+        if self._left or self._owed or self._absence or self._refusals:
             return -1
-        slots = (self._cache.slot_of(name) for name in self._table)
+        slots = (self._cache.slot_of(name) for name in chain(self._table, self._parts))
         return functools.reduce(operator.or_, (1 << slot for slot in slots if slot >= 0), 0)
 
     def _spell_out(self, slot: int) -> None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from coordd import api
+from coordd.errors import RefusedError, brief
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
 
@@ -31,32 +34,82 @@ def broadcast_object(
 
     Raises:
         ArgumentError: the root is not one of them.
+        RefusedError: on the other ranks: the root's object cannot be pickled. The root raises the error of `pickle`.
     """
     operations = api.operations()
     root = api.rank() == root_rank
-    data = _pickled(obj) if root else np.empty(0, np.uint8)
+    data, error = _pickled(obj) if root else (np.empty(0, np.uint8), None)
     size = np.array([data.size])
     operations.broadcast(size, root_rank, name=name and f"{name}.sz", process_set=process_set).result()
     if not root:
         data = np.empty(size[0], np.uint8)
     operations.broadcast(data, root_rank, name=name and f"{name}.t", process_set=process_set).result()
-    return obj if root else pickle.loads(data.data)  # noqa: S301 - see the head of this file
+    if error is not None:
+        raise error
+    return obj if root else _checked([(root_rank, pickle.loads(data.data))])[0]  # noqa: S301 - see the head of this file
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Returns all ranks' objects, in the order of ranks; each must be picklable."""
+    """Returns all ranks' objects, in the order of ranks.
+
+    Raises:
+        RefusedError: another rank's object cannot be pickled; that rank raises the error of `pickle`.
+    """
     return gathered(api.operations(), obj, name, process_set)
 
 
 def gathered(operations: Operations, obj: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
     """Does what `allgather_object` does, by these operations."""
-    data = _pickled(obj)
+    data, error = _pickled(obj)
     size = np.array([data.size])
     sizes = operations.allgather(size, name=name and f"{name}.sz", process_set=process_set).result()
     joined = operations.allgather(data, name=name and f"{name}.t", process_set=process_set).result()
+    if error is not None:
+        raise error
     stops = itertools.accumulate(sizes.tolist(), initial=0)
-    return [pickle.loads(joined[start:stop].data) for start, stop in itertools.pairwise(stops)]  # noqa: S301 - as above
+    found = [pickle.loads(joined[start:stop].data) for start, stop in itertools.pairwise(stops)]  # noqa: S301 - as above
+    return _checked(zip(process_set.ranks or range(len(found)), found, strict=True))
 
 
-def _pickled(obj: Any) -> np.ndarray:
-    return np.frombuffer(bytearray(pickle.dumps(obj)), np.uint8)
+class _Refusal:
+    """Travels in the place of an object that could not be pickled."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+def _pickled(obj: Any) -> tuple[np.ndarray, Exception | None]:
+    """Pickles an object; or, if that is impossible, the reason, which travels in its place, and returns the error."""
+    error = None
+    try:
+        data = _dumped(obj)
+    except Exception as found:  # noqa: BLE001 - whatever a class's own pickling raises
+        error = found
+        data = pickle.dumps(_Refusal(f"has an object that cannot be pickled: {brief(found)}"))
+    return np.frombuffer(bytearray(data), np.uint8), error
+
+
+def _dumped(obj: Any) -> bytes:
+    """Pickles an object; as Horovod by cloudpickle, where that is installed, if it is one that `pickle` cannot."""
+    try:
+        return pickle.dumps(obj)
+    except Exception:
+        if not api.operations().as_horovod or find_spec("cloudpickle") is None:
+            raise
+    import cloudpickle
+
+    return bytes(cloudpickle.dumps(obj))
+
+
+def _checked(objects: Iterable[tuple[int, Any]]) -> list[Any]:
+    """Returns the objects that have come from some ranks.
+
+    Raises:
+        RefusedError: one of them could not be pickled.
+    """
+    found = []
+    for rank, obj in objects:
+        if isinstance(obj, _Refusal):
+            raise RefusedError(rank, obj.reason)
+        found.append(obj)
+    return found

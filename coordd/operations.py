@@ -7,26 +7,104 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
-from coordd.arguments import check_name, check_rank, check_reducible, check_rows, check_splits, name_of
+from coordd.arguments import check_name, check_op, check_rank, check_reducible, check_rows, check_splits, name_of
+from coordd.checks import finite
 from coordd.daemon import Daemon
-from coordd.errors import ArgumentError, spans
+from coordd.errors import (
+    ArgumentError,
+    DuplicateNameError,
+    ForkedProcessError,
+    NotInitializedError,
+    PeerError,
+    ShutdownError,
+    brief,
+    spans,
+)
 from coordd.handles import Handle, call_site
 from coordd.mailbox import Letter
-from coordd.messages import Kind, ReduceOp, Request
-from coordd.process_sets import ProcessSet, global_process_set
-from coordd.table import Entry, Site
+from coordd.messages import Kind, ReduceOp, Refused, Request
+from coordd.process_sets import ProcessSet, check_process_set, global_process_set, named_ranks
+from coordd.refusing import refusable
+from coordd.table import Entry, Site, show_site
 
-__all__ = ["Operations"]
+__all__ = ["Operations", "Part"]
 
+_LONGEST = 1000
+"""Letters of an error that other ranks are told."""
+_UNTOLD = (DuplicateNameError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError)
+"""Errors that are no refusal of the arguments: what is in flight goes on, or everything has failed anyway."""
 _LOOSE = frozenset({Kind.ALLREDUCE, Kind.BROADCAST})
 Land = Callable[[np.ndarray], Any]
+
+
+class _Group:
+    """Several tensors of one operation; without names they take one number together, however many they are."""
+
+    def __init__(self, names: Sequence[str | None]) -> None:
+        self.entries: list[Entry] = []
+        self.names = [*names]
+        self.refused: tuple[Kind, ProcessSet] | None = None
+        self._unnamed = 0
+
+    def name(self, number: Callable[[], str]) -> str:
+        """Names the next tensor without a name; ``number`` makes a new name, for the whole group."""
+        if not self._unnamed:
+            self.names = numbered(number(), self.names)
+        self._unnamed += 1
+        return self.names[self._unnamed - 1] or ""
+
+
+def numbered(base: str, names: Sequence[str | None]) -> list[str | None]:
+    """Names the operations of a group that have no names."""
+    if len(names) == 1:
+        return [names[0] or base]
+    return [name or f"{base}_{place}of{len(names)}" for place, name in enumerate(names)]
+
+
+class Part:
+    """Names the operations of one collective call, so that they match whatever else a rank has done.
+
+    Attributes:
+        call: the id of the call.
+        steady: whether operations with a name keep it, because they come again and again.
+    """
+
+    def __init__(self, title: str, call: str, *, steady: bool = False) -> None:
+        self._title = title
+        self.call = call
+        self.steady = steady
+        self._numbers: Counter[Kind] = Counter()
+
+    def name(self, kind: Kind, name: str | None) -> str:
+        """Names an operation; those without a name of their own in the order of their submission."""
+        if name is None:
+            name = f"{kind.name.lower()}.{self._numbers[kind]}"
+            self._numbers[kind] += 1
+        elif self.steady:
+            return name
+        return f"{self._title}: {name}"
+
+
+class _Thread(threading.local):
+    """What one thread is in the middle of, if anything, and how many operations it has announced or refused."""
+
+    accounted = 0
+    group: _Group | None = None
+    part: Part | None = None
+
+
+def _itself(operations: Operations, *_: Any) -> Operations:
+    return operations
 
 
 class Operations:
@@ -39,9 +117,17 @@ class Operations:
         """Whether to join before leaving."""
         self.memo: dict[Any, Any] = {}
         """What plugins keep for as long as this daemon runs."""
-        self._namespaces = count()
+        self._namespaces: Counter[tuple[int, ...]] = Counter()
+        self._calls: Counter[tuple[tuple[int, ...], int]] = Counter()
+        self._thread = _Thread()
         self._numbers: dict[tuple[Kind, tuple[int, ...], int], Iterator[int]] = {}
 
+    @property
+    def as_horovod(self) -> bool:
+        """Whether to do what Horovod does where coordd would refuse or do otherwise; equal on all ranks."""
+        return self.daemon.config.as_horovod
+
+    @refusable(Kind.ALLREDUCE, _itself, announces=True)
     def allreduce(  # noqa: PLR0913 - the choices that the operation has
         self,
         array: np.ndarray,
@@ -59,21 +145,21 @@ class Operations:
             array: of any shape, layout and size; equal shape and dtype on all members.
             name: the same on all members; unnamed operations match in the order of their submission.
             op: how values combine.
-            prescale: factor applied before, in the array's type.
-            postscale: factor applied after.
+            prescale: factor applied before, in the array's type; in float32 for 16-bit floats, in float64 for integers.
+            postscale: factor applied after, likewise.
             process_set: who takes part.
             land: runs on the daemon's thread when the data has arrived; its value becomes the result.
 
         Raises:
-            ArgumentError: the dtype does not allow it; names the dtype and what to do.
+            ArgumentError: the dtype does not allow it, which names the dtype and what to do; or a factor is not finite.
         """
-        op = ReduceOp(op)
-        check_reducible(array.dtype, op, scaled=(prescale, postscale) != (1.0, 1.0))
-        request = self.request(
-            Kind.ALLREDUCE, name, array, process_set, op=op, prescale=float(prescale), postscale=float(postscale)
-        )
+        op = check_op(op)
+        prescale, postscale = finite(prescale, "prescale_factor"), finite(postscale, "postscale_factor")
+        self._check_reducible(array, op, prescale, postscale)
+        request = self._request(Kind.ALLREDUCE, name, array, process_set, op=op, prescale=prescale, postscale=postscale)
         return self.submit(request, array, land=land)
 
+    @refusable(Kind.BROADCAST, _itself, announces=True)
     def broadcast(
         self,
         array: np.ndarray,
@@ -89,12 +175,14 @@ class Operations:
             ArgumentError: the root, a global rank, is not a member.
         """
         root = check_rank(root)
+        check_process_set(process_set, self.daemon.world.size)
         members = process_set.ranks or range(self.daemon.world.size)
         if root not in members:
             text = f"broadcast received invalid root rank {root} for provided process set: members are {tuple(members)}"
             raise ArgumentError(text)
-        return self.submit(self.request(Kind.BROADCAST, name, array, process_set, root=root), array, land=land)
+        return self.submit(self._request(Kind.BROADCAST, name, array, process_set, root=root), array, land=land)
 
+    @refusable(Kind.ALLGATHER, _itself, announces=True)
     def allgather(
         self,
         array: np.ndarray,
@@ -112,14 +200,15 @@ class Operations:
             ArgumentError: the array has no dimension.
         """
         check_rows(array, name, Kind.ALLGATHER)
-        entry = self._entry(self.request(Kind.ALLGATHER, name, array, process_set), array)
+        entry = self._entry(self._request(Kind.ALLGATHER, name, array, process_set), array)
         entry.land = land
         if sized and land is not None:
             entry.sized = True
             entry.land = lambda found: land(*found)
-        self.daemon.submit(entry)
+        self._announce(entry)
         return cast("Handle[Any]", entry.handle)
 
+    @refusable(Kind.ALLTOALL, _itself, announces=True)
     def alltoall(
         self,
         array: np.ndarray,
@@ -142,13 +231,15 @@ class Operations:
             ArgumentError: the array has no dimension, or the splits do not fit.
         """
         given = check_rows(array, name, Kind.ALLTOALL)
+        check_process_set(process_set, self.daemon.world.size)
         rows = check_splits(splits, given, process_set.count(self.daemon.world.size))
-        entry = self._entry(self.request(Kind.ALLTOALL, name, array[:0], process_set), array)
+        entry = self._entry(self._request(Kind.ALLTOALL, name, array[:0], process_set), array)
         entry.splits, entry.sized = rows, True
         entry.land = _rows_of if land is None else lambda found: land(*found)
-        self.daemon.submit(entry)
+        self._announce(entry)
         return cast("Handle[Any]", entry.handle)
 
+    @refusable(Kind.REDUCESCATTER, _itself, announces=True)
     def reducescatter(  # noqa: PLR0913 - the choices that the operation has
         self,
         array: np.ndarray,
@@ -163,16 +254,17 @@ class Operations:
         """Reduces an array over the members; each gets its rows of the result, the first ones one more if need be.
 
         Raises:
-            ArgumentError: the array has no dimension, or its dtype does not allow it.
+            ArgumentError: the array has no dimension, its dtype does not allow it, or a factor is not finite.
         """
-        op = ReduceOp(op)
+        op = check_op(op)
         check_rows(array, name, Kind.REDUCESCATTER)
         if op is ReduceOp.ADASUM:
             text = "Adasum is of whole tensors: use allreduce, or another operation"
             raise ArgumentError(text)
-        check_reducible(array.dtype, op, scaled=(prescale, postscale) != (1.0, 1.0))
-        request = self.request(
-            Kind.REDUCESCATTER, name, array, process_set, op=op, prescale=float(prescale), postscale=float(postscale)
+        prescale, postscale = finite(prescale, "prescale_factor"), finite(postscale, "postscale_factor")
+        self._check_reducible(array, op, prescale, postscale)
+        request = self._request(
+            Kind.REDUCESCATTER, name, array, process_set, op=op, prescale=prescale, postscale=postscale
         )
         return self.submit(request, array, land=land)
 
@@ -186,7 +278,7 @@ class Operations:
         entry = self._entry(request, nothing)
         entry.patient = True
         entry.land = functools.partial(self._joined, request.members)
-        self.daemon.submit(entry)
+        self._announce(entry)
         return cast("Handle[Any]", entry.handle)
 
     def joins(self, members: tuple[int, ...]) -> int:
@@ -200,10 +292,11 @@ class Operations:
         self._joins[members] += 1
         return last
 
+    @refusable(Kind.BARRIER, _itself, announces=True)
     def barrier(self, *, process_set: ProcessSet = global_process_set) -> Handle[Any]:
         """Completes when all members have come."""
         nothing = np.empty(0, np.uint8)
-        return self.submit(self.request(Kind.BARRIER, None, nothing, process_set), nothing)
+        return self.submit(self._request(Kind.BARRIER, None, nothing, process_set), nothing)
 
     def send(self, array: np.ndarray, destination: int, *, name: str) -> Handle[Any]:
         """Sends to the one rank that receives under this name; needs no negotiation.
@@ -249,18 +342,106 @@ class Operations:
         handle: Handle[Any] = self.daemon.handle(request.name)
         if site is None:
             site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
-        self.daemon.submit(Entry(request, array, handle, site, land, filler))
+        self._announce(Entry(request, array, handle, site, land, filler))
         return handle
+
+    @contextmanager
+    def together(self, names: Sequence[str | None]) -> Iterator[None]:
+        """Makes a group of what this thread submits in the block: all of it is announced at the end of the block.
+
+        If one of them is refused, none is announced, so that no part of a group stays in flight on this rank alone; and
+        the others are told of all of them.
+
+        Args:
+            names: of the operations; all of them have one, or none. Those without take one number together, so that
+                later numbers are equal on ranks whose groups differ in size; their names differ.
+
+        Raises:
+            DuplicateNameError: the name of one of them is in flight.
+        """
+        before = self._thread.group
+        group = self._thread.group = _Group(names)
+        try:
+            yield
+        except Exception as error:
+            self._thread.group = before
+            if group.refused is not None:
+                kind, process_set = group.refused
+                self.refuse(kind, group.names, process_set, error)
+            raise
+        finally:
+            self._thread.group = before
+        self.daemon.submit_all(group.entries)
+        if group.names:
+            self.account()
+
+    def _announce(self, entry: Entry) -> None:
+        if (group := self._thread.group) is None:
+            self.daemon.submit(entry)
+        else:
+            group.entries.append(entry)
 
     def _entry(self, request: Request, array: np.ndarray) -> Entry:
         """Makes an entry with a new handle, of the line that has called the caller."""
         site = call_site(sys._getframe(2))  # noqa: SLF001 - the documented way to the caller
         return Entry(request, array, self.daemon.handle(request.name), site)
 
-    def namespace(self) -> str:
-        """Returns a prefix for the names of one more optimizer: none for the first, then ``opt1.`` and so on."""
-        number = next(self._namespaces)
-        return f"opt{number}." if number else ""
+    def namespace(self, members: tuple[int, ...] = ()) -> str:
+        """Returns a prefix for the names of one more optimizer: none for the first, then ``opt1.`` and so on.
+
+        Every process set counts for itself, so that ranks that are no members need not count.
+
+        Args:
+            members: of the process set; none for the whole world.
+        """
+        number = self._namespaces[members]
+        self._namespaces[members] += 1
+        which = f"({spans(members)})." if members else ""
+        return f"{which}opt{number}." if number or members else ""
+
+    def number_call(self, members: tuple[int, ...]) -> str:
+        """Returns the id of one more call that the members of a process set make together; equal on all of them."""
+        joins = self.joins(members)
+        self._calls[members, joins] += 1
+        after = f"{joins}." if joins else ""
+        which = f"({spans(members)})" if members else ""
+        return f"{after}{self._calls[members, joins]}{which}"
+
+    @property
+    def part(self) -> Part | None:
+        """What this thread is in the middle of, if there is something."""
+        return self._thread.part
+
+    @part.setter
+    def part(self, part: Part | None) -> None:
+        self._thread.part = part
+
+    def _request(
+        self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
+    ) -> Request:
+        """Makes a request as `request` does, but one that is part of what this thread is in the middle of."""
+        part, group = self._thread.part, self._thread.group
+        if part is None and (name is not None or group is None):
+            return self.request(kind, name, array, process_set, **details)
+        once = True
+        if name is None and group is not None:
+            members = self._members(process_set)
+            name = group.name(lambda: self._number(kind, members) if part is None else part.name(kind, None))
+        elif part is not None:
+            once = name is None or not part.steady
+            name = part.name(kind, name)
+        found = self.request(kind, name, array, process_set, **details)
+        return msgspec.structs.replace(found, call=part.call if part is not None else "", transient=once)
+
+    def request_in_call(
+        self, kind: Kind, name: str, array: np.ndarray, process_set: ProcessSet, **details: Any
+    ) -> Request:
+        """Makes a request as `request` does, as part of the collective call that this thread makes, if there is one."""
+        return self._request(kind, name, array, process_set, **details)
+
+    def _check_reducible(self, array: np.ndarray, op: ReduceOp, prescale: float, postscale: float) -> None:
+        scaled = (prescale, postscale) != (1.0, 1.0)
+        check_reducible(array.dtype, op, scaled=scaled, truncate=self.as_horovod)
 
     def request(
         self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
@@ -270,11 +451,7 @@ class Operations:
         Raises:
             ArgumentError: the name, the process set or the type is unusable.
         """
-        if not isinstance(process_set, ProcessSet):
-            text = f"process_set is a {type(process_set).__name__}, and must be a ProcessSet, as ProcessSet([0, 1])"
-            raise ArgumentError(text)
-        world = self.daemon.world
-        members = process_set.members(rank=world.rank, size=world.size)
+        members = self._members(process_set)
         if array.dtype.hasobject or not array.dtype.isnative or array.dtype.kind in "SUMm":
             text = f"{array.dtype!r} cannot travel as bytes: convert to a number type in this machine's byte order"
             raise ArgumentError(text)
@@ -289,13 +466,75 @@ class Operations:
             **details,
         )
 
+    def _members(self, process_set: ProcessSet) -> tuple[int, ...]:
+        """Returns the members as requests carry them."""
+        world = self.daemon.world
+        check_process_set(process_set, world.size)
+        return process_set.members(rank=world.rank, size=world.size)
+
+    @property
+    def accounted(self) -> int:
+        """How many operations this thread has announced or refused; a group counts as one."""
+        return self._thread.accounted
+
+    def account(self) -> None:
+        """Notes that an operation was announced; one of a group is announced later."""
+        if self._thread.group is None:
+            self._thread.accounted += 1
+
+    def _concerned(self, process_set: Any) -> tuple[int, ...] | None:
+        """The members of a process set that may be unusable, as requests carry them; None if this rank is none."""
+        world = self.daemon.world
+        try:
+            return self._members(process_set)
+        except ArgumentError:
+            ranks = named_ranks(process_set, world.size)
+            return ranks if not ranks or world.rank in ranks else None
+
+    def refuse(self, kind: Kind, names: Sequence[str | None], process_set: Any, error: BaseException) -> None:
+        """Gives operations that this rank has refused their numbers, and has the other members' part of them fail.
+
+        Args:
+            kind: what they are.
+            names: of one, or of a group; None for each if they have none.
+            process_set: the members; what is unusable stands for the ranks that it names, or for all.
+            error: why.
+
+        Raises:
+            ArgumentError: a name is none.
+        """
+        members, group = self._concerned(process_set), self._thread.group
+        if members is None or self._thread.part is not None or not names:  # a collective call is refused as a whole
+            return
+        if group is not None:
+            group.refused = kind, process_set
+            return
+        self._thread.accounted += 1
+        known = [*names] if None not in names else numbered(self._number(kind, members), names)
+        self._tell_refused(kind, tuple(check_name(name or "") for name in known), members, error)
+
+    def _tell_refused(self, kind: Kind, names: tuple[str, ...], members: tuple[int, ...], error: BaseException) -> None:
+        daemon = self.daemon
+        if isinstance(error, _UNTOLD) or len(members or range(daemon.world.size)) == 1:
+            return
+        if daemon.failing or daemon.status.leaving or any(map(daemon.in_flight, names)):
+            return
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        site = show_site(call_site(sys._getframe(1)))  # noqa: SLF001 - the documented way to the caller
+        reason = f"refused {kind.name.lower()} {names[0]!r}{more} at {site}: {brief(error)[:_LONGEST]}"
+        daemon.refuse(Refused(daemon.world.rank, "", reason, members, names))
+
     def _number(self, kind: Kind, members: tuple[int, ...]) -> str:
         """Names what has no name; every process set counts for itself, for only its members count along.
 
-        Who has joined does not count what the others do meanwhile, so all begin anew when all have.
+        Who has joined does not count what the others do meanwhile, so all begin anew when all have. Joins are counted
+        when all have joined: those that fail, because ranks wait for each other, have not been submitted by all.
         """
-        joins = 0 if kind is Kind.JOIN else self.joins(members)
-        number = next(self._numbers.setdefault((kind, members, joins), count()))
+        if kind is Kind.JOIN:
+            joins, number = 0, self._joins[members]
+        else:
+            joins = self.joins(members)
+            number = next(self._numbers.setdefault((kind, members, joins), count()))
         which = f"({spans(members)})." if members else ""
         after = f"{joins}." if joins else ""
         return f"{kind.name.lower()}.noname.{which}{after}{number}"

@@ -29,6 +29,11 @@ class Owed:
     def __bool__(self) -> bool:
         return bool(self._refusals)
 
+    @property
+    def names(self) -> set[str]:
+        """The operations of which a refusal is owed."""
+        return {name for name, _ in self._refusals}
+
     def enter(self, rank: int, refusal: Response, left: int) -> None:
         """Notes that a rank will get a refusal; ``left`` is the bit mask of those who have left."""
         self._refusals.setdefault((refusal.request.name, rank), deque()).append(_Refusal(refusal, left))

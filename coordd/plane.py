@@ -13,6 +13,7 @@ import numpy as np
 
 from coordd.bucket import Bucket, Locked
 from coordd.messages import ReduceOp, Request
+from coordd.numbering import SLOTS
 from coordd.routes import Route, route
 from coordd.timeline.tape import Deck
 from coordd.transport import collectives, exchange, rounds, shared
@@ -24,7 +25,6 @@ from coordd.transport.shared import Terms
 
 __all__ = ["Outcome", "Plane", "Spot"]
 
-_NEGOTIATED = 64
 P = ParamSpec("P")
 Ended = TypeVar("Ended")
 _TAGS = Group.tags_per_operation + 1
@@ -40,16 +40,14 @@ class Spot(NamedTuple):
     tag: int
 
     @classmethod
-    def of_bucket(cls, bucket: Bucket, lane: Lane) -> Spot:
+    def of_bucket(cls, bucket: Bucket) -> Spot:
         """The spot of a negotiated bucket; in the lower half of the tags."""
-        places = lane.tags // 2 // Group.tags_per_operation
-        tag = bucket.sequence % places * Group.tags_per_operation
-        return cls(bucket.sequence % _NEGOTIATED, bucket.sequence, tag)
+        return cls(bucket.slot, bucket.sequence, bucket.slot * Group.tags_per_operation)
 
     @classmethod
     def of_word(cls, word: Locked, lane: Lane) -> Spot:
         """The spot of one occurrence of a locked bucket; in the upper half of the tags."""
-        return cls(_NEGOTIATED + word.index, word.lock << 32 | word.occurrence, lane.tags // 2 + word.index * _TAGS)
+        return cls(SLOTS + word.index, word.lock << 32 | word.occurrence, lane.tags // 2 + word.index * _TAGS)
 
 
 def _timed(method: Callable[Concatenate[Plane, Spot, P], Generator[None, None, Ended]]) -> Any:
@@ -165,7 +163,7 @@ class Plane:
         meeting = self._commons.meeting(spot.slot, spot.stamp, way.neighbours)
         while not meeting.enter(word=False):
             yield
-        if not self.heralded:
+        if len(way.neighbours) < len(self.world):
             yield from self._agree_on_levels(spot, meeting, way, valid=False)
         meeting.finish()
 
@@ -324,9 +322,13 @@ def _reduction(request: Request, dtype: np.dtype, present: int) -> Reduction:
 def _levels(request: Request, dtype: np.dtype, count: int, *, present: int) -> tuple[Reduction, Reduction]:
     """The arithmetic on a host and between hosts; an average is divided on the hosts, where nothing overflows yet.
 
-    What hosts send each other are parts of sums, so sixteen-bit floats stay as wide as they are added.
+    What hosts send each other are parts of sums, so sixteen-bit floats stay as wide as they are added. Integers are
+    divided once, at the end, for each division truncates.
     """
     count = present if request.op is ReduceOp.AVERAGE_PRESENT else count
+    if dtype.kind in "iu" and request.op.averages:
+        last = Reduction(request.op, dtype, postscale=request.postscale, count=count)
+        return Reduction(ReduceOp.SUM, dtype, prescale=request.prescale), last
     inner = Reduction(request.op, dtype, prescale=request.prescale, count=count)
     outer = ReduceOp.SUM if request.op.averages else request.op
     return inner, Reduction(outer, inner.sums or dtype, postscale=request.postscale)

@@ -1,59 +1,125 @@
-"""How the ranks find each other: over MPI under an MPI launcher, else as a world of one."""
+"""How the ranks find each other: over MPI under an MPI launcher, else as a world of one.
+
+One rule: all ranks start, or none does and all say why (`coordd.bootstrap`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import platform
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordd.bell import Bell
+from coordd.bootstrap import Bootstrap
 from coordd.config import Config
 from coordd.control.memory import MemoryStar
 from coordd.control.notes import Notes
 from coordd.control.protocol import Control
 from coordd.errors import StartError
-from coordd.transport.commons import Commons, join
+from coordd.launched import launched_ranks, more_ranks
+from coordd.transport.board import ORDERED
+from coordd.transport.commons import Commons, share
 from coordd.transport.local import LocalWorld
-from coordd.transport.mpi import MpiTransport, launched_ranks
+from coordd.transport.mpi import MpiTransport
 from coordd.transport.protocol import Transport
 from coordd.transport.register import announced, require
 from coordd.tree import post, tree
 
-__all__ = ["Link", "Rendezvous", "local_world", "meet"]
+__all__ = ["Link", "Rendezvous", "local_world", "meet", "tell"]
+
+log = logging.getLogger("coordd")
 
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's way to the others."""
+    """A rank's way to the others.
+
+    Attributes:
+        transport: carries data.
+        control: carries messages.
+        hosts: a name for each rank; ranks of one name share memory, and know each other's process numbers.
+        commons: the memory that the ranks of this host share.
+        notes: what they tell each other there.
+        machines: a name for each rank; ranks of one name reach each other by loopback, though they may share no memory.
+            Empty means the hosts.
+        start: the exchanges by which all ranks start or none does; by default there are none.
+    """
 
     transport: Transport
     control: Control
     hosts: tuple[str, ...]
     commons: Commons | None = None
     notes: Notes | None = None
+    machines: tuple[str, ...] = ()
+    start: Bootstrap = field(default_factory=Bootstrap)
+
+    def close(self, *, failed: bool) -> None:
+        """Leaves; ``failed`` is whether the other ranks may not do so in step with this one.
+
+        What one part raises keeps no other from being closed; then it is raised.
+        """
+        with contextlib.ExitStack() as steps:  # the last one comes first
+            for part in (self.commons, self.notes):
+                if part is not None:
+                    steps.callback(part.close)
+            steps.callback(self.transport.close, failed=failed)
+            steps.callback(self.control.close)
 
 
 Rendezvous = Callable[[Bell], Link]
 """Makes the link on the daemon's thread; its argument wakes the daemon."""
 
 
-def meet(config: Config) -> Rendezvous:
+def meet(config: Config, *, one_of_many: bool = True) -> Rendezvous:
     """Chooses the way for this process.
+
+    Args:
+        config: the settings.
+        one_of_many: whether what the environment says of several processes speaks of this one.
 
     Raises:
         ConfigError: there is no such transport.
-        StartError: the processes were started by something that cannot connect them.
+        StartError: the environment tells of other ranks, but nothing connects this process to them.
     """
-    name = config.transport
+    _refuse_free_threads()
+    name = "local" if config.alone else config.transport
     if name == "auto":
         name = "mpi" if launched_ranks(os.environ) else "local"
-        _refuse_foreign_launchers(name)
+        if name == "local" and one_of_many:
+            _refuse_to_be_one_of_many(os.environ, 1)
     if name == "local":
         return local_world(1)[0]
     require(name, source="transport")
     make: Callable[[], Transport] = MpiTransport if name == "mpi" else announced()[name].load()
-    return lambda bell: _over(make(), config, bell)
+    return lambda bell: _over(make(), config, bell, one_of_many=one_of_many)
+
+
+def tell(error: BaseException) -> threading.Thread | None:
+    """Tells the ranks that an MPI launcher has started beside this one why this one cannot begin to look for them.
+
+    Returns:
+        the thread that does so, as soon as the others have come; None if there are none.
+    """
+    if launched_ranks(os.environ) < 2:
+        return None
+    thread = threading.Thread(target=_tell, args=(error,), name="coordd", daemon=True)
+    thread.start()
+    return thread
+
+
+def _tell(error: BaseException) -> None:
+    with suppress(Exception):  # this rank has an error already, and raises that one
+        transport = MpiTransport()
+        start = Bootstrap(transport.gather)
+        start.tell(error)
+        transport.close(failed=not start.in_step)
 
 
 def local_world(size: int, hosts: Sequence[str] = (), *, fan_in: int = 2) -> list[Rendezvous]:
@@ -74,44 +140,78 @@ def local_world(size: int, hosts: Sequence[str] = (), *, fan_in: int = 2) -> lis
     return [way(rank) for rank in range(size)]
 
 
-def _over(transport: Transport, config: Config, bell: Bell) -> Link:
+def _over(transport: Transport, config: Config, bell: Bell, *, one_of_many: bool) -> Link:
     """Sets up common memory and the control channel, whose addresses and key travel over the data plane."""
+    start = Bootstrap(transport.gather)
+    with ExitStack() as undo:
+        undo.callback(lambda: transport.close(failed=not start.in_step))
+        with start.shared():
+            if one_of_many:
+                _refuse_to_be_one_of_many(os.environ, transport.size)
+            link = _connected(transport, config, bell, start, undo)
+        undo.pop_all()
+    return link
+
+
+def _connected(transport: Transport, config: Config, bell: Bell, start: Bootstrap, undo: ExitStack) -> Link:
     host = os.uname().nodename
     if transport.size == 1:
-        return Link(transport, MemoryStar(1).join(0), (host,))
+        return Link(transport, MemoryStar(1).join(0), (host,), start=start)
     from coordd.control import branch, nearby, notes
 
-    hosts = _apart(transport.gather((_split(host, transport, config.simulate_hosts), _machine())))
-    commons = join(transport.gather, hosts, transport.rank, bell.descriptor) if config.shared_memory else None
+    mine = _split(host, transport, config.simulate_hosts), _machine(), _namespace("pid"), config.shared_memory
+    told = start.gather(mine)
+    machines = _apart([(name, machine) for name, machine, _, _ in told])
+    places = [(machine, processes) for machine, (_, _, processes, _) in zip(machines, told, strict=True)]
+    hosts, commons = share(start.gather, _apart(places, mark="/"), transport.rank, bell.descriptor)
+    if commons is not None and not all(wanted for *_, wanted in told):
+        commons.close()
+        commons = None
+    if commons is not None:
+        undo.callback(commons.close)
     place = post(transport.rank, hosts, config.fan_in)
     control: Control = branch.join(
         place,
-        transport.gather,
-        hosts=hosts,
+        start.gather,
+        hosts=machines,
         interface=config.interface,
         heartbeat_seconds=config.heartbeat_seconds,
     )
+    undo.callback(control.close)
     if commons is None:
-        return Link(transport, control, hosts)
-    control = nearby.join(control, place, transport.gather, commons)
-    return Link(transport, control, hosts, commons, notes.join(transport.rank, transport.gather, commons))
+        return Link(transport, control, hosts, machines=machines, start=start)
+    _warn_of_order(transport.rank)
+    control = nearby.join(control, place, start.gather, commons)
+    found = notes.join(transport.rank, start.gather, commons)
+    return Link(transport, control, hosts, commons, found, machines, start)
 
 
 _KERNEL = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _machine() -> str:
-    """What tells this machine's kernel from others; nothing where it does not say."""
-    return _KERNEL.read_text("ascii").strip() if _KERNEL.is_file() else ""
+    """What tells this machine from others of its name: its kernel, and its network, which a container has for itself.
+
+    Nothing where the system does not say.
+    """
+    kernel = _KERNEL.read_text("ascii").strip() if _KERNEL.is_file() else ""
+    return f"{kernel} {_namespace('net')}".strip()
 
 
-def _apart(found: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Names the host of each rank, given its name and machine; machines that share a name get a number behind it."""
-    machines: dict[str, list[str]] = {}
-    for name, machine in dict.fromkeys(found):
-        machines.setdefault(name, []).append(machine)
-    places = [(name, machines[name].index(machine)) for name, machine in found]
-    return tuple(f"{name}~{place + 1}" if place else name for name, place in places)
+def _namespace(kind: str) -> str:
+    """Names what this process has of a kind in common with others of its container."""
+    with suppress(OSError):
+        return str(Path(f"/proc/self/ns/{kind}").readlink())
+    return ""
+
+
+def _apart(found: Sequence[tuple[str, str]], mark: str = "~") -> tuple[str, ...]:
+    """Names the place of each rank, given a name and what is behind it; places of one name get a number behind it."""
+    known: dict[str, list[str]] = {}
+    for name, own in dict.fromkeys(found):
+        known.setdefault(name, []).append(own)
+    places = [(name, known[name].index(own)) for name, own in found]
+    return tuple(f"{name}{mark}{place + 1}" if place else name for name, place in places)
 
 
 def _split(host: str, transport: Transport, parts: int) -> str:
@@ -119,12 +219,49 @@ def _split(host: str, transport: Transport, parts: int) -> str:
     return f"{host}#{transport.rank * parts // transport.size}" if parts > 1 else host
 
 
-def _refuse_foreign_launchers(name: str) -> None:
-    """Catches the common mistake of starting ranks in a way that leaves each one alone."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if name == "local" and "RANK" in os.environ and size.isdigit() and int(size) > 1:
+def _refuse_free_threads() -> None:
+    """Refuses a Python whose threads run at once: what framework threads leave for the daemon could be overlooked."""
+    enabled = getattr(sys, "_is_gil_enabled", None)  # Python 3.13 and newer
+    if enabled is not None and not enabled():
         text = (
-            f"RANK and WORLD_SIZE={size} are set, as torchrun does, but coordd's ranks are started by an MPI launcher: "
-            "use `coordd run -n N python script.py`, mpirun or srun (or unset them for a world of one)"
+            "this Python runs without its global interpreter lock (GIL), which coordd needs: set PYTHON_GIL=1 or start "
+            "it with `python -X gil=1`, or use a Python that has the lock"
         )
         raise StartError(text)
+
+
+def _warn_of_order(rank: int) -> None:
+    """Says once a job that nobody has tried common memory on such a processor."""
+    if rank == 0 and not ORDERED:
+        log.warning(
+            "common memory is tested on x86-64 processors only, and this one is %s: set COORDD_SHARED_MEMORY=0 if "
+            "results look wrong, and tell us",
+            platform.machine(),
+        )
+
+
+def _refuse_to_be_one_of_many(environment: Mapping[str, str], size: int) -> None:
+    """Catches the common mistake of starting ranks in a way that leaves each one alone, as rank 0 of 1.
+
+    Raises:
+        StartError: naming the variable that tells of more ranks than there are.
+    """
+    claim = more_ranks(environment, size)
+    if claim is None:
+        return
+    if claim.launcher == "torchrun":
+        told = (
+            f"RANK and WORLD_SIZE={claim.value} are set, as torchrun does, but coordd's ranks are started by an MPI "
+            "launcher"
+        )
+    else:
+        told = (
+            f"{claim.variable}={claim.value[:200]} says that {claim.launcher} has started {claim.ranks} processes or "
+            f"more, but nothing connects this one to them: each would be rank 0 of {size}"
+        )
+    srun = "srun with --mpi=pmix or --mpi=pmi2, whichever your MPI knows" if claim.launcher == "srun" else "srun"
+    text = (
+        f"{told}: use `coordd run -n N python script.py`, mpirun or {srun}. If this process is to work alone, set "
+        "COORDD_ALONE=1"
+    )
+    raise StartError(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from coordd.errors import spans
@@ -20,11 +21,12 @@ class StallWatch:
     """Decides when this rank asks what the others are doing.
 
     Without a fixed limit it adapts: twenty times the usual wait, between 5 and 60 seconds. A wait that goes on is asked
-    about again after twice the time, and so on.
+    about again after twice the time, and so on; and after ``abort_seconds``, which end the job, unless these are 0.
     """
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, *, abort_seconds: float = 0.0) -> None:
         self._fixed = seconds
+        self._abort = abort_seconds or math.inf
         self._usual = 0.0
         self._next: float | None = None
         self._stirred = 0.0
@@ -32,9 +34,12 @@ class StallWatch:
     @property
     def limit(self) -> float:
         """Seconds after which a wait is too long."""
-        if self._fixed is not None:
-            return self._fixed
-        return min(_MOST, max(_LEAST, _TIMES * self._usual))
+        usual = min(_MOST, max(_LEAST, _TIMES * self._usual))
+        return min(usual if self._fixed is None else self._fixed, self._abort)
+
+    def intolerable(self, waited: float) -> bool:
+        """Says whether a wait is to end the job."""
+        return waited >= self._abort
 
     def observe(self, entry: Entry, now: float) -> None:
         """Learns from an operation that ended; where this rank has joined, only that the others go on."""
@@ -59,7 +64,7 @@ class StallWatch:
             return False
         if self._next is not None and waited < self._next:
             return False
-        self._next = 2 * waited
+        self._next = 2 * waited if waited >= self._abort else min(2 * waited, self._abort)
         return True
 
     def remaining(self, waited: float) -> float:

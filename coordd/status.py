@@ -49,10 +49,14 @@ class Status:
         """Takes what other ranks ask of this one and answer to it; called by the thread, so it must not block."""
         self.absent: Callable[[], list[int]] = list
         """Lists the ranks that have not begun on this host, if anything is known of its ranks."""
+        self.script = threading.main_thread().ident or 0
+        """The thread in which the script runs."""
         self.failing = False
         """Whether the job has failed, or this rank is about to tell that it has."""
         self.leaving = False
         self.stopping = False
+        self.abandoned = False
+        """Whether the script has given up the start, so that this rank leaves without the others."""
         self.started = threading.Event()
         self.over = threading.Event()
         """Set when nothing can be completed any more: the thread has ended, or the job has failed."""

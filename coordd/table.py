@@ -113,6 +113,8 @@ class TensorTable:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self._names: dict[str, Entry] = {}
+        """What has been submitted and is not done, also before it is admitted; written by all threads."""
         self.last: tuple[str, Site, float] | None = None
         """What was submitted last, where and when; not the entry, whose memory is nobody's business once it is done."""
 
@@ -121,6 +123,30 @@ class TensorTable:
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
+
+    def reserve(self, entry: Entry) -> None:
+        """Claims an entry's name until its operation is done; on the thread that submits it.
+
+        Raises:
+            DuplicateNameError: an operation of this name is in flight.
+        """
+        first = self._names.setdefault(entry.request.name, entry)  # one step, so two threads cannot both succeed
+        if first is not entry:
+            raise _duplicate(entry, first)
+
+    def reserved(self, name: str) -> bool:
+        """Says whether a name is claimed; for any thread."""
+        return name in self._names
+
+    def reserve_all(self, entries: Sequence[Entry]) -> None:
+        """Claims the names of several entries, or of none of them; raises like `reserve`."""
+        for place, entry in enumerate(entries):
+            try:
+                self.reserve(entry)
+            except DuplicateNameError:
+                for claimed in entries[:place]:
+                    del self._names[claimed.request.name]
+                raise
 
     def admit(self, entries: Iterable[Entry]) -> list[Entry]:
         """Takes new entries in, and returns them.
@@ -134,8 +160,7 @@ class TensorTable:
                 entry.released = entry.awaited = False  # it may have been here before
                 admitted.append(entry)
             else:
-                sites = {"site": show_site(entry.site), "first_site": show_site(first.site)}
-                entry.handle.fail(DuplicateNameError(request.name, **sites))
+                entry.handle.fail(_duplicate(entry, first))
         if admitted:
             last = admitted[-1]
             self.last = last.request.name, last.site, last.handle.submitted
@@ -145,9 +170,11 @@ class TensorTable:
         """Removes an entry whose operation is done; one of a rank that has joined is nowhere."""
         if self._entries.get(entry.request.name) is entry:
             del self._entries[entry.request.name]
+            self._names.pop(entry.request.name, None)
 
     def take(self, name: str) -> Entry:
         """Removes and returns an entry."""
+        self._names.pop(name, None)
         return self._entries.pop(name)
 
     def __contains__(self, name: str) -> bool:
@@ -168,9 +195,12 @@ class TensorTable:
 
     def clear(self) -> list[Entry]:
         """Removes and returns everything."""
-        entries = list(self._entries.values())
-        self._entries.clear()
-        return entries
+        return [self.take(name) for name in list(self._entries)]
+
+
+def _duplicate(entry: Entry, first: Entry) -> DuplicateNameError:
+    sites = {"site": show_site(entry.site), "first_site": show_site(first.site)}
+    return DuplicateNameError(entry.request.name, **sites)
 
 
 def announced(entries: Iterable[Entry], cache: ResponseCache, *, seen: int) -> Report | None:

@@ -13,11 +13,19 @@ class World:
     """All ranks of a job, seen by one of them.
 
     A change of membership is another `World` with another epoch, and another daemon.
+
+    Attributes:
+        rank: this one.
+        hosts: a name for each rank; ranks of one name share memory, and know each other's process numbers.
+        epoch: which world this is.
+        machines: a name for each rank by which local ranks are counted: containers of one machine may share its devices
+            and network, but no memory. Empty means the hosts.
     """
 
     rank: int
     hosts: tuple[str, ...]
     epoch: int = 0
+    machines: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -31,29 +39,38 @@ class World:
 
     @cached_property
     def neighbours(self) -> tuple[int, ...]:
-        """Ranks on this rank's host, ascending, this one included."""
+        """Ranks that share memory with this one, ascending, this one included."""
         return tuple(rank for rank, host in enumerate(self.hosts) if host == self.host)
 
     @cached_property
+    def _places(self) -> tuple[str, ...]:
+        return self.machines or self.hosts
+
+    @cached_property
+    def _together(self) -> tuple[int, ...]:
+        """Ranks on this rank's machine, ascending, this one included."""
+        return tuple(rank for rank, place in enumerate(self._places) if place == self._places[self.rank])
+
+    @cached_property
     def _peers(self) -> tuple[int, ...]:
-        """Ranks that have the same local rank as this one, one a host, ascending."""
+        """Ranks that have the same local rank as this one, one a machine, ascending."""
         place: dict[str, int] = {}
         found = []
-        for rank, host in enumerate(self.hosts):
-            if place.setdefault(host, 0) == self.local_rank:
+        for rank, machine in enumerate(self._places):
+            if place.setdefault(machine, 0) == self.local_rank:
                 found.append(rank)
-            place[host] += 1
+            place[machine] += 1
         return tuple(found)
 
     @property
     def local_rank(self) -> int:
-        """Place among the ranks of this host."""
-        return self.neighbours.index(self.rank)
+        """Place among the ranks of this machine."""
+        return self._together.index(self.rank)
 
     @property
     def local_size(self) -> int:
-        """Number of ranks on this host."""
-        return len(self.neighbours)
+        """Number of ranks on this machine."""
+        return len(self._together)
 
     @property
     def cross_rank(self) -> int:
@@ -62,10 +79,10 @@ class World:
 
     @property
     def cross_size(self) -> int:
-        """Number of hosts that have a rank with this local rank."""
+        """Number of machines that have a rank with this local rank."""
         return len(self._peers)
 
     @property
     def is_homogeneous(self) -> bool:
-        """Whether every host has the same number of ranks."""
-        return len({self.hosts.count(host) for host in self.hosts}) == 1
+        """Whether every machine has the same number of ranks."""
+        return len({self._places.count(place) for place in self._places}) == 1

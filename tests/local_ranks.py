@@ -20,12 +20,13 @@ import pytest
 from coordd import api
 from coordd.bell import Bell
 from coordd.config import Config
+from coordd.control.notes import join as join_notes
 from coordd.daemon import Daemon
 from coordd.errors import PeerError
 from coordd.rendezvous import Link, Rendezvous, local_world
 from coordd.transport.commons import join
 
-__all__ = ["LocalRanks", "each_rank", "local_ranks"]
+__all__ = ["LocalRanks", "each_rank", "local_ranks", "stacks"]
 
 SECONDS = 20.0
 
@@ -41,10 +42,11 @@ class LocalRanks:
     def __len__(self) -> int:
         return len(self.daemons)
 
-    def each(self, function: Function) -> list[Any]:
+    def each(self, function: Function, *, seconds: float = 0.0) -> list[Any]:
         """Calls ``function(rank)`` on every rank, where `coordd.torch` works, and returns the results by rank.
 
-        The first error that a rank raises ends the job, as it would in a process of its own, and is raised here.
+        The first error that a rank raises ends the job, as it would in a process of its own, and is raised here. They
+        have the usual time, unless more ``seconds`` are given.
         """
         results: list[Any] = [None] * len(self)
         errors: list[BaseException] = []
@@ -58,7 +60,7 @@ class LocalRanks:
                 if not isinstance(error, PeerError):
                     self.daemons[rank].fail(f"failed: {error!r}", "".join(traceback.format_exception(error)))
 
-        self._in_threads(body)
+        self._in_threads(body, max(seconds, SECONDS))
         if errors:
             raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
         return results
@@ -81,20 +83,20 @@ class LocalRanks:
         """Stops all daemons: in step, or after a failure each by itself."""
         self._in_threads(lambda rank: self.daemons[rank].stop() or self.daemons[rank].end(SECONDS))
 
-    def _in_threads(self, body: Callable[[int], None]) -> None:
+    def _in_threads(self, body: Callable[[int], None], seconds: float = SECONDS) -> None:
         threads = [
             threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(len(self))
         ]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + seconds
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if hanging := [thread.name for thread in threads if thread.is_alive()]:
             story = stacks()
             for daemon in self.daemons:
                 daemon.end(1.0)
-            pytest.fail(f"{', '.join(hanging)} did not end within {SECONDS} s\n{story}", pytrace=False)
+            pytest.fail(f"{', '.join(hanging)} did not end within {seconds} s\n{story}", pytrace=False)
 
 
 def stacks() -> str:
@@ -135,7 +137,9 @@ def _settled(way: Rendezvous, config: Config) -> Rendezvous:
         link = way(bell)
         rank, size = link.transport.rank, link.transport.size
         shared = config.shared_memory and size > 1
-        commons = join(link.transport.gather, link.hosts, rank, bell.descriptor) if shared else None
-        return dataclasses.replace(link, commons=commons)
+        gather = link.transport.gather
+        commons = join(gather, link.hosts, rank, bell.descriptor) if shared else None
+        notes = None if commons is None else join_notes(rank, gather, commons)
+        return dataclasses.replace(link, commons=commons, notes=notes)
 
     return meet

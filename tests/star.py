@@ -11,7 +11,7 @@ import numpy as np
 from coordd.coordinator import Coordinator
 from coordd.handles import Handle
 from coordd.member import Bucket, Due, Locked, Member
-from coordd.messages import Goodbye, Hello, Kind, Message, Plan, Report, Request
+from coordd.messages import Goodbye, Hello, Kind, Message, Plan, Refused, Report, Request
 from coordd.table import Entry
 
 __all__ = ["Star", "allreduce", "outcome"]
@@ -74,6 +74,12 @@ class Star:
     def unlock(self, rank: int) -> None:
         """Has a rank break the lock."""
         self._do(rank, self.members[rank].unlock())
+
+    def refuse(self, rank: int, what: str, *names: str) -> None:
+        """Has a rank refuse a call, or its part of the operations with these names."""
+        refused = Refused(rank, "" if names else what, f"refused {what}", names=names)
+        self._do(rank, self.members[rank].refuse(refused))
+        self.up[rank].append(refused)
 
     def leave(self, rank: int) -> Report | None:
         """Has a rank say goodbye; returns what it says before."""

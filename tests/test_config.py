@@ -178,7 +178,9 @@ def test_variables_that_somebody_reads_are_not_told():
 
 
 def test_unknown_arguments_are_named_beside_the_known_ones():
-    with pytest.raises(ConfigError, match=r"^no such setting: fusion, zeal; there are autotune, .*, transport$"):
+    with pytest.raises(
+        ConfigError, match=r"^no such setting: fusion, zeal; there are alone, as_horovod, .*, transport$"
+    ):
         Config.load({}, zeal=1, fusion=2, fusion_mb=3)
 
 

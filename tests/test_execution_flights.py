@@ -61,7 +61,7 @@ class Diary(list[tuple[str, str]]):
         return Entry(found, array, Promise(name, self))
 
     def bucket(self, sequence: int, *entries: Entry, sizes: Sequence[int] = ()) -> Bucket:
-        return Bucket(sequence, entries[0].request, tuple(sizes), entries)
+        return Bucket(sequence, entries[0].request, tuple(sizes), entries, slot=sequence)
 
     def small(self, sequence: int) -> Bucket:
         return self.bucket(sequence, self.entry(str(sequence), np.ones(3)))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import os
+import pty
 import re
+import select
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
+from coordd import exits
 from coordd.exits import ExitWatch
 
 PRELUDE = """
@@ -48,6 +53,66 @@ ENDS = {
         1,
         "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'",
     ),
+    "an uncaught exception under another hook, through a finally": (
+        "sys.excepthook = lambda *story: None\ntry:\n    raise KeyError('lost')\nfinally:\n    sum([1])",
+        1,
+        "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'",
+    ),
+    "an uncaught exception under another hook, through a with": (
+        "import tempfile\nsys.excepthook = print\nwith tempfile.TemporaryFile():\n    raise KeyError('lost')",
+        1,
+        "<class 'KeyError'> 'lost'",
+    ),
+    "an uncaught exception after one that was caught and kept": (
+        """
+def look():
+    try:
+        1 / 0
+    except ZeroDivisionError as error:
+        sys.last_value = error
+look()
+raise KeyError('lost')
+""",
+        1,
+        "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'",
+    ),
+    "an uncaught exception under a hook that is an object": (
+        """
+class Hook:
+    def __init__(self, below):
+        self.below = below
+    def __call__(self, *story):
+        self.below(*story)
+sys.excepthook = Hook(sys.excepthook)
+raise KeyError('lost')
+""",
+        1,
+        "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'",
+    ),
+    "an uncaught exception under a hook with arguments of its own": (
+        """
+import functools
+sys.excepthook = functools.partial(lambda below, *story: below(*story), sys.excepthook)
+raise KeyError('lost')
+""",
+        1,
+        "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'",
+    ),
+    "an uncaught exception after a session in the script": (
+        """
+import code
+class Console(code.InteractiveConsole):
+    lines = iter(['1 / 0'])
+    def raw_input(self, prompt=''):
+        for line in self.lines:
+            return line
+        raise EOFError
+Console().interact('', '')
+raise KeyError('lost')
+""",
+        1,
+        "told: failed: KeyError: 'lost' | KeyError: 'lost' | 'lost'",
+    ),
     "sys.exit while handling": (
         "try:\n    1 / 0\nexcept ZeroDivisionError:\n    sys.exit(6)",
         6,
@@ -75,6 +140,158 @@ QUIET = {
     "an exit of a thread": ("thread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()", 0),
     "an error of a thread": ("thread = threading.Thread(target=int, args=('x',)); thread.start(); thread.join()", 0),
 }
+
+
+SHELL = """
+class Shell:
+    def excepthook(self, *story):
+        self.show()
+    def run_cell(self, text):
+        before, sys.excepthook = sys.excepthook, self.excepthook
+        try:
+            exec(compile(text, "<ipython-input-1-abc>", "exec"), vars(sys.modules["__main__"]))
+        except BaseException:
+            self.show()
+        finally:
+            sys.excepthook = before
+    def show(self):
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+        sys.last_exc = sys.last_value
+"""
+"""As IPython's, which a notebook's kernel has, too."""
+
+SESSIONS = {
+    "a notebook": SHELL
+    + """
+sys.excepthook = lambda *story: None  # the kernel's
+shell = Shell()
+for cell in ("import coordd", "lost", "1 / 0", "print('on')"):
+    shell.run_cell(cell)
+""",
+    "a notebook whose first cell sets the hook": SHELL
+    + """
+shell = Shell()
+shell.run_cell("watch = ExitWatch(lambda *story: print('told:', story)); atexit.register(watch.verdict)")
+shell.run_cell("lost")
+shell.run_cell("print('on')")
+""",
+    "a notebook that is left by sys.exit()": SHELL
+    + """
+sys.excepthook = lambda *story: None
+Shell().run_cell("lost")
+print("on")
+sys.exit(0)
+""",
+    "a console": """
+import code
+console = code.InteractiveConsole()
+for line in ("lost", "1 / 0", "print('on')"):
+    console.push(line)
+""",
+    "a console under another hook": """
+import code
+sys.excepthook = lambda *story: None
+console = code.InteractiveConsole()
+for line in ("lost", "1 / 0", "print('on')"):
+    console.push(line)
+""",
+    "code that shows errors by the hook, and goes on": """
+def main():
+    try:
+        lost
+    except NameError:
+        sys.excepthook(*sys.exc_info())
+    print("on")
+main()
+""",
+    "code that does so in another thread": """
+def main():
+    try:
+        lost
+    except NameError:
+        sys.excepthook(*sys.exc_info())
+thread = threading.Thread(target=main)
+thread.start()
+thread.join()
+print("on")
+""",
+    "a debugger's errors": """
+sys.excepthook = lambda *story: None
+try:
+    lost
+except NameError as error:
+    sys.last_exc = sys.last_value = error
+print("on")
+""",
+}
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_an_error_after_which_a_session_goes_on_is_no_failure(session):
+    assert run(SESSIONS[session]) == (0, "on\n")
+
+
+TYPED = "lost\n\ntry:\n    1 / 0\nfinally:\n    pass\n\nprint('o' + 'n')\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "code"),
+    [
+        (["-i", "-c", PRELUDE], TYPED, 0),
+        (["-i", "-c", PRELUDE + "lost"], TYPED, 0),
+        (["-i", "-c", PRELUDE + "sys.exit(4)"], TYPED, 0),
+        (["-i"], f"exec({PRELUDE!r})\n{TYPED}", 0),
+    ],
+    ids=["-i", "-i after an error", "-i after an exit", "-i from the beginning"],
+)
+def test_errors_in_an_interactive_interpreter_are_no_failures(options, text, code):
+    done = subprocess.run(
+        [sys.executable, *options], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (code, "on\n")
+
+
+def test_leaving_an_interactive_interpreter_with_an_exit_code_is_a_failure():
+    done = subprocess.run(
+        [sys.executable, "-i", "-c", PRELUDE],
+        input="lost\nexit(3)\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 3
+    assert done.stdout.startswith("told: called sys.exit(3) at <stdin>:1, exit code 3")
+
+
+@pytest.mark.parametrize("last", ["exit()\n", "exit(3)\n"], ids=["the end", "an exit code"])
+def test_errors_at_a_terminal_are_no_failures(last, tmp_path):
+    script = tmp_path / "prelude.py"
+    script.write_text(PRELUDE)
+    code, text = at_terminal([sys.executable], f"exec(open({str(script)!r}).read())\n{TYPED}", last)
+    assert "\non\r" in text
+    failed = "3" in last
+    assert ("told:" in text, code) == (failed, 3 if failed else 0)
+
+
+def at_terminal(command: list[str], typed: str, last: str) -> tuple[int, str]:
+    """Runs a command at a terminal of its own; returns its exit code, and what is seen there.
+
+    What is typed ``last`` comes when the output says ``on``.
+    """
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ["TERM"] = "dumb"  # so that no editor of lines draws anything
+        os.execv(command[0], command)  # noqa: S606 - it is this interpreter
+    os.write(terminal, typed.encode())
+    seen = b""
+    with contextlib.suppress(OSError):  # the terminal is gone
+        while select.select([terminal], [], [], 30.0)[0] and (part := os.read(terminal, 4096)):
+            told, seen = b"\non\r" in seen, seen + part
+            if not told and b"\non\r" in seen:
+                os.write(terminal, last.encode())
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), seen.decode()
 
 
 def run(script: str) -> tuple[int, str]:
@@ -149,6 +366,7 @@ def test_a_debugger_finds_the_error_after_it():
 
 @pytest.mark.usefixtures("hooks")
 def test_the_whole_story_of_an_error_is_kept(monkeypatch):
+    monkeypatch.setattr(exits, "is_called_by", lambda _: True)
     watch = ExitWatch(lambda *_: None)
     monkeypatch.setattr(watch, "_excepthook", lambda *_: None)
     assert not watch.story
@@ -168,6 +386,7 @@ def hooks(monkeypatch):
 
 @pytest.mark.usefixtures("hooks")
 def test_an_error_with_a_huge_text_is_told_in_part(monkeypatch):
+    monkeypatch.setattr(exits, "is_called_by", lambda _: True)
     told = []
     watch = ExitWatch(lambda *story: told.append(story))
     monkeypatch.setattr(watch, "_excepthook", lambda *_: None)

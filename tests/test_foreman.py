@@ -11,17 +11,22 @@ from coordd.messages import (
     Abort,
     Account,
     Announcement,
+    Blocked,
     Failure,
     Goodbye,
     Hello,
     Inquiry,
+    Kind,
     Loss,
     Message,
     Muster,
     Overdue,
     Plan,
     Recording,
+    Refused,
     Report,
+    Request,
+    Response,
     StallReport,
     Waiting,
     Welcome,
@@ -126,6 +131,49 @@ def test_who_leaves_early_is_told_after_all_that_he_has_announced():
     assert said[1] == Goodbye(mask(0b001000))
     stand.hear(OTHER, Goodbye(mask(0b100000)))
     assert stand.moment() == [(ABOVE, Goodbye(mask(0b100000)))]
+
+
+def test_blocked_ranks_are_added_up_and_come_after_what_they_have_announced():
+    stand = Stand()
+    stand.hear(BELOW, announced("w"))
+    stand.hear(BELOW, Blocked("w", 3))
+    stand.hear(OTHER, Blocked("w", 4, mask(0b110000)))
+    stand.hear(HERE, Blocked("v", 4))
+    report, *blocked = [message for to, message in stand.moment() if to == ABOVE]
+    assert isinstance(report, Report)
+    assert blocked == [Blocked("w", 0, mask(0b111000)), Blocked("v", 0, mask(0b000100))]
+
+
+def test_a_refusal_stays_between_what_the_rank_has_announced_before_and_after():
+    """A join that came before it would complete the call that is refused."""
+    stand, refused = Stand(), Refused(BELOW, "7", "bad")
+    join = Report(0, fresh=(Announcement(Request(Kind.JOIN, "join.noname.0", transient=True)),))
+    stand.hub.hear(BELOW, announced("w"), now=0.0)
+    stand.hub.hear(BELOW, refused, now=0.0)
+    stand.hub.hear(BELOW, join, now=0.0)
+    before, told, after = [message for to, message in stand.turn() if to == ABOVE]
+    assert (before.fresh, told, after.fresh) == (announced("w").fresh, refused, join.fresh)
+
+
+def test_a_rank_that_is_blocked_no_more_is_told_before_what_it_announces():
+    stand = Stand()
+    stand.hear(BELOW, Blocked("w", 3))
+    stand.hub.hear(BELOW, Blocked(seen=3), now=0.0)
+    stand.hub.hear(BELOW, Report(0, unlock=1), now=0.0)
+    free, report = [message for to, message in stand.turn() if to == ABOVE]
+    assert free == Blocked(ranks=mask(0b001000))
+    assert isinstance(report, Report)
+    assert stand.hub.deadline is None
+
+
+def test_blocked_ranks_have_to_say_so_anew_after_a_lock():
+    stand = Stand()
+    stand.hear(BELOW, Blocked("w", 4))
+    stand.hear(ABOVE, Plan(5, responses=(Response(allreduce("l", 2), slot=0),), lock=((0,),)))
+    stand.hear(OTHER, Blocked("w", 4))
+    assert stand.hub.deadline is None
+    stand.hear(OTHER, Blocked("w", 5))
+    assert stand.moment() == [(ABOVE, Blocked("w", 5, mask(0b110000)))]
 
 
 def test_complaints_about_the_same_are_one():

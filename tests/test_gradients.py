@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coordd import api, handles
 from coordd.dtypes import dtype_of
-from coordd.errors import ArgumentError, CoorddError, MismatchError, NonFiniteError
+from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, NonFiniteError
 from coordd.gradients import Choices, Gradients, Parameter
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet
@@ -255,3 +255,42 @@ def test_integers_have_no_average():
             made({"w": (1,)}, "int32")
 
     each_rank(1, body)
+
+
+def attempted(gradients: Gradients, step: int, shapes: dict[str, tuple[int, ...]], puts: int | None = None) -> str:
+    """Makes a step; fails after so many gradients if that is wanted."""
+    for index, shape in list(enumerate(shapes.values()))[:puts]:
+        with gradients.begun(step):
+            gradients.put(index, np.full(shape, step + 1.0, np.float32))
+    if puts is not None:
+        return "failed"
+    try:
+        found = gradients.wait()
+    except DiscardedStepError as error:
+        return str(error)
+    assert all((found[index] == step + 1).all() for index in range(len(shapes))), "gradients of different steps"
+    return "made"
+
+
+@pytest.mark.parametrize("puts", [1, 2, 3])
+@pytest.mark.parametrize("fails", [0, 1, 6])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("settings_", [{}, {"lock_steps": 2}], ids=str)
+def test_a_step_that_a_rank_does_not_complete_is_discarded_on_all(puts, fails, told, settings_):
+    """Each gradient in a bucket of its own; where the rank is not told, it notices when the next step begins."""
+    shapes = {"a": (3,), "b": (5,), "c": (4,)}
+
+    def body(rank):
+        gradients, found = made(shapes), []
+        for step in range(9):
+            failing = rank == 1 and step == fails
+            found.append(attempted(gradients, step, shapes, puts if failing else None))
+            if failing and told:
+                gradients.drop("has run out of memory")
+        return found
+
+    reason = "rank 1 has run out of memory" if told else "rank 1 has not completed a step, which has failed"
+    first, second = each_rank(2, body, fusion_mb=0.0, **settings_)
+    assert [step for step, text in enumerate(first) if text != "made"] == [fails]
+    assert reason in first[fails]
+    assert second == ["made" if step != fails else "failed" for step in range(9)]

@@ -13,7 +13,7 @@ import pytest
 
 from coordd import api, handles
 from coordd.errors import CoorddError, PeerError, ShutdownError
-from coordd.handles import Handle, call_site, called_from, is_users, wait_all
+from coordd.handles import Handle, awaited, call_site, called_from, is_users, wait_all
 from tests.local_ranks import each_rank
 
 DEADLINE = 10.0
@@ -71,6 +71,13 @@ def test_poll_and_wait_tell_whether_it_is_done():
 def test_a_result_that_does_not_come_in_time_says_so():
     with pytest.raises(TimeoutError, match=r"'x' is still in flight after 0\.01 s"):
         Handle("x").result(0.01)
+
+
+def test_waits_that_end_by_their_time_limit_leave_nothing_behind():
+    handle = Handle("never")
+    for _ in range(100):
+        assert not handle.wait(1e-6)
+    assert handle._gates == []
 
 
 def test_waiting_hurries_the_daemon_but_asking_does_not():
@@ -308,3 +315,19 @@ handle.fail(CoorddError("because"))
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert TOLD in ended.stderr
+
+
+def test_a_thread_that_waits_without_a_limit_is_told_from_one_that_does_not():
+    handle: Handle[int] = Handle("w")
+    begun = threading.Event()
+    handle._hurry = lambda _: begun.set()
+    thread = threading.Thread(target=handle.result)
+    thread.start()
+    begun.wait(60)
+    found = None
+    while found is None and thread.is_alive():  # until it is at the gate
+        found = awaited(sys._current_frames().get(thread.ident))
+    assert found is handle
+    handle.resolve(7)
+    thread.join(60)
+    assert awaited(sys._getframe()) is None

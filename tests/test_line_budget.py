@@ -30,7 +30,7 @@ def test_a_file_may_be_full_but_not_over(tmp_path):
     path = write(tmp_path, "x = 1\n" * FILE_LINES)
     assert Sources.measure(tmp_path).excess() == []
     write(tmp_path, "x = 1\n" * (FILE_LINES + 2))
-    assert Sources.measure(tmp_path).excess() == [f"{path} has 402 lines, 2 over 400: make a file of each noun in it"]
+    assert Sources.measure(tmp_path).excess() == [f"{path} has 602 lines, 2 over 600: make a file of each noun in it"]
 
 
 def test_one_long_function_in_ten_is_allowed_two_are_not(tmp_path):
@@ -94,13 +94,13 @@ def test_the_ninth_decile_is_the_smallest_size_that_at_most_one_in_ten_exceeds(l
 
 def test_an_empty_folder_is_within_budget(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}: longest file 0/400 lines, p90 of functions 0/30\n"
+    assert capsys.readouterr().out == f"{tmp_path}: longest file 0/600 lines, p90 of functions 0/30\n"
 
 
 def test_the_command_fails_and_names_the_offender(tmp_path, capsys):
-    path = write(tmp_path, "x = 1\n" * 500)
+    path = write(tmp_path, "x = 1\n" * 700)
     assert main([str(tmp_path)]) == 1
-    assert f"{path} has 500 lines" in capsys.readouterr().out
+    assert f"{path} has 700 lines" in capsys.readouterr().out
 
 
 def test_the_command_refuses_a_folder_that_is_not_there(tmp_path, capsys):

@@ -205,3 +205,45 @@ def test_the_check_can_be_turned_off(caplog):
 
     each_rank(2, body, stall_check=False, stall_seconds=0.05)
     assert "no progress" not in caplog.text
+
+
+def test_a_wait_beyond_the_limit_ends_the_job_where_nothing_is_reported(caplog):
+    def body(rank):
+        if rank == 0:
+            with pytest.raises(PeerError, match=r"rank 1 kept 'w' waiting for 0 s \(stall_abort_seconds\)"):
+                start("w").result(WAIT)
+        else:
+            with pytest.raises(PeerError, match="rank 1 kept 'w' waiting"):
+                api.operations().recv(None, 0, name="never").result(WAIT)
+
+    each_rank(2, body, stall_check=False, stall_abort_seconds=0.2)
+    assert "no progress" not in caplog.text
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_wait_beyond_the_limit_ends_the_job_where_the_coordinator_does_not_answer(stopped, monkeypatch):
+    """What it is asked gets lost here; a process that is stopped does not read it, either."""
+    from coordd.messages import Overdue
+
+    send = MemoryControl.send
+
+    def lossy(control, rank, message):
+        if not isinstance(message, Overdue):
+            send(control, rank, message)
+
+    monkeypatch.setattr(MemoryControl, "send", lossy)
+    monkeypatch.setattr("coordd.lookout.is_stopped", lambda _: stopped)
+    state = "its process is stopped" if stopped else "it is the coordinator"
+
+    def body(rank):
+        text = rf"rank 0 does not answer, and kept 'w' waiting for \d s \(stall_abort_seconds\): {state}"
+        if rank == 1:
+            with pytest.raises(PeerError, match=text) as caught:
+                start("w").result(WAIT)
+            return caught.value.rank
+        daemon, pause = api.operations().daemon, threading.Event()
+        while not daemon.failing:
+            pause.wait(0.01)
+        return daemon.blame(WAIT).rank
+
+    assert each_rank(2, body, stall_seconds=0.1, stall_abort_seconds=0.3) == [0, 0]

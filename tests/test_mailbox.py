@@ -17,7 +17,7 @@ import coordd.torch as cd
 from coordd import api, mailbox
 from coordd.errors import MismatchError, PeerError, ShutdownError
 from coordd.handles import Handle
-from coordd.transport.local import LocalWorld
+from coordd.transport.local import LocalLane, LocalWorld
 from tests.local_ranks import LocalRanks, each_rank, local_ranks
 from tests.neighbours import notes
 
@@ -77,6 +77,54 @@ def test_a_rank_can_write_to_itself_and_to_many(ranks):
         return received
 
     assert ranks.each(body) == [[[2, rank], [1, rank], [0, rank]] for rank in range(3)]
+
+
+@pytest.mark.parametrize("wanted", [None, np.zeros(3)], ids=["a new array", "an array"])
+def test_tags_that_come_again_mix_no_messages_up(monkeypatch, wanted):
+    """MPI has at least 32767 of them; a message may wait for its receive while others have them all."""
+    monkeypatch.setattr(LocalLane, "tags", 4)
+
+    def body(rank):
+        if rank == 0:
+            handles = [send(np.full(3, 100.0 + number), 1, f"early {number}") for number in range(5)]
+            handles += [send(np.full(3, float(number)), 1, "x") for number in range(20)]
+            return [handle.result(WAIT) for handle in handles] and None
+        found = [recv(None, 0, "x").result(WAIT).tolist() for _ in range(20)]
+        late = [recv(wanted, 0, f"early {number}").result(WAIT)[0] for number in range(5)]
+        return [values[0] for values in found], late
+
+    assert each_rank(2, body, shared_memory=False)[1] == ([*map(float, range(20))], [100.0, 101.0, 102.0, 103.0, 104.0])
+
+
+def test_a_receive_that_has_just_begun_keeps_its_payload(monkeypatch):
+    """Though all tags come again, twice, among the messages that are looked at together."""
+    monkeypatch.setattr(LocalLane, "tags", 3)
+    world = LocalWorld(2)
+    sender, receiver = (mailbox.Mailbox(world.join(rank).matched, rank) for rank in range(2))
+
+    def start(box, array, name):
+        found = mailbox.Letter(name, 1 - (box is receiver), array, Handle(name), outgoing=array is not None)
+        box.start(found)
+        return found
+
+    def move():
+        for _ in range(9):
+            sender.advance()
+            receiver.advance()
+
+    values = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0}
+    for name in "ab":
+        start(sender, np.full(1, values[name]), name)
+    found = {"b": start(receiver, None, "b")}
+    move()
+    for name in "cde":
+        start(sender, np.full(1, values[name]), name)
+    for name in ("a", "never"):
+        found[name] = start(receiver, None, name)
+    move()
+    found |= {name: start(receiver, None, name) for name in "ced"}
+    move()
+    assert {name: found[name].handle.result(WAIT)[0] for name in values} == values
 
 
 SHAPES = [(), (0,), (3, 0), (1,), (7,), (2, 3), (300,)]

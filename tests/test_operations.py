@@ -11,7 +11,7 @@ import pytest
 import coordd
 from coordd import api
 from coordd.arguments import check_reducible
-from coordd.errors import ArgumentError, MismatchError
+from coordd.errors import ArgumentError, MismatchError, RefusedError
 from coordd.messages import Announcement, Kind, ReduceOp, Report
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd.wire import decode, encode
@@ -148,7 +148,7 @@ def test_bad_calls_are_refused_at_once_on_the_rank_that_makes_them(ranks, text):
         if rank == 1:
             with pytest.raises(ArgumentError, match=re.escape(text)):
                 BAD_CALLS[text](api.operations())
-        return coordd.allgather([rank]).tolist()
+        return coordd.allgather([rank], name="afterwards").tolist()
 
     assert ranks.each(body) == [[0, 1, 2]] * 3
 
@@ -216,3 +216,38 @@ def test_a_name_may_be_long_and_of_any_letters(ranks):
             assert api.operations().recv(None, rank, name=name).result(10.0).tolist() == [rank]
 
     ranks.each(body)
+
+
+REFUSED = {
+    "allreduce": lambda ops: ops.allreduce(np.ones(2, bool)),
+    "a factor": lambda ops: ops.allreduce(np.ones(2), prescale=np.nan),
+    "broadcast": lambda ops: ops.broadcast(np.ones(2), 7),
+    "allgather": lambda ops: ops.allgather(np.ones(())),
+    "alltoall": lambda ops: ops.alltoall(np.ones(2), [9, 9, 9]),
+    "reducescatter": lambda ops: ops.reducescatter(np.ones(())),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_an_operation_that_one_rank_refuses_is_not_paired_with_its_next_one(ranks, refused):
+    kind = refused if refused != "a factor" else "allreduce"
+    usual = {
+        "allreduce": lambda ops, x: ops.allreduce(x, op=ReduceOp.SUM),
+        "broadcast": lambda ops, x: ops.broadcast(x, 0),
+        "allgather": lambda ops, x: ops.allgather(x),
+        "alltoall": lambda ops, x: ops.alltoall(x),
+        "reducescatter": lambda ops, x: ops.reducescatter(x, op=ReduceOp.SUM),
+    }[kind]
+
+    def body(rank):
+        ops = api.operations()
+        if rank == 1:
+            with pytest.raises(ArgumentError):
+                REFUSED[refused](ops)
+        else:
+            first = usual(ops, np.full(3, 100.0))  # rank 1 never takes part
+        second = usual(ops, np.full(3, float(rank))).result()
+        assert second.max() < 100
+        return None if rank == 1 else type(first.error())
+
+    assert ranks.each(body) == [RefusedError, None, RefusedError]

@@ -59,6 +59,22 @@ def test_a_world_of_one_may_have_such_variables(monkeypatch, environment):
     meet(Config())
 
 
+def test_a_python_without_its_global_lock_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
+    for transport in ("auto", "local", "mpi"):
+        with pytest.raises(StartError, match=r"without its global interpreter lock .* PYTHON_GIL=1 .* -X gil=1"):
+            meet(Config(transport=transport))
+    monkeypatch.setattr("sys._is_gil_enabled", lambda: True, raising=False)
+    meet(Config())
+
+
+@pytest.mark.parametrize(("rank", "ordered", "told"), [(0, False, True), (1, False, False), (0, True, False)])
+def test_a_processor_on_which_common_memory_is_not_tested_is_told_once(monkeypatch, caplog, rank, ordered, told):
+    monkeypatch.setattr(rendezvous, "ORDERED", ordered)
+    rendezvous._warn_of_order(rank)
+    assert ("COORDD_SHARED_MEMORY=0" in caplog.text) == told
+
+
 def test_an_mpi_launcher_is_recognised(monkeypatch):
     class Mpi(LocalTransport):
         def __init__(self) -> None:

@@ -143,3 +143,13 @@ def test_a_report_says_where_this_rank_has_submitted_what_waits():
 
 def test_several_may_be_silent():
     assert "  ranks 0, 2-3 do not answer: " in tell(StallReport(5.0, (), (), silent=(0, 2, 3)))
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(5.0, [5.0, 10.0, 12.0, 24.0]), (60.0, [12.0, 24.0])])
+def test_what_ends_the_job_is_asked_about_then_and_not_later(seconds, times):
+    watch = StallWatch(seconds, abort_seconds=12.0)
+    for time in times:
+        assert not watch.overdue(time - 0.1)
+        assert watch.remaining(time - 0.1) == pytest.approx(0.1)
+        assert watch.overdue(time)
+        assert watch.intolerable(time) == (time >= 12.0)

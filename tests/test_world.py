@@ -52,3 +52,10 @@ def test_local_and_cross_places_name_every_rank(world):
 def test_a_world_is_a_value(world):
     assert World(world.rank, world.hosts) == world
     assert World(world.rank, world.hosts, epoch=1) != world
+
+
+def test_containers_of_one_machine_share_its_devices_but_no_memory():
+    world = World(3, ("a", "a", "a/2", "a/2", "b"), machines=("a", "a", "a", "a", "b"))
+    assert world.neighbours == (2, 3)
+    assert (world.local_rank, world.local_size, world.cross_rank, world.cross_size) == (3, 4, 0, 1)
+    assert not world.is_homogeneous

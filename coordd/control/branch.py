@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from coordd.control.machine import Identity
 from coordd.control.protocol import Control, Lost
-from coordd.control.zeromq import ZmqControl, interface_for
+from coordd.control.zeromq import Address, ZmqControl, interface_for
 from coordd.errors import StartError
 from coordd.messages import Message
 from coordd.tree import NOBODY, Post
@@ -49,23 +52,61 @@ def join(
     Args:
         post: the rank's place.
         gather: exchanges a value with all ranks.
-        hosts: the host of every rank.
+        hosts: for every rank a name, equal for ranks that reach each other by loopback.
         interface: where to listen, from the user; empty to choose.
         heartbeat_seconds: after how much silence a neighbour counts as dead.
 
     Raises:
         StartError: there is no such interface, or the parent is not one on its own account.
+        PeerError: this holds on another rank.
     """
-    below = ZmqControl(post.rank, hub=post.rank, heartbeat_seconds=heartbeat_seconds) if post.children else None
-    mine = None
-    if below is not None:
-        mine = below.listen(interface_for([hosts[rank] for rank in (post.rank, *post.children)], interface))
-    addresses = gather(mine)
-    if post.parent == NOBODY and below is not None:
-        return below
-    if addresses[post.parent] is None:
-        text = f"rank {post.parent} does not listen to rank {post.rank}: set fan_in alike on all ranks"
-        raise StartError(text)
-    above = ZmqControl(post.rank, hub=post.parent, heartbeat_seconds=heartbeat_seconds)
-    above.connect(addresses[post.parent])
+    pids, private = _neighbours(post, gather, hosts=hosts)
+    with contextlib.ExitStack() as undo:
+        below = ZmqControl(post.rank, hub=post.rank, heartbeat_seconds=heartbeat_seconds) if post.children else None
+        mine = None
+        if below is not None:
+            undo.callback(below.close)
+            mine = _listen(below, post, hosts=hosts, interface=interface, private=private and not interface)
+            for child in post.children:
+                _watch(below, child, pids)
+        addresses = gather(mine)
+        if post.parent == NOBODY and below is not None:
+            undo.pop_all()
+            return below
+        if addresses[post.parent] is None:
+            text = f"rank {post.parent} does not listen to rank {post.rank}: set fan_in alike on all ranks"
+            raise StartError(text)
+        above = ZmqControl(post.rank, hub=post.parent, heartbeat_seconds=heartbeat_seconds)
+        undo.callback(above.close)
+        above.connect(addresses[post.parent])
+        _watch(above, post.parent, pids)
+        undo.pop_all()
     return above if below is None else Branch(post.parent, above, below)
+
+
+def _listen(below: ZmqControl, post: Post, *, hosts: Sequence[str], interface: str, private: bool) -> Address:
+    """Listens where only processes of this user can connect, if that is where the children are; else on TCP."""
+    if private:
+        with contextlib.suppress(OSError):
+            return below.listen_here(children=len(post.children))
+    where = interface_for([hosts[rank] for rank in (post.rank, *post.children)], interface)
+    return below.listen(where, children=len(post.children))
+
+
+def _watch(control: ZmqControl, rank: int, pids: Mapping[int, int]) -> None:
+    if rank in pids:
+        control.watch(rank, pids[rank])
+
+
+def _neighbours(post: Post, gather: Callable[[Any], list[Any]], *, hosts: Sequence[str]) -> tuple[dict[int, int], bool]:
+    """Finds the processes of this machine among parent and children, and whether all children see this one."""
+    read, write = os.pipe()
+    try:
+        found: list[Identity] = gather(Identity.of(read))
+        near = [rank for rank in (post.parent, *post.children) if rank != NOBODY and hosts[rank] == hosts[post.rank]]
+        pids = {rank: found[rank].pid for rank in near if found[rank].here}
+        seen: list[bool] = gather(post.parent in pids)
+    finally:
+        os.close(read)
+        os.close(write)
+    return pids, all(seen[child] for child in post.children)

@@ -1,5 +1,8 @@
 """The control channel over ZeroMQ: a star around rank 0, or around a foreman, encrypted and authenticated by CURVE.
 
+On one machine it listens on a Unix socket in a folder of its own, which other users cannot enter and which is removed
+once all ranks are connected; between machines on a TCP port, which is closed to others then.
+
 The server's public key never crosses the network in clear and is handed out over the data plane only, so it is the
 star's secret: whoever does not have it cannot finish the handshake. One thread owns the sockets; ZeroMQ's own thread
 moves the bytes outside the interpreter's lock, and notices a dead peer while the daemon is busy.
@@ -11,34 +14,45 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
 
+from coordd.control.door import HANDSHAKE_SECONDS, Door
+from coordd.control.machine import Ends, Folder
 from coordd.control.protocol import LOST, Lost, read
 from coordd.errors import StartError
+from coordd.forks import close_in_children, close_sockets
 from coordd.messages import Message
 from coordd.wire import MAX_MESSAGE, Scribe
 
 __all__ = ["Address", "ZmqControl"]
 
 _LINGER_MS = 500
+_BACKLOG = 1024
+_CLOSING_SECONDS = 0.3  # that the connection of a process that has ended takes to be read to its end
 _EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): number and value; PyZMQ's own reader of it imports asyncio
+_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_LISTENING
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the hub of a star listens, and the keys; it travels over the data plane only."""
+    """Where the hub of a star listens, and the keys; it travels over the data plane only.
+
+    ``bound`` is the name under which the kernel knows the hub's end of a connection, if that is not the endpoint's.
+    """
 
     endpoint: str
     server_key: bytes
+    bound: str = ""
 
 
 class ZmqControl:
     """One rank's end.
 
-    On the hub call `listen`, hand the address out, and `connect` elsewhere.
+    On the hub call `listen` or `listen_here`, hand the address out, and `connect` elsewhere.
     """
 
     def __init__(self, rank: int, *, heartbeat_seconds: float, hub: int = 0) -> None:
@@ -55,22 +69,53 @@ class ZmqControl:
             limit = int(heartbeat_seconds * 1000)
             self._socket.set(zmq.HEARTBEAT_IVL, max(1, limit // 4))
             self._socket.set(zmq.HEARTBEAT_TIMEOUT, limit)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._connected: set[int] = set()
         self._rank_of_connection: dict[int, int] = {}
-        self.descriptors: Sequence[int] = (self._socket.fileno(), self._monitor.fileno())
+        self._gone: list[int] = []
+        self._introduced = False
+        self._lost: set[int] = set()
+        self._expected = 0
+        self._door: Door | None = None
+        self._listener = -1
+        self._folder: Folder | None = None
+        self._is_ours: Callable[[socket.socket], bool] = lambda _: False
+        self._ends = Ends()
+        self.descriptors: Sequence[int] = (self._socket.fileno(), self._monitor.fileno(), self._ends.descriptor)
         self._changes = select.poll()
         for descriptor in self.descriptors:
             self._changes.register(descriptor, select.POLLIN)
         self._stale = True
+        close_in_children(self)
 
-    def listen(self, interface: str) -> Address:
-        """Opens the hub's side on one interface, on a free port."""
-        public, secret = zmq.curve_keypair()
-        self._socket.set(zmq.CURVE_SERVER, 1)
-        self._socket.set(zmq.CURVE_PUBLICKEY, public)
-        self._socket.set(zmq.CURVE_SECRETKEY, secret)
+    def listen(self, interface: str, *, children: int = 0) -> Address:
+        """Opens the hub's side on one interface, on a free port, until so many ranks have connected; 0: for ever."""
+        public = self._make_server()
         port = self._socket.bind_to_random_port(f"tcp://{interface}")
+        self._door = Door(port)
+        self._expected = children
+        self._is_ours = lambda each: each.family == socket.AF_INET and each.getsockname()[1] == port
         return Address(f"tcp://{interface}:{port}", public)
+
+    def listen_here(self, *, children: int) -> Address:
+        """Opens the hub's side for so many processes of this user on this machine.
+
+        They reach it through this process's ``/proc`` entry, so they need not see the same file system.
+
+        Raises:
+            OSError: there is no place for a socket.
+        """
+        folder = Folder()
+        try:
+            public = self._make_server()
+            self._socket.bind(f"ipc://{folder.path}")
+        except zmq.ZMQError as error:
+            folder.remove()
+            raise OSError(error.errno, str(error)) from error
+        self._folder = folder
+        self._expected = children
+        self._is_ours = lambda each: each.family == socket.AF_UNIX and each.getsockname() == folder.path
+        return Address(f"ipc://{folder.alias}", public, folder.path)
 
     def connect(self, address: Address) -> None:
         """Opens a member's side."""
@@ -81,7 +126,16 @@ class ZmqControl:
         self._socket.set(zmq.ROUTING_ID, _identity(self._rank))
         # A connection that broke stays broken: the hub has already told everybody that this rank is lost.
         self._socket.set(zmq.RECONNECT_IVL, 50)
+        where = address.bound or address.endpoint.removeprefix("tcp://")
+        self._is_ours = lambda each: _peer(each) == where
         self._socket.connect(address.endpoint)
+
+    def watch(self, rank: int, pid: int) -> None:
+        """Counts a neighbour on this machine as lost, too, when its process has ended but its connection has not.
+
+        A connection lives on in processes that native code of the neighbour has forked.
+        """
+        self._ends.add(rank, pid)
 
     def send(self, rank: int, message: Message) -> None:
         """Hands a message to ZeroMQ's thread."""
@@ -96,11 +150,11 @@ class ZmqControl:
         """Takes what has arrived; bytes that are no message are logged and dropped."""
         if not self.ready():
             return []
-        found: list[tuple[int, Message | Lost]] = []
-        while _readable(self._socket):
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            found += read(self._sender(frames), frames[-1].bytes)
-        return found + self._losses()
+        found = self._messages()
+        if lost := self._losses():
+            found += self._messages()  # a rank's last words come before its loss
+            found += [(rank, LOST) for rank in lost]
+        return found
 
     def ready(self) -> bool:
         """Says whether something may have arrived.
@@ -108,7 +162,7 @@ class ZmqControl:
         ZeroMQ's descriptors tell only of changes since its events were last looked at, and sending looks at them too.
         """
         if self._stale or self._changes.poll(0):
-            self._stale = _readable(self._socket) | _readable(self._monitor)
+            self._stale = _readable(self._socket) | _readable(self._monitor) | self._ends.any
         return self._stale
 
     def close(self) -> None:
@@ -117,28 +171,111 @@ class ZmqControl:
         self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
+        self._ends.close()
+        self._is_ours = lambda _: False
+        self._shut_door()
+
+    def close_in_child(self) -> None:
+        """Closes a forked child's copies of the connections."""
+        close_sockets(self._is_ours)
+
+    def _make_server(self) -> bytes:
+        public, secret = zmq.curve_keypair()
+        self._socket.set(zmq.CURVE_SERVER, 1)
+        self._socket.set(zmq.CURVE_PUBLICKEY, public)
+        self._socket.set(zmq.CURVE_SECRETKEY, secret)
+        self._socket.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
+        self._socket.set(zmq.BACKLOG, _BACKLOG)
+        return public
+
+    def _shut_door(self) -> None:
+        """Lets nobody in any more: all who are to come have come."""
+        self._expected = 0
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
+        if self._door is not None and self._listener >= 0:
+            self._door.shut(self._listener)
+
+    def _messages(self) -> list[tuple[int, Message | Lost]]:
+        found: list[tuple[int, Message | Lost]] = []
+        while _readable(self._socket):
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            found += read(self._sender(frames), frames[-1].bytes)
+        return found
 
     def _sender(self, frames: Sequence[zmq.Frame]) -> int:
         if self._rank != self._hub:
             return self._hub
         rank = int.from_bytes(frames[0].bytes[1:], "big")
         if rank not in self._rank_of_connection.values():
-            self._rank_of_connection[frames[-1].get(zmq.SRCFD)] = rank
+            self._introduce(rank, frames[-1].get(zmq.SRCFD))
         return rank
 
-    def _losses(self) -> list[tuple[int, Message | Lost]]:
-        found: list[tuple[int, Message | Lost]] = []
+    def _introduce(self, rank: int, descriptor: int) -> None:
+        """Notes which connection is a rank's.
+
+        ZeroMQ tells of a connection before it hands over what arrives there. So the ends that it has told of this
+        descriptor by now are those of earlier connections, unless no connection has been accepted since.
+        """
+        self._gone += self._disconnected()
+        if descriptor in self._connected:
+            self._rank_of_connection[descriptor] = rank
+        else:
+            self._gone.append(rank)
+
+    def _losses(self) -> list[int]:
+        """Lists the neighbours that are gone, each once; one whose process has ended has said all by then."""
+        found = [*self._gone, *self._disconnected()]
+        self._gone = []
+        if ended := [rank for rank in self._ends.take() if rank not in {*self._lost, *found}]:
+            deadline = time.monotonic() + _CLOSING_SECONDS
+            while set(ended) - set(found) and (left := deadline - time.monotonic()) > 0:
+                self._monitor.poll(int(left * 1000) + 1)
+                found += self._disconnected()
+        if self._expected and len(self._rank_of_connection) == self._expected:
+            self._shut_door()
+        lost = [rank for rank in dict.fromkeys([*found, *ended]) if rank not in self._lost]
+        self._lost.update(lost)
+        return lost
+
+    def _disconnected(self) -> list[int]:
+        """Lists the neighbours whose connections have ended, as far as ZeroMQ has told since the last look."""
+        found = []
         while _readable(self._monitor):
-            _, connection = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-            gone = self._rank_of_connection.pop(connection, -1)
-            rank = gone if self._rank == self._hub else self._hub
-            if rank >= 0:
-                found.append((rank, LOST))
+            event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            if event != zmq.EVENT_DISCONNECTED:
+                self._note(event, value)
+            elif self._rank != self._hub:
+                found += [self._hub] if self._introduced else []  # before, ZeroMQ tries again
+            else:
+                self._connected.discard(value)
+                rank = self._rank_of_connection.pop(value, None)
+                found += [] if rank is None else [rank]
+                self._note(event, value)
         return found
+
+    def _note(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._introduced = True
+        elif event == zmq.EVENT_LISTENING:
+            self._listener = value
+        elif event == zmq.EVENT_ACCEPTED:
+            self._connected.add(value)
+            if self._door is not None:
+                self._door.arrive(value)
+        elif self._door is not None:
+            self._door.leave(value)
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _peer(connected: socket.socket) -> str:
+    """Writes the address at the other end of a connection as endpoints do."""
+    peer = connected.getpeername()
+    return f"{peer[0]}:{peer[1]}" if connected.family == socket.AF_INET else str(peer)
 
 
 def _identity(rank: int) -> bytes:
@@ -150,7 +287,7 @@ def interface_for(hosts: Sequence[str], wanted: str) -> str:
     """Chooses the address that the hub of a star listens on.
 
     Args:
-        hosts: the host names of its ranks; if they are all one, loopback is enough.
+        hosts: names of what its ranks run on; if they are all one, loopback is enough.
         wanted: an address or the name of an interface, from the user; empty to choose.
 
     Raises:

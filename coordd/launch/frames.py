@@ -64,8 +64,9 @@ def encode(frame: Frame) -> bytes:
 
 
 def _written(outcome: Outcome) -> bytes:
-    numbers = (b"%d" % number for number in outcome[:4])
-    words = (text.encode(errors="replace").translate(None, b"\n" + _FIELD)[: TEXT // 2] for text in outcome[4:])
+    numbers = (b"%d" % number for number in (*outcome[:4], outcome.left))
+    texts = (outcome.exception, outcome.last)
+    words = (text.encode(errors="replace").translate(None, b"\n" + _FIELD)[: TEXT // 2] for text in texts)
     return _FIELD.join([*numbers, *words])
 
 
@@ -85,8 +86,10 @@ def _read(rank: int, kind: bytes, payload: bytes) -> Frame:
         host, note = payload.decode().split("\x1f")
         return Started(rank, host, note)
     if kind == b"f":
-        code, signal, told, consequence, exception, last = payload.decode(errors="replace").split("\x1f")
-        return Ended(rank, Outcome(int(code), int(signal), told == "1", consequence == "1", exception, last))
+        code, signal, told, consequence, left, *texts = payload.decode(errors="replace").split("\x1f")
+        exception, last = texts
+        outcome = Outcome(int(code), int(signal), told == "1", consequence == "1", exception, last, left == "1")
+        return Ended(rank, outcome)
     return Output(rank, int(kind[:1]), Piece(payload, _CLOSERS[kind[1:]]))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from coordd.config import knobs
 from coordd.errors import ConfigError
 
-__all__ = ["FLAGS", "Flag", "add_flags", "asks_for_build", "notes", "ssh_words", "variables"]
+__all__ = ["FLAGS", "Flag", "add_flags", "as_horovod", "asks_for_build", "notes", "ssh_words", "variables"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             )
 
 
+def as_horovod(options: argparse.Namespace) -> bool:
+    """Says whether ``--as-horovod`` was given; it is a knob, whose value ranks get like that of any other."""
+    return bool(options.as_horovod == "1")
+
+
 def variables(options: argparse.Namespace) -> dict[str, str]:
     """Turns the flags that were given into environment variables.
 
@@ -144,7 +149,7 @@ def variables(options: argparse.Namespace) -> dict[str, str]:
     """
     found = {}
     for word, flag, given in options.horovodrun:
-        if not options.as_horovod:
+        if not as_horovod(options):
             text = f"{word} is a flag of horovodrun: give --as-horovod too, or what 'coordd run --help' has for it"
             raise ConfigError(text)
         if flag.why:

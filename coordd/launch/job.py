@@ -178,7 +178,8 @@ class Job:
         if self._ladder.rung >= Rung.ASK:
             outcome = outcome._replace(told=True)
         self._record.ended.append(Ended(frame.rank, outcome))
-        self._ladder.end(time.monotonic(), failed=outcome.failed, consequence=outcome.consequence or outcome.told)
+        consequence = outcome.consequence or outcome.told
+        self._ladder.end(time.monotonic(), failed=outcome.failed, consequence=consequence, left=outcome.left)
 
     def _climb(self, process: subprocess.Popen[bytes]) -> None:
         """Takes the next step towards the end, if one is due."""

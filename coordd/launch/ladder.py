@@ -54,20 +54,24 @@ class Ladder:
         self._grace = grace
         self._since = math.inf
         self._cause_known = False
+        self._left = False
         self._wanted = Rung.RUN
 
-    def end(self, now: float, *, failed: bool, consequence: bool) -> None:
+    def end(self, now: float, *, failed: bool, consequence: bool, left: bool = False) -> None:
         """Takes note that a rank's command ended.
 
         Args:
             now: seconds from any start.
             failed: it did not end well.
             consequence: it only failed because another one had.
+            left: it ended well but without `shutdown`: what fails because of that says so, and its process waits to be
+                dismissed.
         """
         self._running -= 1
-        self._cause_known = self._cause_known or (failed and not consequence)
+        self._left = self._left or left
+        self._cause_known = self._cause_known or left or (failed and not consequence)
         if self.rung == Rung.RUN and (failed or not self._running):
-            self.rung = Rung.LISTEN if failed else Rung.RUN
+            self.rung = Rung.LISTEN if failed or self._left else Rung.RUN
             self._since = now
 
     def ask(self) -> None:

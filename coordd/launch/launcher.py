@@ -7,10 +7,12 @@ came with it; only then comes what is on ``PATH``.
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,7 +20,7 @@ from typing import Self
 from coordd.errors import CoorddError
 from coordd.launch.flavour import Flavour, recognise
 
-__all__ = ["Launcher", "LauncherError"]
+__all__ = ["Launcher", "LauncherError", "home"]
 
 _PATIENCE = 20  # seconds to say its version; file systems of clusters can be slow
 _PROGRAMS = ("mpirun", "mpiexec", "mpiexec.hydra")
@@ -106,6 +108,16 @@ class Launcher:
         return f"{self.flavour.name} {self.version}"
 
 
+def home(environment: Mapping[str, str]) -> dict[str, str]:
+    """Sets HOME where it is not, as a login would, for Open MPI's launcher does nothing without it."""
+    if environment.get("HOME"):
+        return {}
+    try:
+        return {"HOME": pwd.getpwuid(os.getuid()).pw_dir}
+    except KeyError:  # a container may run as a number that is no user
+        return {"HOME": tempfile.gettempdir()}
+
+
 def _programs(folders: Iterable[str]) -> Sequence[Path]:
     found = (shutil.which(name, path=folder) for folder in folders if folder for name in _PROGRAMS)
     return [Path(program).absolute() for program in dict.fromkeys(found) if program]
@@ -114,7 +126,7 @@ def _programs(folders: Iterable[str]) -> Sequence[Path]:
 def _version(program: Path) -> str:
     # Intel's mpirun is a script that looks for its other half on PATH.
     path = os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])
-    environment = {**os.environ, "PATH": path}
+    environment = {**os.environ, **home(os.environ), "PATH": path}
     try:
         done = subprocess.run(
             [str(program), "--version"], env=environment, capture_output=True, timeout=_PATIENCE, check=False

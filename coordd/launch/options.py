@@ -129,11 +129,6 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 def _add_launcher(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--as-horovod",
-        action="store_true",
-        help="run a script that imports horovod.torch, unchanged; understands horovodrun's flags, too",
-    )
-    group.add_argument(
         "--launcher", default="auto", metavar="NAME", help="auto (default), srun, or the path of an mpirun or mpiexec"
     )
     group.add_argument("--mpi-args", default="", metavar="ARGS", help="more arguments for the launcher, in one word")

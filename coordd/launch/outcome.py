@@ -18,6 +18,8 @@ class Outcome(NamedTuple):
         consequence: it failed because another rank had failed.
         exception: the line that names the exception it ended with, or nothing.
         last: the last line it wrote to standard error, or nothing.
+        left: it ended with exit code 0 between `init` and `shutdown`, as `os._exit(0)` does, so that ranks which still
+            need it fail.
     """
 
     code: int = 0
@@ -26,6 +28,7 @@ class Outcome(NamedTuple):
     consequence: bool = False
     exception: str = ""
     last: str = ""
+    left: bool = False
 
     @property
     def failed(self) -> bool:
@@ -40,10 +43,14 @@ class Outcome(NamedTuple):
     @property
     def text(self) -> str:
         """What happened, as the end of a sentence that begins with the rank."""
-        how = f"ended by {signal_name(self.signal)}" if self.signal else f"exited with code {self.code}"
         if self.exception:
-            return f"{how}: {self.exception}"
-        return f"{how}; it said last: {self.last}" if self.last and not self.signal else how
+            return f"{self.how}: {self.exception}"
+        return f"{self.how}; it said last: {self.last}" if self.last and not self.signal else self.how
+
+    @property
+    def how(self) -> str:
+        """The exit code or signal, in words."""
+        return f"ended by {signal_name(self.signal)}" if self.signal else f"exited with code {self.code}"
 
 
 def signal_name(number: int) -> str:

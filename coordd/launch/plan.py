@@ -18,10 +18,11 @@ from coordd.launch.environment import assignments, forwarded
 from coordd.launch.flavour import ALONE, SLURM, Flavour, Launch
 from coordd.launch.hosts import Host, place_ranks
 from coordd.launch.job import Program
-from coordd.launch.launcher import Launcher, LauncherError
+from coordd.launch.launcher import Launcher, LauncherError, home
 from coordd.launch.options import command_of, extra_of, hosts_of, knob_variables
 from coordd.launch.rank import Order
 from coordd.launch.shares import Wish, describe
+from coordd.launched import RANK_PID, launched_ranks, more_ranks
 from coordd.transport.register import require
 
 __all__ = ["Plan"]
@@ -39,12 +40,14 @@ class Plan:
         program: the command line, with its environment.
         settings: the part of the environment that the options set.
         notes: how the ranks share the cores, and what the user should know of the settings; one line each.
+        local: all ranks are on this host.
     """
 
     size: int
     program: Program
     settings: Mapping[str, str]
     notes: tuple[str, ...]
+    local: bool = False
 
     @classmethod
     def of(cls, options: argparse.Namespace, environment: Mapping[str, str], cores: Cores) -> Plan:
@@ -62,14 +65,17 @@ class Plan:
         command = command_of(options)
         size, hosts = _where(options, environment)
         settings = {**_settings(options, environment), **assignments(options.env, environment)}
-        inherited = {**environment, "PATH": _path(environment), **settings}
+        inherited = {**environment, "PATH": _path(environment), **home(environment), **settings}
         _check(inherited, size, given=options.transport)
+        if size > 1:  # the job is alone, not each of its ranks
+            for variables in (settings, inherited):
+                variables.pop("COORDD_ALONE", None)
         here = not hosts and not any(name in environment for name in _RESERVED)
         launcher = _launcher(options.launcher, needed=size > 1 or not here)
         flavour = launcher.flavour if launcher else ALONE
         local = here or bool(hosts and all(host.is_here for host in hosts))
         ssh, unneeded = _ssh(horovodrun.ssh_words(options), flavour, inherited, local=local)
-        order = Order(command, flavour.style, options.threads, options.bind, options.as_horovod)
+        order = Order(command, flavour.style, options.threads, options.bind, horovodrun.as_horovod(options))
         launch = Launch(
             size=size,
             command=(sys.executable, "-m", "coordd.launch.rank", *order.arguments),
@@ -84,7 +90,7 @@ class Plan:
         wish = Wish.of(options.threads, inherited)
         note = describe(cores, size, wish, bind=options.bind and size > 1) if here else _elsewhere(size, hosts)
         told = (note, *_left_aside(options), *unneeded, *unread(inherited))
-        return cls(size, Program(argv, {**inherited, **ssh}, flavour, title), {**settings, **ssh}, told)
+        return cls(size, Program(argv, {**inherited, **ssh}, flavour, title), {**settings, **ssh}, told, local)
 
     def __str__(self) -> str:
         """The command line, as one could type it."""
@@ -94,22 +100,35 @@ class Plan:
 
 def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
     """Lists the variables that options set, but for ``--env``."""
-    path = {"PYTHONPATH": drop_in.python_path(environment)} if options.as_horovod else {}
+    path = {"PYTHONPATH": drop_in.python_path(environment)} if horovodrun.as_horovod(options) else {}
     return {**path, **horovodrun.variables(options), **knob_variables(options)}
 
 
 def _left_aside(options: argparse.Namespace) -> tuple[str, ...]:
     """Tells what has no effect beside ``--as-horovod``: a Horovod that is installed, and some of horovodrun's flags."""
-    return (*drop_in.overshadowed(), *horovodrun.notes(options)) if options.as_horovod else ()
+    return (*drop_in.overshadowed(), *horovodrun.notes(options)) if horovodrun.as_horovod(options) else ()
 
 
 def _check(environment: Mapping[str, str], size: int, *, given: str | None) -> None:
     """Refuses what ranks would refuse, before they are started, and what would leave each on its own."""
     config = Config.load(environment)
+    _refuse_to_be_started_often(environment, alone=config.alone)
     source = "--transport" if given else "COORDD_TRANSPORT"
     require(config.transport, source=source)
     if size > 1 and config.transport == "local":
         raise ConfigError(f"{source}=local is for one rank, which finds no others: leave it out to start {size}")
+
+
+def _refuse_to_be_started_often(environment: Mapping[str, str], *, alone: bool) -> None:
+    """Refuses to start a job in each process of a job; what a rank starts is meant."""
+    if alone or RANK_PID in environment or launched_ranks(environment):
+        return
+    claim = more_ranks(environment, 1)
+    if claim is not None:
+        raise ConfigError(
+            f"{claim.variable}={claim.value[:200]} says that {claim.launcher} has started {claim.ranks} processes or "
+            "more, and each would start a job of its own: start `coordd run` once, or set COORDD_ALONE=1 to have that"
+        )
 
 
 def _where(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[int, tuple[Host, ...]]:

@@ -4,8 +4,9 @@ The MPI launcher starts it in the command's place. It starts the command in a se
 `coordd run` line by line, passes signals on and reports the end. One rule: it starts quickly, hence imports little.
 
 Stopping: the first request to stop goes to the command as it is, the second one ends its process group with SIGKILL. A
-rank that failed, or was asked to stop, stays until that second request: an MPI launcher that sees one process exit with
-an error ends all others at once, and they still have something to say.
+rank that failed, left without `shutdown`, or was asked to stop, stays until that second request: an MPI launcher that
+sees one process exit with an error, or without `MPI_Finalize`, ends all others at once, before they can say what that
+meant to them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from coordd.launch.place import place
 from coordd.launch.relay import Relay
 from coordd.launch.shares import Share, Wish, describe, divide, thread_variables
 from coordd.launch.tether import Guard, die_with_parent
+from coordd.presence import Presence
 
 __all__ = ["Order", "Rank", "main"]
 
@@ -94,6 +96,8 @@ class Rank:
         bind = order.bind and here.size > 1  # a single rank has nobody to make room for
         share = divide(cores, here.local_rank, here.local_size, wish)
         environment = _environment(share, insist=order.threads > 0, bind=bind)
+        self._presence = Presence()
+        environment |= self._presence.environment
         environment |= here.in_horovods_words(os.uname().nodename) if order.as_horovod else {}
         self._child = child = Child(order.command, environment, cpus=share.bound_to if bind else (), reset=_HANDLED)
         self._note = describe(cores, here.local_size, wish, bind=bind) if here.local_rank == 0 else ""
@@ -118,7 +122,7 @@ class Rank:
         self._relay.say([Ended(self._rank, outcome)])
         self._sweep()
         self._guard.dismiss()
-        while (outcome.failed or self._asked) and self._asked < 2:
+        while (outcome.failed or outcome.left or self._asked) and self._asked < 2:
             self._serve(None)
         return outcome.status
 
@@ -127,7 +131,8 @@ class Rank:
         words = self._relay.words
         told = self._asked > 0
         exception = words.exception if code or words.exception.startswith("Fatal") else ""
-        return Outcome(code, number, told, words.consequence, exception, words.last)
+        left = not code and not number and not told and self._presence.present
+        return Outcome(code, number, told, words.consequence, exception, words.last, left)
 
     def _sweep(self) -> None:
         """Ends what the command has left behind. Its output, if it is still coming, is shown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import sys
@@ -14,10 +15,12 @@ from coordd.config import Config
 from coordd.cores import cores_here
 from coordd.launch import horovodrun
 from coordd.launch.build import build
-from coordd.launch.job import Job
+from coordd.launch.flavour import OPEN_MPI
+from coordd.launch.job import Job, Program
 from coordd.launch.logs import Logs
 from coordd.launch.plan import Plan
 from coordd.launch.recordings import Recordings
+from coordd.launch.scratch import scratch
 from coordd.launch.screen import Screen, Sink
 
 __all__ = ["run"]
@@ -43,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         if logs:
             stack.callback(logs.close)
         screen = Screen(_sink(sys.stdout), _sink(sys.stderr), prefix=options.prefix, logs=logs)
-        job = Job(plan.program, size=plan.size, screen=screen, grace=options.grace_seconds)
+        job = Job(_program(plan, stack), size=plan.size, screen=screen, grace=options.grace_seconds)
         for note in plan.notes:
             job.note(note)
         folder = Config.load(plan.program.environment).timeline
@@ -54,6 +57,15 @@ def run(options: argparse.Namespace) -> int:
         if verdict.text:
             screen.say(f"coordd: {verdict.text}")
         return verdict.status
+
+
+def _program(plan: Plan, stack: ExitStack) -> Program:
+    """The program to start; on this host Open MPI gets folders of its own, which go when the stack does."""
+    program = plan.program
+    if program.flavour is not OPEN_MPI or not plan.local:
+        return program
+    variables = stack.enter_context(scratch(program.environment))
+    return dataclasses.replace(program, environment={**program.environment, **variables})
 
 
 def _sink(file: TextIO) -> Sink:

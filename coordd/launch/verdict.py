@@ -1,7 +1,7 @@
 """What a job's end was, in one exit code and one or two lines.
 
 One rule: the first failure that is nobody else's consequence is the cause, and it is named last, below everything that
-followed from it.
+followed from it. Where all failures are consequences, the rank that they name is the cause.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import signal
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from coordd.errors import spans
 from coordd.launch.frames import Ended
@@ -17,6 +18,8 @@ from coordd.launch.outcome import Outcome, signal_name
 
 __all__ = ["Record", "Verdict", "judge"]
 
+_NAMED = re.compile(r"\bPeerError: rank (\d+) (.+)")
+"""How a rank that fails because of another one names that one and its failure."""
 _ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+).*?[Ee]rrorcode:? (-?\d+)", re.DOTALL)
 
 
@@ -77,34 +80,70 @@ def judge(record: Record) -> Verdict:
     return _unheard(record)
 
 
-def _cause(record: Record) -> Ended | None:
-    """Picks the first failure of the best kind: one of its own, an `MPI_Abort`, a consequence, an end on request."""
-    failures = [end for end in record.ended if end.outcome.failed]
+class _Cause(NamedTuple):
+    """The rank to blame, how it ended, and what to say of it instead of that."""
+
+    rank: int
+    outcome: Outcome
+    text: str = ""
+
+
+def _cause(record: Record) -> _Cause | None:
+    """Picks the first failure of the best kind.
+
+    These are: one of its own, an `MPI_Abort`, an end without `shutdown` that made others fail, what a consequence
+    names, a consequence, an end on request.
+    """
+    failures = [_Cause(*end) for end in record.ended if end.outcome.failed]
     own = [end for end in failures if not end.outcome.told and not end.outcome.consequence]
     told = [end for end in failures if end.outcome.told]
-    return next(chain(own, _aborted(record.said), (end for end in failures if not end.outcome.told), told), None)
+    others = [end for end in failures if not end.outcome.told]
+    named = _named(others)
+    left = _left(record, {cause.rank for cause in named})
+    return next(chain(own, _aborted(record.said), left, named, others, told), None)
 
 
-def _aborted(said: list[str]) -> list[Ended]:
+def _aborted(said: list[str]) -> list[_Cause]:
     """Reads Open MPI's notice: the rank that calls `MPI_Abort` is often killed before it can exit with its code."""
     found = _ABORT.search("\n".join(said))
     if not found:
         return []
     code = int(found[2]) & 0xFF or 1
-    return [Ended(int(found[1]), Outcome(code, exception=f"it called MPI_Abort with code {found[2]}"))]
+    return [_Cause(int(found[1]), Outcome(code, exception=f"it called MPI_Abort with code {found[2]}"))]
 
 
-def _blamed(cause: Ended, record: Record) -> Verdict:
+def _left(record: Record, named: set[int]) -> list[_Cause]:
+    """Lists the ranks that ended well, but without `shutdown`; those that others name come first.
+
+    None of them is to blame if all ranks have ended so: the others did not wait for them, not even in `shutdown`.
+    """
+    text = "exited with code 0 but without shutdown(), as os._exit(0) does, while other ranks still needed it"
+    left = [_Cause(end.rank, Outcome(1), text) for end in record.ended if end.outcome.left]
+    if len(left) == record.size:
+        return []
+    return sorted(left, key=lambda cause: cause.rank not in named)
+
+
+def _named(failures: list[_Cause]) -> list[_Cause]:
+    """Reads which ranks other ranks have failed of, in the words of those."""
+    found = []
+    for rank, outcome, _ in failures:
+        if match := _NAMED.search(outcome.exception):
+            found.append(_Cause(int(match[1]), Outcome(1), f"{match[2]}; rank {rank} {outcome.how} because of that"))
+    return found
+
+
+def _blamed(cause: _Cause, record: Record) -> Verdict:
     text = f"rank {cause.rank}"
     if len(set(record.hosts.values())) > 1:
         text += f" (host {record.hosts.get(cause.rank, 'unknown')})"
-    text += f" {cause.outcome.text}"
+    text += f" {cause.text or cause.outcome.text}"
     if cause.outcome.signal == signal.SIGKILL:
         text += " (if nobody sent it, the kernel did for want of memory: see 'dmesg')"
     if "No module named 'horovod'" in cause.outcome.exception:
         text += " (to run scripts of Horovod on coordd: coordd run --as-horovod)"
     alike = [end.rank for end in record.ended if end.rank != cause.rank and _alike(end.outcome, cause.outcome)]
-    if alike:
+    if alike and not cause.text:
         text += f" (rank{'s' * (len(alike) > 1)} {spans(alike)} too)"
     return Verdict(cause.outcome.status, text)
 

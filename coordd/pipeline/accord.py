@@ -7,13 +7,14 @@ batch and the last on another, and nothing would fail.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from coordd.errors import ArgumentError, spans
+from coordd.errors import ArgumentError, CoorddError, RefusedError, brief, spans
 from coordd.messages import ReduceOp
 from coordd.objects import allgather_object
 from coordd.operations import Operations
@@ -26,6 +27,16 @@ _SAME_BATCHES = (
     "all of them must make the same calls with the same batches (shuffle with the same seed everywhere, and use no "
     "sampler that deals rows out to ranks)"
 )
+
+_SAME_SETTINGS = (
+    "ranks that train the same parameters must do so with the same optimizer, hyperparameters and values, also those "
+    "that a script changes later"
+)
+
+_REFUSED = "what a rank refuses"
+
+_ABSENT = -(2**62)
+"""Stands for the checksum of what a rank does not have; less than any of them."""
 
 _VALUES = 256
 """So many of a few rows' values are looked at."""
@@ -50,26 +61,64 @@ class Accord:
         self._name = name
         self._calls = 0
 
-    def check(self, call: str, given: Mapping[str, Any], *, advice: str = _SAME_BATCHES) -> None:
+    @contextmanager
+    def several(self) -> Iterator[None]:
+        """Counts calls from the start again if the block, which all ranks leave so together, ends by an exception."""
+        try:
+            yield
+        except BaseException:
+            self._calls = 0
+            raise
+
+    def check(
+        self,
+        call: str,
+        given: Mapping[str, Any] | Callable[[dict[str, Any]], None],
+        *,
+        advice: str = _SAME_BATCHES,
+        parts: Sequence[Mapping[str, str] | None] = (),
+    ) -> None:
         """Returns if all ranks do the same with the same batch; all ranks call it.
 
         Args:
             call: what is done.
-            given: what it is done with, by what errors call it; large things by their `fingerprint`.
+            given: what it is done with, by what errors call it; large things by their `fingerprint`. Or a function that
+                writes it into a dict and prepares the call: the exception that it raises on one rank is told to all.
             advice: what is to be done if ranks differ.
+            parts: what some ranks have in common, equally many on all ranks; None for what this rank does not have.
 
         Raises:
             ArgumentError: on all ranks; the text says what differs, and which rank has what.
+            RefusedError: another rank cannot make this call; it names the rank and the reason.
         """
         self._calls += 1
-        given = {"what they call": f"{call}, call {self._calls}", **given}
-        number = int.from_bytes(blake2b(repr(given).encode(), digest_size=7).digest())
-        found = np.array([number, -number], np.int64)
+        found: dict[str, Any] = {"what they call": f"{call}, call {self._calls}"}
+        try:
+            found.update(given) if isinstance(given, Mapping) else given(found)
+        except Exception as error:
+            found[_REFUSED] = brief(error)
+            with suppress(CoorddError):  # of them its own is the one to be raised here
+                self._compare(call, found, advice, parts)
+            raise
+        self._compare(call, found, advice, parts)
+
+    def _compare(
+        self, call: str, given: Mapping[str, Any], advice: str, parts: Sequence[Mapping[str, str] | None]
+    ) -> None:
+        numbers = [_number(given), *(_ABSENT if part is None else _number(part) for part in parts)]
+        both = [numbers, [number if number == _ABSENT else -number for number in numbers]]
+        found = np.array(both, np.int64)
         largest, smallest = self._operations.allreduce(found, name=self._name, op=ReduceOp.MAX).result()
-        if largest == -smallest:
+        if all((largest == -smallest) | (largest == _ABSENT)):
             return
-        told = [_told(key, everybodys) for key, everybodys in self._everybodys(given) if len(everybodys) > 1]
-        raise ArgumentError(f"the ranks of a pipeline differ in {'; '.join(told)}: {advice}")
+        everybodys = self._everybodys({**given, **{key: text for part in parts if part for key, text in part.items()}})
+        refused = {rank: reason for reason, ranks in dict(everybodys).get(_REFUSED, {}).items() for rank in ranks}
+        different = {key: values for key, values in everybodys if len(values) > 1 and key != _REFUSED}
+        if refused and not different:
+            raise RefusedError(min(refused), f"refused {call}: {refused[min(refused)]}")
+        told = "; ".join(_told(key, values) for key, values in different.items())
+        remedy = advice if any(key in given for key in different) else _SAME_SETTINGS
+        raise ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")
 
     def _everybodys(self, given: Mapping[str, Any]) -> list[tuple[str, dict[Any, list[int]]]]:
         """For each thing that was given its values, and which ranks have them."""
@@ -79,6 +128,11 @@ class Accord:
             for key, value in part.items():
                 found.setdefault(key, {}).setdefault(value, []).append(rank)
         return list(found.items())
+
+
+def _number(values: Mapping[str, Any]) -> int:
+    """A checksum of values and their order."""
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest())
 
 
 def _told(key: str, everybodys: Mapping[Any, list[int]]) -> str:

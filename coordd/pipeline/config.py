@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from coordd.checks import whole
 from coordd.errors import ArgumentError
 from coordd.pipeline.catalogue import Choice, find
 from coordd.pipeline.microbatch import fitting
 from coordd.pipeline.partition import By
 from coordd.pipeline.units import in_bytes
 
-__all__ = ["PipelineConfig", "Reuse"]
+__all__ = ["LossReduction", "PipelineConfig", "Reuse"]
 
 Compression = Literal["bf16", "int8"]
+LossReduction = Literal["mean", "sum", "microbatch"]
 
 Reuse = Sequence[str] | Mapping[str, Sequence[str]]
 """Modules of which each stage that calls them has a copy; by key, if modules of several names are to be one."""
@@ -37,13 +39,17 @@ class PipelineConfig:
         memory_cap: what a rank may hold at most, in bytes or as in ``"2GiB"``; it is measured, too. None for any.
         reuse: modules of which each stage that calls them gets a copy, kept equal. Under a key, as in ``{"embedding":
             ["embed", "head"]}``, several modules get the parameters of the first, as if the model had tied them.
-        cuts: names of modules at which a stage may begin, for a model that cannot be traced.
+        cuts: names of modules at which a stage may begin, and nowhere else; modules that hold none of them are called
+            as a whole.
         recompute: whether activations are computed anew for the backward pass, and not kept.
         offload: whether activations, until they are gone back through, and the state of optimizers, between steps, wait
             in the host's memory. On the CPU they are there anyway.
         compression: how activations and gradients travel between stages: None for as they are, ``"bf16"`` or
             ``"int8"``. What no gradient flows through, such as masks and indices, travels as it is.
         clip_norm: the largest norm of all gradients together; None for any.
+        loss_reduction: what the loss makes of rows: ``"mean"`` of what they, or `weight`, count, or ``"sum"``. It is
+            checked in training; None stands for a mean, with a warning where it cannot be checked. ``"microbatch"``
+            trains the mean of the losses of microbatches, whatever they are, without a check.
         seed: makes dropout depend on step, stage and microbatch alone.
     """
 
@@ -60,11 +66,16 @@ class PipelineConfig:
     offload: bool = False
     compression: Compression | None = None
     clip_norm: float | None = None
+    loss_reduction: LossReduction | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         find(self.schedule)
-        for name, least in (("microbatches", self.microbatches), ("data_parallel", min(self._each, default=0))):
+        replicas = [whole(each, "data_parallel") for each in self._each]
+        if self.chunks is not None:
+            whole(self.chunks, "chunks", least=1)
+        microbatches = whole(self.microbatches, "microbatches")
+        for name, least in (("microbatches", microbatches), ("data_parallel", min(replicas, default=0))):
             if least < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}, and must be at least 1")
         if self.clip_norm is not None:
@@ -73,6 +84,7 @@ class PipelineConfig:
                 raise ArgumentError(f"clip_norm is {self.clip_norm}, and must be more than 0, or None for no limit")
         self._check_known("split", get_args(By))
         self._check_known("compression", (None, *get_args(Compression)))
+        self._check_known("loss_reduction", (None, *get_args(LossReduction)))
         if self.memory_cap is not None:
             in_bytes(self.memory_cap)
 

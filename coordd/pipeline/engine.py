@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -127,12 +128,8 @@ class Engine:
         for action in plan.actions[rank]:
             try:
                 self._do(plan, action)
-            except (PeerError, ShutdownError):  # all ranks know already
-                raise
             except BaseException as error:
-                where = f"in {action} of the pipeline, {action.told}"
-                error.add_note(f"{where}, on rank {rank}")
-                self._fail(f"failed {where}: {brief(error)}", traceback.format_exc())
+                self._tell(error, f"in {action} of the pipeline, {action.told}", rank)
                 raise
             if action.kind in COMPUTE or action.kind is Kind.STEP:
                 spans.append(Span(action, self._began - begin, time.perf_counter() - begin))
@@ -140,6 +137,26 @@ class Engine:
         wait_all(sent)
         self._runs += 1
         return spans
+
+    @contextmanager
+    def telling(self, where: str, rank: int) -> Iterator[None]:
+        """Tells all ranks of an error inside the block: they may be waiting to receive, which only the job's end ends.
+
+        Args:
+            where: it is, for the reason that they are told.
+            rank: this one.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._tell(error, where, rank)
+            raise
+
+    def _tell(self, error: BaseException, where: str, rank: int) -> None:
+        """Tells all ranks of an error, unless they know already."""
+        if not isinstance(error, (PeerError, ShutdownError)):
+            error.add_note(f"{where}, on rank {rank}")
+            self._fail(f"failed {where}: {brief(error)}", traceback.format_exc())
 
     def _do(self, plan: Plan, action: Action) -> None:
         stage, kind, microbatch, peer = action

@@ -50,7 +50,7 @@ def split_counts(names: Sequence[str], counts: Sequence[int]) -> tuple[range, ..
     if not counts:
         raise ArgumentError(f"{told} makes no stage: give the number of layers of each, as in [{len(names)}]")
     for stage, count in enumerate(counts):
-        if not isinstance(count, Integral) or count < 1:
+        if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
             raise ArgumentError(f"{told} gives stage {stage} {count!r} layers: each stage needs one or more")
     missing = len(names) - sum(counts)
     if missing:

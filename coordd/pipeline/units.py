@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from coordd.checks import finite
 from coordd.errors import ArgumentError
 
 __all__ = ["Units", "in_bytes"]
@@ -21,7 +22,7 @@ def in_bytes(size: float | str) -> float:
         ArgumentError: it is none.
     """
     if not isinstance(size, str):
-        return size
+        return finite(size, "an amount of memory", above=0)
     if (found := _AMOUNT.fullmatch(size.strip())) is None:
         raise ArgumentError(f"{size!r} is no amount of memory: write bytes, or a number with KiB, MiB or GiB")
     factors = {name: factor for factor, name in _SIZES}

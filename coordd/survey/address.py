@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from coordd.transport.mpi import launched_ranks
+from coordd.launched import launched_ranks
 
-__all__ = ["FAR_SECONDS", "Address", "identity", "listed", "parse_listing", "peer"]
+__all__ = ["FAR_SECONDS", "Address", "identity", "listed", "parent_of", "parse_listing", "peer"]
 
 FAR_SECONDS = 2.0
 """How long ranks that cannot be asked in person have for an answer."""
@@ -65,10 +65,11 @@ def _job(environment: Mapping[str, str]) -> str:
         return f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
     # Hydra names no job, but the ranks of a host share what starts them; `coordd run` puts one process in between.
     parent = os.getppid()
-    return f"below-{_parent(parent) if 'COORDD_LAUNCHED' in environment else parent}"
+    return f"below-{parent_of(parent) if 'COORDD_LAUNCHED' in environment else parent}"
 
 
-def _parent(pid: int) -> int:
+def parent_of(pid: int) -> int:
+    """Returns the process that has started another one of this host."""
     return int(Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
 
 

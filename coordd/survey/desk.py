@@ -20,6 +20,7 @@ import msgspec
 from coordd.account import THREAD
 from coordd.bell import Bell
 from coordd.daemon import Daemon
+from coordd.forks import close_in_children
 from coordd.messages import Account, Inquiry
 from coordd.survey.address import FAR_SECONDS, Address, listed, peer
 from coordd.survey.standing import Question, Standing
@@ -51,10 +52,12 @@ class Desk:
         self._asked: deque[Inquiry] = deque()
         self._answered: deque[Account] = deque(maxlen=4096)
         self._closing = False
+        self._failing = False
         self._bell = Bell()
         self._address = address
         self._sockets: list[socket.socket] = []
         self._listen()
+        close_in_children(self)
         self._thread = threading.Thread(target=self._run, name=f"{THREAD} desk", daemon=True)
         daemon.status.desk = self._notify
         daemon.status.absent = self._absent
@@ -73,6 +76,11 @@ class Desk:
         self._bell.ring()
         self._thread.join(_SLOW_SECONDS)
 
+    def close_in_child(self) -> None:
+        """Closes a forked child's copies of the sockets: the kernel lists them as long as any process has them."""
+        for listener in self._sockets:
+            listener.close()
+
     def _absent(self) -> list[int]:
         """Lists the ranks of this job that have no desk on this host."""
         if not self._sockets:
@@ -82,7 +90,11 @@ class Desk:
 
     def _listen(self) -> None:
         """Opens the socket of the present address; a former one stays open, for somebody may be asking there."""
-        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener = socket.socket(socket.AF_UNIX)
+        except OSError as error:
+            log.warning("`coordd status` will not find this rank: %s", error)
+            return
         try:
             listener.bind(self._address.name)
         except OSError as error:
@@ -108,7 +120,12 @@ class Desk:
             try:
                 self._serve()
             except Exception:  # the next one who asks may fare better
-                log.exception("`coordd status` gets no answer")
+                if not self._failing:
+                    log.exception("`coordd status` gets no answer")
+                self._failing = True
+                time.sleep(_STEP)  # without a file descriptor, who asks cannot be let in, and so asks again at once
+            else:
+                self._failing = False
         for listener in self._sockets:
             listener.close()
 
@@ -119,7 +136,7 @@ class Desk:
 
     def _receive(self, listener: socket.socket) -> None:
         """Serves the next of those who want to ask in person."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
             connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError):  # who asks may go away
                 connection.settimeout(_SLOW_SECONDS)

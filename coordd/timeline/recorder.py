@@ -7,6 +7,7 @@ often they were told to start or stop, so that a slow one's *start* is not taken
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from coordd.timeline.writer import Writer
 from coordd.world import World
 
 __all__ = ["Recorder"]
+
+log = logging.getLogger("coordd")
 
 Arrived = list[tuple[int, Message | Lost]]
 
@@ -125,7 +128,11 @@ class Recorder:
         if recording.folder:
             tape = Tape(cycles=recording.cycles)
             about = {**self._about, "began": time.time(), "clock": time.monotonic()}
-            self._writer = Writer(Path(recording.folder), tape, self.deck, about, after=before)
+            try:
+                self._writer = Writer(Path(recording.folder), tape, self.deck, about, after=before)
+            except RuntimeError as error:  # there may be no more threads; a recording must not end the job
+                log.warning("there is no timeline of this rank, the training goes on: %s", error)
+                return
             if self._clock.reading is not None:
                 self._writer.note(self._clock.reading)
             self.deck.tape = tape

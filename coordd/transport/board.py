@@ -4,8 +4,9 @@ Words are 64-bit, aligned, and have one writer. Who has written one that others 
 sleep::
 
     writer: data, fence, word, fence, is anybody asleep?   sleeper: asleep, fence, is there a new word?, sleep
+                                                            reader: word, fence, data
 
-One of the two sees the other, so no ring is lost.
+One of the two sees the other, so no ring is lost. The reader's fence is none on x86, which does not reorder reads.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import NamedTuple
 
 from coordd.transport.segments import attach, nameless
 
-__all__ = ["BLOCKS", "INLINE_BYTES", "LEGS", "SLOTS", "Board", "Card", "fence", "ring_all"]
+__all__ = ["BLOCKS", "INLINE_BYTES", "LEGS", "ORDERED", "SLOTS", "Board", "Card", "fence", "release", "ring_all"]
 
-SLOTS = 320
+SLOTS = 512
 """Operations that can have a place of their own at once."""
 BLOCKS = 2048
 """Blocks of memory that a rank can tell its neighbours of at a time."""
@@ -30,13 +31,13 @@ INLINE_BYTES = 32 << 10
 """Bytes of small operations that travel in the slot itself."""
 LEGS = 16
 """Arrays of one operation that may lie in common memory each in its own place; one place more is for a ring."""
-_FOR_MESSAGES, _FOR_ALL = 1, 2
+_FOR_MESSAGES, FOR_ALL = 1, 2
 _SLOT_WORDS = 64
 _NUMBER_SHIFT = 31
-_TOKEN, _ASLEEP, _DIRECTORY = 0, 8, 16
+_TOKEN, ASLEEP, _DIRECTORY = 0, 8, 16
 _FIRST_SLOT = _DIRECTORY + 2 * BLOCKS
-_FIRST_INLINE = (_FIRST_SLOT + SLOTS * _SLOT_WORDS) * 8
-BOARD_WORDS = _FIRST_INLINE // 8 + SLOTS * INLINE_BYTES // 8
+FIRST_INLINE = (_FIRST_SLOT + SLOTS * _SLOT_WORDS) * 8
+BOARD_WORDS = FIRST_INLINE // 8 + SLOTS * INLINE_BYTES // 8
 
 
 class Card(NamedTuple):
@@ -63,7 +64,7 @@ class Board:
             OSError: the owner cannot be seen from here.
         """
         self.memory = attach(pid, descriptor, BOARD_WORDS * 8, populate=False)
-        self.words = self.memory[:_FIRST_INLINE].data.cast("q")
+        self.words = self.memory[:FIRST_INLINE].data.cast("q")
         self.pid = pid
         # For reading, too: then there always is a reader, and no write to a rank that has gone ends this process.
         self._bell = os.open(f"/proc/{pid}/fd/{bell}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -113,6 +114,7 @@ class Board:
         """Writes where a block of memory is; for its owner."""
         at = _DIRECTORY + 2 * (number % BLOCKS)
         self.words[at + 1] = size
+        release()
         self.words[at] = number << _NUMBER_SHIFT | descriptor if descriptor >= 0 else -1
 
     def block(self, number: int) -> tuple[int, int]:
@@ -131,26 +133,26 @@ class Board:
 
     def inline(self, number: int) -> memoryview:
         """A slot's own bytes."""
-        start = _FIRST_INLINE + number * INLINE_BYTES
+        start = FIRST_INLINE + number * INLINE_BYTES
         return self.memory.data[start : start + INLINE_BYTES]
 
     def fall_asleep(self, *, data: bool = True) -> None:
         """Says that a ring is needed, for messages only or for data, too; to be followed by a last look."""
-        self.words[_ASLEEP] = _FOR_ALL if data else _FOR_MESSAGES
+        self.words[ASLEEP] = FOR_ALL if data else _FOR_MESSAGES
         fence()
 
     def wake_up(self) -> None:
         """Says that no ring is needed."""
-        self.words[_ASLEEP] = 0
+        self.words[ASLEEP] = 0
 
     def call(self) -> None:
         """Wakes the owner if it sleeps: there is a message for it."""
         fence()
         self.ring(_FOR_MESSAGES)
 
-    def ring(self, what: int = _FOR_ALL) -> None:
+    def ring(self, what: int = FOR_ALL) -> None:
         """Wakes the owner if it sleeps and is to be woken for that."""
-        if self.words[_ASLEEP] >= what:
+        if self.words[ASLEEP] >= what:
             with contextlib.suppress(OSError):  # full: it has been rung; broken: it is gone
                 os.write(self._bell, b"!")
 
@@ -162,20 +164,31 @@ def ring_all(boards: Sequence[Board]) -> None:
         board.ring()
 
 
+ORDERED = platform.machine().lower() in {"x86_64", "amd64"}
+"""Whether this processor keeps writes in order, and reads: then only a write before a read needs a `fence`."""
 _lock = threading.Lock()
 
 
 def fence() -> None:
-    """Makes what was written before visible before what is written or read after.
+    """Makes what was written and read before precede what is written or read after, as other processes see it.
 
     Taking and releasing a lock does so: an atomic instruction on x86; on ARM what comes before the first release stays
     before the second acquisition.
     """
     with _lock:
         pass
-    if not _ORDERED:
+    if not ORDERED:
         with _lock:
             pass
 
 
-_ORDERED = platform.machine().lower() in {"x86_64", "amd64"}
+def release() -> None:
+    """Makes what was read and written before precede the next write.
+
+    Finalizers use it, which run in any thread, even in the middle of `fence`: so it takes no lock that others have.
+    """
+    if not ORDERED:
+        own = threading.Lock()
+        for _ in range(2):
+            with own:
+                pass

@@ -140,7 +140,11 @@ class Group:
 
 
 class Reduction:
-    """The arithmetic of one reduction: in the tensor's own type, or in fp32 for sixteen-bit floats."""
+    """The arithmetic of one reduction: in the tensor's own type, or in fp32 for sixteen-bit floats.
+
+    Integers are added in their own type. Their prescale and postscale factors are applied in float64, and their average
+    is divided exactly; what is left behind the point is cut off.
+    """
 
     def __init__(
         self, op: ReduceOp, dtype: np.dtype, *, prescale: float = 1.0, postscale: float = 1.0, count: int = 0
@@ -153,6 +157,7 @@ class Reduction:
         self._postscale = postscale
         self._in_place = dtype.kind != "c"  # NumPy multiplies complex numbers in place with another rounding
         self._narrow = _is_narrow(dtype)
+        self._whole = dtype.kind in "iu"
 
     @property
     def sums(self) -> np.dtype | None:
@@ -166,7 +171,12 @@ class Reduction:
 
     def prepare(self, piece: np.ndarray) -> None:
         """Applies the prescale factor, in place."""
-        if self._prescale != 1.0:
+        if self._prescale == 1.0:
+            return
+        if self._narrow:  # else the factor itself would be rounded to sixteen bits
+            with np.errstate(over="ignore"):
+                piece[...] = piece.astype(np.float32) * np.float32(self._prescale)
+        else:
             np.multiply(piece, self._prescale, out=piece, casting="unsafe")
 
     def combine(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
@@ -177,13 +187,15 @@ class Reduction:
             out: where the result goes; it may be one of the parts.
         """
         total = self._total([part.astype(np.float32) for part in parts] if self._narrow else parts, out)
-        if self._average:
-            count = self._count or len(parts)
+        count = (self._count or len(parts)) if self._average else 1
+        if self._whole:
+            _scale_integers(total, self._postscale, count)
+        elif self._average:
             if count & (count - 1):
                 np.divide(total, count, out=total)
             else:  # the same, and several times faster
                 np.multiply(total, 1.0 / count, out=total)
-        if self._postscale != 1.0:
+        if self._postscale != 1.0 and not self._whole:
             np.multiply(total, self._postscale, out=total)
         if total is not out:
             with np.errstate(over="ignore"):  # what does not fit into sixteen bits is infinite, as in any sum
@@ -196,6 +208,17 @@ class Reduction:
             target = out if index == len(parts) and not self._narrow else total
             total = self._combine(total, part, out=target if self._in_place else None)
         return total
+
+
+def _scale_integers(total: np.ndarray, factor: float, count: int) -> None:
+    """Multiplies integers by a factor in float64, divides them by a count, and truncates toward zero, in place."""
+    if factor != 1.0:
+        np.divide(total * factor, count, out=total, casting="unsafe")
+    elif count != 1:
+        wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)  # a small type may not hold the count
+        quotient, rest = np.divmod(wide, count)
+        quotient += (rest != 0) & (wide < 0)  # `divmod` rounds down
+        total[...] = quotient
 
 
 @functools.cache

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from coordd.transport.board import BLOCKS, Board, Card, fence, ring_all
-from coordd.transport.segments import Heap, attach
+from coordd.transport.board import BLOCKS, ORDERED, Board, Card, fence, ring_all
+from coordd.transport.segments import RESERVE_BYTES, Heap, attach
 
-__all__ = ["Commons", "Meeting", "join"]
+__all__ = ["Commons", "Meeting", "Sharing", "join", "share"]
 
 _STAMP, _STAGED, _REDUCED, _WORD, _VERDICT, _PLACES = 0, 1, 2, 3, 4, 8
 _EVERYTHING = 1 << 62
@@ -34,10 +34,21 @@ class Commons:
         self._spare: dict[int, list[np.ndarray]] = {}
 
     def borrow(self, size: int) -> np.ndarray:
-        """Lends at least so many bytes of common memory, with anything in them."""
+        """Lends at least so many bytes of common memory, with anything in them.
+
+        An operation that others take part in must not fail here alone, so there is a reserve for want of descriptors.
+
+        Raises:
+            OSError: that has come to its end, too.
+        """
         rounded = 1 << max(size - 1, 4095).bit_length()
-        spare = self._spare.get(rounded)
-        return spare.pop() if spare else self.heap.allocate(rounded)
+        if spare := self._spare.get(rounded):
+            return spare.pop()
+        try:
+            return self.heap.allocate(rounded)
+        except OSError as error:
+            self.heap.tell(error)
+            return self.heap.from_reserve(rounded)
 
     def give_back(self, block: np.ndarray) -> None:
         """Takes back what `borrow` has lent, when nobody reads it any more."""
@@ -51,7 +62,7 @@ class Commons:
             stamp: its number, equal on all members.
             members: global ranks of this host, ascending.
         """
-        found = Meeting(self, slot, stamp, members, before=self._last.get(slot))
+        found = _meeting(self, slot, stamp, members, before=self._last.get(slot))
         self._last[slot] = found
         return found
 
@@ -62,11 +73,12 @@ class Commons:
             board = self.boards[rank]
             self._blocks[rank] = known = {old: block for old, block in known.items() if board.block(old)[0] >= 0}
             descriptor, size = board.block(number)
-            known[number] = attach(board.pid, descriptor, size)
+            known[number] = attach(board.pid, descriptor, size, populate=size != RESERVE_BYTES)
         return known[number]
 
     def close(self) -> None:
         """Leaves; neighbours that still read keep what they have mapped."""
+        self.heap.close()
         for board in self.boards.values():
             board.close()
 
@@ -98,12 +110,19 @@ class Meeting:
 
         Args:
             word: whether this rank takes part; if not, nothing must move anywhere.
+
+        Raises:
+            RuntimeError: this rank has shown a later operation in the slot, so its neighbours would take this one for
+                finished.
         """
         if self._before is not None:
             if not self._before.over():
                 return False
             self._before = None
         base, words = self._base, self._words
+        if words[base] >= self.stamp:
+            text = f"operation {self.stamp} comes after {words[base]} in slot {self._slot}: a bug of coordd"
+            raise RuntimeError(text)
         words[base + _STAGED] = words[base + _REDUCED] = words[base + _VERDICT] = 0
         words[base + _WORD] = _VALID if word else _INVALID
         fence()
@@ -149,6 +168,7 @@ class Meeting:
 
     def conclude(self, *, valid: bool) -> None:
         """Tells the others what all hosts have agreed on; for the first member."""
+        fence()
         self._words[self._base + _VERDICT] = _VALID if valid else _INVALID
         ring_all(self._others)
 
@@ -188,8 +208,69 @@ class Meeting:
         return words[at], words[at + 1]
 
 
+class FencedMeeting(Meeting):
+    """A meeting on a processor that may read in another order than the program says, as ARM does.
+
+    A count is read after the stamp that says whose it is, and what it speaks of is read after the count.
+    """
+
+    def _count(self, words: memoryview, which: int) -> int:
+        stamp = words[self._base]
+        fence()
+        found = words[self._base + which] if stamp == self.stamp else _EVERYTHING if stamp > self.stamp else 0
+        fence()
+        return found
+
+
+_meeting = Meeting if ORDERED else FencedMeeting
+
+
+class Sharing(NamedTuple):
+    """Which ranks share memory.
+
+    Attributes:
+        hosts: a name for every rank; those of one name see each other's memory, and know each other's process numbers.
+        commons: the memory of this rank's host; None if there is a rank anywhere that has none to share.
+    """
+
+    hosts: tuple[str, ...]
+    commons: Commons | None
+
+
+def share(gather: Callable[[Any], list[Any]], machines: Sequence[str], rank: int, bell: int) -> Sharing:
+    """Finds out who shares memory; all ranks of the world call it.
+
+    Names prove nothing: two containers may have one name and one kernel. So each rank puts a number into its memory
+    that cannot be guessed, and its neighbours look for it there.
+
+    Args:
+        gather: exchanges one small value with all ranks.
+        machines: names of what ranks run on; those of different names are not tried.
+        rank: this one.
+        bell: the descriptor whose writing wakes this rank's daemon.
+    """
+    mine, card = _own_board(bell)
+    boards = {} if mine is None else {rank: mine}
+    try:
+        cards: list[Card | None] = gather(card)
+        boards |= _boards_of(rank, machines, cards) if mine is not None else {}
+        seen: list[tuple[int, ...] | None] = gather(tuple(sorted(boards)) if mine is not None else None)
+    except BaseException:
+        _close(boards.values())
+        raise
+    hosts = _hosts(machines, seen)
+    neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    if any(sight is None for sight in seen):
+        _close(boards.values())
+        return Sharing(hosts, None)
+    _close(board for other, board in boards.items() if other not in neighbours)
+    commons = Commons(neighbours, rank, [boards[other] for other in neighbours])
+    commons.heap.lay_by()
+    return Sharing(hosts, commons)
+
+
 def join(gather: Callable[[Any], list[Any]], hosts: Sequence[str], rank: int, bell: int) -> Commons | None:
-    """Meets the ranks of this host; all ranks of the world call it.
+    """Meets the ranks of this host, where it is known already which those are; all ranks of the world call it.
 
     Args:
         gather: exchanges one small value with all ranks.
@@ -200,19 +281,39 @@ def join(gather: Callable[[Any], list[Any]], hosts: Sequence[str], rank: int, be
     Returns:
         None if there are ranks anywhere that cannot see their neighbours' memory, for all must go the same way.
     """
-    neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    mine, card = _own_board(bell)
-    cards: list[Card | None] = gather(card)
-    boards: list[Board] = []
-    if mine is not None:
-        with contextlib.suppress(OSError):
-            boards.extend(mine if other == rank else _board_of(cards[other]) for other in neighbours)
-    if all(gather(len(boards) == len(neighbours))) and mine is not None:
-        return Commons(neighbours, rank, boards)
-    for board in dict.fromkeys([mine, *boards]):
-        if board is not None:
-            board.close()
+    found, commons = share(gather, hosts, rank, bell)
+    if found == tuple(hosts) or commons is None:
+        return commons
+    commons.close()
     return None
+
+
+def _hosts(machines: Sequence[str], seen: Sequence[Sequence[int] | None]) -> tuple[str, ...]:
+    """Names the host of each rank, given whom it sees: those of one machine that all see each other are together.
+
+    Where a rank has no memory to show, nothing says that it is elsewhere.
+    """
+    together: dict[str, list[list[int]]] = {}
+    hosts = []
+    for rank, machine in enumerate(machines):
+        groups = together.setdefault(machine, [])
+        place = next((place for place, group in enumerate(groups) if _mutual(rank, group, seen)), len(groups))
+        if place == len(groups):
+            groups.append([])
+        groups[place].append(rank)
+        hosts.append(f"{machine}/{place + 1}" if place else machine)
+    return tuple(hosts)
+
+
+def _mutual(rank: int, group: Sequence[int], seen: Sequence[Sequence[int] | None]) -> bool:
+    """Whether a rank and all ranks of a group see each other."""
+    sights = {other: seen[other] for other in (rank, *group)}
+    return all(
+        sight is None or sights[other] is None or other in sight
+        for one, sight in sights.items()
+        for other in sights
+        if rank in (one, other)
+    )
 
 
 def _own_board(bell: int) -> tuple[Board, Card] | tuple[None, None]:
@@ -225,8 +326,16 @@ def _own_board(bell: int) -> tuple[Board, Card] | tuple[None, None]:
         return None, None
 
 
-def _board_of(card: Card | None) -> Board:
-    if card is None:
-        text = "a neighbour has no memory to share"
-        raise OSError(text)
-    return Board.of(card)
+def _boards_of(rank: int, machines: Sequence[str], cards: Sequence[Card | None]) -> dict[int, Board]:
+    """Maps the boards of those ranks of this machine whose memory can be seen from here."""
+    found = {}
+    for other, card in enumerate(cards):
+        if other != rank and machines[other] == machines[rank] and card is not None:
+            with contextlib.suppress(OSError):
+                found[other] = Board.of(card)
+    return found
+
+
+def _close(boards: Iterable[Board]) -> None:
+    for board in boards:
+        board.close()

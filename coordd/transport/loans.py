@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coordd.transport.board import release
 from coordd.transport.segments import attach, lasting
 
 __all__ = ["Loan", "Loans", "blank"]
@@ -90,6 +91,7 @@ class Loans:
         with self._lock:
             for block in self._own:
                 if block.writer is not None and block.writer() is array and block.word[0] == _FREE:
+                    release()
                     block.word[0] = _LENT
                     return block.loan
         return None
@@ -161,4 +163,5 @@ def _give_back(word: Any, pid: int) -> None:
     There is no `fence`, for that takes a lock, and whoever holds it may be collecting garbage just now.
     """
     if os.getpid() == pid:
+        release()  # what was read here was read before the owner writes something else
         word[0] = _FREE

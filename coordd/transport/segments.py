@@ -7,24 +7,33 @@ behind however a process ends, and the size of ``/dev/shm`` does not matter.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
+import errno
 import itertools
+import logging
 import mmap
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-__all__ = ["Heap", "attach", "lasting", "nameless"]
+__all__ = ["RESERVE_BYTES", "Heap", "attach", "lasting", "nameless"]
+
+log = logging.getLogger("coordd")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
+_PAGE_BYTES = 4096
+RESERVE_BYTES = (1 << 30) + _PAGE_BYTES
+"""What the reserve has of addresses; pages are taken when they are used, so it is never mapped with all of them."""
 
 
 class Heap:
@@ -44,6 +53,9 @@ class Heap:
         self._lock = threading.Lock()
         self._places: list[tuple[int, int, int]] = []  # address, bytes, number; by address
         self._gone: deque[int] = deque()
+        self._reserve: np.ndarray | None = None
+        self._reserved = 0
+        self._told = False
 
     def allocate(self, size: int) -> np.ndarray:
         """Returns a new block of one byte or more, all zero, as a flat array; freed with the last view of it.
@@ -51,9 +63,12 @@ class Heap:
         Raises:
             OSError: there is no memory, no file descriptor, or no room in the neighbours' lists.
         """
+        return self._allocate(size, populate=True)
+
+    def _allocate(self, size: int, *, populate: bool) -> np.ndarray:
         descriptor = nameless(size)
         try:
-            memory = _mapped(descriptor, size)
+            memory = _mapped(descriptor, size, populate=populate)
             number = self._enter(ctypes.addressof(memory), size)
         except BaseException:
             os.close(descriptor)
@@ -62,10 +77,40 @@ class Heap:
         weakref.finalize(memory, self._free, number, descriptor).atexit = False
         return np.frombuffer(memoryview(memory), np.uint8)
 
+    def lay_by(self) -> None:
+        """Makes the block of which `from_reserve` gives parts, while there are file descriptors; the first of all."""
+        with contextlib.suppress(OSError):  # addresses may be limited (ulimit -v)
+            self._reserve = self._allocate(RESERVE_BYTES, populate=False)
+
+    def tell(self, error: OSError) -> None:
+        """Warns, once, that there is no more common memory."""
+        if not self._told:
+            self._told = True
+            text = "this rank gets no more common memory, and does with what it has, more slowly: %s; try ulimit -n"
+            log.warning(text, error)
+
+    def from_reserve(self, size: int) -> np.ndarray:
+        """Returns memory, all zero, that needs no new file descriptor and cannot be given back; for one thread.
+
+        Raises:
+            OSError: nothing is left of it.
+        """
+        start, self._reserved = self._reserved, self._reserved + -(-size // _PAGE_BYTES) * _PAGE_BYTES
+        if self._reserve is None or self._reserved > self._reserve.size:
+            self._reserved = start
+            text = f"this rank cannot get {size} bytes of common memory: raise the limit on open files (ulimit -n)"
+            raise OSError(errno.EMFILE, text)
+        return self._reserve[start : start + size]
+
+    def close(self) -> None:
+        """Gives the reserve back, when nothing of it is in use any more; other blocks go with their last views."""
+        self._reserve = None
+
     @property
     def size(self) -> int:
-        """Bytes in use, or freed a moment ago."""
-        return sum([size for _, size, _ in self._places])
+        """Bytes in use, or freed a moment ago; of the reserve what was taken."""
+        reserve = 0 if self._reserve is None else self._reserve.size - self._reserved
+        return sum([size for _, size, _ in self._places]) - reserve
 
     def locate(self, array: np.ndarray) -> tuple[int, int] | None:
         """Finds the block in which a contiguous array lies, and the offset in bytes; None if it lies elsewhere."""
@@ -118,14 +163,65 @@ def attach(pid: int, descriptor: int, size: int, *, populate: bool = True) -> np
     Raises:
         OSError: the process is gone, cannot be seen from here, belongs to another user, or is another one here.
     """
-    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with _spare.opened(f"/proc/{pid}/fd/{descriptor}") as opened:
         if os.fstat(opened).st_size < size:
             text = f"file {descriptor} of process {pid} is no block of {size} bytes here"
             raise OSError(text)
         return np.frombuffer(memoryview(_mapped(opened, size, populate=populate)), np.uint8)
-    finally:
-        os.close(opened)
+
+
+class _Spare:
+    """File descriptors that are kept free for what needs one for a moment only, where a process has no more of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[int] = []
+
+    def keep(self) -> None:
+        """Keeps some, unless that was done."""
+        with self._lock:
+            self._refill()
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[int]:
+        """Opens a file to read and write for a moment; one thread at a time has what was kept."""
+        try:
+            descriptor = os.open(path, _READ_AND_WRITE)
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+        else:
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+                self.keep()
+            return
+        with self._lock:
+            descriptor = self._exchanged(path)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+                self._refill()
+
+    def _exchanged(self, path: str) -> int:
+        """Opens a file in the place of a kept one; another thread of the script may take that first, so of the next."""
+        while self._kept:
+            os.close(self._kept.pop())
+            with contextlib.suppress(OSError):
+                return os.open(path, _READ_AND_WRITE)
+        return os.open(path, _READ_AND_WRITE)
+
+    def _refill(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._kept) < _SPARE_DESCRIPTORS:
+                self._kept.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
+_READ_AND_WRITE = os.O_RDWR | os.O_CLOEXEC
+_SPARE_DESCRIPTORS = 4
+_spare = _Spare()
 
 
 def nameless(size: int) -> int:

@@ -84,7 +84,15 @@ def folder(environment: Mapping[str, str]) -> Path:
     """Finds where records are kept: ``$XDG_CACHE_HOME/coordd/tune``, by default below ``~/.cache``."""
     cache = environment.get("XDG_CACHE_HOME", "")
     # The specification has relative paths ignored.
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "coordd" / "tune"  # noqa: PTH117
+    return (Path(cache) if os.path.isabs(cache) else _home() / ".cache") / "coordd" / "tune"  # noqa: PTH117
+
+
+def _home() -> Path:
+    """Finds the user's folder; a container may run as a number that is no user, and has none."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(tempfile.gettempdir())
 
 
 def path_for(key: Key, chosen: str, environment: Mapping[str, str]) -> Path:

@@ -9,14 +9,21 @@ import keras
 import numpy as np
 
 from coordd import api
-from coordd.arguments import places, reduce_op
+from coordd.arguments import check_op, places, reduce_op
 from coordd.handles import wait_all
 from coordd.inventory import Inventory
-from coordd.messages import ReduceOp
+from coordd.messages import Kind, ReduceOp
+from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.refusing import refusable
 from coordd_keras.compression import Compression, compressor
 
 __all__ = ["allgather", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_variables", "reducescatter"]
+
+
+def _current(*_: Any) -> Operations:
+    """Returns the operations of the default daemon, whatever the arguments."""
+    return api.operations()
 
 
 def _array(value: Any) -> np.ndarray:
@@ -28,6 +35,7 @@ def _common(array: np.ndarray) -> np.ndarray:
     return array.astype(np.int64) if array.dtype.kind in "iu" else array
 
 
+@refusable(Kind.ALLREDUCE, _current)
 def allreduce(
     value: Any,
     name: str | None = None,
@@ -73,11 +81,13 @@ def allreduce(
     return found
 
 
+@refusable(Kind.ALLGATHER, _current)
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> np.ndarray:
     """Returns all ranks' values, joined along the first dimension."""
     return api.allgather(_array(value), name=name, process_set=process_set)
 
 
+@refusable(Kind.BROADCAST, _current)
 def broadcast(
     value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> np.ndarray:
@@ -85,6 +95,7 @@ def broadcast(
     return api.broadcast(_array(value), root_rank, name=name, process_set=process_set)
 
 
+@refusable(Kind.REDUCESCATTER, _current)
 def reducescatter(
     value: Any,
     name: str | None = None,
@@ -99,7 +110,7 @@ def reducescatter(
         .reducescatter(
             _array(value),
             name=name,
-            op=ReduceOp(op),
+            op=check_op(op),
             prescale=prescale_factor,
             postscale=postscale_factor,
             process_set=process_set,

@@ -12,11 +12,14 @@ from typing import Any
 import keras
 
 from coordd import api
+from coordd.arguments import check_op, read_groups
+from coordd.calls import CollectiveCall, collective
+from coordd.checks import whole
 from coordd.errors import ArgumentError
 from coordd.gradients import Choices
 from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.process_sets import ProcessSet, check_process_set, global_process_set
 from coordd_keras.backend import Reduction, check_backend, reduction
 from coordd_keras.compression import Compression, compressor
 
@@ -125,7 +128,9 @@ def _prepare(optimizer: Any, variables: list[Any]) -> None:
         plan.way.watch(plan.common(variables))
 
 
+@collective("DistributedOptimizer", namespace=True)
 def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
+    _call: CollectiveCall,
     optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
     device_dense: str = "",
@@ -162,26 +167,66 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
     Raises:
         ArgumentError: this is no Keras optimizer, or one that is distributed already, settings do not fit together, or
             Keras runs on neither TensorFlow nor PyTorch.
+        MismatchError: on all ranks: they have given different settings; it lists what differs.
+        RefusedError: another rank has raised an error here.
         NotInitializedError: `init` was not called.
     """
-    operations = api.operations()
-    check_backend()
-    _check(optimizer, backward_passes_per_step)
-    choices = Choices(
-        op=ReduceOp(op),
+    return _distributed(
+        _call,
+        optimizer,
+        name,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        predivide=gradient_predivide_factor,
+        op=op,
+        passes=backward_passes_per_step,
+        average=average_aggregated_gradients,
+        num_groups=num_groups,
+        groups=groups,
         process_set=process_set,
-        predivide=float(gradient_predivide_factor),
+        scale_local_gradients=scale_local_gradients,
+    )
+
+
+def _distributed(
+    call: CollectiveCall,
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None,
+    *,
+    compression: Any,
+    sparse_as_dense: bool,
+    predivide: float,
+    op: ReduceOp,
+    passes: int,
+    average: bool,
+    num_groups: int,
+    groups: Any,
+    process_set: ProcessSet,
+    scale_local_gradients: bool,
+) -> Any:
+    """Does what `DistributedOptimizer` says, as part of a call of all members."""
+    operations = api.operations()
+    check_process_set(process_set, operations.daemon.world.size)
+    check_backend()
+    _check(optimizer, passes)
+    choices = Choices(
+        op=check_op(op),
+        process_set=process_set,
+        predivide=float(predivide),
         compression=compressor(compression),
         sparse_as_dense=sparse_as_dense,
         grouping=_grouping(num_groups, groups),
     )
-    prefix = operations.namespace()  # of every rank that gets here, so that all count alike
+    way = compression.__name__ if isinstance(compression, type) else type(compression).__name__
+    call.lines += [f"op={choices.op.name.capitalize()}", f"compression={way}", f"backward_passes_per_step={passes}"]
+    call.lines += [f"average_aggregated_gradients={average}", f"gradient_predivide_factor={choices.predivide}"]
+    call.lines += [f"sparse_as_dense={sparse_as_dense}", f"optimizer {type(optimizer).__name__}", call.prefix]
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     optimizer._coordd = _Plan(  # noqa: SLF001 - it is ours now
-        reduction(choices, prefix) if choices.exchanges(operations.daemon.world) else None,
-        passes=backward_passes_per_step,
-        average=average_aggregated_gradients,
+        reduction(choices, call.prefix) if choices.exchanges(operations.daemon.world) else None,
+        passes=passes,
+        average=average,
         scale=process_set.count(api.size()) if scale_local_gradients else 1,
     )
     if name is not None:
@@ -222,13 +267,15 @@ def _check(optimizer: Any, passes: int) -> None:
     if is_distributed(optimizer):
         text = "this optimizer is a DistributedOptimizer already: wrap it once"
         raise ArgumentError(text)
-    if passes < 1:
+    if whole(passes, "backward_passes_per_step") < 1:
         text = f"backward_passes_per_step must be > 0, not {passes}"
         raise ArgumentError(text)
 
 
 def _grouping(num_groups: int, groups: Any) -> Grouping:
     """Reads groups of Keras's variables as the backend knows them."""
+    if api.is_initialized() and api.operations().as_horovod:
+        num_groups, groups = read_groups(num_groups, groups)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 

@@ -6,6 +6,7 @@ every rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from coordd.errors import CoorddError
 from coordd.gradients import Choices, Gradients, Parameter
 from coordd.messages import ReduceOp
 from coordd.operations import Operations
+from coordd_torch.backward_pass import BackwardPass
 from coordd_torch.tensors import borrow, from_array
 
 __all__ = ["TorchReduction"]
@@ -42,7 +44,8 @@ class TorchReduction:
     def watch(self, variables: Sequence[Any]) -> None:
         """Has autograd tell when gradients are there."""
         self._adopt(variables)
-        self._at_hand(variables)
+        if api.operations().part is None:  # else with the first gradient, as ranks do whose Keras runs on TensorFlow
+            self._at_hand(variables)
         for index, parameter in enumerate(self._parameters):
             if (hook := getattr(parameter, _HOOK, None)) is not None:
                 hook.remove()  # that of an optimizer which this one replaces
@@ -98,8 +101,7 @@ class TorchReduction:
         if not self._begun:
             self._at_hand(self._variables)
             self._begun = True
-            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - there is no public way
-            engine.queue_callback(self._end_of_backward)
+            BackwardPass(self._end_of_backward, self._backward_failed)
         try:
             self._put(index, parameter.grad)
         except BaseException:
@@ -108,7 +110,15 @@ class TorchReduction:
             self._gradients.drop()
             raise
 
+    def _backward_failed(self) -> None:
+        """Runs when a backward pass has failed, before its error reaches the script."""
+        self._begun = False
+        if self._gradients is not None:
+            with contextlib.suppress(CoorddError):  # the job has failed: whoever goes on hears of it
+                self._gradients.drop("has not completed a backward pass, which has failed")
+
     def _end_of_backward(self) -> None:
+        """Puts reduced gradients in the place of this rank's."""
         self._begun, self._reduced = False, True
         for parameter, gradient in zip(self._parameters, self._wait(), strict=True):
             if gradient is not None:  # else it may be that of an earlier pass

@@ -16,12 +16,13 @@ import tensorflow as tf
 
 from coordd import api
 from coordd.dtypes import dtype_of
-from coordd.errors import ArgumentError, MismatchError
+from coordd.errors import ArgumentError, MismatchError, brief
 from coordd.gradients import Choices, Gradients, Parameter
 from coordd.grouping import Grouping
 from coordd.operations import Operations
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce
+from coordd_tensorflow.unfinished import UNFINISHED
 
 __all__ = ["Exchange", "name_of", "plain", "scaled", "variable_of"]
 
@@ -138,14 +139,22 @@ class _Way:
             found.serve(owner)
         return found
 
-    def starter(self, bucket: int, given: Sequence[int]) -> Any:
-        """Makes the function that puts the gradients of a bucket."""
+    def starter(self, given: Sequence[int]) -> Any:
+        """Makes the function that puts the gradients of a bucket; it gets a number of this step, and them."""
+        # What runs asynchronously goes on when the call that has started it is left.
+        watched = not tf.executing_eagerly() and tf.config.experimental.get_synchronous_execution()
 
-        def start(*arrays: np.ndarray) -> list[np.ndarray]:
+        def start(step: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             gradients = self.gradients
-            gradients.begin(bucket)
-            for index, array in zip(given, arrays, strict=True):
-                gradients.put(index, array)
+            try:
+                with gradients.begun(float(step)):
+                    if watched:
+                        UNFINISHED.begin(gradients, float(step), self._source().daemon.status.script)
+                    for index, array in zip(given, arrays, strict=True):
+                        gradients.put(index, array)
+            except Exception as error:
+                gradients.drop(f"could not give its gradients away: {brief(error)}")
+                raise
             return [np.array(0, np.int32)]
 
         return start
@@ -154,7 +163,9 @@ class _Way:
         """Makes the function that returns what is reduced: small ones by bucket, and large ones."""
 
         def wait(*_: np.ndarray) -> list[np.ndarray]:
-            found = self.gradients.wait()
+            gradients = self.gradients
+            UNFINISHED.end(gradients)
+            found = gradients.wait()
             if only := [self._parameters[index].name for index in absent if found.has(index)]:
                 raise MismatchError.told(only[0], "gradients", _elsewhere(only))
             arrays = [*map(found.packed, packed), *map(found.__getitem__, large)]
@@ -205,9 +216,10 @@ class _Dense:
         if not self._parameters:
             return []
         gradients = self._way.gradients
+        step = tf.timestamp()  # when the graph runs, not when it is made
         started = [
-            call(self._way.starter(number, given), [self._tensors[at] for at in given], [tf.int32], waits=False)[0]
-            for number, bucket in enumerate(gradients.buckets)
+            call(self._way.starter(given), [step, *(self._tensors[at] for at in given)], [tf.int32], waits=False)[0]
+            for bucket in gradients.buckets
             if (given := [index for index in bucket if self._tensors[index] is not None])
         ]
         packed = [bucket for bucket, small in enumerate(gradients.packed) if small]

@@ -14,8 +14,9 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import config
 from tensorflow.python.ops import control_flow_util
 
-from coordd.errors import ArgumentError
+from coordd.errors import ArgumentError, CoorddError
 from coordd.handles import call_site, called_from
+from coordd_tensorflow.as_horovod import as_raised
 from coordd_tensorflow.tensors import to_tensor, view
 
 __all__ = ["call", "check_compiled", "place_in_graph"]
@@ -43,7 +44,10 @@ def call(
         ArgumentError: XLA compiles the graph, which cannot call Python.
     """
     if tf.executing_eagerly():
-        return [to_tensor(array) for array in function(*map(view, tensors))]
+        try:
+            return [to_tensor(array) for array in function(*map(view, tensors))]
+        except CoorddError as error:
+            raise as_raised(error) from error.__cause__
     check_compiled()
     site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
 

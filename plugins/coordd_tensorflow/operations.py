@@ -6,18 +6,20 @@ without them, and name scopes, for a name is what the caller gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from coordd import api
-from coordd.arguments import places, reduce_op
+from coordd.arguments import check_op, places, reduce_op
 from coordd.differentiable import Allgather, Allreduce, Alltoall, Broadcast, Reducescatter
 from coordd.errors import ArgumentError
-from coordd.messages import ReduceOp
+from coordd.messages import Kind, ReduceOp
+from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.refusing import Name, refusable
 from coordd.world import World
 from coordd_tensorflow.compression import Compression, checked
 from coordd_tensorflow.differentiable import differentiable
@@ -46,6 +48,27 @@ __all__ = [
 Tensors = Sequence[Any]
 
 
+def _current(*_: Any) -> Operations:
+    """Returns the operations of the default daemon, whatever the arguments."""
+    return api.operations()
+
+
+def _first(given: Mapping[str, Any]) -> Name:
+    """What a reduction announces first: of tf.IndexedSlices their values, or else all dense tensors."""
+    tensors = given["tensors"] if "tensors" in given else [given["tensor"]]
+    name = given.get("name")
+    names = places(name, len(tensors)) if "tensors" in given else [name]
+    for tensor, each in zip(tensors, names, strict=True):
+        if isinstance(tensor, tf.IndexedSlices):
+            return Kind.ALLGATHER, [each and f"{each}.values"]
+    return Kind.ALLREDUCE, names
+
+
+def _variables(given: Mapping[str, Any]) -> Name:
+    return Kind.BROADCAST, places(given.get("name"), len(given["variables"]))
+
+
+@refusable(_first, _current)
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -83,6 +106,7 @@ def allreduce(
     return _reduced([tensor], [name], compression, reduce_op(op, average), process_set, **factors)[0]
 
 
+@refusable(_first, _current)
 def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
@@ -150,6 +174,7 @@ def _joined(slices: tf.IndexedSlices, name: str | None, op: ReduceOp, process_se
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
+@refusable(Kind.ALLGATHER, _current)
 def allgather(
     tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> tf.Tensor:
@@ -158,23 +183,27 @@ def allgather(
     Raises:
         ArgumentError: the tensor has no dimension.
     """
-    return grouped_allgather([tensor], process_set=process_set, _names=[name])[0]
+    return _gathered([tensor], [name], process_set)[0]
 
 
+@refusable(Kind.ALLGATHER, _current)
 def grouped_allgather(
     tensors: Tensors,
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
-    *,
-    _names: Sequence[str | None] | None = None,
 ) -> list[tf.Tensor]:
     """Returns several tensors, each joined as `allgather` does."""
-    operation = Allgather(api.source(), _names or places(name, len(tensors)), process_set)
+    return _gathered(tensors, places(name, len(tensors)), process_set)
+
+
+def _gathered(tensors: Tensors, names: Sequence[str | None], process_set: ProcessSet) -> list[tf.Tensor]:
+    operation = Allgather(api.source(), names, process_set)
     found: list[tf.Tensor] = differentiable(operation, [check_dense(tensor) for tensor in tensors])[0]
     return found
 
 
+@refusable(Kind.BROADCAST, _current)
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -198,6 +227,7 @@ def broadcast(
     return differentiable(operation, [check_dense(tensor)])[0][0]
 
 
+@refusable(_variables, _current)
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -212,6 +242,7 @@ def broadcast_(
     return list(variables)
 
 
+@refusable(Kind.ALLTOALL, _current)
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -239,6 +270,7 @@ def alltoall(
     return rows if splits is None else (rows, tf.cast(kept[1], given[0].dtype))
 
 
+@refusable(Kind.REDUCESCATTER, _current)
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -259,6 +291,7 @@ def reducescatter(
     return _scattered([tensor], [name], compression, op, process_set, **factors)[0]
 
 
+@refusable(Kind.REDUCESCATTER, _current)
 def grouped_reducescatter(
     tensors: Tensors,
     device_dense: str = "",
@@ -285,7 +318,7 @@ def _scattered(
 ) -> list[tf.Tensor]:
     compressor = checked(compression)
     small, contexts = zip(*(compressor.compress(check_dense(tensor)) for tensor in tensors), strict=True)
-    operation = Reducescatter(api.source(), names, process_set, op=ReduceOp(op), **factors)
+    operation = Reducescatter(api.source(), names, process_set, op=check_op(op), **factors)
     found, _ = differentiable(operation, small)
     return [compressor.decompress(rows, context) for rows, context in zip(found, contexts, strict=True)]
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from coordd import api
+from coordd.arguments import check_op, read_groups
 from coordd.errors import ArgumentError
 from coordd.gradients import Choices
 from coordd.grouping import Grouping
@@ -109,12 +110,13 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name and signature
         ArgumentError: an argument is none of these.
         NotInitializedError: `init` was not called.
     """
-    api.operations()
+    if api.operations().as_horovod:
+        num_groups, groups = read_groups(num_groups, groups)
     if isinstance(gradtape, _Distributed):
         text = "this tape is a DistributedGradientTape already: wrap it once"
         raise ArgumentError(text)
     choices = Choices(
-        op=ReduceOp(op),
+        op=check_op(op),
         process_set=process_set,
         predivide=float(gradient_predivide_factor),
         compression=checked(compression),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
+from coordd import api
+from coordd.discarding import error_of, given_up, of_step, tell
+from coordd.errors import ArgumentError, DiscardedStepError, brief
+from coordd.handles import Handle, call_site, hear_of
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet
 from coordd_torch.compressor import Compressor
+from coordd_torch.consistency import Consistency
 from coordd_torch.operations import allreduce_async_
 
 __all__ = ["AdasumStep"]
@@ -30,6 +37,7 @@ class AdasumStep:
         *,
         compressor: Compressor,
         process_set: ProcessSet,
+        consistency: Consistency,
     ) -> None:
         """Registers the hooks.
 
@@ -39,7 +47,12 @@ class AdasumStep:
             named: the optimizer's parameters.
             compressor: of the changes.
             process_set: the ranks that take part.
+            consistency: compares the parameters of the ranks.
         """
+        self._consistency = consistency
+        self._answered = False
+        self._discarded: DiscardedStepError | None = None
+        self._told: list[Handle[Any]] = []
         self._prefix = f"{prefix}adasum."
         self._named = list(named)
         self._compressor = compressor
@@ -53,21 +66,84 @@ class AdasumStep:
         optimizer.register_step_pre_hook(self._prepare)
         optimizer.register_step_post_hook(self._combine)
 
+    def discard_step(self) -> None:
+        """Discards the present step on all ranks; does not wait. See `Reducer.discard_step`."""
+        error = sys.exception()
+        answered, self._answered = self._answered, True
+        if isinstance(error, DiscardedStepError) or (
+            self._discarded is not None and not answered and (error is None or of_step(error))
+        ):
+            return
+        site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
+        self._abandon(given_up(site, error))
+
+    def _abandon(self, reason: str) -> None:
+        """Takes part in the step for the sake of the others, and has all ranks discard it."""
+        self._end_abandoned()
+        self._consistency.begin()
+        self._told = [self._ask(np.array([0.0, 1.0])), self._tell(reason)]
+        for handle in self._told:
+            handle.add_done_callback(hear_of)
+        for _, parameter in self._named:
+            parameter.grad = None
+
+    def _end_abandoned(self) -> None:
+        """Waits until the other ranks have discarded the step, too."""
+        told, self._told = self._told, []
+        for handle in told:
+            handle.wait()
+
+    def _ask(self, flags: np.ndarray) -> Handle[Any]:
+        """Starts to exchange what concerns this step: whether gradients are not finite, and whether it is discarded."""
+        name = f"{self._prefix}flags"
+        return api.operations().allreduce(flags, name=name, op=ReduceOp.MAX, process_set=self._process_set)
+
+    def _tell(self, reason: str) -> Handle[Any]:
+        return tell(api.operations(), f"{self._prefix}discarded", reason, self._process_set)
+
     def _prepare(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
         """Keeps the parameters; has a step that a rank cannot make changed nothing."""
+        self._end_abandoned()
+        try:
+            self._consistency.check_alone()
+        except ArgumentError as error:
+            self._abandon(f"could not begin it: {brief(error)}")
+            raise
+        self._consistency.begin()
+        self._take_late(optimizer)
         found = getattr(optimizer, "found_inf", None)
-        if found is not None and self._agree(optimizer, found):
+        if self._agree(optimizer, found):
             self._hidden = [(parameter, parameter.grad) for _, parameter in self._named]
             for parameter, _ in self._hidden:
                 parameter.grad = None
             return
         self._before = [parameter.detach().clone() for _, parameter in self._named]
 
-    def _agree(self, optimizer: Any, found: torch.Tensor) -> bool:
-        """Finds out whether any rank's gradients are not finite; takes the loss scale off them, if nobody else does."""
-        agreed: torch.Tensor = allreduce_async_(
-            found, name=f"{self._prefix}found_inf", op=ReduceOp.MAX, process_set=self._process_set
-        ).result()
+    def _take_late(self, optimizer: Any) -> None:
+        """Takes in the parameters that were added or thawed since, as all ranks do before the same step."""
+        known = {id(parameter) for _, parameter in self._named}
+        for index, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and id(parameter) not in known:
+                    self._named.append((f"param.{index}.{place}", parameter))
+
+    def _agree(self, optimizer: Any, found: torch.Tensor | None) -> bool:
+        """Finds out whether any rank's gradients are not finite; takes the loss scale off them, if nobody else does.
+
+        Raises:
+            DiscardedStepError: a rank has discarded the step.
+            MismatchError: the ranks do not have the same parameters.
+        """
+        infinite, discard = self._ask(np.array([0.0 if found is None else found.item(), 0.0])).result().tolist()
+        if discard:
+            self._discarded, self._answered = error_of(self._tell("")), False
+            for _, parameter in self._named:
+                parameter.grad = None
+            raise self._discarded.with_traceback(None)
+        self._discarded = None
+        self._consistency.hear()
+        if found is None:
+            return False
         if self._scales:
             scale = optimizer.grad_scale
             for _, parameter in self._named:
@@ -75,8 +151,8 @@ class AdasumStep:
                     parameter.grad.div_(scale)
             optimizer.grad_scale = optimizer.found_inf = None  # it would not know what to do with them
         else:
-            optimizer.found_inf = agreed
-        return bool(agreed)
+            optimizer.found_inf = torch.full_like(found, infinite)
+        return bool(infinite)
 
     def _combine(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
         """Adds the combined change to what was kept."""

@@ -11,7 +11,10 @@ import torch
 from coordd import api
 from coordd.arguments import backward_names
 from coordd.handles import Handle
+from coordd.messages import Kind
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.refusing import refusable
+from coordd_torch.operations import current
 from coordd_torch.tensors import borrow, from_array
 
 __all__ = ["alltoall", "alltoall_async"]
@@ -20,6 +23,7 @@ Tensor = torch.Tensor
 Splits = torch.Tensor | list[int] | tuple[int, ...] | None
 
 
+@refusable(Kind.ALLTOALL, current)
 def alltoall_async(
     tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Any]:
@@ -73,10 +77,10 @@ class _Alltoall(torch.autograd.Function):
             count = process_set.count(api.size())
             if len(tensor) % count:
                 alltoall_async(tensor, None, name, process_set)  # which says what is wrong
-            splits = torch.full((count,), len(tensor) // count, dtype=torch.int32)
+            splits = torch.full((count,), len(tensor) // count, dtype=torch.int32, device="cpu")
         rows, received = alltoall_async(tensor, splits, name, process_set).result()
         ctx.received, ctx.name, ctx.process_set = received, name, process_set
-        ctx.splits, ctx.rows = torch.as_tensor(splits).tolist(), len(tensor)
+        ctx.splits, ctx.rows = torch.as_tensor(splits, device="cpu").tolist(), len(tensor)
         ctx.mark_non_differentiable(received)
         return rows, received
 

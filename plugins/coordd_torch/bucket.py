@@ -2,11 +2,19 @@
 
 On a CPU the tensor lies in memory that the ranks of a host have in common, so nothing is packed, sent or unpacked: the
 parameters' ``.grad`` are views of it. Behind the gradients lies a mark for each: 1 from a rank that has the gradient, 0
-from one that has none. They are reduced with the rest, so all ranks learn which gradients exist anywhere.
+from one that has none. They are reduced with the rest, so all ranks learn which gradients exist anywhere. Behind the
+marks lie the flags of the step, which tell all ranks whether it counts:
+
+    | gradients | marks | present | discard, repeat | signals of autotune |
+
+``present`` is 1 on every rank that takes part, ``discard`` on one whose backward pass has failed, and ``repeat`` where
+gradients are reduced that have been reduced in this step before. What is not 0 and not equal to ``present`` differs
+between the ranks.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from coordd.errors import CoorddError
 from coordd.table import Entry
 from coordd_torch.courier import Courier
 from coordd_torch.tensors import view
@@ -21,7 +30,7 @@ from coordd_torch.tuning import SIGNALS
 
 if TYPE_CHECKING:
     from coordd_torch.gradient import Gradient
-    from coordd_torch.reducer import Reducer
+    from coordd_torch.placement import Placement
 
 __all__ = ["Bucket"]
 
@@ -30,12 +39,69 @@ _COPIED_AT_ONCE = 64 << 10
 """Bytes from which a gradient is copied as soon as it is there, while the caches hold it, and its own memory freed.
 
 Smaller ones are copied together, when the last of their bucket is there."""
+_FLAGS = 2
+_NOTHING = np.empty(0, np.uint8)
+
+
+class _Memory:
+    """What a bucket's gradients lie in; a bucket takes another one while the user keeps gradients of this one."""
+
+    def __init__(self, reducer: Placement, gradients: Sequence[Gradient], *, early: bool) -> None:
+        first = gradients[0].parameter
+        stride = _ALIGNMENT // first.element_size()
+        sizes = [-(-gradient.parameter.numel() // stride) * stride for gradient in gradients]
+        stops = np.cumsum(sizes).tolist()
+        count = len(gradients)
+        self.values = stops[-1]
+        """How many of the numbers are gradients."""
+        self.flat = reducer.channel.memory(stops[-1] + count + 1 + _FLAGS + SIGNALS, first)
+        self.body, self.tail = self.flat[: self.values], self.flat[self.values :]
+        self.marks, self.marks_and_present = self.tail[:count], self.tail[: count + 1]
+        self.flags, self.flags_and_signals = self.tail[count + 1 : -SIGNALS], self.tail[count + 1 :]
+        self.signals = self.tail[-SIGNALS:]
+        self.array = view(self.flat) if self.flat.is_cpu else None
+        self.order = tuple(
+            _shaped(self.flat[stop - size : stop], gradient.parameter)
+            for gradient, size, stop in zip(gradients, sizes, stops, strict=True)
+        )
+        self.places = dict(zip(gradients, self.order, strict=True))
+        self.homes = [(gradient, gradient.parameter, place) for gradient, place in self.places.items()]
+        self.large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
+        self.small = [(index, *home) for index, home in enumerate(self.homes) if home[0] not in self.large]
+        self._storage = self.flat.untyped_storage()
+        self._unused = self._users()
+
+    def _users(self) -> tuple[int, list[int]]:
+        """Counts the tensors and arrays that share the memory, and the references to each gradient."""
+        found = torch._C._storage_Use_Count(self._storage._cdata)  # noqa: SLF001 - no public way
+        return found, list(map(sys.getrefcount, self.order))
+
+    @property
+    def unused(self) -> bool:
+        """Whether nothing but its bucket refers to it, not even ``.grad``."""
+        return self._users() == self._unused
+
+    @property
+    def kept(self) -> bool:
+        """Whether the user has kept a gradient, a view of it or an array, and ``.grad`` is not that gradient any more.
+
+        While ``.grad`` still is the gradient, autograd adds to it in place, as the user expects.
+        """
+        users = self._users()
+        if users == self._unused:
+            return False
+        views = users[0] != self._unused[0]
+        pairs = zip(self.homes, users[1], self._unused[1], strict=True)
+        kept = [
+            parameter.grad is not place and (views or found > usual) for (_, parameter, place), found, usual in pairs
+        ]
+        return any(kept)
 
 
 class Bucket:
     """One tensor for several gradients; its own handle towards the daemon."""
 
-    def __init__(self, reducer: Reducer, name: str, gradients: Sequence[Gradient], *, early: bool = True) -> None:
+    def __init__(self, reducer: Placement, name: str, gradients: Sequence[Gradient], *, early: bool = True) -> None:
         """Makes room; the gradients move in when they are next computed.
 
         Args:
@@ -48,34 +114,49 @@ class Bucket:
         self._underway = reducer.underway
         self.name = name
         self.submitted = 0.0
-        self.open = True
+        self.open, self._given = True, False
         self._early = early
         self._gradients = tuple(gradients)
-        first = gradients[0].parameter
-        stride = _ALIGNMENT // first.element_size()
-        sizes = [-(-gradient.parameter.numel() // stride) * stride for gradient in gradients]
-        stops = np.cumsum(sizes).tolist()
-        self._flat = reducer.channel.memory(stops[-1] + len(gradients) + SIGNALS, first)
-        self._marks = self._flat[stops[-1] : -SIGNALS]
-        self.signals = self._flat[-SIGNALS:]
-        """What autotune says; see `coordd_torch.tuning`."""
-        self._places = {
-            gradient: _shaped(self._flat[stop - size : stop], gradient.parameter)
-            for gradient, size, stop in zip(gradients, sizes, stops, strict=True)
-        }
-        self._homes = [(gradient, gradient.parameter, place) for gradient, place in self._places.items()]
-        self._large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
-        self._small = [(index, *home) for index, home in enumerate(self._homes) if home[0] not in self._large]
+        self._memory = _Memory(reducer, gradients, early=early)
+        self._spare: _Memory | None = None
+        self._adopt(self._memory)
         self._absent: list[tuple[int, Gradient, torch.Tensor | None]] = []
         self._missing = len(gradients)
         self._entry: Entry | None = None
-        self._values = stops[-1]
+        self._dtype: np.dtype[Any] | None = None
+        self.refused = False
+        """Whether a rank has said that this step does not count, or ranks have made different numbers of passes."""
         self._courier: Courier | None = None
-        if reducer.channel.carries(first) and stops[-1]:
-            places = {gradient.name: place for gradient, place in self._places.items()}
-            self._courier = Courier(reducer.underway, name, self._flat, stops[-1], places)
+        first, values = gradients[0].parameter, self._memory.values
+        if reducer.channel.carries(first) and values:
+            names = [gradient.name for gradient in gradients]
+            memory = self._memory
+            self._courier = Courier(
+                reducer.underway, name, memory.flat, values, names, homes=memory.order, land=self._look
+            )
         for gradient in gradients:
             gradient.bucket = self
+
+    def _adopt(self, memory: _Memory) -> None:
+        self._memory, self._flat, self._places = memory, memory.flat, memory.places
+        self._homes, self._large, self._small = memory.homes, memory.large, memory.small
+
+    def secure(self) -> None:
+        """Leaves memory to the user in which gradients lie that were kept; called before a step writes to it."""
+        if not self._memory.kept:
+            self._spare = None
+            return
+        old, spare = self._memory, self._spare
+        if spare is None or not spare.unused:
+            spare = _Memory(self._reducer, self._gradients, early=self._early)
+        self._adopt(spare)
+        self._spare = old
+        if self._courier is not None:
+            self._courier.move(self._memory.flat, self._memory.order)
+        with torch.no_grad():
+            for gradient, parameter, place in old.homes:
+                if parameter.grad is place:
+                    parameter.grad = self._places[gradient].copy_(place)
 
     def __iter__(self) -> Iterator[Gradient]:
         return iter(self._gradients)
@@ -95,6 +176,11 @@ class Bucket:
         """The reduced gradients, and what travels behind them."""
         return self._flat
 
+    @property
+    def signals(self) -> torch.Tensor:
+        """What autotune says; see `coordd_torch.tuning`."""
+        return self._memory.signals
+
     def holds(self, gradient: Gradient, value: torch.Tensor) -> bool:
         """Says whether this is the gradient's place."""
         return value is self._places[gradient]
@@ -105,7 +191,8 @@ class Bucket:
             gradient.started = False
             return
         self._missing -= 1
-        if not self._missing and self._early:
+        # The last bucket of a step is given away when backward has ended: until then this rank can say that it fails.
+        if not self._missing and self._early and self._reducer.open_buckets > 1:
             self._submit()
 
     def _move(self, gradient: Gradient) -> bool:
@@ -154,6 +241,9 @@ class Bucket:
         """Fills up what this rank has no gradients for, and starts the reduction; does nothing if it has started."""
         if not self.open:
             return
+        if not self._missing:
+            self._submit()
+            return
         for index, gradient in enumerate(self._gradients):
             if not gradient.started and gradient.given:
                 gradient.submit()
@@ -173,34 +263,83 @@ class Bucket:
         place.copy_(saved)
         return saved
 
+    @property
+    def full(self) -> bool:
+        """Whether all gradients are there, and the reduction has not started."""
+        return self.open and not self._missing
+
+    def discard(self) -> None:
+        """Starts the reduction with nothing, and tells all ranks that this step does not count."""
+        if self._given:
+            return
+        try:
+            self.secure()
+            with torch.no_grad():
+                self._flat.zero_()
+                self._memory.flags[0] = 1
+                self._memory.marks_and_present[-1] = 1
+            self._send()
+        except BaseException as error:
+            self._reducer.channel.daemon.broken_off(error, "the end of a step that is discarded")
+            raise
+
     def _submit(self) -> None:
         self._move_small()
-        self.open = False
-        self._marks.fill_(1.0)
+        self._memory.marks_and_present.fill_(1.0)
         self._reducer.signal(self)
         for index, _, _ in self._absent:
-            self._marks[index] = 0.0
+            self._memory.marks[index] = 0.0
+        self._send()
+
+    def signal(self, signals: Sequence[float] | None, *, repeated: bool) -> None:
+        """Puts behind the gradients that this step counts.
+
+        Args:
+            signals: what autotune says, if it says anything.
+            repeated: whether these gradients have been reduced in this step before.
+        """
+        self._memory.flags_and_signals.zero_()
+        if repeated:
+            self._memory.flags[1] = 1
+        if signals is not None:
+            self._memory.signals.copy_(torch.tensor(signals, dtype=torch.float64, device="cpu"))
+
+    def _send(self) -> None:
         reducer = self._reducer
+        reducer.open_buckets -= self.open
+        self.open = False
         if self._courier is not None:
             self._courier.start()
+            self._given = True
             return
-        land = None
-        if reducer.channel.plain and self._flat.is_cpu:
-            array = view(self._flat)
-        else:
-            array, land = reducer.channel.compressed(self._flat, values=self._values)
+        land, array = None, self._memory.array
+        if array is None or not reducer.channel.plain:
+            array, land = reducer.channel.compressed(self._flat, values=self._memory.values)
         entry = self._entry
-        if entry is None or entry.array.dtype != array.dtype:
+        if entry is None or self._dtype != array.dtype:
             entry = self._entry = Entry(reducer.channel.request(self.name, array), array, self)
+            self._dtype = array.dtype
         entry.array, entry.land, entry.site = array, land, self._underway.site
         self.submitted = time.monotonic()
-        self._underway.submit(entry)
+        try:
+            self._underway.submit(entry)
+        except CoorddError:
+            self._given = True  # it never will be
+            raise
+        self._given = True
+
+    def _look(self, tail: Any) -> None:
+        """Reads the flags that have arrived; on the daemon's thread, and the same on all ranks."""
+        first = len(self._gradients)
+        discard, repeat = tail[first + 1], tail[first + 2]
+        if discard or repeat:
+            self.refused = bool(discard) or not self._reducer.channel.unanimous(tail[first], repeat)
 
     def settle(self) -> Iterator[Gradient]:
         """Keeps what others had where this rank had nothing; yields the gradients that no rank has."""
         for index, gradient, saved in self._absent:
             place = self._places[gradient]
-            if self._marks[index] != 0:  # complex numbers know no order
+            if self._memory.marks[index] != 0:  # complex numbers know no order
                 gradient.parameter.grad = place
                 gradient.started = True
             else:
@@ -217,11 +356,25 @@ class Bucket:
         """Lets go of its memory, which its handle towards the daemon would keep until garbage is collected."""
         self._entry = self._courier = None
 
+    def reopen(self) -> None:
+        """Gets ready to be reduced once more in the same step."""
+        if self._courier is not None:
+            self._courier.reset()
+        if self._entry is not None:  # what shares its memory would look as if the user had kept a gradient
+            self._entry.array, self._entry.land = _NOTHING, None
+        self.open, self._given, self.refused = True, False, False
+        self._missing = len(self._gradients)
+        self._absent.clear()
+        for gradient in self._gradients:
+            gradient.started = False
+
     def reset(self) -> None:
         """Gets ready for the next step."""
         if self._courier is not None:
             self._courier.reset()
-        self.open = True
+        if self._entry is not None:
+            self._entry.array, self._entry.land = _NOTHING, None
+        self.open, self._given, self.refused = True, False, False
         self._missing = len(self._gradients)
         self._absent.clear()
         for gradient, parameter, place in self._homes:
@@ -232,7 +385,20 @@ class Bucket:
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Runs on the daemon's thread when the reduced gradients have arrived."""
-        self._underway.land(value, convert)
+        if convert is None or self._reducer.channel.plain:
+            self._look(value[self._memory.values :])
+            self._underway.land(value, convert)
+        else:
+            self._underway.land(value, self._opened(convert))
+
+    def _opened(self, convert: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], None]:
+        """Reads the flags after what has travelled was made gradients again."""
+
+        def land(value: np.ndarray) -> None:
+            convert(value)
+            self._look(self._memory.tail.tolist())
+
+        return land
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
         """Never runs: a bucket is no filler."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from coordd.arguments import check_reducible
+from coordd.discarding import tell
 from coordd.errors import ArgumentError
 from coordd.handles import Handle
-from coordd.inventory import Inventory
 from coordd.messages import Kind, ReduceOp, Request
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
@@ -26,7 +26,8 @@ __all__ = ["Channel", "check_combines", "share"]
 
 _SAMPLE = 16
 """Of so many tensors the loss of one is measured, where that has to be computed on its own."""
-_MEANS = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM})
+_AVERAGES = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT})
+_MEANS = _AVERAGES | {ReduceOp.SUM}
 
 
 class Channel:
@@ -45,6 +46,7 @@ class Channel:
         """Describes it; arguments as those of `DistributedOptimizer`."""
         self._operations = operations
         self.daemon = operations.daemon
+        self.as_horovod = operations.as_horovod
         self.prefix = prefix
         self.op = op
         self.members = process_set.count(self.daemon.world.size)
@@ -123,13 +125,25 @@ class Channel:
 
         return array, land
 
-    def inventory(self, parameters: Sequence[tuple[str, Tensor]]) -> Inventory:
-        """Asks whether all ranks have these parameters, and compress them alike."""
-        lines = sorted(f"{name} {tuple(value.shape)} {str(value.dtype)[6:]}" for name, value in parameters)
-        lines += [self.compressor.title]
-        name = f"{self.prefix}inventory"
-        caller = "DistributedOptimizer"
-        return Inventory(self._operations, lines, caller=caller, name=name, process_set=self.process_set)
+    @property
+    def repeats(self) -> bool:
+        """Whether what has been averaged may be averaged once more, with something added, and stays what it is."""
+        return self.op in _AVERAGES and not self.compressor.feedback
+
+    def unanimous(self, present: Any, repeat: Any) -> bool:
+        """Says whether all that take part repeat, so that the average of what is equal on them all is what it was.
+
+        Args:
+            present: a number that was 1 on all that have not joined, reduced.
+            repeat: a number that was 1 where gradients are reduced once more, reduced.
+        """
+        almost = 0.5 / self.members
+        whole = self.op is not ReduceOp.AVERAGE or abs(1.0 - abs(present)) < almost
+        return bool(whole and abs(abs(present) - abs(repeat)) < almost)
+
+    def tell(self, name: str, text: str) -> Handle[Any]:
+        """Starts to gather a line of each rank."""
+        return tell(self._operations, self.prefix + name, text, self.process_set)
 
     def agree(self, array: np.ndarray, about: str, op: ReduceOp) -> Any:
         """Reduces a few numbers at once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,17 @@ __all__ = ["Courier"]
 class Courier:
     """Of one bucket; towards the daemon the handle of every round."""
 
-    def __init__(self, underway: Underway, name: str, flat: Tensor, stop: int, places: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        underway: Underway,
+        name: str,
+        flat: Tensor,
+        stop: int,
+        names: Sequence[str],
+        *,
+        homes: tuple[Tensor, ...],
+        land: Callable[[list[float]], None],
+    ) -> None:
         """Takes over what earlier buckets have left to be sent of these gradients.
 
         Args:
@@ -35,18 +45,22 @@ class Courier:
             name: the bucket's.
             flat: the gradients, and behind them their marks and what else has to arrive as it is.
             stop: where the gradients end.
-            places: by name, where each gradient lies in ``flat``, in the order of the marks.
+            names: of the gradients, in the order of the marks.
+            homes: where each of them lies in ``flat``.
+            land: gets what travels behind the gradients when it has arrived; on the daemon's thread.
         """
         self.name = name
         self.submitted = 0.0
         self._underway = underway
         self._channel = underway.channel
         self._compressor = self._channel.compressor
-        self._body, self._tail = flat[:stop], flat[stop:]
-        self._homes = tuple(places.values())
+        self._look = land
+        self._stop = stop
+        self.move(flat, homes)
         offset = flat.storage_offset()
         self._layout: dict[str, Place] = {
-            key: (int(place.storage_offset() - offset), _shape(place)) for key, place in places.items()
+            name: (int(place.storage_offset() - offset), _shape(place))
+            for name, place in zip(names, homes, strict=True)
         }
         self._cargo = self._room()
         self._kept = self._room() if self._compressor.feedback else None
@@ -54,6 +68,18 @@ class Courier:
         self._journey: Journey | None = None
         if self._kept is not None:
             self._inherit(self._kept)
+
+    def move(self, flat: Tensor, homes: tuple[Tensor, ...]) -> None:
+        """Takes gradients from other memory from now on, of the same layout."""
+        self._flat, self._homes = flat, homes
+
+    @property
+    def _body(self) -> Tensor:
+        return self._flat[: self._stop]
+
+    @property
+    def _tail(self) -> Tensor:
+        return self._flat[self._stop :]
 
     def _room(self) -> Cargo:
         flat = torch.zeros_like(self._body, dtype=torch.promote_types(self._body.dtype, torch.float32))
@@ -96,7 +122,7 @@ class Courier:
                 else:
                     self._channel.daemon.submit(self._entry(self._journey, following))
                     self._channel.daemon.lose_no_time()
-        except Exception as error:  # noqa: BLE001 - the thread that waits gets it
+        except BaseException as error:  # noqa: BLE001 - the thread that waits gets it
             self._underway.fail(error)
         else:
             if following is None:
@@ -107,7 +133,9 @@ class Courier:
         op, members = self._channel.op, self._channel.members
         factor = share(op, present=journey.present, members=members)
         if journey.tail is not None:
-            self._tail.copy_(journey.tail * (factor / journey.present))
+            tail = journey.tail * (factor / journey.present)
+            self._tail.copy_(tail)
+            self._look(tail.tolist())
         if journey.mean is None:
             for home in self._homes:
                 home.fill_(math.nan)

@@ -14,9 +14,9 @@ import torch
 
 from coordd import api
 from coordd.arguments import backward_names, no_gradient, places, reduce_op
-from coordd.handles import wait_all
-from coordd.messages import ReduceOp
+from coordd.messages import Kind, ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.refusing import refusable
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.operations import (
     Average,
@@ -27,6 +27,7 @@ from coordd_torch.operations import (
     Tensors,
     allreduce_async,
     broadcast_async,
+    current,
     each,
     gathered_async,
 )
@@ -35,6 +36,7 @@ from coordd_torch.single import check_single, in_rounds
 __all__ = ["allgather", "allreduce", "broadcast", "grouped_allgather", "grouped_allreduce"]
 
 
+@refusable(Kind.ALLREDUCE, current)
 def allreduce(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     average: bool | None = None,
@@ -98,6 +100,7 @@ class _Allreduce(torch.autograd.Function):
         return None, None, None, *_reduced(gradients, backward_names(ctx.names), Compression.none, **ctx.details)
 
 
+@refusable(Kind.ALLREDUCE, current)
 def grouped_allreduce(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     average: bool | None = None,
@@ -113,6 +116,7 @@ def grouped_allreduce(  # noqa: PLR0917 - Horovod's signature
     return _reduced(tensors, places(name, len(tensors)), compression, op=reduce_op(op, average), **details)
 
 
+@refusable(Kind.ALLGATHER, current)
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Returns all ranks' tensors, joined along the first dimension in the order of ranks; differentiable."""
     return _gathered([tensor], [name], process_set)[0]
@@ -131,9 +135,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, names: Sequence[str | None], process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.names, ctx.process_set = names, process_set
-        handles = [gathered_async(tensor, name, process_set) for tensor, name in zip(tensors, names, strict=True)]
-        wait_all(handles)
-        found = [handle.result() for handle in handles]
+        found = each(gathered_async, tensors, names, process_set=process_set).result()
         me = (process_set.ranks or range(api.size())).index(api.rank())
         ctx.starts, ctx.rows = [sum(sizes[:me]) for _, sizes in found], [len(tensor) for tensor in tensors]
         return tuple(rows for rows, _ in found)
@@ -146,6 +148,7 @@ class _Allgather(torch.autograd.Function):
         return None, None, *(rows[start : start + count] for rows, start, count in mine)
 
 
+@refusable(Kind.ALLGATHER, current)
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
@@ -153,6 +156,7 @@ def grouped_allgather(
     return _gathered(tensors, places(name, len(tensors)), process_set)
 
 
+@refusable(Kind.BROADCAST, current)
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:

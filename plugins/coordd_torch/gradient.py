@@ -37,12 +37,14 @@ class Gradient:
     def __init__(self, reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
         self.reducer = reducer
         self._known: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
         self._own: torch.Tensor | None = None
         self._travelling: torch.Tensor | None = None
         self._entry: Entry | None = None
         self._dtype: np.dtype[Any] | None = None
         self.parameter = parameter
         self.bucket: Bucket | None = None
+        self._sparse_dim = 1
         self.scattered: Scattered | None = None
         """Its way, once it has been sparse."""
         self.name = name
@@ -80,15 +82,13 @@ class Gradient:
         """Runs when backward has accumulated this gradient."""
         reducer = self.reducer
         task = _current_task()
-        if task not in reducer.expected:
-            reducer.expect_end_of_backward(task, self)
-        if self.started or self.passes >= reducer.passes_per_step:
-            raise reducer.too_many(self)
+        if task not in reducer.expected and not reducer.expect_end_of_backward(task, self):
+            return
         self.passes += 1
-        if self.passes == reducer.passes_per_step:
+        if self.started:
+            reducer.repeat(self)
+        elif self.passes >= reducer.limit:
             self.submit()
-        else:
-            self.remember()
 
     @property
     def given(self) -> bool:
@@ -104,6 +104,35 @@ class Gradient:
         if self.bucket is not None and self.bucket.holds(self, value):
             return False
         return self._known is None or self._known() is not value
+
+    def meddled(self, largest: torch.Tensor | None) -> bool:
+        """Says whether ``.grad`` was replaced, or changed in place, since the last backward pass.
+
+        Args:
+            largest: what `largest` has returned then. Loss scalers and ``.grad.data`` change values without a trace.
+        """
+        value = self.parameter.grad
+        if value is None:
+            return False
+        if self._known is None or self._known() is not value or value._version != self._version:  # noqa: SLF001 - no public way
+            return True
+        now = self.largest()
+        return now is not None and largest is not None and not torch.equal(now.nan_to_num(), largest.nan_to_num())
+
+    def largest(self) -> torch.Tensor | None:
+        """The largest magnitude in it; None where there is none."""
+        value = self.parameter.grad
+        if value is None or value.layout is not torch.strided or not value.numel():
+            return None
+        with torch.no_grad():
+            found: torch.Tensor = torch.linalg.vector_norm(value, torch.inf)
+            return found
+
+    def observe(self) -> None:
+        """Sees what ``.grad`` is, and how often it has been changed."""
+        self.remember()
+        value = self.parameter.grad
+        self._version = 0 if value is None else value._version  # noqa: SLF001 - there is no public way
 
     def leave_bucket(self) -> None:
         """Goes on alone; what lies at its place stays there."""
@@ -152,8 +181,18 @@ class Gradient:
             return gradient
         if not self.reducer.sparse_as_dense:
             check_dense(gradient)
+        if self.reducer.channel.as_horovod:
+            self._sparse_dim = gradient.sparse_dim()
+            self.reducer.made_dense += (self,)
         self.parameter.grad = gradient.to_dense()
         return self.parameter.grad
+
+    def make_sparse(self) -> None:
+        """Gives the reduced gradient the form that it had before it was made dense."""
+        value = self.parameter.grad
+        if value is not None and value.layout is torch.strided:
+            self.parameter.grad = value.to_sparse(self._sparse_dim)
+            self.remember()
 
     def _scatter(self, value: torch.Tensor | None) -> None:
         """Takes part with a sparse gradient, or without one where others may have it."""
@@ -164,16 +203,28 @@ class Gradient:
         self.remember()
         self.scattered.start(value)
 
-    def fill(self) -> None:
-        """Takes part with zeros or what the user has kept, if any rank has something fresh for this parameter."""
+    def forget(self) -> None:
+        """Forgets passes that were given up; what a new one has put in the place of a cleared gradient stays."""
+        self.passes = 0
+        value = self.parameter.grad
+        if value is not None and not self.changed:
+            self.parameter.grad = torch.zeros_like(value)
+            self.remember()
+
+    def fill(self, *, kept: bool = True) -> None:
+        """Takes part with zeros or what the user has kept, if any rank has something fresh for this parameter.
+
+        Args:
+            kept: whether ``.grad`` is of this step.
+        """
         if self.scattered is not None:
             self._scatter(None)
             return
-        kept = self.parameter.grad
-        if kept is None or kept.layout is not torch.strided:
+        value = self.parameter.grad
+        if not kept or value is None or value.layout is not torch.strided:
             value = torch.zeros_like(self.parameter, requires_grad=False)
         else:
-            value = kept.detach().resolve_conj().resolve_neg().clone()
+            value = value.detach().resolve_conj().resolve_neg().clone()
         self._start(value, filler=True)
 
     def settle(self) -> None:

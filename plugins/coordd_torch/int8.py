@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from coordd.checks import whole
 from coordd.errors import ArgumentError
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.rounds import Deal, Gather, Rounds
@@ -32,7 +33,7 @@ class Int8Compressor(Compressor):
             ArgumentError: there can be no such block.
         """
         super().__init__()
-        if block < 1:
+        if whole(block, "block") < 1:
             text = f"a block has at least one value, not {block}"
             raise ArgumentError(text)
         self._block = block

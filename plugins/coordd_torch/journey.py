@@ -78,7 +78,8 @@ class Journey:
             text = f"{type(self._compressor).__name__}.exchange() has to yield at least one round, such as Mean(tensor)"
             raise ArgumentError(text)
         self._round = first
-        return first.pack(torch.cat([tail.float().cpu(), torch.tensor([float(broken), 1.0], device="cpu")]))
+        mine = torch.tensor([float(broken), 1.0], dtype=torch.float32, device="cpu")
+        return first.pack(torch.cat([tail.float().cpu(), mine]))
 
     def land(self, array: np.ndarray) -> np.ndarray | None:
         """Takes what has arrived; returns what travels in the next round, or None at the end."""

@@ -15,8 +15,10 @@ from coordd import api
 from coordd.arguments import places, reduce_op
 from coordd.errors import HandleError
 from coordd.handles import Handle, wait_all
-from coordd.messages import ReduceOp
+from coordd.messages import Kind, ReduceOp
+from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.refusing import refusable
 from coordd_torch.tensors import borrow, check_dense, from_array
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "current",
     "each",
     "gathered_async",
     "grouped_allgather_async",
@@ -112,6 +115,12 @@ def _checked(handle: object) -> AnyHandle:
     return handle
 
 
+def current(*_: Any) -> Operations:
+    """Returns the operations of the default daemon, whatever the arguments."""
+    return api.operations()
+
+
+@refusable(Kind.ALLREDUCE, current)
 def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     average: bool | None = None,
@@ -148,6 +157,7 @@ def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     )
 
 
+@refusable(Kind.ALLREDUCE, current, allreduce_async_)
 def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle[Tensor]:
     """Starts to reduce a copy of a tensor; arguments as in `allreduce_async_`."""
     return allreduce_async_(_copy(tensor), *args, **kwargs)
@@ -158,6 +168,7 @@ def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return allreduce_async_(tensor, *args, **kwargs).result()
 
 
+@refusable(Kind.ALLGATHER, current)
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
@@ -175,6 +186,7 @@ def allgather_async(
     return api.operations().allgather(array, name=name, process_set=process_set, land=land)
 
 
+@refusable(Kind.ALLGATHER, current)
 def gathered_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[tuple[Tensor, list[int]]]:
@@ -188,6 +200,7 @@ def gathered_async(
     return api.operations().allgather(array, name=name, process_set=process_set, land=land, sized=True)
 
 
+@refusable(Kind.BROADCAST, current)
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
@@ -206,6 +219,7 @@ def broadcast_async_(
     return api.operations().broadcast(array, root_rank, name=name, process_set=process_set, land=back)
 
 
+@refusable(Kind.BROADCAST, current, broadcast_async_)
 def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Handle[Tensor]:
     """Starts to fetch the root's tensor; arguments as in `broadcast_async_`."""
     return broadcast_async_(_copy(tensor), root_rank, *args, **kwargs)
@@ -217,12 +231,16 @@ def broadcast_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Ten
 
 
 def each(
-    start: Callable[..., Handle[Tensor]], tensors: Tensors, names: Sequence[str | None], **details: Any
+    start: Callable[..., Handle[Any]], tensors: Tensors, names: Sequence[str | None], **details: Any
 ) -> GroupHandle:
-    """Starts one operation a tensor."""
-    return GroupHandle([start(tensor, name=name, **details) for tensor, name in zip(tensors, names, strict=True)])
+    """Starts one operation a tensor: all of them or, if one is refused, none."""
+    if len(tensors) == 1:
+        return GroupHandle([start(tensors[0], name=names[0], **details)])
+    with api.operations().together(names):
+        return GroupHandle([start(tensor, name=name, **details) for tensor, name in zip(tensors, names, strict=True)])
 
 
+@refusable(Kind.ALLREDUCE, current)
 def grouped_allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     average: bool | None = None,
@@ -237,6 +255,7 @@ def grouped_allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     return each(allreduce_async_, tensors, places(name, len(tensors)), op=reduce_op(op, average), **details)
 
 
+@refusable(Kind.ALLREDUCE, current, grouped_allreduce_async_)
 def grouped_allreduce_async(tensors: Tensors, *args: Any, **kwargs: Any) -> GroupHandle:
     """Starts to reduce copies of several tensors; arguments as in `grouped_allreduce_async_`."""
     return grouped_allreduce_async_([_copy(tensor) for tensor in tensors], *args, **kwargs)
@@ -247,6 +266,7 @@ def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> tuple[Ten
     return grouped_allreduce_async_(tensors, *args, **kwargs).result()
 
 
+@refusable(Kind.ALLGATHER, current)
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> GroupHandle:

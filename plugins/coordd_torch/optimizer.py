@@ -15,34 +15,83 @@ from typing import Any
 import torch
 
 from coordd import api
+from coordd.arguments import check_op, read_groups
+from coordd.calls import CollectiveCall, collective
+from coordd.checks import finite, whole
 from coordd.errors import ArgumentError
 from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.operations import Operations
+from coordd.process_sets import ProcessSet, check_process_set, global_process_set
+from coordd_torch import as_horovod
 from coordd_torch.adasum import AdasumStep
 from coordd_torch.channel import Channel, check_combines
 from coordd_torch.compression import Compression, Compressor, made
+from coordd_torch.consistency import Consistency
 from coordd_torch.operations import Average, allreduce_, join
 from coordd_torch.reducer import Reducer
+from coordd_torch.start import Start, structure
 from coordd_torch.state import broadcast_optimizer_state, broadcast_parameters
+from coordd_torch.wrappers import check_parallel
 
 __all__ = ["DistributedOptimizer"]
+
+_COMBINE = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM, ReduceOp.ADASUM})
 
 
 class _Distributed(torch.optim.Optimizer):
     """What is added to the user's optimizer; its class becomes a subclass of both."""
 
     _coordd: Reducer | None = None
+    _adasum: AdasumStep | None = None
     _process_set = global_process_set
     _steps = 0
     """Since all ranks have joined last."""
+    _passes = 1
+    # What follows are attributes of Horovod's optimizer, for scripts that read them.
+    _parameter_names: dict[torch.Tensor, str]
+    _synchronized = False
+    _should_synchronize = True
+
+    @property
+    def _handles(self) -> dict[Any, Any]:
+        """What is in flight after ``backward()``: nothing."""
+        return {}
+
+    @property
+    def _requires_update(self) -> set[torch.Tensor]:
+        """The parameters whose gradients are reduced."""
+        known = self._coordd.known if self._coordd is not None else set()
+        return {parameter for parameter in _parameters(self) if id(parameter) in known}
+
+    @property
+    def _allreduce_delay(self) -> dict[torch.Tensor, int]:
+        """How many backward passes each parameter's gradient still accumulates before it is reduced."""
+        made = self._coordd.passes() if self._coordd is not None else {}
+        return {parameter: self._passes - made.get(parameter, 0) for parameter in self._parameter_names}
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes are accumulated before a reduction."""
+        return self._passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Is copied and pickled as the plain optimizer that it was: nobody reduces a copy's parameters."""
         return object.__new__, (type(self).__bases__[1],), self.__getstate__()
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced. After ``backward()`` they are already; kept for Horovod's idiom."""
+        """Waits until all gradients are reduced, those of an accumulation that is not complete, too.
+
+        After the last ``backward()`` of a step they are already.
+
+        Raises:
+            DiscardedStepError: the backward pass of a rank has failed, so there are no gradients.
+        """
+        as_horovod.note_synchronize(self)
         if self._coordd is not None:
             self._coordd.check_current()
             self._coordd.finish_step()
@@ -50,14 +99,52 @@ class _Distributed(torch.optim.Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Lets `step` inside the block use the gradients as they are."""
-        if self._coordd is None:
-            yield
-            return
-        self._coordd.skipped = True
+        self._should_synchronize = False
+        if self._coordd is not None:
+            self._coordd.skipped = True
         try:
             yield
         finally:
-            self._coordd.skipped = False
+            self._should_synchronize = True
+            if self._coordd is not None:
+                self._coordd.skipped = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets ``backward()`` inside the block add to the gradients of this rank only.
+
+        The first ``backward()`` after it reduces all that has come together, as with PyTorch's
+        ``DistributedDataParallel``; if there is none, `step` or `synchronize` does. Until then ``.grad`` is this
+        rank's alone.
+        """
+        if self._coordd is None:
+            yield
+            return
+        self._coordd.local += 1
+        try:
+            yield
+        finally:
+            self._coordd.local -= 1
+
+    def discard_step(self) -> None:
+        """Discards the present step on all ranks, because this rank cannot complete it; does not wait for them.
+
+        Call it once for each step that fails on this rank, in the ``except`` block. It is needed where a forward pass
+        fails, or anything else before ``backward()`` has made a gradient: the other ranks hear of nothing else. Where
+        the step is discarded already it does nothing. All other ranks get `DiscardedStepError` by ``backward()`` or
+        `step`, gradients are cleared, and the next step is again that of all ranks.
+
+        Raises:
+            CoorddError: the gradients of this step are reduced already, so other ranks may have used them.
+        """
+        if self._adasum is not None:
+            self._adasum.discard_step()
+        elif self._coordd is not None:
+            self._coordd.check_current()
+            self._coordd.discard_step()
+        else:
+            for parameter in _parameters(self):
+                parameter.grad = None
 
     def join(self) -> int:
         """Waits until all ranks have joined, takes part with nothing until then, and ends equal to who has done most.
@@ -72,17 +159,17 @@ class _Distributed(torch.optim.Optimizer):
         if self._coordd is not None:
             self._coordd.drop()
         join(process_set=self._process_set)
-        most = torch.tensor(self._steps * api.size() + api.rank())
+        most = torch.tensor(self._steps * api.size() + api.rank(), device="cpu")
         last = int(allreduce_(most, op=ReduceOp.MAX, process_set=self._process_set)) % api.size()
         self._steps = 0
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        broadcast_parameters(parameters, last, self._process_set)
+        broadcast_parameters(_parameters(self), last, self._process_set)
         broadcast_optimizer_state(self, last, process_set=self._process_set)
         return last
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes are accumulated before a reduction."""
         _check_passes(passes)
+        self._passes = passes
         if self._coordd is not None:
             self._coordd.passes_per_step = passes
 
@@ -100,7 +187,9 @@ class _Distributed(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
 
+@collective("DistributedOptimizer", namespace=True)
 def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
+    _call: CollectiveCall,
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Compressor | type = Compression.none,
@@ -136,52 +225,173 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
 
     Raises:
         ArgumentError: parameters without a name, names used twice, an optimizer that is distributed already, a
-            compression that does not fit ``op``, an argument that is none of these.
+            compression that does not fit ``op``, an argument that is none of these, parameters whose gradients another
+            package reduces.
+        MismatchError: on all ranks: they have given different parameters or settings; it lists what differs.
+        RefusedError: another rank has raised an error here.
         NotInitializedError: `init` was not called.
     """
-    op = ReduceOp(op)  # Horovod's scripts may give its number
-    _check_passes(backward_passes_per_step)
+    return _distributed(
+        _call,
+        optimizer,
+        named_parameters,
+        compression=compression,
+        passes=backward_passes_per_step,
+        op=op,
+        predivide=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        uneven=uneven,
+    )
+
+
+def _distributed(
+    call: CollectiveCall,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    *,
+    compression: Compressor | type,
+    passes: int,
+    op: ReduceOp,
+    predivide: float,
+    num_groups: int,
+    groups: Any,
+    sparse_as_dense: bool,
+    process_set: ProcessSet,
+    uneven: str | None,
+) -> Any:
+    """Does what `DistributedOptimizer` says, as part of a call of all members."""
+    operations = api.operations()
+    world = operations.daemon.world
+    check_process_set(process_set, world.size)
+    op = check_op(op)  # Horovod's scripts may give its number
+    _check_passes(passes)
     _check_optimizer(optimizer, op)
-    if gradient_predivide_factor != 1.0 and op is not Average:
+    _check_choices(op, predivide, uneven)
+    if operations.as_horovod:
+        num_groups, groups = read_groups(num_groups, groups)
+    grouping = Grouping(num_groups, groups, kind=torch.Tensor)
+    compressor = made(compression)
+    check_combines(compressor, op)
+    _check_combined(op)
+    given = None if named_parameters is None else _listed(named_parameters)
+    named = _named(optimizer, given)
+    check_parallel(optimizer, [parameter for _, parameter in named])
+    settings = [
+        f"op={op.name.capitalize()}",
+        f"backward_passes_per_step={passes}",
+        f"sparse_as_dense={sparse_as_dense}",
+        f"gradient_predivide_factor={predivide}",
+        f"uneven={uneven}",
+        compressor.title,
+        call.prefix,
+    ]
+    settings += [f"groups {grouping.choice(parameter for _, parameter in named)}"] if num_groups or groups else []
+    others = _beside(optimizer, given)
+    call.lines += structure(optimizer, [*named, *others], settings)
+    operations.uneven |= uneven == "join"
+    prefix = call.prefix
+    alone = world.size == 1 or len(process_set.ranks) == 1
+    reducer = None
+    takes_part = not alone and world.rank in (process_set.ranks or range(world.size))
+    adasum = None
+    consistency = _consistency(operations, optimizer, named, others, prefix=prefix, process_set=process_set)
+    if takes_part and op is ReduceOp.ADASUM:
+        adasum = AdasumStep(
+            optimizer, prefix, named, compressor=compressor, process_set=process_set, consistency=consistency
+        )
+    elif takes_part:
+        channel = Channel(
+            operations, prefix=prefix, compressor=compressor, op=op, predivide=predivide, process_set=process_set
+        )
+        reducer = Reducer(
+            channel,
+            named,
+            passes_per_step=passes,
+            sparse_as_dense=sparse_as_dense,
+            grouping=grouping,
+            consistency=consistency,
+        )
+        _attach(optimizer, reducer)
+    if takes_part:
+        optimizer.register_step_post_hook(_count_step)
+    if operations.as_horovod:
+        optimizer.register_step_pre_hook(as_horovod.prepare_step)
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
+    optimizer._coordd = reducer  # type: ignore[attr-defined]  # noqa: SLF001 - it is ours now
+    optimizer._adasum = adasum  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+    optimizer._process_set = process_set  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+    optimizer._passes = passes  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+    horovods: dict[str, Any] = {"_compression": compression, "op": op}
+    horovods |= {
+        "gradient_predivide_factor": predivide,
+        "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
+        "_groups": groups or num_groups or None,
+    }
+    horovods["_parameter_names"] = as_horovod.parameter_names(optimizer, given)
+    vars(optimizer).update(horovods | vars(optimizer))  # what the optimizer itself calls so stays
+    return optimizer
+
+
+def _consistency(
+    operations: Operations,
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, torch.Tensor]],
+    others: list[tuple[str, torch.Tensor]],
+    *,
+    prefix: str,
+    process_set: ProcessSet,
+) -> Consistency:
+    """Prepares what compares the values of an optimizer's parameters; what others train changes before it is looked at.
+
+    Args:
+        operations: the way to the other ranks.
+        optimizer: the user's.
+        named: what it trains.
+        others: what it does not train now.
+        prefix: of the names of its operations.
+        process_set: the ranks that take part.
+    """
+    frozen = [(name, value) for name, value in others if not value.requires_grad]
+    names = {id(value): name for name, value in [*named, *others]}
+    start = Start(operations, optimizer, [*named, *frozen], prefix=prefix, process_set=process_set)
+    return Consistency(operations, optimizer, names, start, prefix=prefix, process_set=process_set)
+
+
+def _attach(optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
+    """Has an optimizer's steps wait for its gradients."""
+    weakref.finalize(optimizer, reducer.detach)
+    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_after_step)
+
+
+def _check_choices(op: ReduceOp, predivide: float, uneven: str | None) -> None:
+    """Refuses settings that do not fit together."""
+    finite(predivide, "gradient_predivide_factor", above=0)
+    if predivide != 1.0 and op is not Average:
         text = "gradient_predivide_factor not supported with op != Average"
         raise ArgumentError(text)
     if uneven not in {None, "join"}:
         text = f'uneven is None or "join", not {uneven!r}'
         raise ArgumentError(text)
-    grouping = Grouping(num_groups, groups, kind=torch.Tensor)
-    compressor = made(compression)
-    check_combines(compressor, op)
-    operations = api.operations()
-    operations.uneven |= uneven == "join"
-    world = operations.daemon.world
-    named = _named(optimizer, named_parameters)
-    prefix = operations.namespace()  # of every rank that gets here, so that all count alike
-    alone = world.size == 1 or len(process_set.ranks) == 1
-    reducer = None
-    takes_part = not alone and world.rank in (process_set.ranks or range(world.size))
-    if takes_part and op is ReduceOp.ADASUM:
-        AdasumStep(optimizer, prefix, named, compressor=compressor, process_set=process_set)
-    elif takes_part:
-        channel = Channel(
-            operations,
-            prefix=prefix,
-            compressor=compressor,
-            op=op,
-            predivide=gradient_predivide_factor,
-            process_set=process_set,
+
+
+def _check_combined(op: ReduceOp) -> None:
+    """Refuses what is neither a mean or sum of gradients nor a combination of steps."""
+    if op not in _COMBINE:
+        text = (
+            "DistributedOptimizer averages or adds up gradients, or combines steps: "
+            f"op={op.name.capitalize()} does not, choose Average, AveragePresent, Sum or Adasum"
         )
-        passes = backward_passes_per_step
-        reducer = Reducer(channel, named, passes_per_step=passes, sparse_as_dense=sparse_as_dense, grouping=grouping)
-        weakref.finalize(optimizer, reducer.detach)
-        optimizer.register_step_pre_hook(_before_step)
-        optimizer.register_step_post_hook(_after_step)
-    if takes_part:
-        optimizer.register_step_post_hook(_count_step)
-    kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
-    optimizer._coordd = reducer  # type: ignore[attr-defined]  # noqa: SLF001 - it is ours now
-    optimizer._process_set = process_set  # type: ignore[attr-defined]  # noqa: SLF001 - as above
-    return optimizer
+        raise ArgumentError(text)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
@@ -195,19 +405,24 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     reducer: Reducer = optimizer._coordd  # noqa: SLF001 - set above
     reducer.check_current()
+    reducer.check_outside()
     reducer.adopt(_late(optimizer, reducer))
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         if not reducer.skipped:
-            reducer.finish_step()
+            reducer.finish_step(stepping=True)
+        elif not reducer.complete:
+            reducer.consistency.local = True
+        if api.operations().as_horovod:
+            as_horovod.fill_missing(_parameters(optimizer))
         _skip(optimizer, reducer)
         return None
     reducer.drop()
 
     def reduced() -> Any:
-        reducer.reset()
+        reducer.drop()
         loss = closure()
-        reducer.finish_step()
+        reducer.finish_step(stepping=True)
         _skip(optimizer, reducer)
         return _agreed(loss, reducer)
 
@@ -235,8 +450,16 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
     optimizer._coordd.end_step(made=found is None or not found.item())  # noqa: SLF001 - set above
 
 
+def _listed(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Lists what was given once, for it may be an iterator; nothing if it is no sequence, such as a model."""
+    try:
+        return list(named_parameters)
+    except TypeError:
+        return []
+
+
 def _named(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None
 ) -> list[tuple[str, torch.Tensor]]:
     """Gives every parameter of the optimizer a name."""
     places = [
@@ -245,12 +468,8 @@ def _named(
         for place, parameter in enumerate(group["params"])
         if parameter.requires_grad
     ]
-    if named_parameters is None:
+    if named is None:
         return places
-    try:
-        named = list(named_parameters)
-    except TypeError:  # a model, say
-        named = []
     if not named or any(type(item) is not tuple or len(item) != 2 for item in named):
         text = (
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
@@ -269,6 +488,21 @@ def _named(
         )
         raise ArgumentError(text)
     return [(known[id(parameter)], parameter) for _, parameter in places]
+
+
+def _beside(
+    optimizer: torch.optim.Optimizer, given: list[tuple[str, torch.Tensor]] | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Lists what is not trained now, and may be later: frozen parameters, and what else is named."""
+    if given is None:
+        return [
+            (f"param.{index}.{place}", parameter)
+            for index, group in enumerate(optimizer.param_groups)
+            for place, parameter in enumerate(group["params"])
+            if not parameter.requires_grad
+        ]
+    trained = {id(parameter) for parameter in _parameters(optimizer) if parameter.requires_grad}
+    return [(name, value) for name, value in given if id(value) not in trained]
 
 
 def _late(optimizer: torch.optim.Optimizer, reducer: Reducer) -> list[tuple[str, torch.Tensor]]:
@@ -296,6 +530,6 @@ def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:
 
 
 def _check_passes(passes: int) -> None:
-    if passes < 1:
+    if whole(passes, "backward_passes_per_step") < 1:
         text = f"backward_passes_per_step must be > 0, not {passes}"
         raise ArgumentError(text)

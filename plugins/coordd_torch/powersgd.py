@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from coordd.checks import whole
 from coordd.errors import ArgumentError
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.rounds import Mean, Rounds
@@ -38,7 +39,7 @@ class PowerSGDCompressor(Compressor):
             ArgumentError: there is no such rank.
         """
         super().__init__()
-        if rank < 1:
+        if whole(rank, "the rank of PowerSGD") < 1:
             text = f"the rank of PowerSGD is at least 1, not {rank}"
             raise ArgumentError(text)
         self._rank = rank
@@ -94,8 +95,8 @@ class PowerSGDCompressor(Compressor):
         shape = columns, self._columns(rows, columns)
         if known is not None and known.shape == shape:
             return known.to(matrix)
-        generator = torch.Generator().manual_seed(crc32(name.encode()) + self._seed)
-        return torch.randn(shape, generator=generator, device="cpu").to(matrix)
+        generator = torch.Generator("cpu").manual_seed(crc32(name.encode()) + self._seed)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(matrix)
 
 
 def _matrix(part: Tensor) -> Tensor:

@@ -1,41 +1,51 @@
 """Reducing the gradients of one optimizer while backward still computes the rest.
 
-Its one rule: no rank ever waits for a gradient that another does not have. Who has none takes part with zeros.
-
+Its one rule: no rank ever waits for a gradient that another does not have. A rank that has none takes part with zeros.
 In the first step every gradient is reduced on its own. Then all ranks know the same order, that of the plans, and the
 gradients move into buckets.
+
+Every reduction counts on all ranks or on none. A rank on which a backward pass fails still takes part in all that is
+left of the step, with a flag that has every rank discard it; see `Reducer.abandon`.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from coordd.errors import ArgumentError, CoorddError
+from coordd.discarding import error_of, given_up, of_step, reduced_already
+from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, brief
 from coordd.grouping import Grouping
-from coordd.handles import call_site
-from coordd.inventory import Inventory
+from coordd.handles import Handle, call_site, hear_of
 from coordd.messages import ReduceOp
-from coordd.settings import Settings
-from coordd_torch.bucket import Bucket
+from coordd.table import show_site
+from coordd_torch.accumulation import Accumulated, not_all_have_repeated, too_many
+from coordd_torch.backward_pass import BackwardPass
 from coordd_torch.channel import Channel
-from coordd_torch.devices import overlaps
+from coordd_torch.consistency import Consistency
 from coordd_torch.finiteness import Finiteness
 from coordd_torch.gradient import Gradient, nested, release
-from coordd_torch.tuning import AT_END, OVERLAP, Tuning
-from coordd_torch.underway import Underway
+from coordd_torch.placement import Placement
 
 __all__ = ["Reducer"]
 
-_LAST_BUCKET_BYTES = 1 << 20
+log = logging.getLogger("coordd")
+
+_NEVER = sys.maxsize
 
 
-class Reducer:
+class Reducer(Placement):
     """All gradients of one optimizer."""
+
+    made_dense: tuple[Gradient, ...] = ()
+    """Gradients that are to be sparse again when they are reduced."""
 
     def __init__(
         self,
@@ -45,42 +55,35 @@ class Reducer:
         passes_per_step: int,
         sparse_as_dense: bool,
         grouping: Grouping,
+        consistency: Consistency,
     ) -> None:
-        self.channel = channel
-        self.underway = Underway(channel)
+        """Takes the parameters of one optimizer over; ``consistency`` compares them between the ranks."""
+        super().__init__(channel, grouping)
         self.passes_per_step = passes_per_step
         self.sparse_as_dense = sparse_as_dense
-        self._grouping = grouping
-        self._joins = channel.joins
-        config = channel.daemon.config
-        self._settings = Settings(
-            fusion_mb=config.fusion_mb,
-            cycle_ms=config.cycle_ms,
-            buckets=1,
-            algorithm=OVERLAP if config.overlap else AT_END,
-            compression="none" if channel.plain else "chosen",
-        )
-        self._first_settings = self._settings
-        self._tuning: Tuning | None = None
-        self._change: Settings | None = None
         self.expected: set[int] = set()
+        """The numbers of the backward passes that run."""
+        self._failed: set[int] = set()
         self.skipped = False
-        self._begun = False
-        self._reduced = False
-        self._finished = False
-        self._replaced = False
+        self.local = 0
+        """How many `no_sync` contexts are open."""
+        self.limit = _NEVER
+        """After how many passes that have made a gradient it is given to be reduced."""
+        self._passes, self._spoilt = 0, ""
+        self._begun = self._reduced = self._finished = self._owed = self._gone_round = False
+        self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self._replaced = False
+        self._counted = self._answered = False
+        self._discarded: CoorddError | None = None
+        self._told: list[Handle[Any]] = []
         self.touched = False
-        """Whether this backward pass has made a gradient."""
-        self._buckets: list[Bucket] = []
-        self._loose: list[Gradient] = []
-        self._gone_round = False
+        """Whether anything has been given to be reduced since the last round."""
         self._adrift: list[Gradient] = []
-        self._moving: list[Gradient] = []
+        self._accumulated = Accumulated()
         self._hooks: list[RemovableHandle] = []
         self.known: set[int] = set()
         """The ids of the parameters whose gradients are reduced."""
         named = list(parameters)
-        self._inventory: Inventory | None = self.channel.inventory(named)
+        self.consistency = consistency
         wanted, rank = self.channel.daemon.config.nonfinite, self.channel.daemon.world.rank
         self.finiteness = Finiteness(wanted, rank) if wanted != "ignore" else None
         self.adopt(named)
@@ -104,6 +107,8 @@ class Reducer:
 
     def replace(self) -> None:
         """Gives way to another optimizer that has been made for the same parameters."""
+        if self._abandoned:
+            self._end_abandoned()
         self.underway.wait()
         self.detach()
         self._replaced = True
@@ -121,86 +126,369 @@ class Reducer:
             )
             raise ArgumentError(text)
 
-    def expect_end_of_backward(self, task: int, first: Gradient) -> None:
-        """Has autograd call us when the backward pass with this number ends; it has made this gradient first."""
-        if self._begun and self._given_up(first):
-            self.drop()
-        if not self._begun and self._joins != self.channel.joins:
-            self._start_over()
-        self._begun = True
+    def check_outside(self) -> None:
+        """Refuses a step that a hook makes while backward runs.
+
+        Raises:
+            CoorddError: gradients are not reduced before the pass ends.
+        """
+        if self.expected:
+            text = (
+                "step() was called inside a backward pass, by a hook of a gradient: gradients are those of all ranks "
+                "when backward() returns, so call step() after it (an optimizer inside the backward pass is not "
+                "supported)"
+            )
+            raise CoorddError(text)
+
+    def expect_end_of_backward(self, task: int, first: Gradient) -> bool:
+        """Has autograd call us when the backward pass with this number ends; it has made this gradient first.
+
+        Returns:
+            whether the gradients of this pass count; they do not if it has failed on another thread of autograd's.
+        """
+        if task in self._failed:
+            return False
+        if not self.expected:
+            self._begin_pass(first)
         self.expected.add(task)
-        self.touched = self._finished = False
+        self._finished = False
         self.underway.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
-        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - there is no public way; FSDP uses it, too
-        engine.queue_callback(lambda: self._end_of_backward(task))
+        BackwardPass(lambda: self.end_of_backward(task), lambda: self.backward_failed(task))
+        return True
+
+    def _begin_pass(self, first: Gradient) -> None:
+        """Finds out to which step a backward pass belongs, and whether its gradients are to be reduced."""
+        if self._abandoned or (self._begun and self._given_up(first)):
+            self.drop()
+        if not self._begun:
+            self._begin_step()
+        elif self._reduced and not self._adds:
+            self._begin_again(first)
+            self._adds = True
+        last = not self.local and self._passes + 1 >= self.passes_per_step
+        self.limit = 1 if last else _NEVER if self.local else self.passes_per_step
+
+    def _begin_step(self) -> None:
+        self._begun, self._discarded = True, None
+        if self._joins != self.channel.joins:
+            self._start_over()
+        for bucket in self._buckets:
+            bucket.secure()
+
+    def _begin_again(self, first: Gradient) -> None:
+        """Gets ready to add to gradients that have been reduced in this step, as several losses do.
+
+        An average of gradients that are equal on all ranks is what it was, so their sum with the new ones is reduced.
+        If all ranks know that others may still make a pass, they ask each other first; else nobody would expect it.
+        """
+        if self._finished:
+            self._reopen()
+            if not self._repeats and any(gradient.passes for gradient in self._gradients()):
+                raise self._refused(first)
+        if self._repeats:
+            self._asks = not self._finished
+            for gradient in self._gradients():
+                gradient.passes = 0
+
+    @property
+    def _repeats(self) -> bool:
+        return self.passes_per_step == 1 and self.channel.repeats
+
+    def _reopen(self) -> None:
+        """Lets all gradients be reduced once more in this step."""
+        self._repeated, self._gone_round, self._adrift = True, False, []
+        self._counted = False
+        for gradient in self._loose:
+            gradient.started = False
+        for bucket in self._buckets:
+            bucket.reopen()
+            bucket.secure()
+        self.open_buckets = len(self._buckets)
 
     def _given_up(self, first: Gradient) -> bool:
-        """Says whether the gradients of this step were cleared without a step; one stands for all."""
+        """Says whether all gradients of this step were cleared without a step."""
+        found = False
         for gradient in (first, *self._gradients()):
             if gradient.passes and (self._reduced or not gradient.started):
-                return gradient.changed
-        return False
+                if not gradient.changed:
+                    return False
+                found = True
+        return found
 
-    def _gradients(self) -> Iterator[Gradient]:
-        yield from self._loose
-        for bucket in self._buckets:
-            yield from bucket
+    def repeat(self, gradient: Gradient) -> None:
+        """Notes that a gradient was computed once more after its reduction had begun.
 
-    def too_many(self, gradient: Gradient) -> CoorddError:
-        """Says that a gradient was computed when its step should have been made."""
-        if nested():
-            text = (
-                f"{gradient.name!r} is computed in several reentrant checkpoints of one backward pass, so nobody can "
-                "tell when it is complete: use checkpoint(..., use_reentrant=False)"
-            )
-        else:
-            text = (
-                "Gradients were computed more than backward_passes_per_step times before call to step() "
-                f"({gradient.name!r}, {self.passes_per_step}). Increase backward_passes_per_step to accumulate "
-                "gradients locally; to skip a step, clear them by optimizer.zero_grad()."
-            )
-        return CoorddError(text)
+        Raises:
+            CoorddError: it cannot be reduced once more.
+        """
+        if not self._asks:
+            raise self._refused(gradient)
+        self._wants_again = True
 
-    def _end_of_backward(self, task: int) -> None:
+    def _refused(self, gradient: Gradient) -> CoorddError:
+        error = too_many(gradient, self.passes_per_step)
+        self.abandon(f"has computed a gradient too often: {error}")
+        return error
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of the present step are reduced."""
+        return self._begun and self._finished
+
+    def passes(self) -> dict[torch.Tensor, int]:
+        """Counts each parameter's backward passes of this step."""
+        return {gradient.parameter: gradient.passes for gradient in self._gradients()}
+
+    def end_of_backward(self, task: int) -> None:
+        """Reduces what this pass was the last for, and waits."""
         self.expected.discard(task)
-        if not self.touched:
+        if self._abandoned:
+            self._raise_discarded()
+        if nested():
+            if not self.expected:
+                self._end_of_nested()
             return
-        if not nested():
+        self._passes += 1
+        if self.limit == 1:
             self._round(more=True)
-        elif not self.expected:
-            # Nobody may call us when the outer pass ends, for all parameters may lie in inner ones.
-            self.underway.settle()
-            for gradient in (*self._loose, *self._adrift):
-                gradient.settle()
+        else:
+            self._observe()
+
+    def _end_of_nested(self) -> None:
+        """Waits for what is complete, for the outer pass may not tell that it ends; `finish_step` reduces the rest."""
+        if self.limit != 1:
+            self._observe()
+        if all(bucket.full or not bucket.open for bucket in self._buckets):
+            for bucket in self._buckets:
+                bucket.close()
+        self.underway.settle()
+        for gradient in (*self._loose, *self._adrift):
+            gradient.settle()
+
+    def _observe(self) -> None:
+        self._accumulated.observe(filter(self._is_local, self._gradients()))
+
+    def _is_local(self, gradient: Gradient) -> bool:
+        """Whether passes have added to a gradient that are not reduced; what was reduced may be added to if we ask."""
+        return gradient.passes > 0 and (self._asks or not gradient.started)
+
+    def backward_failed(self, task: int) -> None:
+        """Runs when a backward pass has failed, before its error reaches the script."""
+        self.expected.discard(task)
+        self._failed.add(task)
+        if self._abandoned or self._replaced:
+            return
+        reason = f"has not completed its backward pass at {show_site(self.underway.site)}, which has failed"
+        if self.limit != 1 and not self.touched:
+            self._spoilt = reason
+            self._passes += 1
+            self._observe()
+            return
+        try:
+            self.abandon(reason)
+        except CoorddError:  # the job has failed: whoever goes on hears of it
+            log.debug("the other ranks could not be told that a backward pass has failed", exc_info=True)
+        except Exception as error:  # noqa: BLE001 - of a compressor, say; the other ranks must not wait for its part
+            self.channel.daemon.fail(f"could not discard a step: {brief(error)}", traceback.format_exc())
+
+    def _check_unspoilt(self) -> None:
+        """Discards a step to which a pass that has failed has added gradients that were not cleared since."""
+        reason, self._spoilt = self._spoilt, ""
+        if reason and any(gradient.passes and gradient.parameter.grad is not None for gradient in self._gradients()):
+            self.abandon(reason)
+            self._raise_discarded()
+
+    def abandon(self, reason: str) -> None:
+        """Discards this step on all ranks, without waiting.
+
+        Takes part in all that the others wait for in this round: in buckets with a flag, so that no rank uses what
+        they hold, in other gradients with nothing. Where there are no buckets yet, and in later rounds of a step, the
+        flag is in what the ranks ask each other at the end of a round.
+
+        Args:
+            reason: what this rank has done, as the end of a sentence.
+        """
+        self._count()
+        self._abandoned, self.limit = True, _NEVER
+        self._discarded = DiscardedStepError([(self.channel.daemon.world.rank, reason)])
+        self._answered = False
+        self._clear()
+        first, self._gone_round = not self._gone_round, True
+        for bucket in self._buckets:
+            bucket.discard()
+        self._start([*self._loose, *self._adrift], wanted=False)
+        if not (first and self._buckets):
+            self._told.append(self._question(discard=True))
+        self._told.append(self.channel.tell("discarded", reason))
+        for handle in self._told:
+            handle.add_done_callback(hear_of)  # if it fails, this rank has told of a worse error
+
+    def discard_step(self) -> None:
+        """Discards the present step on all ranks, also where this rank has begun nothing of it; does not wait.
+
+        If the step is discarded already, because a backward pass has failed here or on another rank, there is nothing
+        to do: that is so if no error is being handled, or one that has come out of the step's backward pass.
+
+        Raises:
+            CoorddError: the gradients of this step are reduced already, so other ranks may have used them.
+        """
+        error = sys.exception()
+        answered, self._answered = self._answered, True
+        if isinstance(error, DiscardedStepError) or (
+            self._discarded is not None and not answered and (error is None or of_step(error))
+        ):
+            return
+        if self._abandoned:
+            self.drop()
+        if self.complete:
+            raise reduced_already()
+        if not self._begun:
+            self._begin_step()
+        self.underway.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
+        self.abandon(given_up(self.underway.site, error))
+        self._answered = True
+
+    def _clear(self) -> None:
+        for gradient in self._gradients():
+            gradient.parameter.grad = None
+
+    def _end_abandoned(self) -> None:
+        """Waits until the other ranks have discarded the step, too."""
+        self.underway.wait()
+        told, self._told = self._told, []
+        for handle in told if self.underway.failed is None else ():
+            handle.wait()
+        self.reset()
+
+    def _discard(self, reason: str = "") -> None:
+        """Discards this step because a rank has said so; all ranks get here.
+
+        Raises:
+            DiscardedStepError: always.
+        """
+        if self._repeated and not reason:
+            reason = not_all_have_repeated(self.underway.site)
+        error = error_of(self.channel.tell("discarded", reason))
+        self._clear()
+        self.reset()
+        self._discarded, self._answered = error, False
+        self._raise_discarded()
+
+    def _raise_discarded(self) -> None:
+        if self._discarded is not None:
+            raise self._discarded.with_traceback(None)
 
     def _round(self, *, more: bool, wanted: bool = True) -> None:
         """Reduces what has been accumulated and waits; no rank is left waiting for what another does not have.
 
         Parameters without a gradient here take part with zeros, if another rank has one. Where none has, the ranks ask
-        each other whether any may still get one in this step, so that all of them make the same number of rounds.
+        each other whether any may still get one in this step, so that all of them make the same number of rounds. So
+        they do where the buckets of the next step will be others.
 
         Args:
             more: whether this rank may make another backward pass in this step.
             wanted: whether this rank still has a use for the gradients; else it takes part for the others' sake.
         """
-        first, self._gone_round = not self._gone_round, True
-        inventory, self._inventory = self._inventory, None
-        if inventory is not None:
-            inventory.check()
-        for bucket in self._buckets:
-            bucket.close()
-        alone = [*self._loose, *self._adrift]
-        self._start(alone, wanted=wanted)
-        self.underway.settle()
-        if wanted:
-            self._settle(alone)
+        try:
+            self._go_round(more=more, wanted=wanted)
+        except BaseException as error:
+            if not (self._abandoned and isinstance(error, Exception)):
+                self.channel.daemon.broken_off(error, "the reduction of gradients")
+            raise
+
+    def _go_round(self, *, more: bool, wanted: bool) -> None:
+        self._check_unspoilt()
+        first = not self._gone_round
+        self._reduce(first=first, wanted=wanted)
+        moving = self._moving
         if first:
             self._listen()
             self._adrift = [gradient for bucket in self._buckets for gradient in bucket.settle()]
-            self._moving = [gradient for gradient in self._loose if gradient.started and gradient.scattered is None]
+            moving = [gradient for gradient in self._loose if gradient.started and gradient.scattered is None]
         missing = [gradient for gradient in (*self._loose, *self._adrift) if not gradient.started]
-        self._finished = not missing or not self._any(more)
-        self._reduced = True
+        again = False
+        if first and self._buckets and not (missing or moving or self._change):
+            self._finished = True
+        else:
+            self._finished, again = self._ask(more=more)
+        self._moving, self._owed = moving, not self._finished
+        self._reduced, self._passes = True, 0
+        self.touched = self._adds = self._asks = self._wants_again = False
+        if first and wanted:
+            self._hear()
+        if again:
+            self._reopen()
+            if not wanted:
+                self.abandon("has given up the gradients to which another rank has added")
+                self._raise_discarded()
+            self._round(more=more, wanted=wanted)
+
+    def _count(self) -> None:
+        """Counts this step, once, and takes part in what the ranks compare in it."""
+        counted, self._counted = self._counted, True
+        if not counted:
+            self.consistency.begin()
+
+    def _hear(self) -> None:
+        """Hears whether all ranks still have the same parameters, when none waits for this rank.
+
+        Raises:
+            MismatchError: on all ranks: they have not, and none may make this step.
+        """
+        try:
+            self.consistency.hear()
+        except MismatchError as error:
+            self._discarded, self._answered = error, True
+            raise
+
+    def _reduce(self, *, first: bool, wanted: bool) -> None:
+        """Starts what has not started, and waits for everything.
+
+        Raises:
+            DiscardedStepError: a rank has abandoned the step.
+            CoorddError: something could not be reduced.
+        """
+        alone = [*self._loose, *self._adrift]
+        self._count()
+        try:
+            self.consistency.check_alone()
+            for bucket in self._buckets:
+                bucket.close()
+            self._start(alone, wanted=wanted)
+        except Exception as error:
+            self.abandon(f"could not give its gradients away: {brief(error)}")
+            raise
+        self._gone_round = True
+        self.underway.wait()
+        if any(bucket.refused for bucket in self._buckets):
+            self._discard()
+        if self.underway.failed is not None and not (first and self._buckets):
+            self.abandon(f"could not reduce its gradients: {brief(self.underway.failed)}")
+        self.underway.settle()
+        if wanted:
+            self._settle(alone)
+        made_dense, self.made_dense = self.made_dense, ()
+        for gradient in made_dense:
+            gradient.make_sparse()
+
+    def _question(self, *, more: bool = False, discard: bool = False) -> Handle[Any]:
+        """Starts to ask all ranks at the end of a round, and tells them the same of this one."""
+        flags = np.array([more, self._wants_again, discard, True], np.float64)
+        return self.channel.ask(flags, "another backward pass", ReduceOp.SUM)
+
+    def _ask(self, *, more: bool) -> tuple[bool, bool]:
+        """Asks whether no rank makes another round in this step, and whether one has something more to reduce.
+
+        Raises:
+            DiscardedStepError: a rank has abandoned the step.
+        """
+        others_more, again, discard, present = self._question(more=more).result().tolist()
+        if discard:
+            self._discard()
+        if again and self.channel.op is ReduceOp.AVERAGE and present < self.channel.members:
+            self._repeated = bool(self._wants_again)
+            self._discard()
+        return not others_more, bool(again)
 
     def _start(self, gradients: Iterable[Gradient], *, wanted: bool) -> None:
         """Starts what has not started yet, on behalf of other ranks where this one has nothing."""
@@ -209,7 +497,7 @@ class Reducer:
                 if wanted and gradient.given:
                     gradient.submit()
                 else:
-                    gradient.fill()
+                    gradient.fill(kept=wanted or not gradient.changed)
 
     def _settle(self, gradients: Iterable[Gradient]) -> None:
         """Takes over what has been reduced on its own, and looks at all sums if the user wants that."""
@@ -226,21 +514,38 @@ class Reducer:
             if gradient.started and (value := gradient.parameter.grad) is not None:
                 yield value if value.layout is torch.strided else value.coalesce().values()
 
-    def _any(self, more: bool) -> bool:
-        return bool(self.channel.agree(np.array(more), "another backward pass", ReduceOp.MAX))
-
     def reduced(self, loss: float) -> float:
         """Reduces a loss as its gradients are."""
         return float(self.channel.agree(np.array(loss), "loss", self.channel.op))
 
-    def finish_step(self) -> None:
-        """Makes sure that everything is reduced, on ranks with fewer backward passes than others, too."""
+    def finish_step(self, *, stepping: bool = False) -> None:
+        """Makes sure that everything is reduced, on ranks with fewer backward passes than others, too.
+
+        Args:
+            stepping: whether `step` uses them next; what is still to be averaged must then be as backward left it.
+
+        Raises:
+            DiscardedStepError: the step has no gradients, on any rank.
+            CoorddError: gradients that are not averaged yet were changed.
+        """
+        self._raise_discarded()
+        if self._finished:
+            return
+        if not self._begun:
+            self._begin_step()
+        if stepping and (text := self._accumulated.check(filter(self._is_local, self._gradients()))):
+            self.abandon(f"has refused to make it: {text}")
+            raise CoorddError(text)
         while not self._finished:
             self._round(more=False)
 
     def reset(self) -> None:
         """Gets ready for the next step."""
-        self._begun = self._reduced = self._finished = self._gone_round = False
+        self._begun = self._reduced = self._finished = self._owed = self._gone_round = False
+        self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self.touched = False
+        self._counted = False
+        self._passes, self._spoilt = 0, ""
+        self._accumulated.forget()
         self.underway.failed = None
         if self.finiteness is not None:
             self.finiteness.skips = False
@@ -248,6 +553,7 @@ class Reducer:
             gradient.reset()
         for bucket in self._buckets:
             bucket.reset()
+        self.open_buckets = len(self._buckets)
         self._adrift = []
         if self._moving:
             self._move_in()
@@ -262,71 +568,28 @@ class Reducer:
         if self._tuning is not None:
             self._tuning.step_done()
 
-    def signal(self, bucket: Bucket) -> None:
-        """Lets autotune speak behind the gradients of the first bucket."""
-        if self._tuning is None or bucket is not self._buckets[0]:
-            bucket.signals.zero_()
-        else:
-            bucket.signals.copy_(torch.tensor(self._tuning.signals()))
-
-    def _listen(self) -> None:
-        """Hears what autotune says, the same on all ranks in the same step."""
-        if self._tuning is not None and self._buckets:
-            scale = self.channel.members if self.channel.op.averages else 1
-            self._change = self._tuning.hear((self._buckets[0].signals.double() * scale).tolist())
-
-    def _move_in(self) -> None:
-        """Gives the gradients that were reduced on their own places in buckets, in the order of the plans."""
-        moving, self._moving = sorted(self._moving, key=lambda gradient: gradient.turn), []
-        self._loose = [gradient for gradient in self._loose if gradient not in moving]
-        self._settle_in(moving)
-        daemon = self.channel.daemon
-        if daemon.config.autotune and self._tuning is None and self.channel.members == daemon.world.size:
-            requests = [gradient.request for gradient in moving]
-            self._tuning = Tuning(daemon.config, daemon.world, requests, self._settings)
-
-    def _settle_in(self, gradients: Sequence[Gradient]) -> None:
-        """Makes buckets for gradients, as the settings want them."""
-        settings = self._settings
-        early = settings.algorithm == OVERLAP
-        early &= all(overlaps(gradient.parameter.device.type) for gradient in gradients)
-        total = sum(gradient.parameter.nbytes for gradient in gradients)
-        limit = settings.bucket_bytes(total) if early else sys.maxsize
-        last = min(limit, _LAST_BUCKET_BYTES) if early else limit
-        for group in self._grouping.buckets(gradients, limit=limit, last=last):
-            name = f"{self.channel.prefix}gradients.{len(self._buckets)}"
-            self._buckets.append(Bucket(self, name, group, early=early))
-
-    def _start_over(self) -> None:
-        """Makes the next step a first one, as on ranks that have joined and missed what the others did meanwhile."""
-        self._joins = self.channel.joins
-        for bucket in self._buckets:
-            for gradient in bucket:
-                gradient.leave_bucket()
-                self._loose.append(gradient)
-            bucket.retire()
-        self._buckets, self._moving, self._tuning, self._change = [], [], None, None
-        self._settings = self._first_settings
-
-    def _rearrange(self, settings: Settings) -> None:
-        """Carries a choice of autotune out, between two steps."""
-        self._settings, self._change = settings, None
-        self.channel.daemon.set_window(settings.cycle_ms / 1e3)
-        self.channel.compress(wanted=settings.compression != "none")
-        gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
-        for bucket in self._buckets:
-            bucket.retire()
-        self._buckets = []
-        self._settle_in(gradients)
-
     def drop(self) -> None:
         """Lets what is under way end, whatever comes of it, before its memory is used for something else.
 
         Other ranks may still be in this step, so it is made to its end.
         """
-        if not self._begun and not self._reduced:
-            return
-        while self._reduced and not self._finished:
-            self._round(more=False, wanted=False)
-        self.underway.wait()
-        self.reset()
+        if self._begun and (self._owed or self.touched) and not self._abandoned:
+            self._take_part_without_gradients()
+        if self._abandoned:
+            self._end_abandoned()
+        elif self._begun:
+            self.underway.wait()
+            self.reset()
+        self._discarded = None
+
+    def _take_part_without_gradients(self) -> None:
+        """Makes the rounds of this step that other ranks may wait for; what this rank has added alone is forgotten."""
+        self._spoilt, self._wants_again = "", False
+        for gradient in self._gradients():
+            if self._is_local(gradient):
+                gradient.forget()
+        try:
+            while not self._finished:
+                self._round(more=False, wanted=False)
+        except (DiscardedStepError, MismatchError):
+            log.debug("a step that was given up here has failed", exc_info=True)

@@ -9,11 +9,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from coordd import api
-from coordd.arguments import backward_names, no_gradient, places
+from coordd.arguments import backward_names, check_op, no_gradient, places
 from coordd.errors import ArgumentError
-from coordd.handles import Handle, wait_all
-from coordd.messages import ReduceOp
+from coordd.handles import Handle
+from coordd.messages import Kind, ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.refusing import refusable
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.operations import (
     Average,
@@ -21,6 +22,7 @@ from coordd_torch.operations import (
     Sum,
     Tensor,
     Tensors,
+    current,
     each,
     gathered_async,
 )
@@ -29,6 +31,7 @@ from coordd_torch.tensors import borrow, from_array
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
 
 
+@refusable(Kind.REDUCESCATTER, current)
 def reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     name: str | None = None,
@@ -56,7 +59,7 @@ def reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     return api.operations().reducescatter(
         array,
         name=name,
-        op=ReduceOp(op),
+        op=check_op(op),
         prescale=prescale_factor,
         postscale=postscale_factor,
         process_set=process_set,
@@ -64,6 +67,7 @@ def reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     )
 
 
+@refusable(Kind.REDUCESCATTER, current)
 def grouped_reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     name: str | None = None,
@@ -77,6 +81,7 @@ def grouped_reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     return each(reducescatter_async, tensors, places(name, len(tensors)), **details)
 
 
+@refusable(Kind.REDUCESCATTER, current)
 def reducescatter(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     name: str | None = None,
@@ -93,6 +98,7 @@ def reducescatter(  # noqa: PLR0917 - Horovod's signature
     return _scattered([tensor], [name], compression, _details(op, process_set, prescale_factor, postscale_factor))[0]
 
 
+@refusable(Kind.REDUCESCATTER, current)
 def grouped_reducescatter(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     name: str | None = None,
@@ -109,7 +115,7 @@ def grouped_reducescatter(  # noqa: PLR0917 - Horovod's signature
 
 def _details(op: ReduceOp, process_set: ProcessSet, prescale: float, postscale: float) -> dict[str, Any]:
     factors = {"prescale_factor": prescale, "postscale_factor": postscale}
-    return {"op": ReduceOp(op), "process_set": process_set, **factors}
+    return {"op": check_op(op), "process_set": process_set, **factors}
 
 
 def _scattered(
@@ -143,10 +149,8 @@ class _Reducescatter(torch.autograd.Function):
             raise no_gradient(op)
         factor = details["prescale_factor"] * details["postscale_factor"]
         factor *= process_set.count(api.size()) if op is Sum else 1
-        named = zip(gradients, backward_names(ctx.names), strict=True)
-        handles = [gathered_async(rows, name, process_set) for rows, name in named]
-        wait_all(handles)
-        found = [_whole(*handle.result(), shape) for handle, shape in zip(handles, ctx.shapes, strict=True)]
+        gathered: Any = each(gathered_async, gradients, backward_names(ctx.names), process_set=process_set).result()
+        found = [_whole(rows, sizes, shape) for (rows, sizes), shape in zip(gathered, ctx.shapes, strict=True)]
         return None, None, *(gradient * factor for gradient in found)
 
 

@@ -63,8 +63,8 @@ class Scattered:
     def start(self, value: torch.Tensor | None) -> None:
         """Announces this rank's rows; without a gradient only that it has none."""
         kind = _NOTHING if value is None else _GIVEN
-        indices = torch.full((1, self._sparse), kind)
-        values = torch.zeros(1, *self._shape[self._sparse :], dtype=self._dtype)
+        indices = torch.full((1, self._sparse), kind, dtype=torch.int64, device="cpu")
+        values = torch.zeros(1, *self._shape[self._sparse :], dtype=self._dtype, device="cpu")
         if value is not None:
             entries: Any = value.detach()
             # Without adding up what is there twice, which is what the result is like, too.
@@ -93,7 +93,7 @@ class Scattered:
         divisor = {ReduceOp.AVERAGE: self._underway.channel.members, ReduceOp.AVERAGE_PRESENT: present}.get(self._op, 1)
         values = values[kept].reshape(-1, *self._shape[self._sparse :])
         values = values if divisor == 1 else values / divisor
-        found = torch.sparse_coo_tensor(indices[kept].t(), values, self._shape, check_invariants=False)
+        found = torch.sparse_coo_tensor(indices[kept].t(), values, self._shape, device="cpu", check_invariants=False)
         return found.to(self._device)
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:

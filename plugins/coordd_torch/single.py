@@ -50,6 +50,7 @@ def in_rounds(
 ) -> tuple[Tensor, ...]:
     """Returns the reductions of tensors, one after the other, on the user's thread; other types travel as they are."""
     members = process_set.count(api.size())
+    api.operations().account()  # from now on parts of it may be under way
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     found = []
     for tensor, name in zip(tensors, names, strict=True):

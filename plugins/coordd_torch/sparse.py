@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from coordd import api
+from coordd.arguments import check_op
 from coordd.errors import ArgumentError
 from coordd.handles import Handle
-from coordd.messages import ReduceOp
+from coordd.messages import Kind, ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, allgather_async
+from coordd.refusing import Name, refusable
+from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, allgather_async, current
 
 __all__ = ["SparseHandle", "sparse_allreduce_async"]
 
@@ -29,11 +32,16 @@ class SparseHandle(GroupHandle):
         indices, values = super().result()
         if self._divisor != 1:
             values = values / self._divisor
-        return torch.sparse_coo_tensor(indices.t(), values, self._size, check_invariants=False)
+        return torch.sparse_coo_tensor(indices.t(), values, self._size, device=values.device, check_invariants=False)
 
     __call__ = result
 
 
+def _named(given: Mapping[str, Any]) -> Name:
+    return Kind.ALLGATHER, _names(given.get("name"))
+
+
+@refusable(_named, current)
 def sparse_allreduce_async(
     tensor: Tensor,
     name: str | None = None,
@@ -54,7 +62,7 @@ def sparse_allreduce_async(
     Raises:
         ArgumentError: the tensor is dense, or the operation another one.
     """
-    op = Average if op is None else ReduceOp(op)
+    op = Average if op is None else check_op(op)
     if tensor.layout is not torch.sparse_coo:
         text = f"a sparse tensor in coordinates is wanted, not {tensor.layout}: use allreduce, or tensor.to_sparse()"
         raise ArgumentError(text)
@@ -65,9 +73,16 @@ def sparse_allreduce_async(
     indices = entries._indices().t().contiguous()  # noqa: SLF001 - without adding up what is there twice
     values = entries._values().contiguous()  # noqa: SLF001 - as above
     divisor = process_set.count(api.size()) if op is Average else 1
-    return SparseHandle(
-        allgather_async(indices, name and f"{name}.indices", process_set),
-        allgather_async(values, name and f"{name}.values", process_set),
-        tensor.shape,
-        divisor,
-    )
+    names = _names(name)
+    with api.operations().together(names):
+        return SparseHandle(
+            allgather_async(indices, names[0], process_set),
+            allgather_async(values, names[1], process_set),
+            tensor.shape,
+            divisor,
+        )
+
+
+def _names(name: str | None) -> list[str | None]:
+    """The names of the two operations."""
+    return [name and f"{name}.indices", name and f"{name}.values"]

@@ -8,17 +8,21 @@ from typing import Any
 import torch
 
 from coordd import api
+from coordd.calls import CollectiveCall, collective
 from coordd.errors import ArgumentError
 from coordd.handles import wait_all
 from coordd.inventory import Inventory
 from coordd.objects import broadcast_object
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd_torch.as_horovod import fill_missing
 from coordd_torch.operations import broadcast_async_
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
 
+@collective("broadcast_parameters")
 def broadcast_parameters(
+    _: CollectiveCall,
     params: Mapping[str, Any] | Iterable[Any],
     root_rank: int = 0,
     process_set: ProcessSet = global_process_set,
@@ -59,7 +63,9 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.T
     return [(name, value) for name, value in found if isinstance(value, torch.Tensor)]
 
 
+@collective("broadcast_optimizer_state")
 def broadcast_optimizer_state(
+    _: CollectiveCall,
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
     model: torch.nn.Module | None = None,  # noqa: ARG001 - Horovod's signature
@@ -68,6 +74,7 @@ def broadcast_optimizer_state(
     """Copies the root's optimizer state, hyper-parameters included, to all ranks.
 
     The state may be empty or of any shape on the other ranks: they take over what the root has, and no step is made.
+    Under ``as_horovod`` the parameters of an optimizer without a state get gradients of zeros, as Horovod gives them.
 
     Args:
         optimizer: any optimizer of PyTorch's interface, distributed or not.
@@ -75,6 +82,9 @@ def broadcast_optimizer_state(
         model: Horovod's, which makes a step to get a state; not needed.
         process_set: the ranks that take part.
     """
+    if api.operations().as_horovod and not optimizer.state_dict()["state"]:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        fill_missing(parameters, sparse=isinstance(optimizer, torch.optim.SparseAdam))
     name = "broadcast.optimizer_state"
     tensors: list[torch.Tensor] = []
     skeleton = _hollow(optimizer.state_dict(), tensors) if api.rank() == root_rank else None
@@ -84,7 +94,22 @@ def broadcast_optimizer_state(
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
     broadcast_parameters([(f"{name}.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank, process_set)
     if api.rank() != root_rank:
-        optimizer.load_state_dict(_filled(skeleton, tensors))
+        state = _filled(skeleton, tensors)
+        optimizer.load_state_dict(state)
+        _keep_types(optimizer, state)
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Puts tensors back that `load_state_dict` has converted to the type of their parameter, which the root has not.
+
+    Those of ASGD and NAdam, for example, are in float32 for parameters of any type.
+    """
+    for group, sent in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], sent["params"], strict=True):
+            loaded: Any = optimizer.state.get(parameter)
+            for key, value in state["state"].get(number, {}).items() if isinstance(loaded, dict) else ():
+                if isinstance(value, torch.Tensor) and getattr(loaded.get(key), "dtype", None) != value.dtype:
+                    loaded[key] = value
 
 
 class _Place:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from coordd.checks import finite
 from coordd.errors import ArgumentError
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.rounds import Gather, Rounds
@@ -32,7 +33,7 @@ class TopKCompressor(Compressor):
             ArgumentError: there is no such share.
         """
         super().__init__()
-        if not 0 < ratio <= 1:
+        if not 0 < finite(ratio, "ratio") <= 1:
             text = f"the share of values that top-k sends is above 0 and at most 1, not {ratio}"
             raise ArgumentError(text)
         self._share = ratio

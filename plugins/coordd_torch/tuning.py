@@ -19,7 +19,7 @@ from coordd.tuning.record import host_kind, path_for
 from coordd.tuning.session import Session
 from coordd.world import World
 
-__all__ = ["AT_END", "OVERLAP", "SIGNALS", "Tuning"]
+__all__ = ["AT_END", "OVERLAP", "SIGNALS", "Tuning", "first_settings"]
 
 log = logging.getLogger("coordd")
 
@@ -83,3 +83,19 @@ class Tuning:
         if self._session is not None:
             log.info("autotune: %s", ", ".join(f"{knob} {value}" for knob, value in chosen.items()))
         return self._now
+
+
+def first_settings(config: Config, *, compresses: bool) -> Settings:
+    """Returns the settings without autotune.
+
+    Args:
+        config: what the user wants.
+        compresses: whether the user has chosen a compression.
+    """
+    return Settings(
+        fusion_mb=config.fusion_mb,
+        cycle_ms=config.cycle_ms,
+        buckets=1,
+        algorithm=OVERLAP if config.overlap else AT_END,
+        compression="chosen" if compresses else "none",
+    )

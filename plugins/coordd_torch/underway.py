@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from coordd.errors import CoorddError
+from coordd.handles import check_may_wait
 from coordd.table import Entry, Site
 from coordd_torch.channel import Channel
 
@@ -34,15 +36,22 @@ class Underway:
 
     def submit(self, entry: Entry) -> None:
         """Announces one of them."""
-        self.channel.daemon.submit(entry)
-        self._started += 1
+        try:
+            self._started += 1
+            self.channel.daemon.submit(entry)
+        except CoorddError:
+            self._started -= 1
+            raise
+        except BaseException as error:  # a signal's handler has raised: whether it is submitted is not known
+            self.channel.daemon.broken_off(error, "the submission of gradients")
+            raise
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Takes over what has arrived; on the daemon's thread."""
         try:
             if convert is not None:
                 convert(value)
-        except Exception as error:  # noqa: BLE001 - the thread that waits gets it
+        except BaseException as error:  # noqa: BLE001 - the thread that waits gets it
             self.failed = self.failed or error
         self.landed()
 
@@ -58,8 +67,13 @@ class Underway:
             self._all_landed.set()
 
     def wait(self) -> None:
-        """Waits until everything that was started is done."""
+        """Waits until everything that was started is done.
+
+        Raises:
+            DeadlockError: it is not, and this is the daemon's thread.
+        """
         while self._landed < self._started:
+            check_may_wait("waiting for gradients")
             self._all_landed.clear()
             if self._landed < self._started:
                 over = self.channel.daemon.hurry("gradients")
@@ -70,6 +84,6 @@ class Underway:
     def settle(self) -> None:
         """Waits for what was started; raises the error of what has failed."""
         self.wait()
-        if self.failed is not None:
-            error, self.failed = self.failed, None
+        error, self.failed = self.failed, None
+        if error is not None:
             raise error

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 import zmq
 
@@ -74,6 +75,11 @@ def stranger(address: Address, *, server_key: bytes, identity: bytes = b"") -> z
     return end
 
 
+def tcp_connections() -> list:
+    """Lists the TCP connections of this process."""
+    return [each for each in psutil.Process().net_connections("tcp4") if each.status == psutil.CONN_ESTABLISHED]
+
+
 def leave(end: zmq.Socket) -> None:
     end.close()
     end.context.term()
@@ -125,6 +131,39 @@ def test_a_member_hears_that_the_coordinator_is_gone(star):
     made.close(0)
     assert made.await_messages(1, 1) == [(0, LOST)]
     made.ends[1].send(0, Goodbye())  # goes nowhere, quietly
+
+
+def test_the_end_of_an_earlier_connection_with_the_same_descriptor_is_no_loss(star):
+    """All of it has happened before the hub looks: it reads messages first, and how connections ended afterwards."""
+    made = star(1)
+    member = ZmqControl(1, heartbeat_seconds=0.0)
+    host, port = made.address.endpoint.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        assert raw.recv(1), "no greeting"
+        hubs_end = next(each for each in tcp_connections() if each.laddr.port == int(port) and each.raddr)
+    deadline = time.monotonic() + DEADLINE
+    while any(each.fd == hubs_end.fd for each in tcp_connections()):
+        assert time.monotonic() < deadline, "the hub has kept its end of a closed connection"
+    member.connect(made.address)  # its end gets the number of `raw`, the hub's the one of `hubs_end`
+    member.send(0, Inquiry())
+    assert made.ends[0]._socket.poll(DEADLINE * 1e3)
+    assert hubs_end.fd in [each.fd for each in tcp_connections() if each.laddr.port == int(port)]
+    assert made.ends[0].receive() == [(1, Inquiry())]
+    assert made.ends[0].receive() == []
+    member.close()
+    assert made.await_messages(0, 1) == [(1, LOST)]
+
+
+def test_a_member_that_has_left_before_the_hub_looks_is_lost(star):
+    made = star(2)
+    made.ends[1].send(0, Goodbye())
+    assert made.ends[0]._socket.poll(DEADLINE * 1e3)
+    made.close(1)
+    deadline = time.monotonic() + DEADLINE
+    port = int(made.address.endpoint.rpartition(":")[2])
+    while any(each.laddr.port == port and each.raddr for each in tcp_connections()):
+        assert time.monotonic() < deadline, "the hub has kept its end of a closed connection"
+    assert made.await_messages(0, 2) == [(1, Goodbye()), (1, LOST)]
 
 
 def test_what_was_sent_before_leaving_arrives(star):

@@ -93,7 +93,10 @@ def test_ranks_that_disagree_are_told_in_horovods_words_and_by_name(phrase):
 
 
 def model(*names):
-    return torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in names})
+    found = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in names})
+    for parameter in found.parameters():
+        torch.nn.init.ones_(parameter)  # alike on all ranks
+    return found
 
 
 def optimizer(net, *, named=None, **more):
@@ -179,7 +182,7 @@ WRONG = {
     ),
     "too many passes": (
         "Gradients were computed more than backward_passes_per_step times before call to step()",
-        lambda: distributed_backward(2),
+        lambda: distributed_backward(3, backward_passes_per_step=2),
     ),
     "what to do about them": (
         "Increase backward_passes_per_step to accumulate gradients locally",

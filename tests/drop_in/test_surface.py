@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 
-import horovod
 import horovod.torch as hvd
 import pytest
 import torch
@@ -17,7 +16,7 @@ from coordd_tools.compatibility.judge import differences, judge, ours, signature
 from coordd_tools.compatibility.torch import TORCH
 from tests.local_ranks import each_rank
 
-OWN = {"init"}
+OWN = {"init", "start_timeline", "stop_timeline"}
 MODULE = "horovod.torch"
 NAMES = [*COMMON.names, *TORCH.names]
 CALLED = {name.name: name for name in NAMES if name.signature is not None}
@@ -123,6 +122,7 @@ def _derived():
     [
         ("horovod", ["run", "__version__"]),
         ("horovod.runner", ["run"]),
+        ("horovod.runner.launch", ["run_commandline", "check_build"]),
         ("horovod.data", ["AsyncDataLoaderMixin", "BaseDataLoader"]),
         ("horovod.data.data_loader_base", ["AsyncDataLoaderMixin", "BaseDataLoader"]),
         ("horovod.common.exceptions", ["HorovodInternalError", "HostsUpdatedInterrupt"]),
@@ -146,7 +146,6 @@ def test_scripts_find_names_where_horovod_has_them(module, names):
 @pytest.mark.parametrize(
     ("name", "use"),
     [
-        ("horovod.run", lambda: horovod.run(print, np=2)),
         ("horovod.torch.elastic.run", lambda: hvd.elastic.run(print)),
         ("horovod.torch.elastic.TorchState", lambda: hvd.elastic.TorchState(model=None)),
         ("horovod.torch.elastic.State", _derived),

@@ -2,6 +2,8 @@
 
 import os
 
+import coordd
+
 if backends := os.environ.get("TEST_KERAS_BACKENDS"):
     chosen = backends.split(",")
-    os.environ["KERAS_BACKEND"] = chosen[int(os.environ["OMPI_COMM_WORLD_RANK"]) % len(chosen)]
+    os.environ["KERAS_BACKEND"] = chosen[coordd.rank() % len(chosen)]

@@ -325,10 +325,40 @@ def case_what_is_made_of_a_distributed_optimizers_config_is_plain() -> None:
 
 
 def case_compressions_with_a_way_of_their_own_are_refused() -> None:
+    """Ranks of both backends make the same number of calls, else one's second would be another's first."""
+    wrong: object = "fp8"
     if keras.backend.backend() == "torch":
         import coordd.torch
 
-        with pytest.raises(cd.ArgumentError, match="is for coordd"):
-            cd.DistributedOptimizer(keras.optimizers.SGD(), compression=coordd.torch.Compression.int8)
+        wrong = coordd.torch.Compression.int8
+    with pytest.raises((cd.ArgumentError, AttributeError), match=r"is for coordd|no attribute"):
+        cd.DistributedOptimizer(keras.optimizers.SGD(), compression=wrong)
     with pytest.raises(cd.ArgumentError, match="is no compression"):
         cd.DistributedOptimizer(keras.optimizers.SGD(), compression=3)
+
+
+DIFFERENT = "start with different values of (first|last|small)"
+
+
+@ranks(2, deadline=60)
+def case_models_with_other_seeds_are_told_to_all_in_fit() -> None:
+    """On each backend, and on ranks with different ones; afterwards the ranks still work together."""
+    for details in ({}, {"run_eagerly": True}):
+        found = model(seed=cd.rank())
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        found.compile(cd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss, **details)
+        x, y = mine(4)
+        with pytest.raises(Exception, match=DIFFERENT):
+            found.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        assert cd.allreduce(np.array([float(cd.rank())])).tolist() == [0.5]
+
+
+@ranks(2, deadline=60)
+def case_models_with_other_seeds_are_told_to_all_in_a_loop() -> None:
+    found = model(seed=cd.rank())
+    optimizer = cd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    gradients = [keras.ops.ones(variable.shape) for variable in found.trainable_variables]
+    with pytest.raises(cd.MismatchError, match=DIFFERENT):  # noqa: PT012 - the check comes with the second step
+        for _ in range(3):
+            optimizer.apply(gradients, found.trainable_variables)
+    assert cd.allreduce(np.array([float(cd.rank())])).tolist() == [0.5]

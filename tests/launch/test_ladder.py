@@ -42,6 +42,21 @@ def test_when_every_rank_has_spoken_there_is_nothing_to_wait_for():
     assert climbed(ladder)[:2] == [(Rung.ASK, 10.05), (Rung.DISMISS, 10.1)]
 
 
+def test_a_rank_that_left_is_dismissed_when_all_have_ended_and_nobody_is_before():
+    ladder = Ladder(2, grace=5)
+    ladder.end(10.0, **OK, left=True)
+    assert ladder.due() == math.inf
+    ladder.end(60.0, **OK)
+    assert climbed(ladder)[:2] == [(Rung.ASK, 60.05), (Rung.DISMISS, 60.1)]
+
+
+def test_a_rank_that_left_is_a_cause_that_is_known():
+    ladder = Ladder(3, grace=5)
+    ladder.end(10.0, **OK, left=True)
+    ladder.end(11.0, **CONSEQUENCE)
+    assert ladder.due() == 11.6
+
+
 def test_a_consequence_waits_longer_for_its_cause():
     ladder = Ladder(3, grace=5)
     ladder.end(10.0, **CONSEQUENCE)

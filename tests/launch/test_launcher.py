@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import os
+import pwd
+import tempfile
+
 import pytest
 
+from coordd.launch import launcher
 from coordd.launch.flavour import HYDRA, INTEL, OPEN_MPI
 from coordd.launch.launcher import Launcher, LauncherError
 
@@ -66,3 +71,11 @@ def test_a_program_that_cannot_run_is_unusable(tmp_path):
     path.chmod(0o755)
     with pytest.raises(LauncherError, match="is no launcher"):
         Launcher.at(path)
+
+
+@pytest.mark.parametrize("missing", [{}, {"HOME": ""}])
+def test_the_launcher_gets_a_home_that_it_would_not_work_without(monkeypatch, missing):
+    assert launcher.home(missing) == {"HOME": pwd.getpwuid(os.getuid()).pw_dir}
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # a container's user that no file names
+    assert launcher.home(missing) == {"HOME": tempfile.gettempdir()}
+    assert launcher.home({"HOME": "/mine"}) == {}

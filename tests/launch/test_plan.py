@@ -144,7 +144,8 @@ def test_one_line_says_how_the_cores_are_shared(line, cores, environment, note):
 
 def test_as_horovod_puts_the_drop_in_first_on_the_path_here_and_elsewhere():
     made = plan("-np 2 -H a:2 --as-horovod --cycle-time-ms 2 x", PYTHONPATH="/own")
-    assert made.settings == {"PYTHONPATH": f"{FOLDER}{os.pathsep}/own", "HOROVOD_CYCLE_TIME": "2"}
+    path = f"{FOLDER}{os.pathsep}/own"
+    assert made.settings == {"PYTHONPATH": path, "HOROVOD_CYCLE_TIME": "2", "COORDD_AS_HOROVOD": "1"}
     assert made.program.environment["PYTHONPATH"] == made.settings["PYTHONPATH"]
     assert {"PYTHONPATH", "HOROVOD_CYCLE_TIME"} < set(made.program.argv)
     assert Order.parse(made.program.argv[made.program.argv.index("open-mpi") :]).as_horovod
@@ -239,3 +240,23 @@ def test_transports_that_exist_are_passed_on(monkeypatch, name):
 def test_ranks_that_would_not_find_each_other_are_not_started(line, variables, source):
     with pytest.raises(ConfigError, match=f"{source}=local is for one rank, .*: leave it out to start 2"):
         plan(line, **variables)
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+
+
+def test_a_job_is_not_started_in_each_process_of_a_step():
+    with pytest.raises(ConfigError, match=r"SLURM_STEP_NUM_TASKS=4 .* start `coordd run` once, or set COORDD_ALONE=1"):
+        plan("-n 2 python train.py", **STEP)
+    assert plan("-n 2 python train.py", **STEP, _COORDD_RANK_PID="77").size == 2  # a rank has started it
+
+
+def test_it_is_the_job_that_is_alone_and_not_each_of_its_ranks():
+    for line, environment in (("-n 2 python x.py", {"COORDD_ALONE": "1"}), ("-n 2 --alone yes python x.py", {})):
+        made = plan(line, **STEP, **environment)
+        assert "COORDD_ALONE" not in {**made.program.environment, **made.settings}
+    assert plan("-n 1 python x.py", **STEP, COORDD_ALONE="1").program.environment["COORDD_ALONE"] == "1"
+
+
+def test_the_launcher_has_a_home():
+    assert plan("-n 2 python train.py").program.environment["HOME"]

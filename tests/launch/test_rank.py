@@ -162,6 +162,24 @@ def test_a_failed_command_is_reported_and_its_rank_stays_until_it_is_dismissed(s
         assert rank.wait() == outcome.status
 
 
+@pytest.mark.parametrize(("words", "left"), [("True", True), ("True, False", False)])
+def test_a_command_that_ends_well_between_init_and_shutdown_has_left_and_its_rank_stays(words, left):
+    source = f"""
+import os
+from coordd import presence
+for present in ({words},):
+    presence.tell(os.environ[presence.VARIABLE], present=present)
+os._exit(0)
+"""
+    with RankProcess(source) as rank:
+        assert rank.ended() == Outcome(left=left)
+        if left:
+            assert rank.process.poll() is None
+            rank.process.send_signal(signal.SIGTERM)
+            rank.process.send_signal(signal.SIGINT)
+        assert rank.wait() == 0
+
+
 def test_a_command_that_cannot_be_started_says_so():
     with RankProcess("", program="/no/such/program") as rank:
         outcome = Outcome(127, last="coordd: cannot start '/no/such/program': No such file or directory")

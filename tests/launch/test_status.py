@@ -195,9 +195,18 @@ def test_a_rank_that_has_not_come_is_missed():
         assert told["ranks"][1]["state"].startswith("not seen: it has not called init()")
 
 
-def test_watching_ends_with_the_job():
-    with job(BEGIN + "for _ in range(50): allreduce('weight'); threading.Event().wait(0.02)") as running:
-        lines = running.ask("--watch", "0.2", "--json").stdout.splitlines()
+def test_watching_ends_with_the_job(tmp_path):
+    end = tmp_path / "end"
+    script = f"""
+import os
+while not api.allreduce(np.array([float(os.path.exists({str(end)!r}))])).any():
+    allreduce("weight")
+    threading.Event().wait(0.02)
+"""
+    with job(BEGIN + script) as running, running.watch("--watch", "0.2", "--json") as watching:
+        lines = [watching.stdout.readline(), watching.stdout.readline()]
+        end.touch()
+        lines += watching.communicate(timeout=PATIENCE)[0].splitlines()
     first, *_, last = (json.loads(line)["ranks"][0]["standing"] for line in lines)
     assert last["traffic"]["bytes"]["allreduce"] > first["traffic"]["bytes"]["allreduce"]
 

@@ -13,6 +13,11 @@ BAD = Outcome(3, exception="ValueError: bad sample")
 PEER = Outcome(1, consequence=True, exception="PeerError: rank 1 raised ValueError: bad sample")
 KILLED = Outcome(signal=signal.SIGKILL)
 TERMINATED = Outcome(signal=signal.SIGTERM, last="epoch 3")
+LEFT = Outcome(left=True)
+DIED = Outcome(
+    1, consequence=True, exception="coordd.errors.PeerError: rank 1 (pid 7 on a) died: its connection closed"
+)
+SILENT = Outcome(1, consequence=True, exception="PeerError: rank 0 (pid 7 on a) does not answer")
 STOPPED = Outcome(signal=signal.SIGTERM, told=True)
 BOX = """\
 --------------------------------------------------------------------------
@@ -36,7 +41,14 @@ def record(*ends: tuple[int, Outcome], size: int = 2, hosts: str = "aa", **more)
         (record((1, BAD), (0, FINE)), 3, "rank 1 exited with code 3: ValueError: bad sample"),
         (record((1, BAD), (0, FINE), hosts="ab"), 3, "rank 1 (host b) exited with code 3: ValueError: bad sample"),
         (record((0, PEER), (1, BAD)), 3, "rank 1 exited with code 3: ValueError: bad sample"),
-        (record((0, PEER)), 1, "rank 0 exited with code 1: PeerError: rank 1 raised ValueError: bad sample"),
+        (record((0, PEER)), 1, "rank 1 raised ValueError: bad sample; rank 0 exited with code 1 because of that"),
+        (record((1, LEFT), (0, DIED)), 1, "rank 1 exited with code 0 but without shutdown(), as os._exit(0) does"),
+        (record((0, LEFT), (1, LEFT), (2, DIED), size=3, hosts="aaa"), 1, "rank 1 exited with code 0 but without"),
+        (record((1, LEFT), (0, STOPPED)), 1, "rank 1 exited with code 0 but without shutdown()"),
+        (record((1, LEFT), (0, FINE)), 1, "rank 1 exited with code 0 but without shutdown()"),
+        (record((1, LEFT), (0, BAD)), 3, "rank 0 exited with code 3: ValueError: bad sample"),
+        (record((1, LEFT), (0, LEFT)), 0, ""),
+        (record((1, SILENT), (0, STOPPED)), 1, "rank 0 (pid 7 on a) does not answer; rank 1 exited with code 1"),
         (record((0, STOPPED), (1, BAD)), 3, "rank 1 exited with code 3: ValueError: bad sample"),
         (record((0, STOPPED)), 143, "rank 0 ended by SIGTERM"),
         (record((0, BAD), (1, BAD)), 3, "rank 0 exited with code 3: ValueError: bad sample (rank 1 too)"),

@@ -187,3 +187,5 @@ def case_losses_may_count_by_tokens() -> None:
                 optimizer.step()
             compare(pipe, model)
             assert_close(pipe.eval_batch(x, y), functional.cross_entropy(model(x), y).item(), rtol=1e-12, atol=1e-12)
+            assert_close(pipe.predict(x), model.eval()(x))  # there are no targets to weigh
+            model.train()

@@ -6,6 +6,7 @@ Imported where they are needed: that takes seconds, and the ranks of most cases 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -135,3 +136,14 @@ def case_resnet_normalised_by_microbatches() -> None:
 @ranks(4, deadline=180)
 def case_resnet_whose_replicas_share_statistics() -> None:
     trained("resnet", "pictures", parts=2 * MICROBATCHES, data_parallel=2, recompute=True)
+
+
+@ranks(2, deadline=240)
+def case_architectures_of_other_kinds_match_one_process() -> None:
+    """An encoder-decoder as a builder, a decoder that returns a cache by default, a state-space model."""
+    from coordd_tools.architectures.models import ARCHITECTURES
+    from coordd_tools.architectures.worker import compared
+
+    random.seed(cd.rank())  # as in processes of which none has seeded it
+    for name, built in (("BartForConditionalGeneration", False), ("OPTForCausalLM", True), ("MambaForCausalLM", False)):
+        assert compared(ARCHITECTURES[name], built=built)["outcome"] == "match", name

@@ -38,6 +38,7 @@ import torch
 import coordd.torch as cd
 
 cd.init()
+torch.manual_seed(1)
 model = torch.nn.Linear(4, 1)
 optimizer = cd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 for _ in range(20 + (cd.rank() == int(sys.argv[1]))):
@@ -96,7 +97,7 @@ def test_an_exception_is_raised_on_all_ranks(launcher: str, size: int, culprit: 
     told = f"PeerError: rank {culprit} failed: ValueError: a bad batch\n"
     assert outcome.stderr.count("  this rank was at ") == outcome.stderr.count(told), str(outcome)
     each = outcome.stderr.count(told) == size - 1
-    assert each or (launcher == "coordd" and told in outcome.stderr and "the same on ranks" in outcome.stderr)
+    assert each or (launcher == "coordd" and told in outcome.stderr and "the same on rank" in outcome.stderr)
     assert "the job has failed" not in outcome.stderr, str(outcome)
 
 
@@ -121,6 +122,16 @@ def test_the_exit_code_is_that_of_the_rank_that_left(launcher: str, culprit: int
     outcome = _end("sys.exit(3)", launcher=launcher, culprit=culprit)
     assert outcome.returncode == 3, str(outcome)
     _assert_all_heard(outcome, culprit=culprit, size=2)
+
+
+def test_an_exit_is_told_while_python_waits_for_a_thread() -> None:
+    """Python runs its exit handlers when the thread has ended, and that waits for another rank."""
+    waits = (
+        "import threading; threading.Thread(target=lambda: cd.allreduce(ones(3), name='other')).start(); sys.exit(3)"
+    )
+    outcome = _end(waits, launcher="coordd", culprit=0)  # with the exit code of the rank that ends first
+    assert "rank 0 called sys.exit(3) at " in outcome.stderr, str(outcome)
+    _assert_all_heard(outcome, culprit=0, size=2)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "coordd"])
@@ -155,6 +166,44 @@ def test_a_killed_rank_is_named_with_its_signal(launcher: str, culprit: int) -> 
     assert "signal 9" in outcome.stderr or "SIGKILL" in outcome.stderr, str(outcome)
     assert f"rank {culprit}" in outcome.stderr or f",{culprit}]" in outcome.stderr, str(outcome)
     assert all(heard - fault < _SECONDS for heard in _times(outcome, "heard ")), str(outcome)
+
+
+@pytest.mark.parametrize(("culprit", "seconds"), [(0, 0.0), (1, 1.0)], ids=["wait", "compute"])
+def test_a_rank_that_ends_with_code_0_at_once_is_the_cause(culprit: int, seconds: float) -> None:
+    """The others wait for it, or compute so long before they do."""
+    fault = f"os._exit(0)\n    else:\n        threading.Event().wait({seconds})"
+    outcome = launch(2, _program(fault, _ARRAYS), str(culprit), launcher="coordd")
+    assert outcome.returncode == 1, str(outcome)
+    last = outcome.stderr.splitlines()[-1]
+    assert last.startswith(f"coordd: rank {culprit} exited with code 0 but without shutdown()"), str(outcome)
+
+
+def test_a_coordinator_that_is_stopped_ends_the_job_in_time_and_is_the_cause() -> None:
+    fault = "os.kill(os.getpid(), signal.SIGSTOP)"
+    limits = {"COORDD_STALL_ABORT_SECONDS": "1"}
+    outcome = launch(2, _program(fault, _ARRAYS), "0", launcher="coordd", timeout=40, variables=limits)
+    assert outcome.returncode == 1, str(outcome)
+    last = outcome.stderr.splitlines()[-1]
+    told = "coordd: rank 0 does not answer, and kept 'gradient' waiting for 1 s (stall_abort_seconds): its process is"
+    assert last.startswith(f"{told} stopped"), str(outcome)
+
+
+def test_what_open_mpi_leaves_behind_when_it_is_killed_is_removed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_program("threading.Event().wait()", _ARRAYS))
+    (folder := tmp_path / "temporary").mkdir()
+    program = [*command("coordd", 2), sys.executable, str(script), "0"]
+    with Job(program, environment({"TMPDIR": str(folder)}), timeout=60) as job:
+        job.wait_for("at ")
+        (daemon,) = [process for process in job.processes() if process.name() in {"mpirun", "prterun"}]
+        segments = Path(daemon.environ()["OMPI_MCA_btl_sm_backing_directory"])
+        assert list(segments.glob("sm_segment.*"))
+        assert list(folder.glob("coordd-run-*/ompi.*"))
+        daemon.kill()
+        outcome = job.wait(30)
+    assert outcome.returncode == 137, str(outcome)
+    assert not segments.exists()
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(("launcher", "arrays"), [("mpirun", _ARRAYS), ("coordd", _TENSORS)], ids=["mpirun", "coordd"])

@@ -27,6 +27,7 @@ class Open(nn.Linear):
         return super().forward(x["x"] if isinstance(x, dict) else x)
 
 cd.init()
+torch.manual_seed(0)
 layers = [nn.Linear(6, 6) for _ in range(cd.size() - 2)]
 pipe = cd.Pipeline(
     nn.Sequential(*layers, Odd(6, 6), Open(6, 3)),

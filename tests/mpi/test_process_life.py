@@ -108,6 +108,16 @@ for _ in range(60):
         assert found.min() == found.max() == 2 * float(sys.argv[1]), found
 print("size", cd.size(), flush=True)
 """
+_PORTS = """
+import numpy as np
+import psutil
+import coordd as cd
+
+cd.init()
+cd.allreduce(np.ones(3), name="first")
+print("listens on", [each.laddr for each in psutil.Process().net_connections("inet") if each.status == "LISTEN"])
+cd.barrier()
+"""
 
 
 def test_a_rank_that_never_begins_is_not_waited_for_for_ever() -> None:
@@ -225,6 +235,13 @@ def test_jobs_side_by_side_know_nothing_of_each_other(way: dict[str, str]) -> No
         for outcome in (job.result() for job in jobs):
             assert outcome.returncode == 0, str(outcome)
             assert outcome.stdout.count("size 2") == 2, str(outcome)
+
+
+@pytest.mark.parametrize("way", [{}, {"COORDD_SHARED_MEMORY": "0"}], ids=["memory", "network"])
+def test_ranks_of_one_host_listen_on_no_port(way: dict[str, str]) -> None:
+    outcome = launch(2, _PORTS, launcher="coordd", variables=way)
+    assert outcome.returncode == 0, str(outcome)
+    assert outcome.stdout.count("listens on []") == 2, str(outcome)
 
 
 def test_a_rank_alone_with_a_setting_that_makes_no_sense_ends_the_job() -> None:

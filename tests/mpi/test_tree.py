@@ -33,10 +33,10 @@ import coordd as cd
 from coordd.errors import PeerError
 
 cd.init()
-cd.barrier()
-if cd.rank() == int(sys.argv[1]):
-    os.kill(os.getpid(), signal.SIGKILL)
 try:
+    cd.barrier()  # which the culprit may leave before the others
+    if cd.rank() == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
     cd.allreduce(np.ones(3), name="gradient")
 except PeerError as error:
     print(f"rank {cd.rank()} hears of rank {error.rank}", flush=True)

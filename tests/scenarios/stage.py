@@ -13,7 +13,7 @@ from typing import Any
 from coordd.control.protocol import LOST
 from coordd.errors import PeerError
 from coordd.handles import Handle
-from coordd.messages import Abort, Account, Failure, Kind, Message, Overdue, ReduceOp, Report, Request
+from coordd.messages import Abort, Account, Blocked, Failure, Kind, Message, Overdue, ReduceOp, Refused, Report, Request
 from tests.scenarios.words import bucket_words, locked_words, message_words, report_words
 from tests.star import Star, outcome
 
@@ -162,6 +162,18 @@ class Stage:
         self._star.coordinator.hear(int(rank), Overdue(float(seconds), names), now=self._star.now)
         yield from ()
 
+    def refuse(self, rank: str, call: str, *reason: str, members: str = "") -> Iterator[str]:
+        """``refuse 1 7 refused Thing: ValueError: bad members=0,1``: has a rank leave a collective call by an error."""
+        ranks = tuple(int(each) for each in members.split(",")) if members else ()
+        self._star.coordinator.hear(int(rank), Refused(int(rank), call, " ".join(reason), ranks), now=self._star.now)
+        yield from ()
+
+    def block(self, ranks: str, name: str = "", seen: str = "99") -> Iterator[str]:
+        """Has the scripts of ranks wait for an operation; without a name, go on."""
+        for rank in self._ranks(ranks):
+            self._star.coordinator.hear(rank, Blocked(name, int(seen)), now=self._star.now)
+        yield from ()
+
     def answer(self, rank: str, *doing: str) -> Iterator[str]:
         """Has a rank say what it is doing."""
         account = Account(int(rank), " ".join(doing), "nothing yet")
@@ -209,4 +221,5 @@ def _request(name: str, *, transient: bool, **details: str) -> Request:
         float(details.get("prescale", "1")),
         members=tuple(int(rank) for rank in details["members"].split(",")) if "members" in details else (),
         transient=transient,
+        call=details.get("call", ""),
     )

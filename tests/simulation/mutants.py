@@ -154,20 +154,13 @@ def evicts_another_slot_on_rank_1(monkeypatch):
 
 @mutant
 def numbers_only_its_own_buckets(monkeypatch):
-    buckets = member.buckets
+    buckets = Member._buckets
 
-    def follow(self, agreed, fusion_bytes):
-        started, found = self._started, []
-        for group in buckets(agreed, fusion_bytes=fusion_bytes):
-            members = group[0].request.members
-            if not members or self.rank in members:
-                started += 1
-                entries = tuple(self._entry(response) for response in group)
-                found.append(member.Bucket(started, group[0].request, group[0].sizes, entries))
-        self._started = started
-        return found
+    def selfish(self, agreed, fusion_bytes):
+        mine = [told for told in agreed if not told.request.members or self.rank in told.request.members]
+        return buckets(self, mine, fusion_bytes)
 
-    monkeypatch.setattr(Member, "_buckets", follow)
+    monkeypatch.setattr(Member, "_buckets", selfish)
 
 
 @mutant

@@ -3,8 +3,11 @@
 import gc
 import json
 import tempfile
+import time
+import unittest.mock
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +15,10 @@ import tensorflow as tf
 
 import coordd.tensorflow as cd
 from coordd import api
-from coordd.gradients import Choices
+from coordd.gradients import Choices, Gradients
 from coordd.grouping import Grouping
 from coordd_tensorflow.exchange import Exchange
+from coordd_tensorflow.graph import call
 from tests.mpi.cases import ranks
 from tests.tf_plugin.reference import ways
 
@@ -255,6 +259,25 @@ def case_different_variables_are_told() -> None:
         cd.DistributedGradientTape(tape).gradient(loss, held)
 
 
+@ranks(2)
+def case_other_initial_values_are_told_to_all() -> None:
+    """At once and in a graph, with a tape for each step."""
+    for wrap in (lambda function: function, tf.function):
+        held = [tf.Variable(np.full(3, float(cd.rank())), name=f"other_initial_{wrap is tf.function:d}")]
+
+        @wrap
+        def step(held: list[tf.Variable] = held) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(held[0]))
+            (gradient,) = cd.DistributedGradientTape(tape).gradient(loss, held)
+            held[0].assign_sub(0.1 * gradient)
+
+        with pytest.raises((cd.MismatchError, tf.errors.OpError), match="start with different values of other_initial"):  # noqa: PT012 - the check comes with the second step
+            for _ in range(3):
+                step()
+        cd.barrier()
+
+
 @ranks(1, 2, 4)
 def case_variables_are_broadcast() -> None:
     held = [tf.Variable(np.full(3, float(cd.rank())), name="same") for _ in range(2)]
@@ -330,6 +353,7 @@ def case_reductions_run_beside_backward_and_the_timeline_shows_it() -> None:
         return cd.DistributedGradientTape(tape, num_groups=8).gradient(loss, layers)
 
     step()
+    step()  # in which the values of the variables are compared, too
     daemon = api.operations().daemon
     daemon.set_window(0.0)  # else it waits for company as long as such a small step takes
     cd.start_timeline(str(folder))
@@ -379,3 +403,101 @@ def case_a_step_that_fails_half_way_is_forgotten() -> None:
     with tf.GradientTape() as tape:
         loss = loss_of(held, *batch(cd.rank()))
     same(gradients(), cd.grouped_allreduce(tape.gradient(loss, held), name="plainly"))
+
+
+class Watched:
+    """Notes which gradients have been put to be reduced."""
+
+    def __init__(self) -> None:
+        self.used: set[Gradients] = set()
+        self._put = Gradients.put
+
+    def put(self, gradients: Gradients, *given: object) -> None:
+        self.used.add(gradients)
+        self._put(gradients, *given)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step has put something, and was not waited for."""
+        return any(bucket.begun for gradients in self.used for bucket in gradients._buckets)
+
+
+@ranks(2, deadline=60)
+def case_a_step_that_fails_half_way_on_one_rank_is_discarded_on_all() -> None:
+    """If TensorFlow has begun with another gradient by then, as it may; else the other rank waits for the next."""
+    held, watched, told, made, begun = weights(), Watched(), [], 0, False
+    way = Exchange(Choices(compression=cd.Compression.none, grouping=Grouping(len(held), kind=tf.Variable)))
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor, fails: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(held, x, y)
+        first, *rest = tape.gradient(loss, held)
+        slow = tf.linalg.matmul(*[tf.fill([900, 900], first[0, 0])] * 2)[0, 0]
+        with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(fails) & (slow > -1e300), ["out of memory"])]):
+            first = tf.identity(first)
+        for variable, gradient in zip(held, way.reduce([first, *rest], held), strict=True):
+            variable.assign_sub(0.1 * gradient)
+
+    with unittest.mock.patch.object(Gradients, "put", lambda *given: watched.put(*given)):  # noqa: PLW0108 - a bound method would not get the gradients
+        while made < 6:
+            try:
+                step(*batch(cd.rank()), tf.constant(made == 3 and cd.rank() == 1 and not told))
+                made += 1
+            except tf.errors.OpError as error:
+                told.append(str(error))
+                begun |= watched.begun
+    begun = cd.broadcast_object(begun, 1)
+    assert len(told) == int(begun or cd.rank() == 1)
+    assert all(("out of memory" if cd.rank() else "rank 1 has not completed a step") in text for text in told)
+    for variable, value in zip(held, alone(6), strict=True):
+        np.testing.assert_allclose(variable.numpy(), value)
+
+
+@ranks(2, deadline=60)
+def case_a_step_that_fails_half_way_is_told_to_the_others_before_the_next_one() -> None:
+    """Rank 1 fails once a gradient is given away, and does nothing more until rank 0 has heard of it."""
+    held, watched, fails = weights(), Watched(), tf.Variable(False)
+    way = Exchange(Choices(compression=cd.Compression.none, grouping=Grouping(len(held), kind=tf.Variable)))
+    before: list[tf.Tensor] = []
+
+    def one_by_one(*given: Any, **how: Any) -> list[tf.Tensor]:
+        """Starts a bucket after the one before, and after what fails."""
+        with tf.control_dependencies(before):
+            asserted = [tf.debugging.Assert(tf.logical_not(fails), ["out of memory"])] if len(before) == 1 else []
+        with tf.control_dependencies([*before, *asserted]):
+            found = call(*given, **how)
+        before.extend(found)
+        return found
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(held, x, y)
+        for variable, gradient in zip(held, way.reduce(tape.gradient(loss, held), held), strict=True):
+            variable.assign_sub(0.1 * gradient)
+
+    with (
+        unittest.mock.patch.object(Gradients, "put", lambda *given: watched.put(*given)),  # noqa: PLW0108 - as above
+        unittest.mock.patch("coordd_tensorflow.exchange.call", one_by_one),
+    ):
+        for _ in range(3):
+            step(*batch(cd.rank()))
+    fails.assign(cd.rank() == 1)
+    with pytest.raises(tf.errors.OpError, match=r"out of memory|rank 1 has not completed a step"):
+        step(*batch(cd.rank()))
+    assert cd.rank() == 0 or all(heard(gradients, 20) for gradients in watched.used)
+    fails.assign(False)
+    for _ in range(3):
+        step(*batch(cd.rank()))
+    for variable, value in zip(held, alone(6), strict=True):
+        np.testing.assert_allclose(variable.numpy(), value)
+
+
+def heard(gradients: Gradients, seconds: float) -> bool:
+    """Waits until all ranks have heard that this one discards its step."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if (told := gradients._told) is not None and told.wait(0.1):
+            return True
+    return False

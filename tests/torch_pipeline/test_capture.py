@@ -217,34 +217,6 @@ def test_what_the_output_takes_from_early_layers_is_read_by_the_last():
     assert [row.reads for row in capture(Two()).table] == [(), (0,), (0, 1)]
 
 
-def test_cuts_make_a_chain_of_what_cannot_be_traced():
-    class Chosen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-        def forward(self, x):
-            for part in self.parts[: 3 if x.sum() > -1e9 else 2]:
-                x = part(x)
-            return x
-
-    model = Chosen()
-    batch = torch.randn(2, 3)
-    with pytest.raises(CaptureError):
-        capture(model, batch)
-    captured = capture(model, batch, cuts=["parts.0", "parts.1", "parts.2"])
-    assert captured.way == "cuts"
-    assert model.training
-    assert_same(*step(model, captured, cut(captured, 2), batch, torch.sum))
-
-
-def test_cuts_that_are_not_the_model_are_refused():
-    with pytest.raises(ArgumentError, match="does not give what the chain"):
-        capture(Tied(), tokens(2), cuts=["embedding", "head"])
-    with pytest.raises(ArgumentError, match="has no module 'tail'"):
-        capture(Tied(), cuts=["embedding", "tail"])
-
-
 def test_what_does_not_fit_is_refused():
     captured = capture(Tied(), tokens(3))
     with pytest.raises(ArgumentError, match="does not take this batch"):

@@ -153,6 +153,7 @@ def test_sparse_gradients_live_there_as_dense_ones_or_are_refused():
 
     def late(rank):
         table = nn.Embedding(5, 2)
+        cd.broadcast_parameters(table.state_dict())
         optimizer = wrapped(table)
         settled(table, optimizer)
         table.sparse = True
@@ -229,7 +230,7 @@ def blocks(daemon: Any) -> int:
     """How many blocks of common memory this rank uses for itself."""
     commons = daemon._loop._link.commons
     commons.heap.locate(commons.mine.memory)
-    return len(commons.heap._places) - sum(map(len, commons._spare.values()))
+    return len(commons.heap._places) - sum(map(len, commons._spare.values())) - (commons.heap._reserve is not None)
 
 
 def test_a_dropped_optimizer_gives_its_memory_back():
@@ -264,10 +265,97 @@ def test_copies_of_the_model_and_of_the_optimizer_have_gradients_of_their_own():
         twin, state = copy.deepcopy(net), copy.deepcopy(optimizer.state_dict())
         twin["a"].grad = net["a"].grad.clone()
         kept = net["a"].grad
+        kept.fill_(7.0)
         settled(net, optimizer)
-        assert kept.data_ptr() == net["a"].grad.data_ptr()  # as the footguns say: kept is overwritten
+        assert kept.data_ptr() != net["a"].grad.data_ptr()
+        assert kept.tolist() == [7.0] * 3
         optimizer.load_state_dict(state)
         settled(net, optimizer)
         return twin["a"].tolist(), net["a"].tolist()
 
     assert each_rank(2, body) == [([-1.0] * 3, [-3.0] * 3)] * 2
+
+
+VIEWS = {
+    "object": lambda gradient: gradient,
+    "detach": torch.Tensor.detach,
+    "view": lambda gradient: gradient.view(-1),
+    "numpy": lambda gradient: gradient.numpy(),
+    "dlpack": torch.from_dlpack,
+    "graph": lambda gradient: (gradient * torch.ones((), requires_grad=True)).grad_fn._saved_self,
+}
+COMPRESSIONS = {
+    "none": lambda: cd.Compression.none,
+    "fp16": lambda: cd.Compression.fp16,
+    "int8": cd.Compression.int8,
+    "topk": lambda: cd.Compression.topk(ratio=0.5),
+}
+
+
+@pytest.mark.parametrize("how", VIEWS)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("settings", [{}, {"shared_memory": False}], ids=str)
+def test_gradients_that_are_kept_stay_what_they_are(how, compression, settings):
+    """Those of several tasks, one after the other, as PCGrad and GradNorm compare them."""
+
+    def body(rank):
+        net = weights({"a": 3, "b": LARGE, "c": 5}, dtype=torch.float32)
+        optimizer = wrapped(net, compression=COMPRESSIONS[compression]())
+        kept = []
+        for step in range(3):
+            for task in range(3):
+                net.zero_grad()
+                sum((value * torch.linspace(1, 2 + task, len(value))).sum() for value in net.values()).backward()
+                gradients = [value.grad for value in net.values()]
+                kept.append([(VIEWS[how](one), one.detach().clone()) for one in gradients])
+                del gradients
+                if step == 1:
+                    del kept[:-1]  # some live for long, some do not
+            optimizer.step()
+            optimizer.zero_grad()
+        for gradient, before in (pair for pairs in kept for pair in pairs):
+            assert torch.equal(torch.as_tensor(gradient), before)
+
+    each_rank(2, body, **settings)
+
+
+def test_memory_is_left_to_the_user_only_as_long_as_it_is_kept():
+    """A variable of a loop that still refers to the last gradient makes two places for it, not more."""
+
+    def body(rank):
+        net = weights({"a": 3, "b": LARGE})
+        optimizer = wrapped(net)
+        settled(net, optimizer)
+        homes = []
+        for number in range(8):
+            optimizer.zero_grad()
+            sum(value.sum() for value in net.values()).backward()
+            homes.append(home(net["a"].grad))
+            gradient = net["b"].grad if number < 5 else None
+            optimizer.step()
+        assert gradient is None
+        return len(set(homes[1:6])), len(set(homes[5:]))
+
+    assert each_rank(2, body) == [(2, 1)] * 2
+
+
+@pytest.mark.parametrize("change", ["autotune", "join"])
+def test_what_is_kept_survives_a_change_of_the_buckets(change):
+    def body(rank):
+        net = weights({"a": 3, "b": LARGE, "c": LARGE})
+        optimizer = wrapped(net)
+        kept = []
+        for number in range(6):
+            optimizer.zero_grad()
+            (sum(value.sum() for value in net.values()) * (number + 1)).backward()
+            kept += [(value.grad, value.grad.clone()) for value in net.values()]
+            optimizer.step()
+            reducer = optimizer._coordd
+            if change == "join":
+                optimizer.join()
+            elif reducer._buckets:
+                values = {"fusion_mb": 0.1 if number % 2 else 64.0, "cycle_ms": 1.0, "buckets": 1}
+                reducer._rearrange(type(reducer._settings)(**values, algorithm="overlap", compression="none"))
+        assert all(torch.equal(*pair) for pair in kept)
+
+    each_rank(2, body)

@@ -15,6 +15,7 @@ def trained(**details):
 
     def body(rank):
         mine = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
+        cd.broadcast_parameters(mine.state_dict())
         places = {id(parameter): place for place, parameter in enumerate(mine.parameters())}
         chosen = {key: value(mine) if callable(value) else value for key, value in details.items()}
         optimizer = cd.DistributedOptimizer(torch.optim.SGD(mine.parameters(), lr=0.0), **chosen)

@@ -23,9 +23,7 @@ def test_ranks_that_compress_in_different_ways_are_told(compressions):
     def body(rank):
         net = nn.Linear(40, 30)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        wrapped = cd.DistributedOptimizer(optimizer, net.named_parameters(), compression=compressions[rank])
-        loss = net(torch.ones(2, 40)).sum()
         with pytest.raises(cd.MismatchError, match=rf"{type(compressions[0]).__name__}\(.*\) on rank 0 only; "):
-            [loss.backward(), wrapped.step()]
+            cd.DistributedOptimizer(optimizer, net.named_parameters(), compression=compressions[rank])
 
     each_rank(2, body)

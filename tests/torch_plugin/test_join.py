@@ -211,6 +211,7 @@ def test_of_two_optimizers_each_takes_the_model_that_has_gone_farthest():
 def test_old_buckets_go_without_the_garbage_collector():
     def body(rank):
         net = nn.Linear(200, 200)
+        cd.broadcast_parameters(net.state_dict())
         optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
         old = []
         for epoch in range(2):

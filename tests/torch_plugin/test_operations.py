@@ -324,3 +324,31 @@ def test_conjugated_views_travel_by_value():
 def test_what_has_the_wrong_type_is_refused_with_what_is_wanted(call, text):
     with local_ranks(1) as ranks, pytest.raises(cd.ArgumentError, match=text):
         ranks.each(lambda _: call())
+
+
+REFUSED = {
+    "allreduce": lambda bad: cd.allreduce_async(bad, op=cd.Sum),
+    "allreduce in place": lambda bad: cd.allreduce_async_(bad, op=cd.Sum),
+    "allgather": cd.allgather_async,
+    "broadcast": lambda bad: cd.broadcast_async(bad, 0),
+    "broadcast in place": lambda bad: cd.broadcast_async_(bad, 0),
+    "alltoall": cd.alltoall_async,
+    "reducescatter": lambda bad: cd.reducescatter_async(bad, op=cd.Sum),
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_a_tensor_that_one_rank_refuses_is_not_paired_with_its_next_one(form):
+    def body(rank):
+        if rank == 1:
+            with pytest.raises(cd.ArgumentError):
+                REFUSED[form](torch.eye(2).to_sparse())
+        else:
+            first = REFUSED[form](torch.full((2, 2), 100.0))
+        second = cd.synchronize(REFUSED[form](torch.full((2, 2), float(rank))))
+        assert second.max() < 100
+        if rank == 0:
+            with pytest.raises(cd.RefusedError, match="rank 1 refused"):
+                cd.synchronize(first)
+
+    each_rank(2, body)

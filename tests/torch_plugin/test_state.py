@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 
 import pytest
 import torch
@@ -48,7 +50,9 @@ def test_what_are_no_parameters_is_refused(params):
 def test_models_that_differ_are_named_and_the_rest_has_arrived():
     def body(rank):
         state = {"a": torch.zeros(2 + rank), "b": torch.full((2,), float(rank))}
-        with pytest.raises(cd.MismatchError, match=r"shape of 'broadcast\.a' \(rank 0: \(2,\).*rank 1: \(3,\)"):
+        with pytest.raises(
+            cd.MismatchError, match=r"shape of 'broadcast_parameters #1: broadcast\.a' \(rank 0: \(2,\).*rank 1: \(3,\)"
+        ):
             cd.broadcast_parameters(state, root_rank=1)
         return state["b"].tolist()
 
@@ -157,3 +161,72 @@ def test_objects_travel_whatever_the_default_device_is():
             return cd.broadcast_object({"from": rank}, 1), cd.allgather_object(rank)
 
     assert each_rank(2, body) == [({"from": 1}, [0, 1])] * 2
+
+
+def every_optimizer() -> list[type[torch.optim.Optimizer]]:
+    """All optimizers of this PyTorch, whichever there are."""
+    found = {
+        kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer
+    }
+    return sorted((kind for kind in found if issubclass(kind, torch.optim.Optimizer)), key=lambda kind: kind.__name__)
+
+
+CHOICES = [
+    {},
+    {"momentum": 0.9, "amsgrad": True, "centered": True, "foreach": True},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "fused": True, "maximize": True},
+]
+
+
+def any_trained(kind, choices, *, dtype, seed, steps):
+    """An optimizer of matrices, frozen and integer parameters, after some steps with gradients of a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [nn.Parameter(torch.randn(size, 3, generator=generator).to(dtype)) for size in (4, 3)]
+    others = [torch.randn(2, 2, generator=generator), torch.arange(4).view(2, 2)]
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.05 + seed}]
+    if kind is torch.optim.LBFGS:  # which has one group, of parameters that are trained
+        optimizer = kind(parameters, lr=0.1, max_iter=3)
+    else:
+        groups[1]["params"] = [*parameters[1:], *(nn.Parameter(other, requires_grad=False) for other in others)]
+        legal = inspect.signature(kind.__init__).parameters
+        optimizer = kind(groups, **{name: value for name, value in choices.items() if name in legal})
+    for _ in range(steps):
+        for parameter in parameters:
+            gradient = torch.randn(parameter.shape, generator=generator).to(dtype)
+            parameter.grad = gradient.to_sparse() if kind is torch.optim.SparseAdam else gradient
+        optimizer.step((lambda: torch.tensor(1.0)) if kind is torch.optim.LBFGS else None)
+    return optimizer
+
+
+def assert_same_types(left, right):
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+    elif isinstance(left, dict):
+        for key in left:
+            assert_same_types(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        for pair in zip(left, right, strict=True):
+            assert_same_types(*pair)
+
+
+@pytest.mark.parametrize("as_horovod", [False, True])
+@pytest.mark.parametrize("kind", every_optimizer())
+def test_the_state_of_every_optimizer_of_pytorch_becomes_the_roots_to_the_last_type(kind, as_horovod):
+    """Also where the state has another type than its parameter: with other types ranks would part silently."""
+    made = list(itertools.product(CHOICES, [torch.float32, torch.bfloat16, torch.float64], [(2, 0), (0, 2), (2, 1)]))
+    optimizers = [
+        [any_trained(kind, choices, dtype=dtype, seed=rank, steps=steps[rank]) for choices, dtype, steps in made]
+        for rank in range(2)
+    ]
+    wanted = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers[0]]
+
+    def body(rank):
+        for optimizer in optimizers[rank]:
+            cd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    each_rank(2, body, as_horovod=as_horovod)
+    for each in optimizers:
+        for optimizer, root in zip(each, wanted, strict=True):
+            assert_same(optimizer.state_dict(), root)
+            assert_same_types(optimizer.state_dict(), root)

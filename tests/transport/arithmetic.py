@@ -20,10 +20,9 @@ COMBINE = {
     ReduceOp.PRODUCT: np.multiply,
 }
 ANY, ORDERED, BITS = list(COMBINE), [ReduceOp.MIN, ReduceOp.MAX], [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
-WHOLE = [ReduceOp.SUM, *BITS]
 KINDS = [
     *((np.dtype(name), ANY) for name in ("float16", "float32", "float64", ml_dtypes.bfloat16)),
-    *((np.dtype(name), WHOLE) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")),
+    *((np.dtype(name), ANY) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")),
     *((np.dtype(name), [ReduceOp.SUM, ReduceOp.AVERAGE]) for name in ("complex64", "complex128")),
     (np.dtype(bool), BITS),
 ]
@@ -53,17 +52,28 @@ def pieces(lengths: Sequence[int], seed: int) -> tuple[list[np.ndarray], list[li
 
 
 def expected(inputs: Sequence[np.ndarray], op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0) -> np.ndarray:
-    """What one process computes: ((x0 + x1) + x2) …, sixteen-bit floats in fp32."""
+    """What one process computes: ((x0 + x1) + x2) …, sixteen-bit floats in fp32, factors of integers in fp64."""
     dtype = inputs[0].dtype
-    scaled = [(x * dtype.type(prescale)).astype(dtype) if prescale != 1 else x for x in inputs]
-    if dtype.itemsize == 2 and dtype.kind not in "iu":
-        scaled = [x.astype(np.float32) for x in scaled]
+    if dtype.kind in "iu":
+        return _expected_whole(inputs, op, prescale, postscale)
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    scaled = [(x.astype(wide) * wide.type(prescale)).astype(dtype) if prescale != 1 else x for x in inputs]
+    scaled = [x.astype(wide) for x in scaled]
     total = reduce(COMBINE[op], scaled)
     if op is ReduceOp.AVERAGE:
         total = total / scaled[0].dtype.type(len(inputs))
     if postscale != 1:
         total = total * scaled[0].dtype.type(postscale)
     return total.astype(dtype)
+
+
+def _expected_whole(inputs: Sequence[np.ndarray], op: ReduceOp, prescale: float, postscale: float) -> np.ndarray:
+    """What Horovod computes of integers: each factor, and the division of an average, is followed by a truncation."""
+    dtype = inputs[0].dtype
+    scaled = [np.trunc(x * prescale).astype(dtype) if prescale != 1 else x for x in inputs]
+    total = reduce(COMBINE[op], scaled)
+    count = len(inputs) if op is ReduceOp.AVERAGE else 1
+    return np.array([int(x * postscale / count) for x in total.tolist()], dtype)
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:

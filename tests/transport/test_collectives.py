@@ -75,9 +75,9 @@ def allreduce(arrays: list[Arrays], reduction: Reduction, *, chunk: int, seed: i
 def test_a_reduction_is_bitwise_the_sequential_one(*, count, kind, data, lengths, chunk, seed):
     dtype, ops = kind
     op = data.draw(st.sampled_from(ops))
-    scaled = dtype.kind in "fc"
+    scaled = dtype.kind != "b"
     prescale = data.draw(st.sampled_from([1.0, 0.5, 1 / 3])) if scaled else 1.0
-    postscale = data.draw(st.sampled_from([1.0, 3.0])) if scaled else 1.0
+    postscale = data.draw(st.sampled_from([1.0, 0.3 if dtype.kind in "iu" else 3.0])) if scaled else 1.0
     if sum(lengths) * dtype.itemsize > chunk * 400:
         chunk = 4096
     given_ = [

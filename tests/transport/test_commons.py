@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordd.bell import Bell
 from coordd.transport import commons as module
-from coordd.transport.board import Board
-from coordd.transport.commons import Commons, Meeting, join
+from coordd.transport.board import Board, Card
+from coordd.transport.commons import Commons, Meeting, join, share
 from coordd.transport.local import LocalWorld
 from tests.neighbours import neighbours
 
@@ -225,7 +229,7 @@ def test_if_one_rank_cannot_see_a_neighbour_nobody_goes_through_memory():
     files = psutil.Process().num_fds()
 
     def spoil(rank, found):
-        return found if isinstance(found[0], bool) else hidden(rank, found)
+        return hidden(rank, found) if isinstance(found[0], Card) else found
 
     assert meet(["a", "a", "a", "b"], spoil) == [None] * 4
     assert psutil.Process().num_fds() == files
@@ -248,3 +252,51 @@ def test_a_rank_without_such_memory_keeps_nobody_waiting(monkeypatch, error):
 def test_a_system_without_such_memory_does_without(monkeypatch):
     monkeypatch.delattr("os.memfd_create")
     assert meet(["a", "a"]) == [None] * 2
+
+
+def test_a_host_is_who_really_shares_memory():
+    """Rank 2 is in another container of the same name; rank 3, which has not, is left where it says that it is."""
+    files = psutil.Process().num_fds()
+    machines = ["a", "a", "a", "b", "a"]
+    world, bells = LocalWorld(len(machines)), [Bell() for _ in machines]
+
+    def body(rank):
+        gather = world.join(rank).gather
+        return share(lambda value: unseen(gather(value)), machines, rank, bells[rank].descriptor)
+
+    def unseen(found):
+        return [
+            card._replace(token=0) if isinstance(card, Card) and place == 2 else card
+            for place, card in enumerate(found)
+        ]
+
+    with ThreadPoolExecutor(len(machines)) as pool:
+        found = list(pool.map(body, range(len(machines))))
+    assert {sharing.hosts for sharing in found} == {("a", "a", "a/2", "b", "a")}
+    assert [sharing.commons.ranks for sharing in found] == [(0, 1, 4), (0, 1, 4), (2,), (3,), (0, 1, 4)]
+    for sharing in found:
+        sharing.commons.close()
+    del found
+    bells.clear()
+    assert psutil.Process().num_fds() <= files
+
+
+@given(
+    st.integers(1, 6).flatmap(
+        lambda size: st.tuples(
+            st.lists(st.sampled_from("ab"), min_size=size, max_size=size),
+            st.lists(st.none() | st.sets(st.integers(0, size - 1)), min_size=size, max_size=size),
+        )
+    )
+)
+def test_ranks_of_a_host_are_of_one_machine_and_all_see_each_other(drawn):
+    machines, sights = drawn
+    seen = [None if sight is None else (*{*sight, rank},) for rank, sight in enumerate(sights)]
+    hosts = module._hosts(machines, seen)
+    for one, other in itertools.combinations(range(len(machines)), 2):
+        mutual = None in (seen[one], seen[other]) or (other in seen[one] and one in seen[other])
+        if hosts[one] == hosts[other]:
+            assert machines[one] == machines[other]
+            assert mutual
+    if all(other in seen[one] for one in range(len(seen)) if seen[one] is not None for other in range(len(seen))):
+        assert hosts == tuple(machines)

@@ -4,15 +4,9 @@ This folder's parent is on the path of the ranks of `coordd run --as-horovod`, a
 can import it. Its one rule: it does nothing that coordd does not do. Names are passed on, or say why they are refused.
 """
 
-from horovod.refused import Refused
+from horovod.runner import run
 
 __all__ = ["__version__", "run"]
 
 __version__ = "0.28.1"
 """The release of Horovod whose interface this is."""
-
-run = Refused(
-    "horovod.run",
-    "coordd starts scripts, not functions: save results in the script, and start it by "
-    "`coordd run --as-horovod -n N python script.py`",
-)

@@ -22,7 +22,7 @@ from coordd.pipeline.plans import Plans
 from coordd.pipeline.profile import Profile
 from coordd.pipeline.record import Run, latest
 from coordd_keras.pipeline.autodiff import Autodiff, Computation, autodiff, floats
-from coordd_keras.pipeline.description import described
+from coordd_keras.pipeline.description import described, initial_values
 from coordd_keras.pipeline.graph import Graph, arrays_of, is_seed
 from coordd_keras.pipeline.layout import Layout, Part
 from coordd_keras.pipeline.profiling import measured
@@ -62,6 +62,7 @@ class Assembly:
         plans: Plans,
         optimizer: Any,
         compiled: Mapping[str, Any],
+        weighted: bool,
         accord: Accord,
         operations: Operations,
         name: str,
@@ -75,6 +76,7 @@ class Assembly:
             plans: of its runs.
             optimizer: of this rank's variables.
             compiled: the loss and the metrics, as `keras.Model.compile` takes them.
+            weighted: whether the user says how much microbatches count.
             accord: compares what the ranks were given.
             operations: of the daemon.
             name: begins the names of what travels; the same on all ranks, and no other pipeline's.
@@ -83,6 +85,7 @@ class Assembly:
             ArgumentError: the model cannot be split like this, or the ranks have different ones.
         """
         self._config = config
+        self._weighted = weighted
         self._plans = plans
         self._operations = operations
         self._name = name
@@ -90,6 +93,8 @@ class Assembly:
         sketch = plans.sketch
         self._model, self._shape = model, (None, *keras.tree.flatten(x)[0].shape[1:])
         self._graph = Graph(_outlined(model, self._shape))
+        self.initial = initial_values(self._graph)
+        """What variables start with, for all ranks to compare."""
         accord.check("Pipeline", settings(config) | described(self._graph, optimizer), advice=ALIKE)
         profile = self._profile(x) if config.measured else None
         self.layout = Layout.of(self._graph, sketch.stages, config, profile)
@@ -157,8 +162,9 @@ class Assembly:
         """
         plan = self._plans.lowered(microbatches, self.layout.flows, self.layout.tied, training=work.training)
         work = work._replace(scale=self._scale)
-        for stage in self.stages.values():
-            stage.begin(work)
+        with self._engine.telling("before the first pass of the pipeline", self._rank):
+            for stage in self.stages.values():
+                stage.begin(work)
         spans = self._engine.run(plan, self._rank)
         self.ran = latest(self.ran, Run(plan, spans, self._engine.since, work.training))
         losses = [stage.loss for stage in self.stages.values() if stage.loss is not None]
@@ -246,6 +252,8 @@ class Assembly:
             recompute=config.recompute,
             compress=config.compression,
             seed=config.seed,
+            weighted=self._weighted,
+            declared=config.loss_reduction == "mean",
         )
 
     def _profile(self, x: Any) -> Profile:

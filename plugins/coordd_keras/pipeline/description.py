@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from coordd_keras.pipeline.graph import Graph
+import keras
 
-__all__ = ["described"]
+from coordd_keras.pipeline.graph import Graph, is_seed, variables_of
+
+__all__ = ["described", "initial_values"]
+
+_VALUES = 256
+"""Of each variable so many values are compared, spread over all of it."""
 
 _APART = frozenset({"name", "seed", "shared_object_id", "inbound_nodes", "input_layers", "output_layers"})
 """What may differ: layers are numbered by each process, in names and what refers to them, and some choose a seed."""
@@ -23,6 +29,22 @@ def described(graph: Graph, optimizer: Any) -> dict[str, str]:
         found[f"what {kind} {place} reads"] = str(call.reads)
     found["the optimizer"] = type(optimizer).__name__
     return found | _settings("the optimizer's", optimizer)
+
+
+def initial_values(graph: Graph) -> list[str]:
+    """Lists what variables start with: their values or, where these are yet to be made, what makes them."""
+    variables = [variable for call in graph.calls for variable in variables_of(call.operation)]
+    found = [f"initial values of {graph.key(each)} ({_start(each)})" for each in variables if not is_seed(each)]
+    return list(dict.fromkeys(found))
+
+
+def _start(variable: Any) -> str:
+    if variable._value is None:  # noqa: SLF001 - Keras has no public way to see what a scope has put off
+        initializer = variable._initializer  # noqa: SLF001 - as above
+        seed = getattr(initializer, "seed", None)
+        return f"{type(initializer).__name__}, seed {seed if isinstance(seed, (int, str)) else ''}"
+    flat = keras.ops.convert_to_numpy(variable).reshape(-1)
+    return f"{zlib.crc32(flat[:: max(1, flat.size // _VALUES)].tobytes()):08x}"
 
 
 def _settings(whose: str, thing: Any) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import keras
 import numpy as np
 
 from coordd import api
+from coordd.calls import CollectiveCall, collective_method
 from coordd.errors import ArgumentError
+from coordd.objects import gathered
 from coordd.pipeline.accord import Accord
 from coordd.pipeline.batch import Batch, Weigh
 from coordd.pipeline.config import PipelineConfig
@@ -19,6 +22,7 @@ from coordd.pipeline.microbatch import cut
 from coordd.pipeline.plans import Plans
 from coordd.pipeline.record import record
 from coordd.pipeline.recording import Recording
+from coordd.process_sets import global_process_set
 from coordd_keras.backend import check_backend
 from coordd_keras.optimizer import is_distributed
 from coordd_keras.pipeline.assembly import Assembly, Model
@@ -28,6 +32,10 @@ from coordd_keras.pipeline.rows import arrays, joined, rows_of, taken, told
 from coordd_keras.pipeline.stage import Work
 
 __all__ = ["Pipeline"]
+
+
+def _several(pipeline: Pipeline) -> AbstractContextManager[None]:
+    return pipeline._accord.several()  # noqa: SLF001 - it is ours
 
 
 class Pipeline:
@@ -42,8 +50,10 @@ class Pipeline:
         stop_training: set by callbacks, alike on all ranks, to end `fit` after the epoch.
     """
 
+    @collective_method("Pipeline", namespace=True)
     def __init__(
         self,
+        _call: CollectiveCall,
         model: Model,
         config: PipelineConfig | None = None,
         *,
@@ -68,6 +78,20 @@ class Pipeline:
             ArgumentError: there cannot be such a pipeline.
             NotInitializedError: `init` was not called.
         """
+        self._prepare(_call, model, config, optimizer=optimizer, loss=loss, metrics=metrics, weight=weight)
+
+    def _prepare(
+        self,
+        call: CollectiveCall,
+        model: Model,
+        config: PipelineConfig | None,
+        *,
+        optimizer: Any,
+        loss: Any,
+        metrics: Any,
+        weight: Weigh | None,
+    ) -> None:
+        """Takes a model, as part of a call of all ranks."""
         operations = api.operations()
         check_backend()
         self.config = config or PipelineConfig()
@@ -80,7 +104,7 @@ class Pipeline:
         self._weigh = weight
         self._operations = operations
         self._rank = operations.daemon.world.rank
-        self._name = f"{operations.namespace()}pipeline"
+        self._name = f"{call.prefix}pipeline"
         self._accord = Accord(operations, name=f"{self._name}.given")
         self._plans = Plans(self.config, operations.daemon.world.size)
         self._made: Assembly | None = None
@@ -95,8 +119,10 @@ class Pipeline:
         """
         return self._assembly.layout
 
+    @collective_method("fit", steady=True, around=_several)
     def fit(
         self,
+        _: CollectiveCall,
         x: Any,
         y: Any = None,
         *,
@@ -128,6 +154,34 @@ class Pipeline:
             ArgumentError: these do not fit together, the ranks were given different ones, or the model cannot be split.
             PeerError: something went wrong in another rank's stage.
         """
+        return self._fit(
+            x,
+            y,
+            batch_size=batch_size,
+            epochs=epochs,
+            verbose=verbose,
+            callbacks=callbacks,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            initial_epoch=initial_epoch,
+            validation_batch_size=validation_batch_size,
+        )
+
+    def _fit(
+        self,
+        x: Any,
+        y: Any,
+        *,
+        batch_size: int,
+        epochs: int,
+        verbose: int | str,
+        callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None,
+        validation_data: tuple[Any, Any] | None,
+        shuffle: bool,
+        initial_epoch: int,
+        validation_batch_size: int | None,
+    ) -> keras.callbacks.History:
+        """Trains over epochs, as part of a call of all ranks."""
         if validation_data is not None and len(validation_data) != 2:
             raise ArgumentError(
                 f"validation_data is a pair of inputs and targets, and not {len(validation_data)} things"
@@ -168,8 +222,16 @@ class Pipeline:
         """Finds the loss without training, on every rank."""
         return self._run(arrays(x), arrays(y), "test_on_batch")
 
+    @collective_method("evaluate", steady=True, around=_several)
     def evaluate(
-        self, x: Any, y: Any = None, *, batch_size: int = 32, verbose: int | str = 0, return_dict: bool = False
+        self,
+        _: CollectiveCall,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int = 32,
+        verbose: int | str = 0,
+        return_dict: bool = False,
     ) -> Any:
         """Finds loss and metrics, on every rank; arguments and result are those of ``model.evaluate``.
 
@@ -184,7 +246,8 @@ class Pipeline:
         found = list(logs.values())
         return logs if return_dict else found[0] if len(found) == 1 else found
 
-    def predict(self, x: Any, *, batch_size: int | None = None, verbose: int | str = 0) -> Any:
+    @collective_method("predict", steady=True, around=_several)
+    def predict(self, _: CollectiveCall, x: Any, *, batch_size: int | None = None, verbose: int | str = 0) -> Any:
         """Returns the model's output for all rows, on every rank, in the structure that the model gives it.
 
         Args:
@@ -195,7 +258,9 @@ class Pipeline:
         Raises:
             ArgumentError: an output has its rows in another dimension than the first.
         """
-        x = arrays(x)
+        return self._predicted(arrays(x), batch_size)
+
+    def _predicted(self, x: Any, batch_size: int | None) -> Any:
         self._accord.check("predict", {**told(x, None), "batch size": batch_size})
         self._assemble(x)
         rows = rows_of(x)
@@ -216,19 +281,19 @@ class Pipeline:
         """
         return self._assembly.whole()
 
-    def save(self, filepath: str | Path, **details: Any) -> None:
+    @collective_method("save")
+    def save(self, _: CollectiveCall, /, filepath: str | Path, **details: Any) -> None:
         """Writes the model in one piece, as ``model.save`` does: all ranks call it, and rank 0 writes."""
         whole = self.whole()
         if self._rank == 0:
             whole.save(filepath, **details)
-        self._operations.barrier().result()
 
-    def save_weights(self, filepath: str | Path, **details: Any) -> None:
+    @collective_method("save_weights")
+    def save_weights(self, _: CollectiveCall, /, filepath: str | Path, **details: Any) -> None:
         """Writes the weights of the model in one piece, as ``model.save_weights`` does: as with `save`."""
         whole = self.whole()
         if self._rank == 0:
             whole.save_weights(filepath, **details)
-        self._operations.barrier().result()
 
     def record(self, path: str | Path | None = None) -> Recording:
         """Gathers what each rank did when in the last training step, beside what was to be expected; all ranks call it.
@@ -251,35 +316,54 @@ class Pipeline:
 
     def _assemble(self, x: Any) -> None:
         if self._made is None:
-            self._made = Assembly(
-                self._model,
-                x,
-                self.config,
-                plans=self._plans,
-                optimizer=self.optimizer,
-                compiled=self._compiled,
-                accord=self._accord,
-                operations=self._operations,
-                name=self._name,
-            )
+            with CollectiveCall("Pipeline") as call:
+                made = Assembly(
+                    self._model,
+                    x,
+                    self.config,
+                    plans=self._plans,
+                    optimizer=self.optimizer,
+                    compiled=self._compiled,
+                    weighted=self._weigh is not None,
+                    accord=self._accord,
+                    operations=self._operations,
+                    name=self._name,
+                )
+                if len(set(gathered(self._operations, keras.backend.backend(), None, global_process_set))) == 1:
+                    call.lines += made.initial  # else one seed gives other values; replicas take those of the first
+                call.advice = "make the same model on all ranks, with keras.utils.set_random_seed before it"
+            self._made = made
 
     def _run(self, x: Any, y: Any, call: str, *, training: bool = False, judged: bool = True) -> float:
-        self._accord.check(call, told(x, y))
+        prepared: list[tuple[Batch, int]] = []
+
+        def prepare(given: dict[str, Any]) -> None:
+            given.update(told(x, y))
+            if self._made is not None:  # before, the whole optimizer is compared
+                if training:
+                    given["the learning rate"] = float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
+                prepared.append(self._cut(x, y, training=training, judged=judged))
+
+        self._accord.check(call, prepare)
         self._assemble(x)
+        [(batch, each)] = prepared or [self._cut(x, y, training=training, judged=judged)]
+        return self._assembly.run(Work(batch, training=training, judged=judged), each)
+
+    def _cut(self, x: Any, y: Any, *, training: bool, judged: bool) -> tuple[Batch, int]:
         if judged and y is None and self._compiled["loss"] is not None:
             raise ArgumentError("loss= compares the output with targets, and there are none: give y")
         rows = rows_of((x, y))
         each = self.config.fitting(rows)
-        batch = Batch(
+        found = Batch(
             x,
             y,
             cut(rows, each * self.config.widest),
             take=taken,
             steps=each if training and self.config.schedule == "pipedream" else 1,
             named=self._assembly.named,
-            weigh=self._weigh,
+            weigh=self._weigh if judged else None,
         )
-        return self._assembly.run(Work(batch, training=training, judged=judged), each)
+        return found, each
 
     def _evaluated(self, x: Any, y: Any, batch_size: int) -> dict[str, Any]:
         self._accord.check("evaluate", {**told(x, y), "batch size": batch_size})
@@ -312,6 +396,7 @@ def _checked(config: PipelineConfig, optimizer: Any) -> PipelineConfig:
     """
     wrong = {
         "offload": (config.offload, "leave it out"),
+        "loss_reduction": (config.loss_reduction in {"sum", "microbatch"}, "leave it out, and let the loss be a mean"),
         "cuts": (config.cuts is not None, "leave it out: a cut may be between any two layers"),
         "memory_cap": (config.memory_cap is not None, "leave it out, or set layers_per_proc"),
         "reuse": (

@@ -16,6 +16,7 @@ from coordd.pipeline.versions import Versions
 from coordd_keras.pipeline.autodiff import Autodiff, Call, Result, floats
 from coordd_keras.pipeline.graph import arrays_of, is_seed, place_of
 from coordd_keras.pipeline.layout import Layout, Part
+from coordd_keras.pipeline.loss_check import LossCheck
 
 __all__ = ["KerasStage", "Work"]
 
@@ -74,6 +75,8 @@ class KerasStage(BaseStage):
         recompute: bool = False,
         compress: str | None = None,
         seed: int | None = None,
+        weighted: bool = False,
+        declared: bool = False,
     ) -> None:
         """Puts the parts together.
 
@@ -89,6 +92,8 @@ class KerasStage(BaseStage):
             recompute: whether activations are computed anew for the backward pass.
             compress: the form in which activations and gradients travel, ``"bf16"`` or ``"int8"``.
             seed: makes dropout depend on step, stage and microbatch alone.
+            weighted: whether the user says how much microbatches count.
+            declared: whether the user says that the loss is a mean.
         """
         super().__init__(reduce=reduce, versions=Versions(autodiff.weights, versions) if versions > 1 else None)
         self.part, self._reads, self._writes = part
@@ -108,6 +113,9 @@ class KerasStage(BaseStage):
         self._seeds = {layout.graph.key(variable): variable for variable in self._state if is_seed(variable)}
         self._random = np.random.default_rng()
         self._steps = 0
+        self._check = None
+        if self._last and self.part.loss is not None:
+            self._check = LossCheck(self._judged, weighted=weighted, declared=declared)
         self._work: Work | None = None
         self._passages: dict[int, _Passage] = {}
         self.loss: float | None = None
@@ -119,6 +127,8 @@ class KerasStage(BaseStage):
         self.loss = None
         self.outputs = {}
         self._passages.clear()
+        if self._check is not None and work.training and work.judged:
+            self._check.begin(work.batch)
         self.restart()
 
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
@@ -133,6 +143,8 @@ class KerasStage(BaseStage):
             self._reset(state)
         found = self._computed(microbatch, passage)
         if found.loss is not None:
+            if self._check is not None and work.training:
+                self._check.look(microbatch, found.outputs, found.masks, work.batch)
             loss = float(keras.ops.convert_to_numpy(found.loss))
             self.loss = (self.loss or 0.0) + loss * work.batch.share(microbatch)
         if not self._last:
@@ -230,6 +242,20 @@ class KerasStage(BaseStage):
         with self._autodiff.seeded(passage.seed):
             passage.found, passage.kept = self._autodiff.record(call, self._entering(passage))
         self._reset(now)
+
+    def _judged(self, outputs: Sequence[Any], masks: Sequence[Any], targets: Any) -> float:
+        """Finds the loss of outputs; metrics do not hear of it."""
+        state = arrays_of(self._state)
+        given = [keras.ops.convert_to_tensor(output) for output in outputs]
+        for output, mask in zip(given, masks, strict=True):
+            if mask is not None:
+                output._keras_mask = keras.ops.convert_to_tensor(mask)  # noqa: SLF001 - where Keras has it
+        try:
+            found = keras.tree.pack_sequence_as(self.part.output, given)
+            loss = self.part.compute_loss(y=targets, y_pred=found, training=False)
+        finally:
+            self._reset(state)
+        return float(keras.ops.convert_to_numpy(loss))
 
     def _reset(self, state: Sequence[Any]) -> None:
         for variable, value in zip(self._state, state, strict=True):

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 
-__all__ = ["Aliases", "mutates", "renamed", "writes_state"]
+__all__ = ["Aliases", "impure", "mutates", "renamed", "writes_state"]
 
 
 def mutates(node: fx.Node) -> bool:
@@ -24,6 +24,11 @@ def mutates(node: fx.Node) -> bool:
 def writes_state(node: fx.Node) -> bool:
     """Whether the node does nothing but write to a buffer."""
     return mutates(node) and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
+
+
+def impure(node: fx.Node) -> bool:
+    """Whether the node matters though nobody reads its result."""
+    return node.is_impure() or bool(_written(node))
 
 
 def renamed(graph: fx.Graph) -> None:
@@ -40,10 +45,10 @@ class Aliases:
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}
         self._order = {node: number for number, node in enumerate(graph.nodes)}
-        writers = [node for node in graph.nodes if mutates(node) and not (_sole(node) and not _later(node))]
+        writers = [node for node in graph.nodes if _written(node) and not _harmless(node)]
         for node in graph.nodes:
             for other in _shared(node):
-                if not mutates(node) or node in writers:
+                if not _written(node) or node in writers:
                     self._parent[self._root(node)] = self._root(other)
         self._writers: dict[fx.Node, list[fx.Node]] = {}
         for node in writers:
@@ -80,6 +85,8 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the node's result may be."""
     if node.target is operator.getitem:
         return node.all_input_nodes
+    if isinstance(node.target, HigherOrderOperator):
+        return [*_written(node), *_handed_through(node)]
     if not isinstance(node.target, OpOverload):
         return []
     arguments = _schema(node.target).arguments
@@ -89,6 +96,50 @@ def _shared(node: fx.Node) -> list[fx.Node]:
         for value, each in zip(named, arguments, strict=True)
         if each.alias_info is not None and isinstance(value, fx.Node)
     ]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The values that a node writes to, be it by what it runs under `no_grad` or the like."""
+    if mutates(node):
+        return [each for each in node.args[:1] if isinstance(each, fx.Node)]
+    body = _body(node)
+    return [body[found] for inner in _nodes(body) for each in _written(inner) if (found := _origin(each)) in body]
+
+
+def _handed_through(node: fx.Node) -> list[fx.Node]:
+    """The arguments of such a node whose memory may be that of its result."""
+    body = _body(node)
+    given = [each for inner in _nodes(body) if inner.op == "output" for each in inner.all_input_nodes]
+    return [body[found] for each in given if (found := _origin(each)) in body]
+
+
+def _body(node: fx.Node) -> dict[fx.Node, fx.Node]:
+    """The argument of a higher-order operator for each placeholder of the graph that it runs."""
+    if not isinstance(node.target, HigherOrderOperator):
+        return {}
+    for number, argument in enumerate(node.args):
+        if isinstance(argument, fx.Node) and argument.op == "get_attr":
+            module = getattr(node.graph.owning_module, str(argument.target), None)
+            if isinstance(module, fx.GraphModule):
+                places = [each for each in module.graph.nodes if each.op == "placeholder"]
+                pairs = zip(places, node.args[number + 1 :], strict=False)
+                return {place: value for place, value in pairs if isinstance(value, fx.Node)}
+    return {}
+
+
+def _nodes(body: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    return list(next(iter(body)).graph.nodes) if body else []
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What a value is a view of, or was before it was written to."""
+    while above := _shared(node):
+        node = above[0]
+    return node
+
+
+def _harmless(writer: fx.Node) -> bool:
+    return mutates(writer) and _sole(writer) and not _later(writer)
 
 
 def _schema(overload: OpOverload) -> Any:

@@ -92,8 +92,8 @@ def budget(config: PipelineConfig, plans: Plans, optimizer: Callable[[Iterable[n
 
 def _state(make: Callable[[Iterable[nn.Parameter]], Any]) -> float:
     """Bytes that an optimizer keeps for a byte of weights."""
-    probe = nn.Parameter(torch.zeros(_PROBE))
-    probe.grad = torch.zeros(_PROBE)
+    probe = nn.Parameter(torch.zeros(_PROBE, device="cpu"))
+    probe.grad = torch.zeros_like(probe)
     optimizer = make([probe])
     optimizer.step()
     kept = (value.nbytes for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))

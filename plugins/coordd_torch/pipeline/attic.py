@@ -71,5 +71,6 @@ def _place(tensor: Tensor) -> int:
 
 def _on_host(tensor: Tensor) -> Tensor:
     """Copies a tensor to memory that accelerators read and write at full speed."""
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=torch.cuda.is_available())
+    quick = torch.cuda.is_available()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device="cpu", pin_memory=quick)
     return pinned.copy_(tensor)

@@ -13,6 +13,8 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from coordd_torch.pipeline.aliases import impure
+
 __all__ = ["restored", "tracking"]
 
 _NORMALISES = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
@@ -46,7 +48,7 @@ def restored(graph: fx.Graph, paths: Collection[str]) -> None:
             graph.erase_node(node)
         elif path in paths and node.target is _COUNTS:
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(impure)
 
 
 def _path(node: fx.Node) -> Any:

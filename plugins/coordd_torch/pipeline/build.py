@@ -20,14 +20,14 @@ from coordd.errors import ArgumentError
 from coordd_torch.pipeline.ghosts import Ghosts, UnreadableError
 from coordd_torch.pipeline.luck import untouched
 
-__all__ = ["Builder", "Wanted", "keep", "materialise", "outline"]
+__all__ = ["ALONE", "Builder", "Wanted", "keep", "materialise", "outline"]
 
 Builder = Callable[[], nn.Module]
 Wanted = Callable[[str], bool] | AbstractSet[str]
 """Names of parameters and buffers, or what says of each name whether it is one of them."""
 
 _SHOWN = 5
-_ALONE = threading.RLock()  # the generators of random numbers are the process's, and ranks may be threads
+ALONE = threading.RLock()  # the generators of random numbers are the process's, and ranks may be threads
 
 
 def outline(builder: Builder) -> nn.Module:
@@ -39,7 +39,7 @@ def outline(builder: Builder) -> nn.Module:
     Raises:
         ArgumentError: the builder returns parameters that it has not made, or needs values that it has not just drawn.
     """
-    with _ALONE:
+    with ALONE:
         return _rehearse(builder).model
 
 
@@ -59,7 +59,7 @@ def materialise(builder: Builder, wanted: Wanted) -> nn.Module:
         ArgumentError: no such name; or the builder makes something else each time, returns parameters that it has not
             made, or needs values that are no longer there.
     """
-    with _ALONE:
+    with ALONE:
         rehearsal = _rehearse(builder)
         names = _select(rehearsal.needs, wanted)
         kept = frozenset().union(*(rehearsal.needs[name] for name in names))

@@ -20,10 +20,15 @@ from coordd.pipeline.graph import Layer
 from coordd_torch.pipeline.chain import flattened, is_sequential
 from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.inputs import Call, only
-from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
-from coordd_torch.pipeline.traces import CUTS, SEQUENTIAL, Traces
+from coordd_torch.pipeline.layers import first_names
+from coordd_torch.pipeline.rows import dimension_of
+from coordd_torch.pipeline.stage_module import StageModule
+from coordd_torch.pipeline.traces import SEQUENTIAL, Traces
 
 __all__ = ["Captured", "capture", "stage"]
+
+_ROWS = (1031, 1033)
+"""Two numbers of rows that no other dimension is likely to have."""
 
 
 def capture(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = None, depth: int = 1) -> Captured:
@@ -33,9 +38,8 @@ def capture(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None
         model: any model, on whatever device, `meta` included; it is not run, and not changed.
         example: a batch: a tuple of positional arguments, a dict of keyword arguments, or one argument. Without one,
             arguments that have a default are taken to be left out, and torch.export cannot be used.
-        cuts: names of modules, for a model that cannot be traced: it is then taken to be the chain of these modules,
-            each called with what the one before returned, the first with the batch. A stage may begin at each of them.
-            If there is an example, and the model has data, it is compared with what the model itself gives.
+        cuts: names of modules; a stage may begin at each of them and nowhere else. What holds none of them is called as
+            a whole, so that its forward may do what cannot be traced.
         depth: how many levels of ModuleLists, ModuleDicts and Sequentials are opened to find layers.
 
     The model's dtype and, with torch.export, its device are taken to stay what they are. Models of `transformers` need
@@ -43,17 +47,16 @@ def capture(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None
 
     Raises:
         CaptureError: the model cannot be cut by itself; it tells the line that prevents it.
-        ArgumentError: the model does not take this example, or is not the chain of its `cuts`.
+        ArgumentError: the model does not take this example, or no stage can begin at one of the `cuts`.
     """
     if cuts is not None:
-        captured = Captured(model, Traces.of_chain(model, CUTS, cuts))
-        if example is not None and not any(tensor.is_meta for tensor in model.state_dict().values()):
-            _compare(captured, example)
-        return captured
+        cuts = first_names(model, cuts)
     if is_sequential(model):
-        return Captured(model, Traces.of_chain(model, SEQUENTIAL, list(flattened(model))))
+        parts = list(flattened(model))
+        if not any(cut.startswith(part + ".") for cut in cuts or () for part in parts):
+            return Captured(model, Traces.of_chain(model, parts, cuts=cuts))
     call = Call.assumed(model) if example is None else Call.bound(model, example)
-    return Captured(model, Traces.of_model(model, call, example=example is not None, depth=depth))
+    return Captured(model, Traces.of_model(model, call, example=example is not None, depth=depth, cuts=cuts))
 
 
 def stage(captured: Captured, first: int, last: int) -> StageModule:
@@ -79,10 +82,11 @@ class Captured:
     def __init__(self, model: nn.Module, traces: Traces) -> None:
         self.model = model
         self.traces = traces
+        self._row_dimensions: dict[Any, list[int | None] | None] = {}
 
     @property
     def way(self) -> str:
-        """How it was captured: ``sequential``, ``cuts``, ``fx`` or ``export``."""
+        """How it was captured: ``sequential``, ``fx`` or ``export``."""
         return self.traces.way
 
     @cached_property
@@ -107,7 +111,16 @@ class Captured:
         reads = {layer[each] for node in users for each in node.all_input_nodes if each in layer} - {index}
         used = Cut(self.traces.first, index, index).tensors(self.model)
         parameters = tuple(name for name, parameter in self.model.named_parameters() if id(parameter) in used)
-        return Layer(name, tuple(sorted(reads)), self._stateful(name), parameters)
+        return Layer(name, tuple(sorted(reads)), self._called(index), parameters)
+
+    def _called(self, index: int) -> str:
+        """The module with state that a layer is a call of: one that other layers call, too, if there is any."""
+        mine: dict[str, None] = {}
+        others: dict[str, None] = {}
+        for layer, names in self.traces.calls.items():
+            (mine if layer == index else others).update(dict.fromkeys(map(self._stateful, names)))
+        shared = [name for name in mine if name in others]
+        return next(iter([*filter(None, shared), *mine]), "")
 
     def _stateful(self, name: str) -> str:
         """The first name of the module that a layer is called after, if it has state."""
@@ -131,39 +144,35 @@ class Captured:
         """
         return self.traces.call(batch)
 
+    def row_dimensions(self, batch: Any) -> list[int | None] | None:
+        """For each leaf of the output the dimension that has the rows, or None; None in all if that cannot be told.
+
+        It is what grows with the rows of the inputs in a run of the model without data, in evaluation mode.
+        """
+        kind = tuple(
+            (leaf.shape[1:], leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in pytree.tree_leaves(batch)
+        )
+        if kind not in self._row_dimensions:
+            self._row_dimensions.clear()
+            self._row_dimensions[kind] = self._found_dimensions(batch)
+        return self._row_dimensions[kind]
+
+    def _found_dimensions(self, batch: Any) -> list[int | None] | None:
+        outputs = []
+        for rows in _ROWS:
+            try:
+                outputs.append(self.traces.imagined(batch, rows, self.outcome))
+            except Exception:  # noqa: BLE001 - a layer that looks at its data
+                return None
+        leaves = [pytree.tree_leaves(output) for output in outputs]
+        if len(leaves[0]) != len(leaves[1]):
+            return None
+        return [dimension_of(one, other, _ROWS) for one, other in zip(*leaves, strict=True)]
+
     def outcome(self, model: nn.Module, batch: Any) -> Any:
         """Calls a model like this one, which is in one piece, with a batch."""
-        if self.way in {SEQUENTIAL, CUTS}:
+        if self.way == SEQUENTIAL:
             return model(only(model, batch))
         args, kwargs = Call.bound(model, batch).arguments()
         return model(*args, **kwargs)
-
-
-def _compare(captured: Captured, example: Any) -> None:
-    """Refuses a chain that does not give what the model gives."""
-    model = captured.model
-    modes = [module.training for module in model.modules()]
-    model.eval()
-    whole = stage(captured, 0, len(captured.layers) - 1)
-    try:
-        with torch.no_grad():
-            wanted = model(only(model, example))
-            found = whole(captured.inputs(example))[OUTPUT]
-        same = _equal(wanted, found)
-    finally:
-        for module, mode in zip(model.modules(), modes, strict=True):
-            module.training = mode
-    if not same:
-        raise ArgumentError(
-            f"{type(model).__name__} does not give what the chain of its `cuts` {', '.join(captured.traces.names)} "
-            "gives: each of them must be called with exactly what the one before returned"
-        )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    leaves, structure = pytree.tree_flatten(one)
-    others, same = pytree.tree_flatten(other)
-    return structure == same and all(
-        torch.allclose(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
-        for a, b in zip(leaves, others, strict=True)
-    )

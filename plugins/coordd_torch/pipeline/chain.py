@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from coordd.errors import ArgumentError
+from coordd_torch.pipeline.hooks import is_plain
 from coordd_torch.pipeline.layers import children
 from coordd_torch.pipeline.trace import Trace
 
@@ -18,8 +18,8 @@ INPUT = "input"
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether the module does what `nn.Sequential` does."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    """Whether the module does what `nn.Sequential` does, and no more: hooks need a call of it."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and is_plain(module)
 
 
 def flattened(model: nn.Module, prefix: str = "") -> Iterator[str]:
@@ -32,18 +32,8 @@ def flattened(model: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def chain(model: nn.Module, parts: Sequence[str]) -> Trace:
-    """Calls the parts one after another.
-
-    Raises:
-        ArgumentError: the model has no such module, or there is none.
-    """
+    """Calls the parts one after another."""
     known = dict(model.named_modules(remove_duplicate=False))
-    missing = [part for part in parts if part not in known or not part]
-    if missing or not parts:
-        raise ArgumentError(
-            f"{type(model).__name__} has no module {', '.join(map(repr, missing)) or 'to cut at'}; there are: "
-            f"{', '.join(filter(None, known))}"
-        )
     graph = fx.Graph()
     value = graph.placeholder(INPUT)
     calls: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,47 +14,75 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from coordd_torch.pipeline.aliases import renamed
 from coordd_torch.pipeline.batch_norms import restored
 from coordd_torch.pipeline.constancy import refuse_luck
+from coordd_torch.pipeline.hooks import refuse_backward_hooks, refuse_own_forwards
 from coordd_torch.pipeline.hush import hushed
 from coordd_torch.pipeline.inputs import Call
 from coordd_torch.pipeline.luck import untouched
+from coordd_torch.pipeline.purity import attribute
 from coordd_torch.pipeline.trace import Trace
-from coordd_torch.pipeline.trial import refuse_change
+from coordd_torch.pipeline.trial import refuse_change, refuse_custom_backward
 from coordd_torch.pipeline.twin import Stand
 
 __all__ = ["trace"]
 
 # It prints the graph of what it gives up, tells which sizes it fixes, and what it cannot find; the error says the rest.
-_TALKERS = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes")
+_TALKERS = (
+    "torch._export.non_strict_utils",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._subclasses.fake_tensor",
+)
 _IDLE = {"aten.detach_.default", "aten._assert_tensor_metadata.default"}
 
 
-def trace(model: nn.Module, call: Call, norms: Collection[str]) -> Trace:
+def trace(model: nn.Module, call: Call, norms: Collection[str], *, number: int = 0) -> Trace:
     """Exports the model in its present mode, with all dimensions open that the model leaves open.
 
     Args:
         model: without data, as from `bare`.
         call: the arguments.
         norms: the paths of the modules that are to be called as such.
+        number: of the trace; no other one of this model has it.
 
     Raises:
         Exception: what torch.export raises.
     """
+    for refuse in (refuse_backward_hooks, refuse_own_forwards):
+        refuse(model, lambda path: path not in norms)
     stand = Stand(model, call.leaves)
     shapes = ShapesCollection()
     for leaf in stand.leaves:
         if isinstance(leaf, torch.Tensor):
             shapes[leaf] = tuple(Dim.AUTO for _ in leaf.shape)
     args, kwargs = call.arguments(stand.leaves)
+    _name_keywords(stand.model, args, kwargs)
     open_ = shapes.dynamic_shapes(stand.model, args, kwargs)
     refuse_change(model, call)
+    refuse_custom_backward(model, call)
     with warnings.catch_warnings(), hushed(*_TALKERS), untouched() as drawn:
         warnings.simplefilter("ignore")  # what it dislikes is for those who keep the program
         program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=open_, strict=False)
         refuse_luck(drawn=drawn())
     module = _tidied(program, norms)
+    _rename_constants(module, model, number)
     fixed = {name: leaf for name, leaf in call.values.items() if not isinstance(leaf, torch.Tensor)}
     guards = _Guards(program, module.graph, call.names)
     return Trace(module, module.graph, call.names, program.call_spec.out_spec, model.training, fixed, guards)
+
+
+def _name_keywords(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Gives `forward` a parameter for each keyword that it takes as ``**kwargs``: torch.export would count it twice."""
+    forward = model.forward
+    known = inspect.signature(forward).parameters
+    if not any(known[name].kind is inspect.Parameter.VAR_KEYWORD for name in known) or set(kwargs) <= set(known):
+        return
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    given = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in list(known)[: len(args)]]
+    given += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs]
+    vars(named)["__signature__"] = inspect.Signature(given)
+    vars(model)["forward"] = named
 
 
 def _tidied(program: ExportedProgram, norms: Collection[str]) -> fx.GraphModule:
@@ -67,6 +96,23 @@ def _tidied(program: ExportedProgram, norms: Collection[str]) -> fx.GraphModule:
     restored(module.graph, norms)
     renamed(module.graph)
     return module
+
+
+def _rename_constants(module: fx.GraphModule, model: nn.Module, number: int) -> None:
+    """Gives what is no part of the model a name of this trace: each trace calls its first constant the same."""
+    new: dict[str, str] = {}
+    for node in module.graph.nodes:
+        old = str(node.target)
+        if node.op == "get_attr" and old not in new and attribute(model, old) is None:
+            new[old] = f"_trace{number}_{old.replace('.', '_')}"
+            value = attribute(module, old)
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                module.register_buffer(new[old], value, persistent=False)
+            else:
+                setattr(module, new[old], value)
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            node.target = new.get(str(node.target), node.target)
 
 
 class _Guards:

@@ -9,13 +9,49 @@ from typing import Self
 
 import torch
 from torch import nn
+from torch.fx.proxy import TraceError
 
 from coordd.errors import ArgumentError
 
-__all__ = ["CaptureError"]
+__all__ = ["CaptureError", "DataDependentError", "NoExampleError"]
 
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))  # noqa: PTH120 - a prefix
 _HEAD = 300
+
+
+class NoExampleError(ArgumentError):
+    """A way to make a graph that needs an example of a batch, and there is none."""
+
+    def __init__(self) -> None:
+        super().__init__("it needs an example of a batch")
+
+
+class DataDependentError(TraceError):
+    """A forward that does something else for other values of a tensor.
+
+    Attributes:
+        module: the path of the module whose forward does so; empty for the model itself.
+    """
+
+    def __init__(self, value: str, use: str, module: str) -> None:
+        """Composes the text of an expression, and what forward does with its value."""
+        super().__init__(f"the value of `{value}` {use}, and is known with data only")
+        self.module = module
+
+    def remedy(self, cuts: Sequence[str] | None) -> str:
+        """Says what to do, if stages may begin at these modules; None for any."""
+        inside = [cut for cut in cuts or () if cut.startswith(self.module + ".")] if self.module else []
+        move = "move that line, with the layers that it chooses between, into a module of its own"
+        if inside:
+            return f"leave {', '.join(map(repr, inside))} out of cuts, so that {self.module!r} is called as a whole"
+        if cuts is not None:
+            return f"{move} that holds none of cuts={list(cuts)!r}, which is then called as a whole"
+        if self.module:
+            return (
+                "name the modules at which stages may begin, as in cuts=['blocks.1', 'head'], and none inside "
+                f"{self.module!r}, so that it is called as a whole"
+            )
+        return f"{move}, and name the modules at which stages may begin, as in cuts=['blocks.1', 'head']"
 
 
 class CaptureError(ArgumentError):
@@ -25,23 +61,50 @@ class CaptureError(ArgumentError):
         places: for each way that was tried ``file:line in function``, or nothing if none of the user's lines was seen.
     """
 
-    def __init__(self, model: str, reasons: Sequence[tuple[str, str, str]]) -> None:
-        """Composes the text; a reason is the way that was tried, the place that prevents it, and why."""
-        self.places = tuple(place for _, place, _ in reasons)
-        told = "".join(f"\n  {way}: {place and f'at {place}: '}{why}" for way, place, why in reasons)
-        super().__init__(
-            f"{model} cannot be cut into stages by itself:{told}\n"
-            "Change that line, give an `example` of a batch if none was given, or, if the model calls its parts one "
-            "after another, name them: cuts=['embed', 'blocks.0', 'blocks.1', 'head']"
-        )
+    def __init__(self, text: str, places: Sequence[str]) -> None:
+        super().__init__(text)
+        self.places = tuple(places)
 
     @classmethod
-    def composed(cls, model: nn.Module, errors: Sequence[tuple[str, Exception]]) -> Self:
+    def composed(
+        cls, model: nn.Module, errors: Sequence[tuple[str, Exception]], *, cuts: Sequence[str] | None = None
+    ) -> Self:
         """Tells of the errors of all ways that were tried; of one way at one place once."""
+        name = type(model).__name__
+        if (found := _data_dependent(errors)) is not None:
+            what = repr(found.module) if found.module else "the model itself"
+            example = any(isinstance(each, NoExampleError) for _, each in errors)
+            text = (
+                f"{name} cannot be cut into stages by itself, for the forward of {what} has data-dependent control "
+                f"flow at {_place(found)} ({found}): {found.remedy(cuts)}"
+                f"{', or give an `example` of a batch if it depends on shapes alone' * example}"
+            )
+            return cls(text, [_place(each) for _, each in errors])
         reasons: dict[tuple[str, str], str] = {}
         for way, error in errors:
             reasons.setdefault((way, _place(error)), _why(error))
-        return cls(type(model).__name__, [(way, place, why) for (way, place), why in reasons.items()])
+        told = "".join(f"\n  {way}: {place and f'at {place}: '}{why}" for (way, place), why in reasons.items())
+        text = (
+            f"{name} cannot be cut into stages by itself:{told}\n"
+            "Change that line, or move it into a module that is one layer; give an `example` of a batch if none was "
+            "given, without inputs that only that line needs (such as labels). Experts that are called one by one need "
+            "another implementation (experts_implementation='grouped_mm' in transformers). With "
+            "cuts=['blocks.1', 'head'] stages begin at these modules only, and modules that hold none of them are "
+            "called as a whole, whatever their forward does"
+        )
+        return cls(text, [place for _, place in reasons])
+
+
+def _data_dependent(errors: Sequence[tuple[str, Exception]]) -> DataDependentError | None:
+    """The error of the first way, if what prevents it prevents all others, too: at the same line."""
+    first = errors[0][1]
+    if not isinstance(first, DataDependentError):
+        return None
+    for _, error in errors[1:]:
+        dependent = isinstance(error, DataDependentError) or "data-dependent" in str(error)
+        if not isinstance(error, NoExampleError) and not (dependent and _place(error) in {"", _place(first)}):
+            return None
+    return first
 
 
 def _place(error: BaseException) -> str:

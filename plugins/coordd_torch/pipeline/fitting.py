@@ -20,7 +20,10 @@ __all__ = ["History", "fit", "screen"]
 
 @dataclass
 class History:
-    """What came of each epoch: the mean loss over its rows, and that of the validation data, if there are any."""
+    """What came of each epoch: the mean loss over its rows, and that of the validation data, if there are any.
+
+    With ``loss_reduction="sum"`` it is the sum over all rows that the epoch was trained with.
+    """
 
     loss: list[float] = field(default_factory=list)
     val_loss: list[float] = field(default_factory=list)
@@ -58,6 +61,7 @@ def fit(
     least_evaluated: int,
     ended: Callable[[], bool],
     console: Console | None,
+    summed: bool = False,
 ) -> History:
     """Trains over epochs.
 
@@ -75,6 +79,7 @@ def fit(
         ended: is asked before the first step and after each whether to end there; of an epoch that is not complete
             nothing is returned.
         console: where progress is shown; None for nowhere.
+        summed: whether losses are sums over rows.
 
     Raises:
         ArgumentError: inputs and targets have different numbers of rows, or too few for one batch.
@@ -87,18 +92,21 @@ def fit(
         return history
     for epoch in range(epochs):
         begin, total = time.perf_counter(), 0.0
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + pipe.epochs)) if shuffle else None
+        luck = torch.Generator("cpu").manual_seed(seed + pipe.epochs)
+        order = torch.randperm(rows, generator=luck, device="cpu") if shuffle else None
         parts = list(_parts(rows, batch_size, least))
         for part in _shown(parts, f"epoch {epoch + 1}/{epochs}", console):
             chosen = part if order is None else order[part]
-            total += pipe.train_batch(taken(x, chosen), taken(y, chosen)) * (part.stop - part.start)
+            loss = pipe.train_batch(taken(x, chosen), taken(y, chosen))
+            total += loss if summed else loss * (part.stop - part.start)
             if ended():
                 return history
         pipe.epochs += 1
-        history.loss.append(total / parts[-1].stop)
+        history.loss.append(total if summed else total / parts[-1].stop)
         text = f"epoch {epoch + 1}/{epochs}: loss {history.loss[-1]:.4f}"
         if validation_data is not None:
-            history.val_loss.append(_evaluated(pipe.eval_batch, *validation_data, batch_size, least_evaluated))
+            found = _evaluated(pipe.eval_batch, *validation_data, batch_size, least_evaluated, summed=summed)
+            history.val_loss.append(found)
             text += f", validation loss {history.val_loss[-1]:.4f}"
         if console is not None:
             console.print(f"{text}, {time.perf_counter() - begin:.1f} s", highlight=False)
@@ -112,10 +120,16 @@ def _enough(what: str, values: Any, batch_size: int, least: int) -> int:
     return rows
 
 
-def _evaluated(evaluate: Callable[[Any, Any], float], x: Any, y: Any, batch_size: int, least: int) -> float:
+def _evaluated(
+    evaluate: Callable[[Any, Any], float], x: Any, y: Any, batch_size: int, least: int, *, summed: bool
+) -> float:
     parts = list(_parts(rows_of((x, y)), batch_size, least))
-    total = sum(evaluate(taken(x, part), taken(y, part)) * (part.stop - part.start) for part in parts)
-    return float(total / parts[-1].stop)
+    losses = [evaluate(taken(x, part), taken(y, part)) for part in parts]
+    if summed:
+        return float(sum(losses))
+    return float(
+        sum(loss * (part.stop - part.start) for loss, part in zip(losses, parts, strict=True)) / parts[-1].stop
+    )
 
 
 def _parts(rows: int, size: int, least: int) -> Iterator[slice]:

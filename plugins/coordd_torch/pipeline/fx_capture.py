@@ -13,6 +13,8 @@ from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
 from coordd_torch.pipeline.constancy import InconstantError, difference, refuse_luck
+from coordd_torch.pipeline.failure import DataDependentError
+from coordd_torch.pipeline.hooks import refuse_backward_hooks, refuse_own_forwards
 from coordd_torch.pipeline.inputs import Call
 from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.purity import attribute
@@ -23,14 +25,22 @@ from coordd_torch.pipeline.twin import bare
 __all__ = ["trace"]
 
 
+_SET = ("data", "grad", "requires_grad")
+
+
 class _Proxy(fx.Proxy):
     """A value that knows `x += y` from `x = x + y`, and tells what it is where data are needed."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SET:
+            raise TraceError(f"`{_written(self.node)}.{name} = ...` would be lost")
+        super().__setattr__(name, value)
+
     def __int__(self) -> int:
-        raise TraceError(_needs_data(self, "becomes a number"))
+        raise _needs_data(self, "becomes a number")
 
     def __float__(self) -> float:
-        raise TraceError(_needs_data(self, "becomes a number"))
+        raise _needs_data(self, "becomes a number")
 
 
 def _in_place(target: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], fx.Proxy]:
@@ -76,10 +86,10 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        raise TraceError(_needs_data(obj, "decides over control flow"))
+        raise _needs_data(obj, "decides over control flow")
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        raise TraceError(_needs_data(obj, "is iterated over"))
+        raise _needs_data(obj, "is iterated over")
 
     def create_args_for_root(
         self,
@@ -94,7 +104,7 @@ class _Tracer(fx.Tracer):
         args, kwargs = self._call.arguments(leaves)
 
         def run(root: nn.Module) -> list[Any]:
-            found, self.output = pytree.tree_flatten(root.forward(*args, **kwargs))
+            found, self.output = pytree.tree_flatten(root(*args, **kwargs))  # its hooks are traced, too
             return found
 
         return run, [self.root]
@@ -107,8 +117,8 @@ def _modes() -> tuple[int, ...]:
     return depth, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-def _needs_data(proxy: fx.Proxy, use: str) -> str:
-    return f"the value of `{_written(proxy.node)}` {use}, and is known with data only"
+def _needs_data(proxy: fx.Proxy, use: str) -> DataDependentError:
+    return DataDependentError(_written(proxy.node), use, proxy.tracer.scope.module_path)
 
 
 def _written(node: Any, depth: int = 3) -> str:
@@ -133,6 +143,8 @@ def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool)
     Raises:
         Exception: whatever stops the tracing, or a trial's failure.
     """
+    for refuse in (refuse_backward_hooks, refuse_own_forwards):
+        refuse(model, lambda path: not _within(path, units))
     if not example:
         return _trace(model, units, call, frozenset(call.names), example=False)
     tensors = frozenset(name for name, leaf in call.values.items() if isinstance(leaf, torch.Tensor))
@@ -141,6 +153,12 @@ def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool)
         with suppress(Exception):  # forward decides over something by a float
             return _trace(model, units, call, open_, example=True)
     return _trace(model, units, call, tensors, example=True)
+
+
+def _within(path: str, units: frozenset[str]) -> bool:
+    """Whether a module is a unit or lies in one."""
+    names = path.split(".")
+    return any(".".join(names[:count]) in units for count in range(1, len(names) + 1))
 
 
 def _trace(model: nn.Module, units: frozenset[str], call: Call, dynamic: frozenset[str], *, example: bool) -> Trace:

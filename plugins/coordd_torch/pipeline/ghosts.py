@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -69,31 +70,29 @@ class Ghosts(TorchDispatchMode):
         self._owners: dict[int, str] = {}
         self._guise = _Guise(self)
         self._plain_new: Any = None
-        self._hooks: tuple[Any, ...] = ()
+        self._leaving = ExitStack()
         self._turns: set[StorageWeakRef] = set()  # the storages of parameters
         self._sources: dict[StorageWeakRef, frozenset[int]] = {}
         self._homes: dict[StorageWeakRef, torch.device] = {}
         self._lent: dict[StorageWeakRef, tuple[_Layout, torch.Tensor]] = {}
 
     def __enter__(self) -> Self:
-        # Copying a module makes parameters, too, which no hook of PyTorch's shows before they have been registered.
-        self._plain_new = nn.Parameter.__dict__["__new__"]
-        nn.Parameter.__new__ = staticmethod(self._new)  # type: ignore[method-assign,assignment]
-        self._hooks = (
-            register_module_buffer_registration_hook(self._register),  # type: ignore[arg-type]
-            register_module_parameter_registration_hook(self._own),
-        )
-        self._guise.__enter__()  # type: ignore[no-untyped-call]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        with ExitStack() as leaving:  # what has been entered is left, whatever fails
+            leaving.callback(self._lent.clear)
+            # Copying a module makes parameters, too, which no hook of PyTorch's shows before they have been registered.
+            leaving.callback(setattr, nn.Parameter, "__new__", nn.Parameter.__dict__["__new__"])
+            self._plain_new = nn.Parameter.__dict__["__new__"]
+            nn.Parameter.__new__ = staticmethod(self._new)  # type: ignore[method-assign,assignment]
+            leaving.callback(register_module_buffer_registration_hook(self._register).remove)  # type: ignore[arg-type]
+            leaving.callback(register_module_parameter_registration_hook(self._own).remove)
+            leaving.enter_context(self._guise)
+            super().__enter__()  # type: ignore[no-untyped-call]
+            leaving.push(super().__exit__)
+            self._leaving = leaving.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._guise.__exit__(*exception)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
-        nn.Parameter.__new__ = self._plain_new  # type: ignore[method-assign]
-        self._lent.clear()
+        self._leaving.__exit__(*exception)  # type: ignore[arg-type]
 
     def sources(self, tensor: torch.Tensor) -> frozenset[int]:
         """Tells by number from which parameters and buffers a tensor's values were computed; itself included."""

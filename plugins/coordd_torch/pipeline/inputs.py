@@ -19,6 +19,8 @@ from coordd.errors import ArgumentError
 
 __all__ = ["Call", "only"]
 
+_CACHE = "use_cache"
+
 
 @dataclass(frozen=True)
 class Call:
@@ -55,7 +57,7 @@ class Call:
         Raises:
             ArgumentError: the model's forward takes other arguments.
         """
-        arguments = _arguments(model, batch)
+        arguments = _uncached(model, _arguments(model, batch))
         found, spec = pytree.tree_flatten_with_path((arguments.args, arguments.kwargs))
         parameters = list(arguments.signature.parameters.values())
         names: list[str] = []
@@ -104,6 +106,23 @@ def _arguments(model: nn.Module, batch: Any) -> inspect.BoundArguments:
         )
         form = f"{type(model).__name__}.forward{signature}"
         raise ArgumentError(f"{form} does not take this batch, a {given}: {error}") from error
+
+
+def _uncached(model: nn.Module, arguments: inspect.BoundArguments) -> inspect.BoundArguments:
+    """Asks a model of `transformers` for no cache of keys and values, unless the batch says something else.
+
+    It returns one by default, which serves generation only; from all stages it would have to travel to the last.
+    """
+    kinds = {name: parameter.kind for name, parameter in arguments.signature.parameters.items()}
+    rest = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), None)
+    given = {**arguments.arguments, **(arguments.arguments.get(rest, {}) if rest else {})}
+    if _CACHE in given or not getattr(getattr(model, "config", None), _CACHE, False):
+        return arguments
+    if _CACHE in kinds:
+        arguments.arguments[_CACHE] = False
+    elif rest is not None:
+        arguments.arguments[rest] = {**arguments.arguments.get(rest, {}), _CACHE: False}
+    return arguments
 
 
 def _knows(signature: inspect.Signature, batch: Mapping[Any, Any]) -> bool:

@@ -4,21 +4,26 @@ Its one rule: layers are numbered in topological order, so any run of consecutiv
 
 A *unit* is a module that is a layer of its own: an item of a ModuleList, ModuleDict or Sequential, and any module that
 holds no such list. Modules on the way to units are open: what they themselves compute goes with the unit before it.
+
+With `cuts` a module is open if one of these lies inside it, and a unit otherwise; a layer then has all units from one
+cut to the next.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 from torch import fx, nn
 
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline.aliases import writes_state
+from coordd_torch.pipeline.hooks import has_own_forward
 from coordd_torch.pipeline.purity import free
 from coordd_torch.pipeline.trace import Trace
 
-__all__ = ["Layering", "children", "units"]
+__all__ = ["Layering", "children", "first_names", "units", "units_between"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _REPEATED = re.compile(r"@(\d+)$")
@@ -37,6 +42,64 @@ def units(model: nn.Module, depth: int = 1) -> frozenset[str]:
     return frozenset(_units(model, "", depth))
 
 
+def units_between(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
+    """The paths of the modules that are called as a whole where a stage may begin at `cuts` only."""
+    return frozenset(_between(model, "", cuts))
+
+
+def first_names(model: nn.Module, cuts: Sequence[str]) -> list[str]:
+    """The modules that `cuts` names, by the first of the names that each has in the model.
+
+    Raises:
+        ArgumentError: the model has no such module, or `cuts` is empty.
+    """
+    known = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    missing = sorted(set(cuts) - set(known))
+    if missing or not cuts:
+        raise ArgumentError(
+            f"{type(model).__name__} has no module {', '.join(map(repr, missing)) or 'to cut at'}; there are: "
+            f"{', '.join(known)}"
+        )
+    first = {id(module): name for name, module in model.named_modules()}
+    return [first[id(known[cut])] for cut in cuts]
+
+
+def _between(module: nn.Module, prefix: str, cuts: Sequence[str]) -> Iterator[str]:
+    for name, child in children(module):
+        path = prefix + name
+        if any(cut.startswith(path + ".") for cut in cuts) or not _has_forward(child):
+            yield from _between(child, path + ".", cuts)
+        else:
+            yield path
+
+
+def _begun(keys: Sequence[str], cuts: Sequence[str], starts: AbstractSet[int]) -> set[int]:
+    """Which units are the first of each call of a module at which a stage may begin.
+
+    Raises:
+        ArgumentError: one of these modules is never called, or has nothing to compute in a stage of its own.
+    """
+    found: set[int] = set()
+    for cut in cuts:
+        calls: dict[str, int] = {}
+        for number in sorted(starts):
+            path, _, call = keys[number].partition("#")
+            if path == cut or path.startswith(cut + "."):
+                calls.setdefault(call, number)
+        if not calls:
+            raise ArgumentError(
+                f"cuts names {cut!r}, where no stage can begin: forward does not call it, or it needs no stage, as it "
+                f"depends on the inputs alone; what is called are {', '.join(keys)}"
+            )
+        found.update(calls.values())
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called; a ModuleList only holds others."""
+    return type(module).forward is not nn.Module.forward or has_own_forward(module)
+
+
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The module's children under all of their names; `named_children` tells one name of each."""
     found = module.named_modules(remove_duplicate=False)
@@ -49,7 +112,7 @@ def _units(module: nn.Module, prefix: str, depth: int) -> Iterator[str]:
 
 
 def _of_child(child: nn.Module, path: str, depth: int) -> Iterator[str]:
-    if not _holds_list(child):
+    if not _holds_list(child) or has_own_forward(child):
         yield path
     elif not isinstance(child, _LISTS):
         yield from _units(child, path + ".", depth)
@@ -68,10 +131,23 @@ class Layering:
 
     The first trace says what the layers are. In the others a unit that is known goes to its layer, and what is new to
     them goes with what is before it, so that a cut is the same in all.
+
+    Attributes:
+        units: the paths of the modules that are units.
+        names: of the layers, each that of its first unit.
+        calls: for each layer its units, as in `names`.
     """
 
-    def __init__(self, known: frozenset[str]) -> None:
+    def __init__(self, known: frozenset[str], cuts: Sequence[str] | None = None) -> None:
+        """Begins without any trace.
+
+        Args:
+            known: the paths of the modules that are units.
+            cuts: the modules at which a layer may begin; None for all units.
+        """
         self.units = known
+        self._cuts = cuts
+        self.calls: dict[int, list[str]] = {}
         self.names: list[str] = []
         self._index: dict[str, int] = {}
         self._moved: list[int] = []
@@ -123,9 +199,13 @@ class Layering:
 
     def _settle(self, starts: set[int], spans: Sequence[tuple[int, int]]) -> None:
         """Numbers the layers anew, without those that are empty or joined to the one before."""
+        keys = list(self._index) or ["model"]
+        if self._cuts is not None:
+            starts = {min(starts), *_begun(keys, self._cuts, starts)}
         for early, late in spans:
             starts -= set(range(early + 1, late + 1))
-        keys = list(self._index) or ["model"]
         self.names = [keys[start] for start in sorted(starts)]
         self._moved = [sum(start <= layer for start in starts) - 1 for layer in range(len(keys))]
+        for key, layer in zip(keys, self._moved, strict=True):
+            self.calls.setdefault(max(layer, 0), []).append(key)
         self._index = {key: self._moved[layer] for key, layer in self._index.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from coordd.errors import ArgumentError
 from coordd.pipeline import graph
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.load import Load, Memory
@@ -59,14 +60,26 @@ class Layout:
         Raises:
             ArgumentError: it cannot be split like this; the text says why, and what can be done.
         """
+        try:
+            return cls(captured, cls._spans(captured, stages, config, profile=profile, memory=memory))
+        except ArgumentError as error:
+            if captured.traces.closed is None:
+                raise
+            text = f"{error}. Only its direct children are layers: {captured.traces.closed}"
+            raise ArgumentError(text) from error
+
+    @staticmethod
+    def _spans(
+        captured: Captured, stages: int, config: PipelineConfig, *, profile: Profile | None, memory: Memory | None
+    ) -> Sequence[range]:
         layers = captured.table
         if config.layers_per_proc != "auto":
             spans = split_counts([layer.name for layer in layers], config.layers_per_proc)
             graph.check_cuts(layers, [span.start for span in spans[1:]], copied(layers, config.reuse))
             if profile is not None:
                 profile.check(spans, memory)
-            return cls(captured, spans)
-        return cls(captured, (profile or _unmeasured(captured, config)).split(stages, by=config.split, memory=memory))
+            return spans
+        return (profile or _unmeasured(captured, config)).split(stages, by=config.split, memory=memory)
 
     def flows(self, microbatches: Iterable[Mapping[str, Any]], *, training: bool) -> tuple[tuple[int, int], ...]:
         """Which stage's results which later stage takes, of any of these inputs.
@@ -115,9 +128,9 @@ class Layout:
         return StageModule(model, self.captured.traces, span.start, span.stop - 1)
 
     def names(self, stages: Iterable[int]) -> set[str]:
-        """All names of the parameters and buffers that some stages have."""
-        held = set(stages)
-        return {name for name, holders in self.holders.items() if not held.isdisjoint(holders)}
+        """All names of the parameters and buffers that some stages have; their constants are no part of the model."""
+        held, known = set(stages), _names(self.captured.model)
+        return {name for name, holders in self.holders.items() if name in known and not held.isdisjoint(holders)}
 
     def route(
         self, stage: int, inputs: Mapping[str, Any], flows: Iterable[tuple[int, int]], *, training: bool

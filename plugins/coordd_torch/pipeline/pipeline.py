@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from coordd import api
+from coordd.calls import CollectiveCall, collective_method
 from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
 from coordd.objects import allgather_object
@@ -20,6 +22,7 @@ from coordd.pipeline.batch import Batch, Weigh
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.engine import Engine
 from coordd.pipeline.microbatch import cut
+from coordd.pipeline.plan import Plan
 from coordd.pipeline.plans import Plans
 from coordd.pipeline.profile import Profile
 from coordd.pipeline.record import Run, latest, record
@@ -27,24 +30,27 @@ from coordd.pipeline.recording import Recording
 from coordd.pipeline.simulate import Span
 from coordd.pipeline.versions import Versions
 from coordd.process_sets import ProcessSet
+from coordd_torch.pipeline.alike import materialised, structure, title, values
 from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.buffers import borrowed, copies, every
-from coordd_torch.pipeline.build import materialise, outline
+from coordd_torch.pipeline.build import outline
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.codec import TorchCodec
 from coordd_torch.pipeline.fingerprint import told
 from coordd_torch.pipeline.fitting import History, fit, screen
 from coordd_torch.pipeline.heap import give_back
 from coordd_torch.pipeline.layout import Layout
+from coordd_torch.pipeline.loss_check import LossCheck
 from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.parity import distance, gradients
+from coordd_torch.pipeline.replica_settings import ReplicaSettings
 from coordd_torch.pipeline.rows import joined, rows_of, taken
 from coordd_torch.pipeline.saving import Saving
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.settling import Settling
 from coordd_torch.pipeline.sharing import Sharing, align
-from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed
+from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed, check_step, check_weight
 from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.tying import check_statistics, tied
 from coordd_torch.pipeline.weights import Weights
@@ -52,6 +58,10 @@ from coordd_torch.pipeline.weights import Weights
 __all__ = ["Pipeline"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def _several(pipeline: Pipeline) -> AbstractContextManager[None]:
+    return pipeline._accord.several()  # noqa: SLF001 - it is ours
 
 
 class Pipeline:
@@ -66,8 +76,10 @@ class Pipeline:
         spans: when this rank computed or changed what in the last run, in seconds since it began.
     """
 
+    @collective_method("Pipeline", namespace=True)
     def __init__(
         self,
+        _call: CollectiveCall,
         model: nn.Module | Callable[[], nn.Module],
         config: PipelineConfig | None = None,
         *,
@@ -84,7 +96,8 @@ class Pipeline:
             model: unchanged; or a function that builds it, so that no rank ever has all of it in memory.
             config: how it is split and trained.
             optimizer: makes the optimizer of a stage's parameters, frozen ones included; it gets no names of them.
-            loss: of an output and targets, the mean over their rows; nothing in it is trained.
+            loss: of an output and targets, the mean over their rows, or what ``loss_reduction`` and `weight` say; the
+                first steps check that. Nothing in it is trained.
             example: inputs as in `train_batch`, for models that can be captured or measured only with some.
             example_targets: their targets, for the loss to be measured, too.
             scaler: of losses, for training in fp16; it is the pipeline's from now on, and alike on all ranks.
@@ -93,16 +106,35 @@ class Pipeline:
 
         Raises:
             ArgumentError: the model cannot be split like this.
+            MismatchError: on all ranks: they have different models, initial values or losses; it lists what differs.
+            RefusedError: another rank has raised an error here.
             NotInitializedError: `init` was not called.
         """
+        given = (example, example_targets)
+        self._make(_call, model, config, optimizer=optimizer, loss=loss, given=given, scaler=scaler, weight=weight)
+
+    def _make(
+        self,
+        call: CollectiveCall,
+        model: nn.Module | Callable[[], nn.Module],
+        config: PipelineConfig | None,
+        *,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        given: tuple[Any, Any],
+        scaler: torch.amp.GradScaler | None,
+        weight: Weigh | None,
+    ) -> None:
+        """Splits a model, as part of a call of all ranks."""
         self.config = config or PipelineConfig()
         check_fixed(loss)
+        check_weight(self.config, weight)
         if scaler is not None:
             self.config.check_one_step("a scaler")
         self._operations = api.operations()
         world = self._operations.daemon.world
         self._rank = world.rank
-        self._name = f"{self._operations.namespace()}pipeline"
+        self._name = f"{call.prefix}pipeline"
         self._accord = Accord(self._operations, name=f"{self._name}.given")
         self._accord.check("Pipeline", settings(self.config), advice=ALIKE)
         self._plans = Plans(self.config, world.size)
@@ -112,13 +144,17 @@ class Pipeline:
         self._weigh = weight
         self._scaling = None if scaler is None else Scaling(scaler)
         outlined = model if isinstance(model, nn.Module) else outline(model)
-        self._captured = capture(outlined, example, cuts=self.config.cuts)
+        self._captured = capture(outlined, given[0], cuts=self.config.cuts)
+        call.advice = (
+            "make the same model on all ranks, with torch.manual_seed before it, or broadcast its state_dict()"
+        )
+        call.lines += [*structure(self._captured), f"the loss {title(loss)}"]
         self._profile: Profile | None = None
         memory = None
         if self.config.measured:
             from coordd_torch.pipeline.appraisal import budget, measured
 
-            given, name = (example, example_targets), f"{self._name}.profile"
+            name = f"{self._name}.profile"
             self._profile = measured(self._captured, given, self.config, loss=loss, name=name)
             memory = budget(self.config, self._plans, optimizer)
         self.layout = Layout.of(self._captured, self._sketch.stages, self.config, profile=self._profile, memory=memory)
@@ -132,7 +168,11 @@ class Pipeline:
         self.spans: list[Span] = []
         self._ran: Run | None = None
         names = self.layout.names(self._sketch.held[self._rank])
-        built = model if isinstance(model, nn.Module) else materialise(model, names)
+        if isinstance(model, nn.Module):
+            built = model
+            call.lines += values(model)
+        else:
+            built = materialised(model, names, self._operations, name=self._name)
         self.stages = self._made(built, optimizer, loss)
         self._saving = Saving(self.stages, self.layout, self._sketch, self._operations, name=f"{self._name}.loading")
         self._flows: tuple[tuple[int, int], ...] = ()
@@ -153,10 +193,11 @@ class Pipeline:
             y: what the loss compares the output with.
 
         Returns:
-            the loss, on every rank: its mean over all rows, or by `weight`.
+            the loss, on every rank: its mean over all rows, or by `weight`; with ``loss_reduction="sum"`` its sum.
 
         Raises:
-            ArgumentError: ranks were given different batches, or inputs and targets have different numbers of rows.
+            ArgumentError: ranks were given different batches, inputs and targets have different numbers of rows, or the
+                losses of microbatches do not add up to that of the batch: the text says what to do.
             PeerError: something went wrong in another rank's stage.
         """
         self._run(x, y, training=True)
@@ -178,10 +219,13 @@ class Pipeline:
         for outputs in allgather_object(mine, name=f"{self._name}.outputs"):
             found |= outputs
         sizes = [part.stop - part.start for part in cut(rows_of(x), len(found))]
-        return joined([found[microbatch] for microbatch in sorted(found)], sizes)
+        dimensions = self._captured.row_dimensions(x)
+        return joined([found[microbatch] for microbatch in sorted(found)], sizes, dimensions)
 
+    @collective_method("fit", steady=True, around=_several)
     def fit(
         self,
+        _: CollectiveCall,
         x: Any,
         y: Any,
         *,
@@ -211,22 +255,33 @@ class Pipeline:
         Raises:
             ArgumentError: inputs and targets do not fit together, or are too few.
         """
-        return fit(
-            self,
+        return self._fit(
             x,
             y,
             epochs=epochs,
             batch_size=batch_size,
             validation_data=validation_data,
             shuffle=shuffle,
+            leave=leave,
+            verbose=verbose,
+        )
+
+    def _fit(self, x: Any, y: Any, *, leave: bool, verbose: bool, **choices: Any) -> History:
+        return fit(
+            self,
+            x,
+            y,
+            **choices,
             seed=self.config.seed or 0,
             least=self._plans.least,
             least_evaluated=self.config.least,
             ended=api.leaving if leave else lambda: False,
             console=screen() if verbose and self._rank == 0 else None,
+            summed=self.config.loss_reduction == "sum",
         )
 
-    def save(self, folder: str | Path) -> None:
+    @collective_method("save")
+    def save(self, _: CollectiveCall, folder: str | Path) -> None:
         """Saves weights and the state of optimizers, to be loaded at any number of stages, or into the plain model.
 
         Args:
@@ -234,7 +289,8 @@ class Pipeline:
         """
         self._saving.save(Path(folder), epochs=self.epochs)
 
-    def load(self, folder: str | Path, *, optimizer: bool = True) -> None:
+    @collective_method("load")
+    def load(self, _: CollectiveCall, folder: str | Path, *, optimizer: bool = True) -> None:
         """Loads what `save` has saved, at whatever number of stages; all ranks do, or none.
 
         Args:
@@ -289,7 +345,7 @@ class Pipeline:
         model = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
         model.load_state_dict(weights, strict=False)
         microbatches = self.config.fitting(rows_of(x)) * self.config.widest
-        shares = self._batch(x, y, microbatches).shares
+        shares = self._batch(x, y, microbatches, weigh=self._weigh).shares
         wanted = gradients(model, x, y, run=self._captured.outcome, loss=self._criterion, shares=shares)
         found = np.array([distance(mine, wanted)], np.float64)
         for stage in self.stages.values():
@@ -304,29 +360,49 @@ class Pipeline:
         return found
 
     def _run(self, x: Any, y: Any, *, training: bool, step: bool = True, keep: bool = False) -> dict[int, Any]:
+        call = ("train_batch" if step else "verify_parity") if training else "predict" if keep else "eval_batch"
+        prepared: list[tuple[Batch, Plan]] = []
+
+        def prepare(given: dict[str, Any]) -> None:
+            given.update(told(x, y), **{"the scale of the loss": self._scaling.scale if self._scaling else 1.0})
+            prepared.append(self._prepared(x, y, training=training, step=step, keep=keep))
+
+        settings = self._replica_settings
+        self._accord.check(call, prepare, parts=settings.texts() if training and step else settings.nothing)
+        if training and step:
+            settings.settle()
+        [(batch, plan)] = prepared
+        with self._engine.telling("before the first pass of the pipeline", self._rank):
+            self._settling.begin()
+            for number, stage in self.stages.items():
+                scaling = self._scaling if step else None
+                stage.begin(batch, plan.halved[number], training=training, keep=keep, scaling=scaling, checked=step)
+        self.spans = self._engine.run(plan, self._rank)
+        self._ran = latest(self._ran, Run(plan, self.spans, self._engine.since, training))
+        with self._engine.telling("after the last pass of the pipeline", self._rank):
+            return {microbatch: output for stage in self.stages.values() for microbatch, output in stage.end().items()}
+
+    def _prepared(self, x: Any, y: Any, *, training: bool, step: bool, keep: bool) -> tuple[Batch, Plan]:
+        """Cuts a batch, and plans what is done with it."""
         if training and not torch.is_grad_enabled():
             raise ArgumentError(
                 "gradients are switched off here (torch.no_grad()), so nothing can be trained or verified"
             )
-        call = ("train_batch" if step else "verify_parity") if training else "predict" if keep else "eval_batch"
-        self._accord.check(call, told(x, y) | {"the scale of the loss": self._scaling.scale if self._scaling else 1.0})
         each = self.config.fitting(rows_of(x))
         batch = self._batch(
-            x, y, each * self.config.widest, steps=each if self.config.schedule == "pipedream" and step else 1
+            x,
+            y,
+            each * self.config.widest,
+            steps=each if self.config.schedule == "pipedream" and step else 1,
+            weigh=None if keep else self._weigh,
         )
         self._flows = self.layout.flows(map(batch.inputs, range(batch.count)), training=training)
-        plan = self._plans.lowered(each, self._flows, self.layout.shared, training=training, step=step)
-        self._settling.begin()
-        for number, stage in self.stages.items():
-            scaling = self._scaling if step else None
-            stage.begin(batch, plan.halved[number], training=training, keep=keep, scaling=scaling)
-        self.spans = self._engine.run(plan, self._rank)
-        self._ran = latest(self._ran, Run(plan, self.spans, self._engine.since, training))
-        return {microbatch: output for stage in self.stages.values() for microbatch, output in stage.end().items()}
+        return batch, self._plans.lowered(each, self._flows, self.layout.shared, training=training, step=step)
 
-    def _batch(self, x: Any, y: Any, microbatches: int, *, steps: int = 1) -> Batch:
+    def _batch(self, x: Any, y: Any, microbatches: int, *, steps: int = 1, weigh: Weigh | None) -> Batch:
         parts = cut(rows_of((x, y)), microbatches)
-        return Batch(x, y, parts, take=taken, steps=steps, named=self._captured.inputs, weigh=self._weigh)
+        summed = self.config.loss_reduction == "sum"
+        return Batch(x, y, parts, take=taken, steps=steps, named=self._captured.inputs, weigh=weigh, summed=summed)
 
     def _loss(self) -> float:
         mine = np.array([sum(stage.loss for stage in self.stages.values())], np.float64)
@@ -349,7 +425,12 @@ class Pipeline:
         for number, mine in held.items():
             own = {key: value for key, value in mine.items() if key not in known}
             known |= own.keys()
-            optimizers[number] = optimizer(own.values()) if own else None
+            optimizers[number] = made = optimizer(own.values()) if own else None
+            if made is not None:
+                check_step(made)
+        self._replica_settings = ReplicaSettings(placed, list(self.layout.tied), held, optimizers)
+        if self._replica_settings.nothing:
+            self._accord.check("Pipeline", {}, parts=self._replica_settings.texts())
         whose = {value: owners[key][0] for mine in held.values() for key, value in mine.items()}
         self._settling = Settling(
             self._sharing.finish,
@@ -378,17 +459,26 @@ class Pipeline:
             attic=Attic(module) if config.offload else None,
         )
         keep = {"pipedream": self._sketch.stages - number, "2bw": 2}.get(config.schedule, 1)
+        last = number == self._sketch.stages - 1
         return TorchStage(
             module,
             boundary,
             optimizer=optimizer,
-            loss=loss if number == self._sketch.stages - 1 else None,
+            loss=loss if last else None,
             route=lambda inputs: self.layout.route(number, inputs, self._flows, training=module.training),
             versions=Versions(Weights(list(module.parameters())), keep) if keep > 1 else None,
             reduce=lambda: self._sharing.start(number),
             settle=self._settling.settle,
             gather=lambda rows: self._gathered(number, rows),
             compress=config.compression,
+            check=LossCheck(
+                loss,
+                reduction=config.loss_reduction,
+                weighted=self._weigh is not None,
+                dimensions=self._captured.row_dimensions,
+            )
+            if last
+            else None,
         )
 
     def _gathered(self, stage: int, rows: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
 
-__all__ = ["joined", "lengths", "rows_of", "taken"]
+__all__ = ["dimension_of", "joined", "lengths", "rows_of", "taken"]
 
 
 def rows_of(values: Any) -> int:
@@ -28,29 +28,45 @@ def rows_of(values: Any) -> int:
     return found[0]
 
 
-def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
+def joined(parts: Sequence[Any], rows: Sequence[int], dimensions: Sequence[int | None] | None = None) -> Any:
     """Puts the outputs of microbatches together again: tensors by their rows, all else in lists.
 
     Args:
         parts: the output of each.
         rows: how many rows each has.
+        dimensions: for each leaf of an output the one that has the rows, or None if none has; by default the first.
 
     Raises:
-        ArgumentError: the first dimension of a tensor is not that of the rows.
+        ArgumentError: a tensor has no dimension that is that of the rows.
     """
+    paths, structure = pytree.tree_flatten_with_path(parts[0])
+    leaves = zip(*(pytree.tree_leaves(part) for part in parts), strict=True)
+    places = dimensions if dimensions is not None and len(dimensions) == len(paths) else [0] * len(paths)
+    whole = [
+        _joined(pytree.keystr(path), each, rows, place)
+        for (path, _), each, place in zip(paths, leaves, places, strict=True)
+    ]
+    return pytree.tree_unflatten(whole, structure)
 
-    def whole(path: pytree.KeyPath, *leaves: Any) -> Any:
-        if not (isinstance(leaves[0], torch.Tensor) and leaves[0].dim()):
-            return list(leaves)
-        if [len(leaf) for leaf in leaves] != list(rows):
-            raise ArgumentError(
-                f"output{pytree.keystr(path)} has shape {tuple(leaves[0].shape)} for {rows[0]} rows, so its first "
-                "dimension is not that of the rows, and those of microbatches cannot be joined: let the model put the "
-                "rows first"
-            )
-        return torch.cat(leaves)
 
-    return pytree.tree_map_with_path(whole, *parts)
+def _joined(path: str, leaves: Sequence[Any], rows: Sequence[int], dimension: int | None) -> Any:
+    if not (isinstance(leaves[0], torch.Tensor) and leaves[0].dim()):
+        return list(leaves)
+    if dimension is None or [leaf.shape[dimension] for leaf in leaves] != list(rows):
+        raise ArgumentError(
+            f"output{path} has shape {tuple(leaves[0].shape)} for {rows[0]} rows, and no dimension that is that of the "
+            "rows, so those of microbatches cannot be joined: let the model return one row for each of its inputs"
+        )
+    return torch.cat(tuple(leaves), dimension)
+
+
+def dimension_of(one: Any, other: Any, rows: tuple[int, int]) -> int | None:
+    """The dimension of a tensor that is as large as there are rows, given what came of two numbers of them."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return None
+    pairs = zip(one.shape, other.shape, strict=False)
+    found = [number for number, pair in enumerate(pairs) if tuple(map(int, pair)) == rows]
+    return found[0] if len(found) == 1 and one.dim() == other.dim() else None
 
 
 def lengths(values: Any) -> list[int]:

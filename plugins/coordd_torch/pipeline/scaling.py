@@ -25,7 +25,7 @@ class Scaling:
             scaler: may be a disabled one, which changes nothing.
         """
         self._scaler = scaler
-        self._ballot = nn.Parameter(torch.zeros(1))
+        self._ballot = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
         self._vote = torch.optim.SGD([self._ballot], lr=0.0)
 
     @property

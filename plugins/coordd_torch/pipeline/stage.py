@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,15 +15,17 @@ from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.batch import Batch
+from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.frame import pack, unpack
 from coordd.pipeline.stage import BaseStage
 from coordd.pipeline.versions import Versions
 from coordd_torch.pipeline.boundary import Boundary
+from coordd_torch.pipeline.loss_check import LossCheck
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
 from coordd_torch.pipeline.surroundings import casting, uncast
 
-__all__ = ["Loss", "TorchStage", "check_fixed"]
+__all__ = ["Loss", "TorchStage", "check_fixed", "check_step", "check_weight"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Rows = dict[str, torch.Tensor]
@@ -52,6 +55,7 @@ class TorchStage(BaseStage):
         settle: Callable[[], bool],
         gather: Callable[[Rows], Sequence[Rows]],
         compress: str | None = None,
+        check: LossCheck | None = None,
     ) -> None:
         """Puts the parts together.
 
@@ -66,6 +70,7 @@ class TorchStage(BaseStage):
             settle: is called before a step, completes the gradients, and says whether the step is to be taken.
             gather: makes of statistics of batch normalisation those of all replicas.
             compress: the form in which gradients travel, ``"bf16"`` or ``"int8"``; None for as they are.
+            check: of the loss.
         """
         super().__init__(reduce=reduce, versions=versions)
         self.module = module
@@ -78,8 +83,10 @@ class TorchStage(BaseStage):
         self._settle = settle
         self._gather = gather
         self._compress = compress
+        self._check = check
         self._codec = boundary.codec
         self._batch: Batch | None = None
+        self._checking: LossCheck | None = None
         self._losses: dict[int, torch.Tensor] = {}
 
     @property
@@ -101,6 +108,7 @@ class TorchStage(BaseStage):
         training: bool,
         keep: bool = False,
         scaling: Scaling | None = None,
+        checked: bool = True,
     ) -> None:
         """Prepares a run.
 
@@ -110,6 +118,7 @@ class TorchStage(BaseStage):
             training: whether it is gone back.
             keep: whether the last stage keeps its outputs, and finds no loss.
             scaling: of the loss, before it is gone back from.
+            checked: whether the loss may be checked.
         """
         self._batch = batch
         self._boundary.halved = halved
@@ -118,6 +127,9 @@ class TorchStage(BaseStage):
         self.loss = 0.0
         self._outputs = {} if keep else None
         self._losses.clear()
+        self._checking = self._check if checked and not keep else None
+        if self._checking is not None:
+            self._checking.begin(batch)
         self.restart()
         self.module.train(training)
 
@@ -128,6 +140,8 @@ class TorchStage(BaseStage):
             what the last stage was asked to keep: its output by microbatch.
         """
         self.module.restore()
+        if self._checking is not None:
+            self._checking.end()
         self._batch = None
         outputs, self._outputs = self._outputs, None
         return outputs or {}
@@ -136,7 +150,7 @@ class TorchStage(BaseStage):
         """Takes a microbatch through; the last stage finds its loss.
 
         Raises:
-            ArgumentError: the loss is not one number.
+            ArgumentError: the loss is not one number, or does not add up to that of the batch.
         """
         batch = self._batch
         assert batch is not None  # noqa: S101 - begun
@@ -198,6 +212,8 @@ class TorchStage(BaseStage):
             self._outputs[microbatch] = output
         elif self._criterion is not None:
             weight = batch.weight(microbatch)
+            if self._checking is not None:
+                self._checking.look(microbatch, output, batch)
             loss = _checked(self._criterion(output, batch.targets(microbatch))) if weight else _nothing(output)
             self.loss += float(loss.detach()) * batch.share(microbatch) if weight else 0.0
             if self._training:
@@ -228,14 +244,44 @@ def check_fixed(loss: Loss) -> None:
         )
 
 
+def check_weight(config: PipelineConfig, weight: object) -> None:
+    """Raises if microbatches are to be weighted, and their losses added up as they are.
+
+    Raises:
+        ArgumentError: they are.
+    """
+    if weight is not None and config.loss_reduction == "sum":
+        raise ArgumentError(
+            "weight= says of what number the loss is a mean, and loss_reduction='sum' that it is none: leave one of "
+            "them out"
+        )
+
+
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises if an optimizer computes losses itself while it steps.
+
+    Raises:
+        ArgumentError: its `step` cannot be called without a closure.
+    """
+    parameters = list(inspect.signature(optimizer.step).parameters.values())
+    if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters):
+        raise ArgumentError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, by a closure, and a stage has only "
+            "a part of it: use an optimizer that steps on gradients alone, such as SGD or AdamW"
+        )
+
+
 def _checked(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise ArgumentError(f"loss= must return one number, the mean over a microbatch's rows, not {found}")
+        raise ArgumentError(
+            f"loss= must return one number, the mean over a microbatch's rows, not {found}: wrap it in a function that "
+            "returns only what is to be minimised, such as lambda output, y: criterion(output, y)[0]"
+        )
     return loss.reshape(())
 
 
 def _nothing(output: Any) -> torch.Tensor:
     """A loss whose gradient is zero: that of a microbatch without weight, whose mean is of nothing and no number."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    return torch.stack([leaf.mul(0).sum() for leaf in leaves]).sum() if leaves else torch.zeros(())
+    return torch.stack([leaf.mul(0).sum() for leaf in leaves]).sum() if leaves else torch.zeros((), device="cpu")

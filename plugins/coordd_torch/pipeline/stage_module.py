@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
@@ -202,10 +203,20 @@ def _add_constants(stage: nn.Module, trace: Trace, cut: Cut) -> None:
         name = path.rpartition(".")[2]
         if isinstance(value, nn.Module):
             _owner(stage, path).add_module(name, value)
-        elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        elif _is_constant(value):
             _owner(stage, path).register_buffer(name, value, persistent=False)
         else:
-            raise ArgumentError(f"for inputs of this kind layers {cut.span} need {path!r}, which lies in another stage")
+            raise ArgumentError(
+                f"in this mode, or for inputs of this kind, layers {cut.span[0]} to {cut.span[1]} need {path!r}, which "
+                "they do not use in training with the first batch, so their stage does not have it: use it in both, or "
+                "in a module that is one layer"
+            )
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is a tensor that a trace holds itself; parameters and buffers lie there without data."""
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter | FakeTensor)
+    return plain and not value.is_meta
 
 
 def _owner(root: nn.Module, path: str) -> nn.Module:

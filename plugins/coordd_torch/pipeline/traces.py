@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline import export_capture, fx_capture
 from coordd_torch.pipeline.batch_norms import tracking
 from coordd_torch.pipeline.chain import INPUT, chain
 from coordd_torch.pipeline.cut import VALUE
-from coordd_torch.pipeline.failure import CaptureError
+from coordd_torch.pipeline.failure import CaptureError, NoExampleError
 from coordd_torch.pipeline.inputs import Call, only
-from coordd_torch.pipeline.layers import Layering, units
+from coordd_torch.pipeline.layers import Layering, units, units_between
+from coordd_torch.pipeline.luck import untouched
+from coordd_torch.pipeline.surroundings import uncast
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.trial import Trial, TrialError
-from coordd_torch.pipeline.twin import bare
+from coordd_torch.pipeline.twin import Stand, bare
 
 __all__ = ["KEPT", "Traces"]
 
 KEPT = 256
 """So many traces, and so many kinds of inputs, are remembered."""
 
-FX, EXPORT, SEQUENTIAL, CUTS = "fx", "export", "sequential", "cuts"
+FX, EXPORT, SEQUENTIAL = "fx", "export", "sequential"
 
 
 class Traces:
     """The traces of one model, and what makes new ones; holds no data of the model's.
 
     Attributes:
-        way: how the model is traced: ``sequential``, ``cuts``, ``fx`` or ``export``.
+        way: how the model is traced: ``sequential``, ``fx`` or ``export``.
         first: the trace that says what the layers are.
         found: all of them.
+        closed: why the model's lists of layers could not be opened, if only its direct children are layers.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class Traces:
         self.found: list[Trace] = []
         self._by_kind: dict[tuple[Any, ...], Trace] = {}  # those that came last, the last one last
         self._calls: dict[tuple[str, ...], Call] = {}
+        self._made = 0
+        self.closed: CaptureError | None = None
         self._add(first)
 
     @property
@@ -57,17 +63,29 @@ class Traces:
         """The names of the layers."""
         return self._layering.names
 
-    @classmethod
-    def of_chain(cls, model: nn.Module, way: str, parts: Sequence[str]) -> Traces:
-        """Calls the parts one after another, whatever the inputs are."""
-        plain = bare(model)
-        return cls(plain, way, Layering(frozenset(parts)), chain(plain, parts))
+    @property
+    def calls(self) -> Mapping[int, Sequence[str]]:
+        """For each layer the modules that are called in it."""
+        return self._layering.calls
 
     @classmethod
-    def of_model(cls, model: nn.Module, call: Call, *, example: bool, depth: int) -> Traces:
+    def of_chain(cls, model: nn.Module, parts: Sequence[str], *, cuts: Sequence[str] | None) -> Traces:
+        """Calls the parts one after another, whatever the inputs are.
+
+        Raises:
+            ArgumentError: no part begins where `cuts` says.
+        """
+        plain = bare(model)
+        return cls(plain, SEQUENTIAL, Layering(frozenset(parts), cuts), chain(plain, parts))
+
+    @classmethod
+    def of_model(
+        cls, model: nn.Module, call: Call, *, example: bool, depth: int, cuts: Sequence[str] | None = None
+    ) -> Traces:
         """Traces any model; as the last resort with its direct children as layers, whatever they hold.
 
         Raises:
+            ArgumentError: no stage can begin at one of the `cuts`.
             CaptureError: neither torch.fx nor torch.export could.
         """
         plain = bare(model)
@@ -75,17 +93,22 @@ class Traces:
             plain.train()
         norms = tracking(plain)
         errors: list[tuple[str, Exception]] = []
-        for way, opened in ((FX, depth), (EXPORT, depth), (FX, 0)):
-            known = units(model, opened)
+        if cuts is not None:
+            tried = [(way, units_between(model, cuts)) for way in (FX, EXPORT)]
+        else:
+            tried = [(way, units(model, opened)) for way, opened in ((FX, depth), (EXPORT, depth), (FX, 0))]
+        for way, known in tried:
             try:
                 first = _traced(way, plain, known, norms, call, example=example)
             except Exception as error:  # noqa: BLE001 - user code, fx and export raise whatever they like
                 errors.append((way, error))
             else:
-                traces = cls(plain, way, Layering(known), first, norms)
+                traces = cls(plain, way, Layering(known, cuts), first, norms)
                 traces.learn(call)
+                if len(errors) == len((FX, EXPORT)):
+                    traces.closed = CaptureError.composed(model, errors, cuts=cuts)
                 return traces
-        raise CaptureError.composed(model, errors) from errors[-1][1]
+        raise CaptureError.composed(model, errors, cuts=cuts) from errors[-1][1]
 
     def call(self, batch: Any) -> dict[str, Any]:
         """A batch as the values that stages take; it tells how such a batch is passed to the model, too.
@@ -93,7 +116,7 @@ class Traces:
         Raises:
             ArgumentError: the model does not take it.
         """
-        if self.way in {SEQUENTIAL, CUTS}:
+        if self.way == SEQUENTIAL:
             return {INPUT: only(self._model, batch)}
         call = Call.bound(self._model, batch)
         self.learn(call)
@@ -106,7 +129,7 @@ class Traces:
             ArgumentError: nobody asked `call` how a batch of this kind is passed to the model.
             CaptureError: the model cannot be traced with them.
         """
-        if self.way in {SEQUENTIAL, CUTS}:
+        if self.way == SEQUENTIAL:
             return self.first
         names = tuple(name for name in values if not name.startswith(VALUE))
         if names not in self._calls:
@@ -124,6 +147,25 @@ class Traces:
             del self._by_kind[next(iter(self._by_kind))]
         return found
 
+    def imagined(self, batch: Any, rows: int, run: Callable[[nn.Module, Any], Any]) -> Any:
+        """What the model returns in evaluation for such a batch of so many rows: shapes and types, no data.
+
+        Args:
+            batch: as it is given to the model.
+            rows: of all its tensors.
+            run: calls a model with a batch.
+        """
+        modes = [module.training for module in self._model.modules()]
+        self._model.eval()
+        try:
+            leaves, structure = pytree.tree_flatten(batch)
+            stand = Stand(self._model, tuple(_with_rows(leaf, rows) for leaf in leaves))
+        finally:
+            for module, mode in zip(self._model.modules(), modes, strict=True):
+                module.training = mode
+        with untouched(), stand.mode, torch.no_grad(), uncast(torch.device("cuda")):
+            return run(stand.model, pytree.tree_unflatten(list(stand.leaves), structure))
+
     def learn(self, call: Call) -> None:
         """Remembers how such a batch is passed to the model."""
         self._calls.setdefault(call.names, call.without_leaves())
@@ -137,7 +179,7 @@ class Traces:
         types = (call.names, *map(type, call.leaves))
         if trace.tried is None or types in trace.tried:
             return True
-        with suppress(TrialError):
+        with suppress(TrialError), _exact():
             trace.together = Trial(trace, call).run()
             self._layering.assign(trace)
             trace.tried.add(types)
@@ -149,7 +191,10 @@ class Traces:
         if self._model.training != training:
             self._model.train(training)
         try:
-            trace = _traced(self.way, self._model, self._layering.units, self._norms, call, example=True)
+            self._made += 1
+            trace = _traced(
+                self.way, self._model, self._layering.units, self._norms, call, example=True, number=self._made
+            )
         except Exception as error:
             raise CaptureError.composed(self._model, [(self.way, error)]) from error
         finally:
@@ -174,6 +219,12 @@ class Traces:
         return trace
 
 
+def _with_rows(leaf: Any, rows: int) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dim():
+        return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+    return leaf
+
+
 def _kind(leaf: Any) -> tuple[Any, ...]:
     """What a trace may depend on."""
     if isinstance(leaf, torch.Tensor):
@@ -182,10 +233,26 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
 
 
 def _traced(
-    way: str, model: nn.Module, known: frozenset[str], norms: frozenset[str], call: Call, *, example: bool
+    way: str,
+    model: nn.Module,
+    known: frozenset[str],
+    norms: frozenset[str],
+    call: Call,
+    *,
+    example: bool,
+    number: int = 0,
 ) -> Trace:
-    if way == FX:
-        return fx_capture.trace(model, known, call, example=example)
-    if not example:
-        raise ArgumentError("it needs an example of a batch")
-    return export_capture.trace(model, call, norms)
+    with _exact():
+        if way == FX:
+            return fx_capture.trace(model, known, call, example=example)
+        if not example:
+            raise NoExampleError
+        return export_capture.trace(model, call, norms, number=number)
+
+
+def _exact() -> AbstractContextManager[None]:
+    """Traces know no autocast, wherever they are made: it casts what they compute, as it does in the model itself.
+
+    And it keeps weights that it has cast, so that a second run of the model would not do what the first one did.
+    """
+    return uncast(torch.device("cuda"))

@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from coordd.errors import ArgumentError
+
 __all__ = ["Stand", "bare"]
 
 
@@ -42,4 +44,10 @@ def _copied(model: nn.Module, new: Callable[[torch.Tensor], torch.Tensor]) -> nn
         memo[id(parameter)] = nn.Parameter(new(parameter.detach()), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = new(buffer)
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"{type(model).__name__} cannot be copied, as it must be to find its layers ({error}): keep no computed "
+            "tensors in modules; torch.nn.utils.parametrizations has weight_norm and spectral_norm that do not"
+        ) from error

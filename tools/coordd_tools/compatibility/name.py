@@ -10,7 +10,7 @@ __all__ = ["BF16", "FACTORS", "PROCESS_SET", "Name", "Part"]
 # What many signatures, or many judgements, have in common.
 PROCESS_SET = "process_set=global_process_set"
 FACTORS = "prescale_factor=1.0, postscale_factor=1.0"
-BF16 = "bf16 too; 16-bit values are added in fp32; an average of integers, which would be truncated, is refused"
+BF16 = "bf16 too; 16-bit values are added in fp32; sums of integers wrap, averages truncate"
 
 
 class Name(NamedTuple):

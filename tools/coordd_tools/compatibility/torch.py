@@ -51,7 +51,7 @@ TORCH = Part(
             Name(
                 "broadcast_optimizer_state",
                 "optimizer, root_rank, model=None",
-                "makes no step; any optimizer, LBFGS too",
+                "makes no step; any optimizer, LBFGS too; to the last type",
             ),
             Name("broadcast_object", f"obj, root_rank=0, name=None, {PROCESS_SET}"),
             Name("allgather_object", "obj, name=None", "within a process set, too"),

@@ -65,6 +65,7 @@ def leftovers(coordinator: Coordinator) -> dict[str, int]:
         "complete": len(mind._complete),
         "refused": len(mind._refused),
         "absent": int(bool(mind._absence)),
+        "calls": len(mind._refusals._calls),
         "owed": len(mind._owed._refusals),
         "replaced": len(mind._replaced),
         "sites": len(mind._sites),

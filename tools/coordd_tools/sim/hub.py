@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator, Outgoing
-from coordd.messages import Goodbye, Message, Plan, Report, StallReport
+from coordd.messages import Blocked, Goodbye, Message, Plan, Refused, Report, StallReport
 from coordd_tools.sim.caches import Caches, mentioned
 from coordd_tools.sim.ledger import Ledger, demand
 from coordd_tools.sim.setting import Settings
@@ -40,7 +40,9 @@ class Hub(Coordinator):
             self._watch(voice, message)
             if self._is_star:
                 self._ledger.hear(voice)
-        self.heard += isinstance(message, Report | Goodbye)
+        self.heard += isinstance(message, Report | Goodbye | Refused | Blocked)
+        if isinstance(message, Blocked) and not message.name:
+            self._ledger.waits.heard(self._speakers(voice, message.ranks))
         super().hear(voice, message, now=now)
 
     def turn(self, now: float) -> Outgoing:
@@ -54,6 +56,7 @@ class Hub(Coordinator):
                 self.plans += 1
                 self._caches.record(self, message.sequence)
                 self._note_lock(message)
+                self._ledger.judge(message)
             if isinstance(message, StallReport):
                 self._ledger.stalled(message, exact=self._is_star)
         demand(self.plans <= self.heard, f"{self.plans} plans after {self.heard} reports: plans come from nothing")

@@ -11,12 +11,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from coordd.errors import DuplicateNameError, MismatchError, PeerError, ShutdownError
+from coordd.errors import DuplicateNameError, MismatchError, PeerError, RefusedError, ShutdownError
 from coordd.handles import Handle
-from coordd.messages import Kind, StallReport
+from coordd.messages import Kind, Plan, StallReport
 from coordd.table import Entry, show_site
 from coordd_tools.sim.script import ROOTLESS, Part, Round, Script
 from coordd_tools.sim.verdicts import quarrel_text
+from coordd_tools.sim.waits import Waits
 
 __all__ = ["LOCKED", "Ledger", "Submission", "Violation", "demand"]
 
@@ -56,6 +57,11 @@ class Submission(Handle[object]):
         self.entry.patient = self.part.request.kind is Kind.JOIN
 
     @property
+    def failed(self) -> bool:
+        """Whether it has ended badly."""
+        return isinstance(self.outcome, BaseException)
+
+    @property
     def open(self) -> bool:
         """Whether the coordinator may still wait for it: it has not heard yet of a failure that ends it on its rank."""
         return self.outcome is self or isinstance(self.outcome, PeerError)
@@ -87,6 +93,7 @@ class Ledger:
     def __init__(self, script: Script) -> None:
         self.failed = False
         self.submissions: list[Submission] = []
+        self.waits = Waits()
         self._leavers = frozenset(script.leavers)
         self._entries: dict[tuple[int, str], Entry] = {}
         self._by_round: dict[Round, dict[int, Submission]] = defaultdict(dict)
@@ -94,6 +101,7 @@ class Ledger:
         self._locks: list[tuple[int, frozenset[str]]] = []
         self._heard: dict[Round, set[int]] = defaultdict(set)
         self._texts: dict[Round, str] = {}
+        self._condemned: set[str] = set()
 
     def submit(self, rank: int, turn: Round, *, duplicate: bool = False) -> Submission:
         """Enters a submission."""
@@ -102,7 +110,8 @@ class Ledger:
         if not duplicate:
             if not self.failed:  # after that, data may still be on its way to an entry whose handle has failed
                 made.reuse(self._entries.setdefault((rank, turn.name), made.entry))
-            demand(rank not in self._by_round[turn], f"{made!r} was submitted twice: the simulator is wrong")
+            again = turn.free and rank in self._by_round[turn] and not self._by_round[turn][rank].open
+            demand(again or rank not in self._by_round[turn], f"{made!r} was submitted twice: the simulator is wrong")
             self._by_round[turn][rank] = made
         return made
 
@@ -153,6 +162,11 @@ class Ledger:
             gone = set(outcome.ranks)
             true = gone & self._leavers and gone <= {*made.turn.members}
             demand(true or (self.failed and not gone), f"{made!r} was refused with {shown}")
+        elif isinstance(outcome, RefusedError):
+            demand(outcome.rank in made.turn.refusers, f"{made!r} failed with {shown}; {made.turn.refusers} refuse it")
+        elif isinstance(outcome, MismatchError) and outcome.attribute == "order":
+            demand(made.turn.free, f"{made!r} failed with {shown}, though no ranks can wait for each other")
+            self._heard[made.turn].discard(made.rank)
         elif isinstance(outcome, MismatchError):
             self._quarrel(made, outcome)
         else:
@@ -172,6 +186,27 @@ class Ledger:
             expected = quarrel_text(turn)  # Horovod's words come before it
             demand(text.endswith(expected), f"{made!r} was told {text!r} in place of {expected!r}")
 
+    def judge(self, plan: Plan) -> None:
+        """Insists that what a plan fails because ranks wait for each other is between ranks that do."""
+        failed = [response for response in plan.responses if response.attribute == "order"]
+        if not failed or self.failed:
+            return
+        blocked = self.waits.deadlocked(self._pending)
+        for response in failed:
+            name, told = response.request.name, {*response.recipients}
+            missing = {*(response.request.members or self.waits.ranks)} - told
+            owed = len(told) == 1 and not told & blocked  # a rank that comes after the verdict, which it has not heard
+            true = (told & blocked and missing & blocked) or (owed and name in self._condemned)
+            demand(true, f"{name!r} fails on {told}; in truth {blocked or 'no'} ranks wait for each other")
+            self._condemned.add(name)
+
+    def _pending(self, turn: Round) -> set[int] | None:
+        """The ranks whose submission of a round waits; None if a rank has carried it out."""
+        told = self._by_round[turn]
+        if any(not isinstance(made.outcome, BaseException | Submission) for made in told.values()):
+            return None
+        return {rank for rank, made in told.items() if made.outcome is made}
+
     def stalled(self, report: StallReport, *, exact: bool) -> None:
         """A stall report must name those that the coordinator has not heard.
 
@@ -189,11 +224,15 @@ class Ledger:
             ]
             named = waiting.missing
             told = named in truths if exact else any({*named} >= {*missing} for missing in truths)
-            fits = told if named and not self._quarrels(waiting.name) else True
+            fits = told if named and not (self._quarrels(waiting.name) or self._fails(waiting.name)) else True
             demand(fits, f"a stall report says that {waiting.name} waits for {waiting.missing}; in truth: {truths}")
 
     def _quarrels(self, name: str) -> bool:
         return any(turn.quarrel == "process set" for turn in self._by_round if turn.name == name)
+
+    def _fails(self, name: str) -> bool:
+        """Whether what the coordinator has heard of a name may have been taken back by a refusal, or a verdict."""
+        return any(turn.free or turn.refusers for turn in self._by_round if turn.name == name)
 
     def waiting(self) -> str:
         """Lists what is in flight."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from coordd.blocked import BlockWatch
 from coordd.control.protocol import Lost
 from coordd.errors import PeerError, ShutdownError
 from coordd.foreman import Hub
@@ -12,6 +14,7 @@ from coordd.member import Bucket, Due, Locked, Member
 from coordd.messages import (
     Abort,
     Account,
+    Blocked,
     Failure,
     Goodbye,
     Hello,
@@ -19,6 +22,7 @@ from coordd.messages import (
     Message,
     Overdue,
     Plan,
+    Refused,
     StallReport,
     Waiting,
     Welcome,
@@ -51,7 +55,9 @@ class Process:
             hub: the coordinator, on rank 0; a foreman, where others report to this rank.
         """
         self.rank = rank
-        self.member = Member(rank, cache_capacity=setting.settings.cache_capacity)
+        self.member = Member(
+            rank, cache_capacity=setting.settings.cache_capacity, numbering=setting.payload.numbering()
+        )
         self.failure: Failure | None = None
         self.crashed = False
         self.raised = False
@@ -76,12 +82,15 @@ class Process:
         self._due = float("inf")
         self._frozen_until = 0.0
         self._parting: float | None = None
+        self._beside = 0
+        self._noted: Submission | None = None
+        self._blocks = _Watch(self) if setting.swarm.blocks else None
 
     # What happens to a rank.
 
     def start(self) -> None:
         """Says hello."""
-        self._tell(Hello("1", "same", 1000 + self.rank, "host"))
+        self.tell(Hello("1", "same", 1000 + self.rank, "host"))
 
     def arrive(self, sender: int, message: Message | Lost) -> None:
         """Gets a message."""
@@ -96,6 +105,7 @@ class Process:
             self._setting.ledger.failed = True
             self._setting.exchange.crash(self.rank)
             self._setting.words.crash(self.rank)
+            self._setting.payload.stop(self.rank)
             self._setting.network.close(self.rank, self._neighbours, crashed=True)
 
     def crash_when_leaving(self) -> None:
@@ -136,6 +146,35 @@ class Process:
         waiting = [*self.member.table, *(item for item in self._inbox if isinstance(item, Entry))]
         return self.failure is None and any(entry.request.name == name for entry in waiting)
 
+    @property
+    def busy_beside(self) -> bool:
+        """Whether another thread has yet to submit something."""
+        return self._beside > 0 and not self.closed
+
+    def submit_beside(self, turns: Sequence[tuple[float, Round]]) -> list[Submission]:
+        """Has another thread submit rounds, each after some seconds; returns the list that they will be in."""
+        made: list[Submission] = []
+        self._beside += len(turns)
+
+        def submit(turn: Round) -> None:
+            if self.closed:
+                return
+            if (frozen := self._frozen_until - self._setting.agenda.now) > 0:
+                self._setting.agenda.after(frozen, partial(submit, turn))
+                return
+            self._beside -= 1
+            made.append(self.submit(turn))
+            self._note_waits()
+
+        for seconds, turn in turns:
+            self._setting.agenda.after(seconds, partial(submit, turn))
+        return made
+
+    def refuse(self, refused: Refused) -> None:
+        """Says that this rank has left a collective call by an exception."""
+        self._inbox.append(lambda: self._refuse(refused))
+        self._wake(0.0)
+
     def say_goodbye(self) -> None:
         """Leaves the job."""
         self._inbox.append(self._leave)
@@ -160,10 +199,14 @@ class Process:
             return
         self._announce()
         self._watch()
+        if self._blocks is not None and self.failure is None:
+            self._blocks.look(self._setting.agenda.now)
         self._listen()
         self._land()
         self._advance()
+        self._setting.payload.advance(self.rank)
         self._resume()
+        self._wake_to_look()
         if self.failure is not None:
             self._close()
         elif self.member.stopped:
@@ -184,9 +227,20 @@ class Process:
             if not isinstance(item, Entry):
                 item()
 
+    def _wake_to_look(self) -> None:
+        """Has a cycle run when it is time to look whether the script is blocked."""
+        if self._blocks is None or self.failure is not None:
+            return
+        now = self._setting.agenda.now
+        if (remaining := self._blocks.remaining(now)) is not None:
+            self._wake(remaining + 1e-6)
+
     def _carry_out(self, due: Due) -> None:
+        if self._blocks is not None and self._blocks.told and (due.words or due.report is not None):
+            self._blocks.note_news(self._setting.agenda.now)
         for bucket in due.buckets:
             self._note(f"starts bucket {bucket.sequence}: {[entry.request.name for entry in bucket.entries]}")
+            self._setting.payload.start(self.rank, bucket)
         self._queue.extend(due.buckets)
         for word in due.words:
             names = [entry.request.name for entry in word.bucket.entries] if word.bucket is not None else "invalid"
@@ -194,13 +248,20 @@ class Process:
             if word.bucket is not None:
                 self._open.append(word)
             self._setting.words.give(self.rank, word, self._outcome_arrives)
+            self._setting.payload.give(self.rank, word)
         if due.report is not None:
             self._setting.ledger.report(self.rank, told(self.member, due.report), seen=due.report.seen)
             if not self._setting.settings.is_star:
                 self._setting.ledger.hear(self.rank)
-            self._tell(due.report)
+            self.tell(due.report)
 
-    def _tell(self, message: Message) -> None:
+    @property
+    def moving(self) -> bool:
+        """Whether data or words are on the way."""
+        return bool(self._active or self._queue or self._open)
+
+    def tell(self, message: Message) -> None:
+        """Sends to the coordinator."""
         self._note(f"says {message}")
         if self._hub is not None:
             self._hub.hear(self.rank, message, now=self._setting.agenda.now)
@@ -233,7 +294,7 @@ class Process:
                 self._break(message.failure)
             case Inquiry():
                 idle = self._setting.agenda.now - self._active_at
-                self._tell(Account(self.rank, "in compute", "nothing", idle=idle))
+                self.tell(Account(self.rank, "in compute", "nothing", idle=idle))
             case StallReport():
                 self._note(tell(message).replace("\n", " | "))
             case Welcome():
@@ -244,6 +305,8 @@ class Process:
                 self._break(Failure(sender, "died"))
 
     def _follow(self, plan: Plan) -> None:
+        if plan.lock and self._blocks is not None:
+            self._blocks.note_lock(self._setting.agenda.now)
         due = self.member.follow(plan)
         self._setting.caches.compare(self.member, plan.sequence)
         self._carry_out(due)
@@ -297,7 +360,7 @@ class Process:
         if self._stall.overdue(waited):
             if swarm.polling:  # else somebody has waited, and that must do
                 self._carry_out(self.member.unlock())
-            self._tell(self._overdue(now, waited))
+            self.tell(self._overdue(now, waited))
         self._wake(self._stall.remaining(waited) + 1e-6)
 
     def _overdue(self, now: float, waited: float) -> Overdue:
@@ -311,6 +374,7 @@ class Process:
 
     def _resume(self) -> None:
         """Goes on with the program if nothing that it waits for is in flight."""
+        self._note_waits()
         if self._program is None or self._awaited is None or not all(made.poll() for made in self._awaited):
             return
         self._awaited = None
@@ -323,6 +387,45 @@ class Process:
                 self._awaited = awaited
                 self._hurried = not (self._setting.swarm.polling or all(made.poll() for made in awaited))
                 self._wake(0.0)
+            case (made, seconds):
+                self._awaited = awaited = [made]
+                self._hurried = not made.poll()
+                self._setting.agenda.after(seconds, lambda: self._break_off(awaited))
+                self._wake(0.0)
+        self._note_waits()
+
+    @property
+    def waits_for(self) -> Submission | None:
+        """What the script waits for, so that it goes on only after that; it does not where it polls."""
+        if self._awaited is None or self._setting.swarm.polling:
+            return None
+        return next((made for made in self._awaited if not made.poll()), None)
+
+    def _note_waits(self) -> None:
+        """Lets the ledger know what the script waits for, and the watch when that is something new."""
+        if self._blocks is None:
+            return
+        made = self.waits_for
+        if made is not self._noted:
+            self._noted = made
+            if made is not None:
+                self._blocks.note_wait(self._setting.agenda.now)
+                self._wake(0.0)
+        self._setting.ledger.waits.begin(self.rank, made.turn if made is not None and not self._beside else None)
+
+    def _break_off(self, awaited: list[Submission]) -> None:
+        """Has an exception end a wait, as that of a signal's handler, if it has not ended yet."""
+        if self._awaited is not awaited or all(made.poll() for made in awaited) or self.closed:
+            return
+        if (frozen := self._frozen_until - self._setting.agenda.now) > 0:
+            self._setting.agenda.after(frozen, lambda: self._break_off(awaited))
+            return
+        self._note("breaks its wait off")
+        self._awaited, self._noted = [], None
+        self._setting.ledger.waits.break_off(self.rank)
+        if (blocks := self._blocks) is not None:
+            self._inbox.append(lambda: blocks.note_news(self._setting.agenda.now))
+        self._wake(0.0)
 
     def _awake(self) -> None:
         self._awaited = []
@@ -333,13 +436,18 @@ class Process:
     def _leave(self) -> None:
         if self.failure is None:
             self._carry_out(self.member.leave())
-            self._tell(Goodbye())
+            self.tell(Goodbye())
             if self.doomed:
                 self._setting.agenda.after(0.0, self.crash)
 
+    def _refuse(self, refused: Refused) -> None:
+        if self.failure is None:
+            self._carry_out(self.member.refuse(refused))
+            self.tell(refused)
+
     def _report_failure(self, failure: Failure) -> None:
         if self.failure is None:
-            self._tell(Abort(failure))
+            self.tell(Abort(failure))
             self._break(failure)
 
     def _break(self, failure: Failure) -> None:
@@ -348,6 +456,7 @@ class Process:
         self._note(f"knows that rank {failure.rank} {failure.reason}")
         self.failure = failure
         self._setting.ledger.failed = True
+        self._setting.payload.stop(self.rank)
         flying = [entry for bucket in [*self._active.values(), *self._queue] for entry in bucket.entries]
         self._open.clear()
         self._active.clear()
@@ -377,6 +486,29 @@ class Process:
 
     def _note(self, what: str) -> None:
         self._setting.trace.note(f"rank {self.rank}", what)
+
+
+class _Watch(BlockWatch):
+    """The real `BlockWatch`, but for what it finds out by a look at the threads of a process."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(
+            process.member.table,
+            thread=lambda: 0,
+            busy=lambda: process.moving,
+            submitted=lambda: any(isinstance(item, Entry) for item in process._inbox),  # noqa: SLF001 - its own part
+            tell=lambda name: process.tell(Blocked(name, process.member.seen)),
+        )
+        self._process = process
+
+    def _awaited(self) -> str:
+        made = self._process.waits_for
+        if made is None or made.name not in self._process.member.table:
+            return ""
+        return made.name if self._process.member.table.find(made.name).handle is made else ""
+
+    def _others_may_submit(self) -> bool:
+        return self._process.busy_beside
 
 
 def _peer_error(failure: Failure) -> PeerError:

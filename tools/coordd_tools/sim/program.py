@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from coordd.messages import Kind
+from coordd.errors import PeerError
+from coordd.messages import Kind, Refused
 from coordd_tools.sim.ledger import Submission
+from coordd_tools.sim.scenes import Call, Crossing
 from coordd_tools.sim.script import Round
 from coordd_tools.sim.setting import Setting
 
@@ -14,9 +16,10 @@ __all__ = ["Pause", "Worker", "program"]
 
 _COMPUTE, _BURST, _STALL = 5e-4, 5e-6, 20.0
 _DUPLICATED, _STALLED = 0.15, 0.02
+_THREAD = 0.1
 
-Pause = float | list[Submission]
-"""Seconds of computing, or what the thread waits for."""
+Pause = float | list[Submission] | tuple[Submission, float]
+"""Seconds of computing, what the thread waits for, or that and the seconds after which an exception ends the wait."""
 
 
 class Worker(Protocol):
@@ -24,12 +27,25 @@ class Worker(Protocol):
 
     rank: int
 
+    @property
+    def busy_beside(self) -> bool:
+        """Whether another thread has yet to submit something."""
+        ...
+
     def submit(self, turn: Round, *, duplicate: bool = False) -> Submission:
         """Submits this rank's part of a round; fails it at once if the job has failed."""
         ...
 
     def busy(self, name: str) -> bool:
         """Says whether a submission under this name would be a duplicate now."""
+        ...
+
+    def submit_beside(self, turns: Sequence[tuple[float, Round]]) -> list[Submission]:
+        """Has another thread submit rounds, each after some seconds; returns the list that they will be in."""
+        ...
+
+    def refuse(self, refused: Refused) -> None:
+        """Says that this rank has left a collective call by an exception."""
         ...
 
     def say_goodbye(self) -> None:
@@ -42,10 +58,15 @@ def program(worker: Worker, setting: Setting) -> Iterator[Pause]:
     orders = [order[worker.rank] for order in setting.script.orders]
     last_step, last_round = setting.script.leavers.get(worker.rank, (len(orders), 0))
     mine: dict[str, Submission] = {}
-    for order in orders[:last_step]:
+    for step, order in enumerate(orders[:last_step]):
         yield from _step(worker, setting, order, mine)
-        if not setting.swarm.overlap:
+        scene = setting.scenes.after.get(step)
+        if scene is not None or not setting.swarm.overlap:
             yield [*mine.values()]
+        if isinstance(scene, Call) and worker.rank in scene.members:
+            yield from _call(worker, setting, scene)
+        elif isinstance(scene, Crossing):
+            yield from _cross(worker, setting, scene)
     for order in orders[last_step : last_step + 1]:
         yield from _step(worker, setting, order[:last_round], mine)
     if not last_round:  # who leaves in the middle of a step does not wait: others might, for what he has not submitted
@@ -78,3 +99,55 @@ def _duplicate(worker: Worker, turn: Round, setting: Setting) -> Iterator[Pause]
         yield setting.rng.expovariate(1 / _COMPUTE)
     if worker.busy(turn.name):
         worker.submit(turn, duplicate=True)
+
+
+def _call(worker: Worker, setting: Setting, call: Call) -> Iterator[Pause]:
+    """Goes through a collective call; leaves it where this rank refuses it, or where something of it fails."""
+    rng, made = setting.rng, dict[str, Submission]()
+    members = call.rounds[0].parts[worker.rank].request.members
+    refused = Refused(worker.rank, call.call, "refused it", members)
+    for place, turn in enumerate(call.rounds):
+        yield rng.expovariate(1 / _COMPUTE)
+        if call.refusals.get(worker.rank) == place:
+            worker.refuse(refused)
+            yield [*made.values()]
+            return
+        if turn.name in made or rng.random() < 0.3:
+            yield [*made.values()]
+        if any(one.failed for one in made.values()):
+            break
+        made[turn.name] = worker.submit(turn)
+    yield [*made.values()]
+    if any(one.failed for one in made.values()):
+        worker.refuse(refused)
+
+
+def _cross(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]:
+    """Submits rounds in this rank's own order, up to the first that fails; then agrees with all to go on."""
+    rng, made = setting.rng, list[Submission]()
+    order = scene.orders[worker.rank]
+    if worker.rank in scene.threads:
+        made = worker.submit_beside([(rng.expovariate(1.0), turn) for turn, _ in order[1:]])
+        order = order[:1]
+    for turn, waits in order:
+        yield rng.expovariate(1 / _COMPUTE)
+        made.append(worker.submit(turn))
+        if waits:
+            limit = scene.limits.get((worker.rank, turn))
+            yield [made[-1]] if limit is None else (made[-1], limit)
+        if made[-1].failed:
+            break
+    while any(not one.poll() for one in made) or worker.busy_beside:
+        yield [*made]
+        if worker.busy_beside:
+            yield _THREAD
+    yield from _agree(worker, scene.agreement)
+
+
+def _agree(worker: Worker, turn: Round) -> Iterator[Pause]:
+    """Repeats a barrier until it succeeds."""
+    while True:
+        agreed = worker.submit(turn)
+        yield [agreed]
+        if not agreed.failed or isinstance(agreed.error(), PeerError):
+            return

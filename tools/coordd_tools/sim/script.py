@@ -35,7 +35,8 @@ class Round:
     """One use of a name: each member submits its part once.
 
     ``quarrel`` is the attribute on which the parts disagree; empty if they agree. Ranks that are
-    ``absent`` have no part because they go over to ``join`` before.
+    ``absent`` have no part because they go over to ``join`` before. ``refusers`` leave the collective call of which it
+    is part by an error; a round that is ``free`` need not be submitted by all ranks, which wait in any order.
     """
 
     number: int
@@ -44,6 +45,8 @@ class Round:
     quarrel: str
     absent: frozenset[int] = frozenset()
     join: Round | None = None
+    refusers: frozenset[int] = frozenset()
+    free: bool = False
 
     @property
     def members(self) -> tuple[int, ...]:

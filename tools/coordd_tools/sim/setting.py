@@ -12,6 +12,8 @@ from coordd_tools.sim.caches import Caches
 from coordd_tools.sim.exchange import Exchange
 from coordd_tools.sim.ledger import Ledger
 from coordd_tools.sim.network import Network
+from coordd_tools.sim.payload import Payload
+from coordd_tools.sim.scenes import Scenes
 from coordd_tools.sim.script import Script
 from coordd_tools.sim.swarm import Swarm
 from coordd_tools.sim.trace import Trace
@@ -39,7 +41,12 @@ class Settings:
     @cached_property
     def posts(self) -> list[Post]:
         """Who reports to whom."""
-        return tree(self.hosts or ("h",) * self.size, self.fan_in)
+        return tree(self.places, self.fan_in)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The host of every rank."""
+        return self.hosts or ("h",) * self.size
 
     @property
     def is_star(self) -> bool:
@@ -72,6 +79,7 @@ class Setting:
     settings: Settings
     swarm: Swarm
     script: Script
+    scenes: Scenes
     rng: Random
     agenda: Agenda
     trace: Trace
@@ -80,3 +88,4 @@ class Setting:
     words: Words
     ledger: Ledger
     caches: Caches
+    payload: Payload

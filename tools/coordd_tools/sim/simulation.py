@@ -16,10 +16,12 @@ from coordd_tools.sim.exchange import Exchange
 from coordd_tools.sim.hub import Hub
 from coordd_tools.sim.ledger import Ledger, Violation, demand
 from coordd_tools.sim.network import Network
+from coordd_tools.sim.payload import Payload
 from coordd_tools.sim.process import Process
+from coordd_tools.sim.scenes import draw
 from coordd_tools.sim.script import Script, write
 from coordd_tools.sim.setting import Setting, Settings
-from coordd_tools.sim.swarm import Swarm
+from coordd_tools.sim.swarm import Swarm, aside
 from coordd_tools.sim.trace import Trace
 from coordd_tools.sim.words import Words
 
@@ -77,11 +79,13 @@ class Simulation:
         self._rng = rng
         exchange = Exchange(self.agenda, rng, self.ledger, fusion_bytes=settings.fusion_bytes)
         caches = Caches()
+        self.payload = Payload(Random(rng.getstate()[1][0]), settings.places)  # noqa: S311 - repeatable, like all of it
         self.words = Words(self.agenda, rng, self.ledger, exchange, size=settings.size)
         setting = Setting(
             settings,
             swarm,
             script,
+            draw(aside(rng), settings.size, swarm, script),
             rng,
             self.agenda,
             self.trace,
@@ -90,7 +94,9 @@ class Simulation:
             self.words,
             self.ledger,
             caches,
+            self.payload,
         )
+        self.ledger.waits.ranks = tuple(range(settings.size))
         self.hub = Hub(settings, self.trace, self.ledger, caches)
         self.ranks = [
             Process(post.rank, setting, hub(post, lambda _: self.hub, batch=settings.batch)) for post in settings.posts
@@ -135,23 +141,31 @@ class Simulation:
             if (failure := process.failure) is not None:
                 blamed = failure.rank in culprits or failure.reason.startswith("kept")
                 demand(blamed, f"rank {process.rank} blames rank {failure.rank} ({failure.reason}), who is innocent")
+        self.payload.close(failed=self.ledger.failed)
         if not self.ledger.failed:
             self.words.close()
             kept = leftovers(self.hub)
             for table in ("announced", "table", "complete", "refused"):
                 demand(not kept[table], f"the coordinator keeps {kept[table]} in its {table} table")
-            demand(not kept["owed"] or self._swarm.leave, f"{kept['owed']} refusals were never collected")
+            given_up = self._swarm.leave or self._swarm.crossings
+            demand(not kept["owed"] or given_up, f"{kept['owed']} refusals were never collected")
+            demand(not kept["calls"], "the coordinator keeps calls that all members have left")
             demand(not kept["absent"], "the coordinator thinks that somebody has joined")
 
 
-def simulate(seed: int, *, show: Callable[[str], None] | None = None) -> Outcome:
+def simulate(seed: int, *, show: Callable[[str], None] | None = None, scenes: bool = True) -> Outcome:
     """Runs the job that a seed stands for.
+
+    Args:
+        seed: everything is drawn from it.
+        show: called with each line of the trace.
+        scenes: whether ranks may refuse calls and wait for each other.
 
     Raises:
         Violation: an invariant does not hold, or the protocol has raised an error, which is then the cause.
     """
     rng = Random(seed)  # noqa: S311 - a repeatable source is the point
-    swarm = Swarm.draw(rng)
+    swarm = Swarm.draw(rng, scenes=scenes)
     settings = Settings.draw(rng, swarm)
     run = Simulation(settings, swarm, write(rng, settings.size, swarm, steps=settings.steps), rng, show=show)
     try:

@@ -9,9 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from random import Random
 
-__all__ = ["Swarm"]
+__all__ = ["Swarm", "aside"]
 
 _CHANCES = {"crash": 0.2, "abort": 0.1, "impatience": 0.1, "locks": 0.75, "polling": 0.2}
+_LATE = {"calls": 0.25, "blocks": 0.8, "crossings": 0.8}
+
+
+def aside(rng: Random) -> Random:
+    """Makes chance of its own from a source, without drawing from that."""
+    return Random(rng.getstate()[1][1])  # noqa: S311 - repeatable, like all of it
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,25 @@ class Swarm:
     crash: bool = False
     abort: bool = False
     impatience: bool = False
+    calls: bool = False
+    blocks: bool = False
+    crossings: bool = False
 
     @classmethod
-    def draw(cls, rng: Random) -> Swarm:
-        """Throws the dice: half of the switches are on, those that end the job seldom, some things more often."""
-        return cls(**{field.name: rng.random() < _CHANCES.get(field.name, 0.5) for field in fields(cls)})
+    def draw(cls, rng: Random, *, scenes: bool = True) -> Swarm:
+        """Throws the dice: half of the switches are on, those that end the job seldom, some things more often.
+
+        Args:
+            rng: chance.
+            scenes: whether ranks may refuse calls and wait for each other; without them all else is the same.
+        """
+        side = aside(rng)  # so that the other switches of a seed stay what they were
+        late = {name: side.random() < chance and scenes for name, chance in _LATE.items()}
+        old = [field.name for field in fields(cls) if field.name not in late]
+        drawn = {name: rng.random() < _CHANCES.get(name, 0.5) for name in old}
+        # Ranks that contradict each other may also wait for each other, and get the one error or the other.
+        late["blocks"] = late["blocks"] and not drawn["contradiction"]
+        return cls(**drawn, **late)
 
     @property
     def fatal(self) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 from coordd import api
 from coordd.errors import ArgumentError
 from coordd.groups import ProcessSet
-from coordd.transport.mpi import launched_ranks
+from coordd.launched import launched_ranks
+from horovod.common.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "ccl_built",
@@ -25,11 +26,16 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rocm_built",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 
+_AS_HOROVOD = "COORDD_AS_HOROVOD"  # as `coordd run --as-horovod` sets it; here for other launchers, and for children
+
+
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Starts coordd, and sets ``HOROVOD_RANK`` and its like for whoever reads them.
+    """Starts coordd so that it behaves as Horovod, and sets ``HOROVOD_RANK`` and its like for whoever reads them.
 
     Args:
         comm: None, a list of all ranks, or an mpi4py communicator of all ranks.
@@ -41,6 +47,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     _check_communicator(comm)
     sets = _read_sets(process_sets)
+    os.environ[_AS_HOROVOD] = "1"
     api.init()
     for each in sets:
         _check_set(each, api.size())
@@ -48,7 +55,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def _check_communicator(comm: Any) -> None:
-    size = launched_ranks(os.environ) or 1
+    size = api.size() if api.is_initialized() else launched_ranks(os.environ) or 1
     if comm is None or (isinstance(comm, Sequence) and list(comm) in ([], list(range(size)))):
         return
     if comm and hasattr(comm, "Get_size") and _has_all(comm):
@@ -72,14 +79,14 @@ def _read_sets(process_sets: Any) -> list[ProcessSet]:
     if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
         text = f"init(process_sets={process_sets!r}): give None, 'dynamic', or a list of hvd.ProcessSet"
         raise ArgumentError(text)
-    return [_of_ranks(getattr(each, "ranks", each)) for each in process_sets]
+    return [each if isinstance(each, ProcessSet) else _of_ranks(getattr(each, "ranks", each)) for each in process_sets]
 
 
 def _of_ranks(ranks: Any) -> ProcessSet:
     try:
         return ProcessSet(ranks)
-    except TypeError as error:
-        text = f"init(process_sets=[{ranks!r}]): a process set is made of ranks, as in hvd.ProcessSet([0, 1])"
+    except ArgumentError as error:
+        text = f"init(process_sets=[{ranks!r}]): a process set is made of ranks, as in hvd.ProcessSet([0, 1]): {error}"
         raise ArgumentError(text) from error
 
 

@@ -19,6 +19,7 @@ def measure(*, schedule: str, microbatches: int) -> list[int]:
     """Returns for each rank the bytes that a step adds."""
     torch.set_num_threads(1)
     cd.init()
+    torch.manual_seed(1)  # the same model on all ranks
     # Inputs and outputs are narrow: a batch of more microbatches is larger, and all ranks have it.
     ends = nn.Linear(1, _WIDTH), nn.Linear(_WIDTH, 1)
     inner = [layer for _ in range(_LAYERS * cd.size() // 2 - 1) for layer in (nn.Tanh(), nn.Linear(_WIDTH, _WIDTH))]

@@ -24,6 +24,7 @@ def measure(
     """Returns the seconds of each step, on rank 0; of the network itself, if it is not said what its layers take."""
     torch.set_num_threads(1)
     cd.init()
+    torch.manual_seed(1)  # the same model on all ranks
     model = (
         network() if took is None else stand_in([Took(**{**each, "output": tuple(each["output"])}) for each in took])
     )

@@ -1,0 +1,114 @@
+"""Finds out whether the script of this rank is blocked in one operation, so that it can submit nothing more.
+
+It looks at the innermost frame of the script's thread, a moment after any thread has begun to wait; so a wait costs
+nothing, and neither does a daemon that has nothing to do. A rank is never called blocked while something else of it
+could submit an operation: another thread, a done callback, or an operation under way whose result the script may use.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+from coordd.handles import Handle, awaited
+from coordd.table import TensorTable
+
+__all__ = ["BlockWatch"]
+
+_SECONDS = 1.0
+
+
+class BlockWatch:
+    """Tells the coordinator when the script waits for long, and when it goes on."""
+
+    def __init__(
+        self,
+        table: TensorTable,
+        *,
+        thread: Callable[[], int],
+        busy: Callable[[], bool],
+        submitted: Callable[[], bool],
+        tell: Callable[[str], None],
+    ) -> None:
+        """Starts with nothing waited for.
+
+        Args:
+            table: the operations of this rank.
+            thread: says which thread the script runs in.
+            busy: whether operations or messages of this rank are under way.
+            submitted: whether the script has submitted something that is not announced yet.
+            tell: tells the coordinator for which operation the script waits; with "" that it does not.
+        """
+        self._table = table
+        self._thread = thread
+        self._busy = busy
+        self._submitted = submitted
+        self._tell = tell
+        self._due: float | None = None
+        self._told = ""
+
+    def note_wait(self, now: float) -> None:
+        """Notes that a thread has begun to wait."""
+        if self._due is None:
+            self._due = now + _SECONDS
+
+    @property
+    def told(self) -> bool:
+        """Whether the coordinator takes the script for blocked."""
+        return bool(self._told)
+
+    def note_news(self, now: float) -> None:
+        """Notes that this rank is about to announce something, or that an exception has broken the script's wait off.
+
+        So it is not blocked, or not in the way that was told; whether it is again, the next look finds out.
+        """
+        if self._told:
+            self._told = ""
+            self._tell("")
+            self._due = now + _SECONDS
+
+    def note_lock(self, now: float) -> None:
+        """Notes that a plan is locked: with that the coordinator forgets which ranks are blocked."""
+        if self._told:
+            self._told = ""
+            self._due = now + _SECONDS
+
+    def look(self, now: float) -> None:
+        """Looks whether the script is blocked, once it has had time to go on."""
+        if self._due is None or now < self._due:
+            return
+        if self._busy():
+            self._due = now + _SECONDS
+            return
+        name = self._awaited()
+        if self._submitted():  # before it began to wait; asked for after the look, which may have come later
+            self._due = now
+            return
+        others = bool(name) and self._others_may_submit()
+        self._due = now + _SECONDS if others else None  # a thread may end, and the script still wait
+        if name and name != self._told and not others:
+            self._told = name
+            self._tell(name)
+
+    def remaining(self, now: float) -> float | None:
+        """Seconds until `look` has something to do; None if that is not in sight."""
+        return None if self._due is None else max(0.0, self._due - now)
+
+    def _others_may_submit(self) -> bool:
+        """Whether anything but the script's thread could submit an operation of this rank."""
+        if any(isinstance(entry.handle, Handle) and entry.handle.has_callbacks for entry in self._table):
+            return True
+        if self._thread() != threading.main_thread().ident:  # ranks are threads of one process
+            return False
+        return any(
+            thread is not threading.main_thread() and not thread.name.startswith("coordd")
+            for thread in threading.enumerate()
+        )
+
+    def _awaited(self) -> str:
+        """Names the operation that the script waits for without a time limit; empty if there is none."""
+        handle = awaited(sys._current_frames().get(self._thread()))  # noqa: SLF001 - the documented way
+        if handle is None or handle.name not in self._table:
+            return ""
+        return handle.name if self._table.find(handle.name).handle is handle else ""

@@ -1,0 +1,143 @@
+"""Which ranks wait for each other, so that none of them will ever submit what the others need. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from coordd.errors import ranks_text
+from coordd.messages import Blocked, Plan, Waiting
+from coordd.wire import bits, mask
+
+__all__ = ["BlockedRanks", "BlockedSums", "Wait", "deadlock_text", "deadlocked", "members_of"]
+
+_SHOWN = 6
+"""So many waits are listed in an error."""
+
+
+class Wait(NamedTuple):
+    """Ranks that wait for one operation, and the ranks that have not submitted it; both are bit masks."""
+
+    ranks: int
+    missing: int
+    waiting: Waiting
+
+
+class BlockedRanks:
+    """The ranks whose scripts are blocked, as bits, by the name of the operation that they wait for.
+
+    A deadlock can only arise when a rank blocks, when an announcement of a blocked rank is counted, or when a join
+    fails. So it is looked for after these only.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, int] = {}
+        self._all = 0
+        self._changed = False
+        self._since = 0
+
+    def enter(self, ranks: int, name: str, seen: int) -> None:
+        """Notes for which operation the scripts of ranks wait; without a name, that they wait no more.
+
+        Args:
+            ranks: their bit mask.
+            name: of the operation.
+            seen: the last plan that they had carried out, or an earlier one.
+        """
+        if self._all & ranks:
+            left = {other: there & ~ranks for other, there in self._ranks.items()}
+            self._ranks = {other: there for other, there in left.items() if there}
+            self._all &= ~ranks
+        if name and seen >= self._since:
+            self._ranks[name] = self._ranks.get(name, 0) | ranks
+            self._all |= ranks
+            self._changed = True
+
+    def stir(self, ranks: int = -1) -> None:
+        """Notes that ranks have announced something, or that others may have to wait for them anew."""
+        if self._all & ranks:
+            self._changed = True
+
+    def forget(self, sequence: int) -> None:
+        """Notes that with this plan announcements are taken back: ranks have to say anew that they are blocked."""
+        self._ranks.clear()
+        self._all = 0
+        self._since = sequence
+
+    def take(self) -> dict[str, int]:
+        """Returns the blocked ranks if they are to be judged; nothing if nothing has changed since the last time."""
+        changed, self._changed = self._changed, False
+        return dict(self._ranks) if changed and self._all & (self._all - 1) else {}
+
+
+class BlockedSums:
+    """What the ranks below a foreman have said of being blocked, added up by operation."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, int] = {}
+        self._freed = 0
+        self._since = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._ranks)
+
+    def hear(self, ranks: int, blocked: Blocked) -> None:
+        """Enters a message that is true of some ranks; what they said before a lock does not count any more."""
+        left = {name: there & ~ranks for name, there in self._ranks.items()}
+        self._ranks = {name: there for name, there in left.items() if there}
+        if not blocked.name:
+            self._freed |= ranks
+        elif blocked.seen >= self._since:
+            self._ranks[blocked.name] = self._ranks.get(blocked.name, 0) | ranks
+
+    def follow(self, plan: Plan) -> None:
+        """Forgets all at a plan that locks: the ranks will say anew that they are blocked."""
+        if plan.lock:
+            self._since = plan.sequence
+            self._ranks.clear()
+
+    def freed(self) -> list[Blocked]:
+        """Says which ranks are blocked no more, once."""
+        freed, self._freed = self._freed, 0
+        return [Blocked(ranks=mask(freed))] if freed else []
+
+    def told(self) -> list[Blocked]:
+        """Says which ranks are blocked, once."""
+        ranks, self._ranks = self._ranks, {}
+        return [Blocked(name, self._since, mask(there)) for name, there in ranks.items()]
+
+
+def deadlocked(waits: Iterable[Wait]) -> list[Wait]:
+    """Finds those that will wait for ever: that wait for each other, or for ranks that do.
+
+    As long as any are left, those that wait for none of the ranks that are left are struck off the list.
+    """
+    left = list(waits)
+    while True:
+        ranks = members_of(left)
+        rest = [wait for wait in left if wait.missing & ranks]
+        if len(rest) == len(left):
+            return sorted(rest, key=lambda wait: (wait.ranks & -wait.ranks, wait.waiting.name))
+        left = rest
+
+
+def members_of(waits: Iterable[Wait]) -> int:
+    """All ranks that wait, as a bit mask."""
+    found = 0
+    for wait in waits:
+        found |= wait.ranks
+    return found
+
+
+def deadlock_text(waits: Sequence[Wait]) -> str:
+    """Says which ranks wait for which, and what to do."""
+    told = [
+        f"{ranks_text(tuple(bits(ranks)))} for {waiting.name!r} ({waiting.operation}), "
+        f"not submitted by {ranks_text(waiting.missing)}"
+        for ranks, _, waiting in waits
+    ]
+    rest = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    return (
+        f"ranks wait for each other: {'; '.join(told[:_SHOWN])}{rest}; "
+        "let all ranks submit the same operations, among the same ranks"
+    )

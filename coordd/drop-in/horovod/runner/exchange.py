@@ -1,0 +1,111 @@
+"""How a function reaches the ranks of `horovod.run`, and what it returned comes back: over a socket of the caller.
+
+Both sides prove that they know a key, which is in the environment of the ranks alone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import tempfile
+import threading
+from collections.abc import Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any, Self
+
+__all__ = ["Exchange", "connect", "pickled"]
+
+_ADDRESS, _KEY = "_COORDD_FUNCTION_ADDRESS", "_COORDD_FUNCTION_KEY"
+
+
+def pickled(thing: Any) -> bytes:
+    """Pickles a function or its result, by cloudpickle where that is installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(thing)
+    return bytes(cloudpickle.dumps(thing))
+
+
+def connect() -> Connection:
+    """Connects a rank with the process that has called `horovod.run`."""
+    host, _, port = os.environ[_ADDRESS].rpartition(":")
+    address: Any = (host, int(port)) if host else port
+    return Client(address, authkey=bytes.fromhex(os.environ[_KEY]))
+
+
+class Exchange:
+    """The caller's side."""
+
+    def __init__(self, work: bytes, path: Sequence[str], *, remote: bool) -> None:
+        """Listens for ranks.
+
+        Args:
+            work: the pickled function and its arguments.
+            path: where ranks look for modules, too.
+            remote: whether ranks may be on other hosts; if not, no other user can connect.
+        """
+        self._message = (work, list(path))
+        self._key = secrets.token_bytes(32)
+        self._folder = tempfile.TemporaryDirectory(prefix="coordd-")
+        place: Any = ("", 0) if remote else str(Path(self._folder.name, "s"))
+        self._listener = Listener(place, backlog=128)
+        self._found: dict[int, tuple[bool, bytes]] = {}
+        self._failed: list[int] = []
+        self._thread = threading.Thread(target=self._accept, name="horovod.run", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self._folder.cleanup()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What ranks need in their environment."""
+        at: Any = self._listener.address
+        address = f"{socket.gethostname()}:{at[1]}" if isinstance(at, tuple) else f":{at}"
+        return {_ADDRESS: address, _KEY: self._key.hex()}
+
+    def results(self, size: int, status: int) -> list[Any]:
+        """Returns what the ranks have brought.
+
+        Raises:
+            RuntimeError: a rank has failed, or brought nothing.
+        """
+        for rank in self._failed:
+            text = f"horovod.run: the function failed on rank {rank}\n{self._found[rank][1].decode()}"
+            raise RuntimeError(text)
+        missing = [rank for rank in range(size) if rank not in self._found]
+        if status or missing:
+            text = f"horovod.run: the job ended with exit code {status}, and without results of ranks {missing}"
+            raise RuntimeError(text)
+        return [pickle.loads(self._found[rank][1]) for rank in range(size)]  # noqa: S301 - of this job's ranks
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        """Serves one rank; what does not know the key, or ends early, brings no result."""
+        with connection:
+            try:
+                deliver_challenge(connection, self._key)  # as a Listener does it, which would let others wait
+                answer_challenge(connection, self._key)
+                connection.send(self._message)
+                rank, well, result = connection.recv()
+            except (OSError, EOFError, AuthenticationError):
+                return
+            self._found[rank] = well, result
+            self._failed += [] if well else [rank]
+            connection.send(None)  # it is kept, so the rank may end

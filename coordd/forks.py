@@ -1,0 +1,74 @@
+"""Descriptors that a forked child must not keep: a connection lives as long as any process has it open.
+
+A data loader's worker that outlives its rank would otherwise keep that rank's connections open, and the other ranks
+would not notice that the rank has died. Programs that are started with `exec` inherit none, for all are close-on-exec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+__all__ = ["Inherited", "close_in_children", "close_sockets"]
+
+_DESCRIPTORS = "/proc/self/fd"
+
+
+class Inherited(Protocol):
+    """Something whose descriptors a forked child closes."""
+
+    def close_in_child(self) -> None:
+        """Closes this process's copies; runs in the child, whose only thread is the one that forked."""
+        ...
+
+
+_owners: weakref.WeakSet[Inherited] = weakref.WeakSet()
+
+
+def close_in_children(owner: Inherited) -> None:
+    """Has every child that Python forks from now on close what ``owner`` has open, as long as ``owner`` lives."""
+    _owners.add(owner)
+
+
+def close_sockets(is_ours: Callable[[socket.socket], bool]) -> None:
+    """Closes the sockets of this process for which ``is_ours`` holds.
+
+    libzmq keeps the descriptors of its connections to itself, and makes them on its own thread, so they are found by
+    their addresses.
+    """
+    if not os.path.isdir(_DESCRIPTORS):  # noqa: PTH112 - runs in every forked child; pathlib is slower
+        return
+    limit = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)  # with one, looking at a socket would make it non-blocking, in the parent as well
+    try:
+        for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - as above
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+                if stat.S_ISSOCK(os.fstat(descriptor := int(name)).st_mode):
+                    _close_if(is_ours, descriptor)
+    finally:
+        socket.setdefaulttimeout(limit)
+
+
+def _close_if(is_ours: Callable[[socket.socket], bool], descriptor: int) -> None:
+    found = socket.socket(fileno=descriptor)
+    try:
+        ours = is_ours(found)
+    except OSError:  # not connected
+        ours = False
+    if ours:
+        found.close()
+    else:
+        found.detach()
+
+
+def _close_inherited() -> None:
+    for owner in list(_owners):
+        owner.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

@@ -1,0 +1,48 @@
+"""Whether a rank is between `init` and the end of `shutdown`, told to the process of `coordd run` that started it.
+
+The exit code alone does not say it: a process that calls ``os._exit(0)`` leaves the others as abruptly as one that is
+killed. The launcher's process keeps one byte of memory, which the rank opens through ``/proc`` and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+__all__ = ["VARIABLE", "Presence", "tell"]
+
+VARIABLE = "_COORDD_PRESENCE"
+"""Names the byte to the rank; the byte is of no use to processes that the rank starts."""
+
+_AWAY, _PRESENT = b"\0", b"\1"
+
+
+class Presence:
+    """The launcher's end."""
+
+    def __init__(self) -> None:
+        """Makes the byte, where the system has memory without a name; elsewhere the rank always counts as away."""
+        self._descriptor = -1
+        if hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create("coordd presence", os.MFD_CLOEXEC)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the rank needs to know."""
+        return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._descriptor}"} if self._descriptor >= 0 else {}
+
+    @property
+    def present(self) -> bool:
+        """Whether the rank has called `init` and has not left."""
+        return self._descriptor >= 0 and os.pread(self._descriptor, 1, 0) == _PRESENT
+
+
+def tell(place: str, *, present: bool) -> None:
+    """Writes the byte; the rank's end. Without a launcher, or where it cannot be seen from here, nothing is told."""
+    if place:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(place, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(descriptor, _PRESENT if present else _AWAY)
+            finally:
+                os.close(descriptor)

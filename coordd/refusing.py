@@ -1,0 +1,96 @@
+"""What this rank refuses to submit: the operation counts all the same, and the other ranks hear of it.
+
+They may have announced their part. If this rank did not count the operation, its next one without a name would be
+paired with that part, and both would get wrong results without an error; and if it said nothing, they would wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from coordd.arguments import places
+from coordd.errors import ArgumentError
+from coordd.messages import Kind
+from coordd.process_sets import global_process_set
+
+if TYPE_CHECKING:
+    from coordd.operations import Operations
+
+__all__ = ["Find", "Name", "refusable"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Name = tuple[Kind, Sequence[str | None]]
+"""The kind of an operation and its name, or those of a group; None for each without a name."""
+Find = Callable[[Mapping[str, Any]], Name]
+"""Finds, by the arguments of a call, what other ranks that make the same call announce first."""
+
+
+def refusable(
+    kind: Kind | Find,
+    find: Callable[..., Operations],
+    like: Callable[..., Any] | None = None,
+    *,
+    announces: bool = False,
+) -> Callable[[Function], Function]:
+    """Has what a function refuses counted and told to the other members, whose part of it fails; a decorator.
+
+    Nothing is told where the operation was announced before the function failed, and of what only this rank can know: a
+    name that is in flight, or one that is none. A process set that is unusable stands for the ranks that it names.
+
+    Args:
+        kind: the operation; of a group where the function has an argument ``tensors``.
+        find: gets the arguments of the call, and returns the operations whose numbers count.
+        like: a function with the arguments ``name`` and ``process_set`` at their places; by default the decorated one.
+        announces: whether the function itself announces, and does so once.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(like or function)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            operations = find(*args)
+            before = operations.accounted
+            try:
+                found = function(*args, **kwargs)
+            except Exception as error:
+                if operations.accounted == before:
+                    with contextlib.suppress(Exception):  # a name that is none counts nothing
+                        given = _given(signature, args, kwargs)
+                        what = _named(kind, given) if isinstance(kind, Kind) else kind(given)
+                        operations.refuse(*what, given.get("process_set", global_process_set), error)
+                raise
+            # An empty group takes a number as every group does, and fails on ranks whose group is not empty.
+            if not announces and isinstance(kind, Kind) and operations.accounted == before:
+                given = _given(signature, args, kwargs)
+                if given.get("name") is None and isinstance(group := given.get("tensors"), Sized) and not len(group):
+                    empty = ArgumentError("its list of tensors is empty, and that of other ranks is not")
+                    operations.refuse(kind, [None], given.get("process_set", global_process_set), empty)
+            if announces:
+                operations.account()
+            return found
+
+        return cast("Function", counted)
+
+    return decorate
+
+
+def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments by name, without those that the function does not have."""
+    known = {key: value for key, value in kwargs.items() if key in signature.parameters}
+    try:
+        return signature.bind_partial(*args, **known).arguments
+    except TypeError:  # too many
+        return known
+
+
+def _named(kind: Kind, given: Mapping[str, Any]) -> Name:
+    name = given.get("name")
+    if "tensors" not in given:
+        return kind, [name]
+    tensors = given["tensors"]
+    return kind, places(name, max(1, len(tensors)) if isinstance(tensors, Sized) else 1)

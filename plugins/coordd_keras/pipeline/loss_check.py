@@ -1,0 +1,174 @@
+"""Finds out whether a loss can be computed microbatch by microbatch, before a gradient of it is used.
+
+A pipeline adds up the losses of microbatches, each weighted by its rows or by ``weight=``. That is the loss of the
+batch only if the loss is such a mean over rows: then the loss of some rows is the weighted mean of the losses of two
+parts of them. The last stage compares these in runs 1, 2, 4, 8 ..., so it costs nothing in the long run.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from coordd.errors import ArgumentError, brief
+from coordd.pipeline.batch import Batch
+
+__all__ = ["Judge", "LossCheck"]
+
+Judge = Callable[[Sequence[Any], Sequence[Any], Any], float]
+"""Finds the loss of outputs, as a list, with their masks and targets; changes no metric."""
+
+_NOISE, _NOISE_16 = 1e-3, 5e-2
+"""How far losses may differ by rounding, in proportion to them; and those of outputs of 16 bits."""
+
+
+class _UnclearError(Exception):
+    """The check cannot say anything about this loss."""
+
+
+class _Sample(NamedTuple):
+    """Some rows of a batch: outputs and masks as arrays, their targets, and how much they count."""
+
+    outputs: list[np.ndarray]
+    masks: list[np.ndarray | None]
+    targets: Any
+    amount: float
+
+
+class LossCheck:
+    """Compares the loss of some rows with the losses of two parts of them."""
+
+    def __init__(self, judge: Judge, *, weighted: bool, declared: bool = False) -> None:
+        """Prepares it.
+
+        Args:
+            judge: finds the loss.
+            weighted: whether `weight=` says how much microbatches count.
+            declared: whether the user says that the loss is a mean; else a warning says if it cannot be checked.
+        """
+        self._judge = judge
+        self._weighted = weighted
+        self._declared = declared
+        self._runs = 0
+        self._wanted = True
+        self._conclusive = self._active = False
+        self._first: _Sample | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Decides whether a run is checked; one microbatch is the whole batch, and needs no check."""
+        self._first = None
+        self._active = False
+        if self._wanted and batch.count > 1:
+            self._runs += 1
+            self._active = not self._conclusive or self._runs.bit_count() == 1
+
+    def look(self, microbatch: int, outputs: Sequence[Any], masks: Sequence[Any], batch: Batch) -> None:
+        """Checks the loss with the outputs of a microbatch, and their masks.
+
+        Raises:
+            ArgumentError: the loss is no such mean; the text says what to do.
+        """
+        if not self._active or batch.weight(microbatch) in {0.0, 1.0}:
+            return
+        try:
+            parts = self._parts(microbatch, outputs, masks, batch)
+            self._conclusive |= len(parts) > 1 and self._compared(parts)
+        except _UnclearError as error:
+            self._wanted = self._active = False
+            if not self._declared:
+                kind = "weighted mean that weight= says" if self._weighted else "mean over the rows of a microbatch"
+                warnings.warn(
+                    f"coordd takes the loss for the {kind}, and cannot check that: {error}. "
+                    "PipelineConfig(loss_reduction='mean') says that it is, without this warning",
+                    stacklevel=2,
+                )
+
+    def _parts(self, microbatch: int, outputs: Sequence[Any], masks: Sequence[Any], batch: Batch) -> list[_Sample]:
+        """Two samples, or one if there is no other yet: halves of this microbatch, or the first one and this one."""
+        part = batch.parts[microbatch]
+        count = part.stop - part.start
+        found = [keras.ops.convert_to_numpy(keras.ops.stop_gradient(output)) for output in outputs]
+        told = [None if mask is None else keras.ops.convert_to_numpy(mask) for mask in masks]
+        if any(
+            not array.ndim or len(array) != count for array in [*found, *(mask for mask in told if mask is not None)]
+        ):
+            raise _UnclearError("an output of the model has no row for each row of the inputs")
+
+        def sample(rows: slice) -> _Sample:
+            chosen = slice(part.start + rows.start, part.start + rows.stop)
+            own = [None if mask is None else mask[rows] for mask in told]
+            return _Sample([array[rows] for array in found], own, batch.targets_of(chosen), batch.amount(chosen))
+
+        if count > 1:
+            return [sample(slice(0, count // 2)), sample(slice(count // 2, count))]
+        before, self._first = self._first, self._first or sample(slice(0, 1))
+        return [self._first] if before is None else [before, sample(slice(0, 1))]
+
+    def _compared(self, parts: Sequence[_Sample]) -> bool:
+        """Says whether something was found out."""
+        whole = self._found(_joined(*parts))
+        losses = [self._found(part) if part.amount else 0.0 for part in parts]
+        amount = sum(part.amount for part in parts)
+        if not amount or not all(map(math.isfinite, (whole, *losses))):
+            return False
+        noise = _NOISE_16 if any(array.itemsize < 4 for array in parts[0].outputs) else _NOISE
+        expected = sum(loss * part.amount / amount for loss, part in zip(losses, parts, strict=True))
+        scale = max(abs(whole), *map(abs, losses))
+        if abs(whole - expected) <= noise * scale:
+            return scale > 0 and all(part.amount for part in parts)
+        if abs(self._found(_joined(*parts)) - whole) > noise * scale:
+            raise _UnclearError("it does not give the same each time it is called")
+        raise ArgumentError(self._told(summed=abs(whole - sum(losses)) <= noise * scale))
+
+    def _found(self, sample: _Sample) -> float:
+        """The loss of some rows.
+
+        Raises:
+            _UnclearError: it raises an error.
+        """
+        try:
+            return self._judge(sample.outputs, sample.masks, sample.targets)
+        except Exception as error:
+            raise _UnclearError(f"with {len(sample.outputs[0])} rows it raises {brief(error)}") from error
+
+    def _told(self, *, summed: bool) -> str:
+        """Says what is wrong with the loss, and what to do."""
+        if summed:
+            return (
+                "loss= adds rows up, and a pipeline takes it for their mean, so gradients would be divided by the "
+                "number of microbatches: let it return the mean over rows, or one value for each row"
+            )
+        if self._weighted:
+            return (
+                "loss= is no mean by weight=, which must return the number of what the loss of a microbatch is the "
+                "mean of, such as (y != -1).sum()"
+            )
+        return (
+            "loss= is no mean over rows: rows do not count equally, as with masks and values that are left out "
+            "(ignore_class), or mix, as in contrastive losses, so the mean of the losses of microbatches is not the "
+            "loss of the batch: give weight=, which returns the number of what the loss of a microbatch is the mean "
+            "of, such as lambda x, y: (y != -1).sum(), or set microbatches=1 without replicas"
+        )
+
+
+def _joined(first: _Sample, second: _Sample) -> _Sample:
+    """Puts rows together."""
+    targets = keras.tree.map_structure(
+        lambda one, other: np.concatenate([one, other]) if one is not None and np.ndim(one) else one,
+        first.targets,
+        second.targets,
+    )
+    return _Sample(
+        [np.concatenate(pair) for pair in zip(first.outputs, second.outputs, strict=True)],
+        [
+            None if one is None or other is None else np.concatenate([one, other])
+            for one, other in zip(first.masks, second.masks, strict=True)
+        ],
+        targets,
+        first.amount + second.amount,
+    )

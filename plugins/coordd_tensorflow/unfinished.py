@@ -1,0 +1,98 @@
+"""Steps of a graph that end by an error after some of their gradients were given away.
+
+The call that runs the graph raises, and the operation that would have waited for the gradients never runs. So a thread
+looks, a few times a second, whether the script has left that call although its step has begun and not ended. Then all
+ranks discard the step at once, and not only when this rank begins its next one.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Hashable
+from types import FrameType
+from typing import NamedTuple
+
+from coordd.gradients import Gradients
+
+__all__ = ["UNFINISHED", "Unfinished"]
+
+_LOOK_SECONDS = 0.25
+_EXECUTE = "quick_execute"
+_FILE = "tensorflow/python/eager/execute.py"
+
+
+class _Step(NamedTuple):
+    """A step that has begun in a call of the script: the thread, and the call's frame, which lives as long as this."""
+
+    step: Hashable
+    thread: int
+    frame: FrameType
+
+
+class Unfinished:
+    """The steps of this process that have begun; by their gradients."""
+
+    def __init__(self) -> None:
+        self._steps: dict[Gradients, _Step] = {}
+        self._guard = threading.Lock()
+        self._some = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, gradients: Gradients, step: Hashable, script: int) -> None:
+        """Watches a step, if the script's thread is in a call of TensorFlow's that waits for the graph.
+
+        Args:
+            gradients: those of the step.
+            step: which one it is.
+            script: the thread's identifier.
+        """
+        known = self._steps.get(gradients)
+        if (known is not None and known.step == step) or (frame := _execution(script)) is None:
+            return
+        with self._guard:
+            self._steps[gradients] = _Step(step, script, frame)
+            self._some.set()
+            if self._thread is None or not self._thread.is_alive():  # as in a forked child
+                self._thread = threading.Thread(target=self._watch, name="coordd steps", daemon=True)
+                self._thread.start()
+
+    def end(self, gradients: Gradients) -> None:
+        """Notes that a step has come to its end."""
+        with self._guard:
+            self._steps.pop(gradients, None)
+
+    def _watch(self) -> None:
+        while True:
+            self._some.wait()
+            time.sleep(_LOOK_SECONDS)
+            with self._guard:
+                steps = dict(self._steps)
+                if not steps:
+                    self._some.clear()
+            for gradients, step in steps.items():
+                if not _contains(step.thread, step.frame):
+                    self.end(gradients)
+                    gradients.give_up(step.step)
+
+
+def _execution(thread: int) -> FrameType | None:
+    """Finds the call in which a thread runs a graph or an operation, the outermost one."""
+    frame, found = sys._current_frames().get(thread), None  # noqa: SLF001 - the documented way to other threads
+    while frame is not None:
+        if frame.f_code.co_name == _EXECUTE and frame.f_code.co_filename.endswith(_FILE):
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _contains(thread: int, wanted: FrameType) -> bool:
+    """Says whether a thread is still in a call."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - as above
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
+
+
+UNFINISHED = Unfinished()

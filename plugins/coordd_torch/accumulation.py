@@ -1,0 +1,77 @@
+"""Gradients that one rank has accumulated alone: whether they are as backward left them, and what is said if not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from coordd.errors import CoorddError
+from coordd.table import Site, show_site
+from coordd_torch.gradient import nested
+
+if TYPE_CHECKING:
+    from coordd_torch.gradient import Gradient
+
+__all__ = ["Accumulated", "not_all_have_repeated", "too_many"]
+
+
+class Accumulated:
+    """What the gradients were after the last backward pass that has only accumulated."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Gradient, torch.Tensor | None]] = []
+
+    def observe(self, gradients: Iterable[Gradient]) -> None:
+        """Sees what these are: their tensors, how often those were changed, and their largest values."""
+        self._seen = []
+        for gradient in gradients:
+            gradient.observe()
+            self._seen.append((gradient, gradient.largest()))
+
+    def forget(self) -> None:
+        """Forgets them, for the step has ended."""
+        self._seen = []
+
+    def check(self, gradients: Iterable[Gradient]) -> str:
+        """Says of the first of these that was changed since then, by clipping, say, that it was; empty if none was."""
+        these = {id(gradient) for gradient in gradients}
+        for gradient, largest in self._seen:
+            if id(gradient) in these and gradient.meddled(largest):
+                return (
+                    f"the gradient of {gradient.name!r} was changed on this rank before it was averaged: after an "
+                    "accumulation that is not complete, call optimizer.synchronize() before you clip, unscale or "
+                    "change gradients"
+                )
+        return ""
+
+
+def too_many(gradient: Gradient, passes: int) -> CoorddError:
+    """Says that a gradient was computed when its step should have been made.
+
+    Args:
+        gradient: the first that was.
+        passes: what was declared as ``backward_passes_per_step``.
+    """
+    if nested():
+        text = (
+            f"{gradient.name!r} is computed in several reentrant checkpoints of one backward pass, so nobody can "
+            "tell when it is complete: use checkpoint(..., use_reentrant=False)"
+        )
+    else:
+        text = (
+            "Gradients were computed more than backward_passes_per_step times before call to step() "
+            f"({gradient.name!r}, {passes}). Increase backward_passes_per_step to accumulate "
+            "gradients locally, or put all backward passes of a step but the last one into "
+            "optimizer.no_sync(); to skip a step, clear them by optimizer.zero_grad()."
+        )
+    return CoorddError(text)
+
+
+def not_all_have_repeated(site: Site) -> str:
+    """Says, as the end of a sentence, that this rank has made a pass that others have not made."""
+    return (
+        f"has made another backward pass at {show_site(site)}, and not all ranks have, or a rank has joined: put all "
+        "backward passes of a step but the last one into optimizer.no_sync()"
+    )

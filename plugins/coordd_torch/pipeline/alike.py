@@ -1,0 +1,104 @@
+"""What must be equal on all ranks that make a pipeline: the model's structure, and the values with which it starts."""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from coordd.errors import MismatchError
+from coordd.objects import gathered
+from coordd.operations import Operations
+from coordd.process_sets import global_process_set
+from coordd_torch.pipeline.build import ALONE, materialise
+from coordd_torch.pipeline.capture import Captured
+
+__all__ = ["materialised", "structure", "title", "values"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]+")
+_SEEDS = {"torch": "torch.manual_seed", "random": "random.seed", "numpy": "numpy.random.seed"}
+_VALUES = 256
+"""Of each parameter so many values are compared, spread over all of it."""
+
+
+def structure(captured: Captured) -> Iterator[str]:
+    """Lists parameters, modules and what is computed between them, one thing a line."""
+    model = captured.model
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield f"{name} {tuple(tensor.shape)} {str(tensor.dtype)[6:]}"
+    for name, module in model.named_modules():
+        yield _ADDRESS.sub("", f"{name or 'the model'}: {type(module).__name__}({_details(module)})")
+    for name, nodes in captured.layers:
+        told = "\n".join(_ADDRESS.sub("", str(node.format_node())) for node in nodes)
+        yield f"what layer {name} computes ({_digest(told.encode())})"
+
+
+def _details(module: nn.Module) -> str:
+    return " ".join(module.extra_repr().split())
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=4).hexdigest()
+
+
+def title(loss: Any) -> str:
+    """Names a loss: a function, or the class of a module with its settings."""
+    if isinstance(loss, nn.Module):
+        return f"{type(loss).__name__}({_details(loss)})"
+    return str(getattr(loss, "__qualname__", type(loss).__name__))
+
+
+def values(model: nn.Module) -> Iterator[str]:
+    """Lists what all parameters of a built model start with."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and parameter.layout is torch.strided and parameter.numel():
+            flat = parameter.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _VALUES)].contiguous().cpu()
+            yield f"initial values of {name} ({zlib.crc32(some.view(torch.uint8).numpy().tobytes()):08x})"
+
+
+def materialised(
+    builder: Callable[[], nn.Module], names: AbstractSet[str], operations: Operations, *, name: str
+) -> nn.Module:
+    """Builds this rank's part of a model, as `materialise`; all ranks do, and find out whether it is the same model.
+
+    No rank has all initial values, but builders that draw the same random numbers make the same ones.
+
+    Raises:
+        MismatchError: on all ranks: their builders have drawn different numbers.
+    """
+    with ALONE:
+        before = _generators()
+        model = materialise(builder, names)
+        after = _generators()
+    found = gathered(operations, (before, after), f"{name}.drawn", global_process_set)
+    for kind in before:
+        states = [then[kind] for _, then in found]
+        # A generator that no builder has drawn from may differ: Python's does in every process that does not seed it.
+        if len(set(states)) > 1 and any(one[kind] != then[kind] for one, then in found):
+            told = "; ".join(f"rank {rank}: state {state} afterwards" for rank, state in enumerate(states))
+            text = (
+                f"the ranks of a pipeline build models with different initial values, from different random numbers of "
+                f"{kind} ({told}): let the function that builds the model begin with {_SEEDS[kind]}, or call it "
+                "before, alike on all"
+            )
+            raise MismatchError.told("Pipeline", "initial values", text)
+    return model
+
+
+def _generators() -> dict[str, str]:
+    """The states of the generators that builders may use."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - it is what builders may use
+    return {
+        "torch": _digest(torch.get_rng_state().numpy().tobytes()),
+        "random": _digest(repr(random.getstate()).encode()),
+        "numpy": _digest(repr((kind, np.asarray(keys).tolist(), rest)).encode()),
+    }

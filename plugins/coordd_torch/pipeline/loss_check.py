@@ -1,0 +1,330 @@
+"""Finds out whether a loss can be computed microbatch by microbatch, before a gradient of it is used.
+
+A pipeline adds up the losses of microbatches: their mean, each weighted by its rows or by ``weight=``, or, with
+``loss_reduction="sum"``, their sum. That is the loss of the batch only if the loss is such a mean or sum over rows.
+Let ``a`` and ``b`` be parts of the rows of a batch, and ``p`` the weight of ``a`` among both. Then for all rows of a
+
+    gradient of loss(a and b) = p * gradient of loss(a)
+
+where ``p`` is 1 for a sum. The check measures that factor, with outputs that no graph of the model leads to, so no
+parameter gets a gradient. It leaves random number generators, targets and the buffers of the loss as they are.
+
+It is made in runs 1, 2, 4, 8 ..., so it costs nothing in the long run.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from coordd.errors import ArgumentError, brief
+from coordd.pipeline.batch import Batch
+from coordd.pipeline.config import LossReduction
+from coordd_torch.pipeline.buffers import borrowed, copies, every
+from coordd_torch.pipeline.luck import untouched
+
+__all__ = ["LossCheck"]
+
+Dimensions = Callable[[Any], Sequence[int | None] | None]
+"""For inputs of the model the dimension of each leaf of its output that has the rows, if that is known."""
+
+_NOISE, _NOISE_16 = 5e-3, 5e-2
+"""How far gradients may differ by rounding, in proportion to them, also in TF32; and gradients of 16 bits."""
+
+_EXACT, _EXACT_16 = 1e-5, 1e-2
+"""How far the factor may be off in any case."""
+
+_CHOICES = "or set PipelineConfig(loss_reduction='microbatch'), which trains the mean of the losses of microbatches"
+
+
+class _UnclearError(Exception):
+    """The check cannot say anything about this loss."""
+
+
+@dataclass
+class _Sample:
+    """Some rows of a batch: the leaves of the model's output for them, their targets, and how much they count."""
+
+    leaves: list[Any]
+    targets: Any
+    amount: float
+    rows: int
+
+
+@dataclass
+class _Found:
+    """What the check has measured of one leaf of the output.
+
+    Attributes:
+        factors: of each part; None if its gradient is zero, which tells nothing.
+        rest: how far the gradient of all rows is from those of the parts times their factors, in proportion.
+        noise: how large that may be.
+        exact: how exact factors are at best.
+    """
+
+    factors: list[float | None]
+    rest: float
+    noise: float
+    exact: float
+
+    def fits(self, shares: Sequence[float]) -> bool:
+        """Says whether parts count by these shares, as far as rounding lets one see."""
+        return not self.rest > self.noise and all(
+            factor is None or abs(factor - share) <= share * max(self.rest, self.exact)
+            for factor, share in zip(self.factors, shares, strict=True)
+        )
+
+
+class LossCheck:
+    """Compares the loss of some rows with the losses of two parts of them."""
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        reduction: LossReduction | None,
+        weighted: bool,
+        dimensions: Dimensions,
+    ) -> None:
+        """Prepares it.
+
+        Args:
+            loss: of an output and targets.
+            reduction: what the loss is said to be; with None, a warning says if it cannot be checked.
+            weighted: whether `weight=` says how much microbatches count.
+            dimensions: which dimensions of an output have the rows; asked before a loss is refused.
+        """
+        self._loss = loss
+        self._reduction = reduction
+        self._weighted = weighted
+        self._dimensions = dimensions
+        self._runs = 0
+        self._wanted = reduction != "microbatch"
+        self._conclusive = False
+        self._active = False
+        self._first: _Sample | None = None
+        self._reason = ""
+
+    def begin(self, batch: Batch) -> None:
+        """Decides whether a run is checked; one microbatch is the whole batch, and needs no check."""
+        self._first = None
+        self._active = False
+        if self._wanted and batch.count > 1:
+            self._runs += 1
+            self._active = not self._conclusive or self._runs.bit_count() == 1
+
+    def end(self) -> None:
+        """Releases what the run has left; warns, once, if the loss cannot be checked."""
+        self._first = None
+        reason, self._reason = self._reason, ""
+        if reason and self._reduction is None:
+            self._warn(reason)
+
+    def look(self, microbatch: int, output: Any, batch: Batch) -> None:
+        """Checks the loss with the output of a microbatch.
+
+        Raises:
+            ArgumentError: the loss is no such mean or sum over rows; the text says what to do.
+        """
+        if not (self._active and batch.weight(microbatch)):
+            return
+        try:
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                self._conclusive |= self._checked(microbatch, output, batch)
+        except _UnclearError as error:
+            self._wanted = self._active = False
+            self._reason = str(error)
+
+    def _warn(self, reason: str) -> None:
+        kind = "weighted mean that weight= says" if self._weighted else "mean over the rows of a microbatch"
+        warnings.warn(
+            f"coordd takes the loss for the {kind}, and cannot check that: {reason}. If it is a mean over tokens of "
+            "which some do not count, give weight=; if it is a sum, set PipelineConfig(loss_reduction='sum'). "
+            "Pipeline.verify_parity shows whether gradients are those of the whole batch; loss_reduction='mean' says "
+            "that it is a mean, without this warning",
+            stacklevel=2,
+        )
+
+    def _checked(self, microbatch: int, output: Any, batch: Batch) -> bool:
+        """Says whether something was found out."""
+        leaves, structure = pytree.tree_flatten(output)
+        part = batch.parts[microbatch]
+        count = part.stop - part.start
+        with_rows = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count for leaf in leaves]
+        try:
+            own = _sample(leaves, with_rows, batch, part, slice(0, count))
+            first = self._first
+            if first is None and count > 1:
+                halves = slice(0, count // 2), slice(count // 2, count)
+                first, own = (_sample(leaves, with_rows, batch, part, half) for half in halves)
+            self._first = self._first or next((each for each in (first, own) if each is not None and each.amount), None)
+            first = first or own
+            both = _joined(first, own, with_rows)
+        except Exception as error:
+            raise _UnclearError(f"outputs of microbatches cannot be taken apart and joined ({brief(error)})") from error
+        return self._compared(both, [first, own], with_rows, structure, batch)
+
+    def _compared(
+        self, both: _Sample, parts: Sequence[_Sample], with_rows: Sequence[bool], structure: Any, batch: Batch
+    ) -> bool:
+        whole, total = self._gradients(both, structure)
+        if not (both.amount and math.isfinite(total) and all(_finite(each) for each in whole)):
+            return False
+        self._refuse_rowless(whole, with_rows)
+        apart = [self._gradients(part, structure) if part.amount else ([None] * len(whole), 0.0) for part in parts]
+        shares = [1.0 if self._reduction == "sum" else part.amount / both.amount for part in parts]
+        measured = [
+            _measured(gradient, [(each[place], loss) for each, loss in apart], parts)
+            for place, gradient in enumerate(whole)
+            if gradient is not None and gradient.any()
+        ]
+        if wrong := [each for each in measured if not each.fits(shares)]:
+            self._confirm(both, whole, structure, batch)
+            raise ArgumentError(self._told(wrong[0]))
+        return bool(measured) and all(part.amount for part in parts)
+
+    def _gradients(self, sample: _Sample, structure: Any) -> tuple[list[Tensor | None], float]:
+        """The gradient of the loss with respect to each leaf of the output, and the loss.
+
+        Raises:
+            _UnclearError: the loss raises an error, or draws random numbers.
+        """
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in sample.leaves]
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        for place in places:
+            leaves[place].requires_grad_()
+        found: list[Tensor | None] = [None] * len(leaves)
+        try:
+            with self._spared(), untouched() as drawn:
+                copied = [
+                    leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves
+                ]  # losses may write to it
+                given = pytree.tree_unflatten(copied, structure)
+                loss = self._loss(given, pytree.tree_map(_copied, sample.targets))
+                if loss.requires_grad and places:
+                    wanted = [leaves[place] for place in places]
+                    gradients = torch.autograd.grad(loss.reshape(()), wanted, allow_unused=True)
+                    for place, gradient in zip(places, gradients, strict=True):
+                        found[place] = gradient
+                random = drawn()
+        except Exception as error:
+            raise _UnclearError(f"with {sample.rows} rows it raises {brief(error)}") from error
+        if random:
+            raise _UnclearError("it draws random numbers")
+        return found, float(loss.detach())
+
+    def _spared(self) -> AbstractContextManager[None]:
+        """Has a loss with buffers write to copies of them."""
+        return borrowed(copies(every(self._loss))) if isinstance(self._loss, nn.Module) else nullcontext()
+
+    def _refuse_rowless(self, gradients: Sequence[Tensor | None], with_rows: Sequence[bool]) -> None:
+        """Raises if the loss depends on something that has no rows, such as a loss that the model itself finds."""
+        for gradient, has_rows in zip(gradients, with_rows, strict=True):
+            if gradient is not None and not has_rows and bool(gradient.any()):
+                raise _UnclearError(
+                    "it depends on a part of the output that has no row for each row of the inputs, such as a loss "
+                    "that the model finds by itself"
+                )
+
+    def _confirm(self, both: _Sample, whole: Sequence[Tensor | None], structure: Any, batch: Batch) -> None:
+        """Looks once more, before a loss is refused.
+
+        Raises:
+            _UnclearError: the loss is another one each time, or rows lie in another dimension than the first.
+        """
+        again, _ = self._gradients(both, structure)
+        for one, other in zip(whole, again, strict=True):
+            if one is not None and (other is None or not torch.allclose(one, other, rtol=_EXACT_16, equal_nan=True)):
+                raise _UnclearError("it does not give the same each time it is called")
+        known = self._dimensions(batch.given) or [0] * len(whole)
+        for place, gradient in enumerate(whole):
+            if gradient is not None and gradient.any() and len(known) == len(whole) and known[place] != 0:
+                raise _UnclearError("the output has its rows in another dimension than the first")
+
+    def _told(self, found: _Found) -> str:
+        """Says what is wrong with the loss, and what to do."""
+        summed = all(factor and abs(factor - 1) <= max(found.rest, found.exact) for factor in found.factors)
+        if found.rest > found.noise and not self._weighted:
+            return (
+                "loss= is no mean over rows: what it takes from one row depends on other rows, as in contrastive "
+                "losses and with statistics of the batch, so the losses of microbatches do not add up to that of the "
+                f"batch: set microbatches=1 and no replicas, {_CHOICES}"
+            )
+        if self._reduction == "sum":
+            return (
+                "loss= is no sum over rows, as loss_reduction='sum' says: leave loss_reduction out for a mean, and "
+                "give weight= if it is a mean over something else than rows"
+            )
+        if summed:
+            return (
+                "loss= adds rows up (reduction='sum'), and a pipeline takes it for a mean, so gradients would be "
+                "divided by the number of microbatches: set PipelineConfig(loss_reduction='sum'), without weight=, or "
+                "let the loss return the mean over rows"
+            )
+        if self._weighted:
+            return (
+                "loss= is no mean by weight=, which must return the number of what the loss of a microbatch is the "
+                f"mean of, such as (y != -100).sum(): correct it, {_CHOICES}"
+            )
+        return (
+            "loss= is no mean over rows: rows do not count equally, as with tokens that are left out (ignore_index), "
+            "masks, and weights of classes, so the mean of the losses of microbatches is not the loss of the batch: "
+            "give weight=, which returns the number of what the loss of a microbatch is the mean of, such as "
+            f"lambda x, y: (y != -100).sum(), {_CHOICES}"
+        )
+
+
+def _sample(leaves: Sequence[Any], with_rows: Sequence[bool], batch: Batch, part: slice, rows: slice) -> _Sample:
+    """Takes rows of a microbatch, of which the output has these leaves."""
+    chosen = slice(part.start + rows.start, part.start + rows.stop)
+    taken = [_copied(leaf[rows] if has_rows else leaf) for leaf, has_rows in zip(leaves, with_rows, strict=True)]
+    targets = pytree.tree_map(_copied, batch.targets_of(chosen))
+    return _Sample(taken, targets, batch.amount(chosen), rows.stop - rows.start)
+
+
+def _joined(first: _Sample, second: _Sample, with_rows: Sequence[bool]) -> _Sample:
+    """Puts rows together; of what has none, the second one's counts."""
+    leaves = [
+        torch.cat([one, other]) if has_rows else other
+        for one, other, has_rows in zip(first.leaves, second.leaves, with_rows, strict=True)
+    ]
+    targets = pytree.tree_map(
+        lambda one, other: torch.cat([one, other]) if isinstance(one, Tensor) and one.dim() else other,
+        first.targets,
+        second.targets,
+    )
+    return _Sample(leaves, targets, first.amount + second.amount, first.rows + second.rows)
+
+
+def _measured(gradient: Tensor, parts: Sequence[tuple[Tensor | None, float]], samples: Sequence[_Sample]) -> _Found:
+    """Finds by what a gradient of all rows is that of each part multiplied; each part comes with its loss."""
+    small = gradient.element_size() < 4
+    whole = gradient.float() if small else gradient
+    factors: list[float | None] = []
+    start, rest = 0, 0.0
+    for sample, (part, loss) in zip(samples, parts, strict=True):
+        mine = whole[start : start + sample.rows]
+        start += sample.rows
+        own = torch.zeros_like(mine) if part is None else part.to(whole.dtype)
+        norm = float(own.square().sum())
+        factor = float((mine * own).sum()) / norm if norm else 0.0
+        factors.append((factor if norm else None) if math.isfinite(loss) else math.nan)
+        rest += float((mine - factor * own).square().sum())
+    noise, exact = (_NOISE_16, _EXACT_16) if small else (_NOISE, _EXACT)
+    return _Found(factors, math.sqrt(rest / float(whole.square().sum())), noise, exact)
+
+
+def _finite(gradient: Tensor | None) -> bool:
+    return gradient is None or bool(gradient.isfinite().all())
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

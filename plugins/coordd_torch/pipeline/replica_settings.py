@@ -1,0 +1,120 @@
+"""What ranks that train the same parameters must have in common: replicas of a stage, and stages with tied parameters.
+
+Their gradients are added up, but each rank changes its own copy. With another optimizer, another learning rate or
+another value to begin with, copies drift apart, and nothing fails. Stages with no parameters in common may differ.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["ReplicaSettings"]
+
+_VALUES = 256
+"""Of each parameter so many values are compared, spread over all of it."""
+
+_Texts = dict[str, str]
+
+
+class ReplicaSettings:
+    """Writes down optimizers, hyperparameters and values of one rank's stages, for others to be compared with."""
+
+    def __init__(
+        self,
+        placement: Sequence[Sequence[int]],
+        tied: Sequence[str],
+        held: Mapping[int, Mapping[str, nn.Parameter]],
+        optimizers: Mapping[int, torch.optim.Optimizer | None],
+    ) -> None:
+        """Prepares it.
+
+        Args:
+            placement: for each stage the ranks that have it.
+            tied: names of the parameters that several stages have.
+            held: for each stage of this rank its parameters by name.
+            optimizers: of these stages; of the parameters that no earlier one has.
+        """
+        self._replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
+        self._tied = sorted(tied)
+        self._held = held
+        self._optimizers = optimizers
+        self._compared = False
+
+    @property
+    def nothing(self) -> list[None]:
+        """As many places as `texts` has, without a text."""
+        return [None] * (len(self._replicated) + len(self._tied))
+
+    def texts(self) -> list[_Texts | None]:
+        """For each stage with replicas and each tied parameter what to compare; None for what another rank has."""
+        names = {id(value): name for mine in self._held.values() for name, value in mine.items()}
+        found = [self._stage(stage, names) if stage in self._held else None for stage in self._replicated]
+        return found + [self._parameter(name) for name in self._tied]
+
+    def settle(self) -> None:
+        """Notes that all ranks have compared values, which is done before the first step only."""
+        self._compared = True
+
+    def _stage(self, stage: int, names: Mapping[int, str]) -> _Texts:
+        mine, optimizer = self._held[stage], self._optimizers[stage]
+        found = {f"the optimizer of stage {stage}": type(optimizer).__name__}
+        groups = [] if optimizer is None else optimizer.param_groups
+        found[f"the number of parameter groups of stage {stage}"] = str(len(groups))
+        for number, group in enumerate(groups):
+            where = f"of parameter group {number} of stage {stage}"
+            found[f"the parameters {where}"] = ", ".join(names.get(id(each), "another") for each in group["params"])
+            found |= {f"{key} {where}": text for key, text in _hyperparameters(group).items()}
+        frozen = ", ".join(name for name, value in mine.items() if not value.requires_grad)
+        found[f"the frozen parameters of stage {stage}"] = frozen or "none"
+        if not self._compared:
+            found |= {f"the values of {name}": _checksum(value) for name, value in mine.items()}
+        return found
+
+    def _parameter(self, name: str) -> _Texts | None:
+        """What a tied parameter is trained with."""
+        value = next((mine[name] for mine in self._held.values() if name in mine), None)
+        if value is None:
+            return None
+        kinds = [
+            (type(optimizer).__name__, group)
+            for optimizer in self._optimizers.values()
+            if optimizer is not None
+            for group in optimizer.param_groups
+            if any(each is value for each in group["params"])
+        ]
+        found = {f"the optimizer of {name}": ", ".join(kind for kind, _ in kinds) or "none"}
+        for _, group in kinds:
+            found |= {f"{key} of {name}": text for key, text in _hyperparameters(group).items()}
+        found[f"whether {name} is frozen"] = str(not value.requires_grad)
+        if not self._compared:
+            found[f"the values of {name}"] = _checksum(value)
+        return found
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> _Texts:
+    """Those that are numbers, texts or the like; a tensor of one number is as good as a number."""
+    plain = {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {key: repr(value) for key, value in sorted(plain.items()) if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | type(None))
+
+
+def _checksum(value: torch.Tensor) -> str:
+    if value.is_meta or value.layout is not torch.strided or not value.numel():
+        return "none"
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _VALUES)].contiguous().cpu()
+    return f"{zlib.crc32(some.view(torch.uint8).numpy().tobytes()):08x}"

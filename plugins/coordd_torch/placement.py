@@ -1,0 +1,107 @@
+"""Where gradients live: on their own in the first step, then in buckets, in the order in which they were reduced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from coordd.grouping import Grouping
+from coordd.settings import Settings
+from coordd_torch.bucket import Bucket
+from coordd_torch.channel import Channel
+from coordd_torch.devices import overlaps
+from coordd_torch.gradient import Gradient
+from coordd_torch.tuning import OVERLAP, Tuning, first_settings
+from coordd_torch.underway import Underway
+
+__all__ = ["Placement"]
+
+_LAST_BUCKET_BYTES = 1 << 20
+
+
+class Placement:
+    """The gradients of one optimizer, by where they live; autotune may lay the buckets out anew between two steps."""
+
+    def __init__(self, channel: Channel, grouping: Grouping) -> None:
+        """Starts without gradients.
+
+        Args:
+            channel: how they travel.
+            grouping: which of them the user wants in one bucket.
+        """
+        self.channel = channel
+        self.underway = Underway(channel)
+        self._grouping = grouping
+        self._joins = channel.joins
+        self._settings = first_settings(channel.daemon.config, compresses=not channel.plain)
+        self._first_settings = self._settings
+        self._tuning: Tuning | None = None
+        self._change: Settings | None = None
+        self._repeated = False
+        self.open_buckets = 0
+        """How many buckets have not been given to be reduced in this round."""
+        self._buckets: list[Bucket] = []
+        self._loose: list[Gradient] = []
+        self._moving: list[Gradient] = []
+
+    def _gradients(self) -> Iterator[Gradient]:
+        yield from self._loose
+        for bucket in self._buckets:
+            yield from bucket
+
+    def signal(self, bucket: Bucket) -> None:
+        """Lets autotune speak behind the gradients of the first bucket."""
+        tuning = self._tuning if bucket is self._buckets[0] else None
+        bucket.signal(None if tuning is None else tuning.signals(), repeated=self._repeated)
+
+    def _listen(self) -> None:
+        """Hears what autotune says, the same on all ranks in the same step."""
+        if self._tuning is not None and self._buckets:
+            scale = self.channel.members if self.channel.op.averages else 1
+            self._change = self._tuning.hear((self._buckets[0].signals.double() * scale).tolist())
+
+    def _move_in(self) -> None:
+        """Gives the gradients that were reduced on their own places in buckets, in the order of the plans."""
+        moving, self._moving = sorted(self._moving, key=lambda gradient: gradient.turn), []
+        self._loose = [gradient for gradient in self._loose if gradient not in moving]
+        self._settle_in(moving)
+        daemon = self.channel.daemon
+        if daemon.config.autotune and self._tuning is None and self.channel.members == daemon.world.size:
+            requests = [gradient.request for gradient in moving]
+            self._tuning = Tuning(daemon.config, daemon.world, requests, self._settings)
+
+    def _settle_in(self, gradients: Sequence[Gradient]) -> None:
+        """Makes buckets for gradients, as the settings want them."""
+        settings = self._settings
+        early = settings.algorithm == OVERLAP
+        early &= all(overlaps(gradient.parameter.device.type) for gradient in gradients)
+        total = sum(gradient.parameter.nbytes for gradient in gradients)
+        limit = settings.bucket_bytes(total) if early else sys.maxsize
+        last = min(limit, _LAST_BUCKET_BYTES) if early else limit
+        for group in self._grouping.buckets(gradients, limit=limit, last=last):
+            name = f"{self.channel.prefix}gradients.{len(self._buckets)}"
+            self._buckets.append(Bucket(self, name, group, early=early))
+        self.open_buckets = len(self._buckets)
+
+    def _start_over(self) -> None:
+        """Makes the next step a first one, as on ranks that have joined and missed what the others did meanwhile."""
+        self._joins = self.channel.joins
+        for bucket in self._buckets:
+            for gradient in bucket:
+                gradient.leave_bucket()
+                self._loose.append(gradient)
+            bucket.retire()
+        self._buckets, self._moving, self._tuning, self._change = [], [], None, None
+        self._settings = self._first_settings
+        self.open_buckets = 0
+
+    def _rearrange(self, settings: Settings) -> None:
+        """Carries a choice of autotune out, between two steps."""
+        self._settings, self._change = settings, None
+        self.channel.daemon.set_window(settings.cycle_ms / 1e3)
+        self.channel.compress(wanted=settings.compression != "none")
+        gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
+        for bucket in self._buckets:
+            bucket.retire()
+        self._buckets = []
+        self._settle_in(gradients)

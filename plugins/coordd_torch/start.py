@@ -1,0 +1,131 @@
+"""Whether all ranks start alike: the same parameters, settings and values.
+
+What an optimizer is made of is compared when it is made. Values are compared when the first gradients are reduced, for
+scripts may broadcast them before or after they make the optimizer.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coordd.inventory import MARK, Inventory, different_values
+from coordd.operations import Operations
+from coordd.process_sets import ProcessSet
+from coordd_torch.wrappers import check_parallel
+
+__all__ = ["Start", "hyperparameters", "structure"]
+
+_VALUES = 256
+"""Of each parameter so many values are compared, spread over all of it."""
+_PLAIN = (bool, int, float, str, type(None))
+_ADVICE = (
+    "call broadcast_parameters(model.state_dict()) and broadcast_optimizer_state(optimizer) before the first step, and "
+    "give all ranks the same hyperparameters"
+)
+
+
+def structure(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]], settings: Iterable[object]
+) -> list[str]:
+    """Lists what must be equal on all ranks when an optimizer is made.
+
+    Args:
+        optimizer: the user's.
+        named: its parameters, and those that the user has named beside them; frozen ones, too.
+        settings: how their gradients are reduced, as texts.
+    """
+    lines = sorted(
+        f"{name} {tuple(value.shape)} {str(value.dtype)[6:]}{'' if value.requires_grad else ' frozen'}"
+        for name, value in named
+    )
+    return [*lines, f"optimizer {type(optimizer).__name__}", *map(str, settings)]
+
+
+class Start:
+    """The values with which one optimizer starts."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, Tensor]],
+        *,
+        prefix: str,
+        process_set: ProcessSet,
+    ) -> None:
+        """Prepares the comparison; parameters as in `structure`, ``prefix`` begins the names of its operations."""
+        self._operations = operations
+        self._optimizer = optimizer
+        self._named = named
+        self._prefix = prefix
+        self._process_set = process_set
+        self._inventory: Inventory | None = None
+
+    def begin(self) -> None:
+        """Takes part in the comparison without waiting for the others."""
+        if self._operations.daemon.config.check_parameters:
+            self._inventory = Inventory(
+                self._operations,
+                self._lines(),
+                caller="DistributedOptimizer",
+                name=f"{self._prefix}start",
+                process_set=self._process_set,
+                tell=lambda everybody: different_values(everybody, _ADVICE),
+            )
+
+    def check_alone(self) -> None:
+        """Looks at this rank alone.
+
+        Raises:
+            ArgumentError: another package, such as PyTorch's DistributedDataParallel, averages these gradients, too.
+        """
+        check_parallel(self._optimizer, [value for _, value in self._named if value.requires_grad])
+
+    def check(self) -> None:
+        """Hears the others; all ranks call it before they first change a parameter.
+
+        Raises:
+            MismatchError: on all ranks: values or hyperparameters differ.
+        """
+        inventory, self._inventory = self._inventory, None
+        if inventory is not None:
+            inventory.check()
+
+    def _lines(self) -> Iterator[str]:
+        for name, value in self._named:
+            yield f"{name}{MARK}{_checksum(value):08x}"
+        for name, value in hyperparameters(self._optimizer.param_groups):
+            key, _, group = name.partition(" ")
+            yield f"{key}={value!r} {group}"
+
+
+def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Lists the settings of parameter groups that are plain values, with names: first learning rates."""
+    found = [
+        (key, number, given.item() if isinstance(given, Tensor) and given.numel() == 1 else given)
+        for number, group in enumerate(groups)
+        for key, given in sorted(group.items())
+    ]
+    for key, number, value in sorted(found, key=lambda item: item[0] != "lr"):
+        if _is_plain(value):
+            yield f"{key} of parameter group {number}", value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _checksum(value: Tensor) -> int:
+    """Sums up some values of a parameter."""
+    if value.layout is not torch.strided or not value.numel() or value.is_meta:
+        return 0
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _VALUES)].contiguous().cpu()
+    return zlib.crc32(some.view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,195 @@
+"""Has one rank raise an error somewhere inside a call that all ranks make together, and looks what the others hear.
+
+A point is the first time that a line of coordd's is reached within the collective call: each ``raise``, collective and
+step is such a line. Ranks are threads, and the rank that fails then does nothing more, as a script that catches the
+error and ends, or sleeps. The stall check is to be off, for it would let the others hear in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from coordd import calls
+from coordd.errors import CoorddError, RefusedError
+from tests.local_ranks import LocalRanks, stacks
+
+__all__ = ["EVERY", "InjectedError", "check_all"]
+
+PATIENCE = 30.0
+"""Seconds that a call may take on a busy machine."""
+
+SECONDS = 10.0
+"""Seconds in which all must have heard: two are promised, on a machine that does nothing else."""
+
+_TURNS = 12
+EVERY = [
+    pytest.param(turn, marks=[pytest.mark.sweep, pytest.mark.slow], id=f"{turn} of {_TURNS}") for turn in range(_TURNS)
+]
+"""All points, which takes minutes, so in several turns; a part between 0 and 1 tries some."""
+
+_FOLDERS = tuple(os.sep + name for name in ("coordd", "coordd_torch", "coordd_tensorflow", "coordd_keras"))
+_MECHANISM = ("calls.py", "daemon.py", "inbox.py", "bell.py", "handles.py", "errors.py", "status.py", "process_sets.py")
+"""What tells the others cannot be what fails."""
+_SUBMISSION = ("table.py",)
+"""What is reached while an operation is submitted; an error in there ends the job, see `test_broken_off`."""
+_EXIT = calls.CollectiveCall.__exit__.__code__
+_ENTER = calls.CollectiveCall.__enter__.__code__
+
+Call = Callable[[int], Any]
+Make = Callable[[int], Call]
+TraceFunction = Callable[[FrameType, str, object], object]
+
+
+class InjectedError(Exception):
+    """What the rank raises."""
+
+
+class _Tracer:
+    """Counts lines that are reached between entering and leaving the collective call; raises at one of them."""
+
+    def __init__(self, point: int = -1) -> None:
+        self.seen: dict[tuple[CodeType, int], None] = {}
+        self.raised: float | None = None
+        self._point = point
+        self._inside = False
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> TraceFunction | None:
+        code = frame.f_code
+        if code is _EXIT:
+            self._inside = False
+        elif code is _ENTER:
+            return self._enter
+        elif _ours(code):
+            return self._reach
+        return None
+
+    def _enter(self, frame: FrameType, event: str, argument: object) -> TraceFunction:
+        self._inside = event == "return"
+        return self._enter
+
+    def _reach(self, frame: FrameType, event: str, argument: object) -> TraceFunction:
+        place = frame.f_code, frame.f_lineno
+        if event == "line" and self._inside and place not in self.seen:
+            self.seen[place] = None
+            if len(self.seen) - 1 == self._point:
+                self.raised = time.monotonic()
+                raise InjectedError(f"at {told(place)}")
+        return self._reach
+
+
+def told(place: tuple[CodeType, int]) -> str:
+    """A line, for people."""
+    code, line = place
+    return f"{code.co_qualname}, {Path(code.co_filename).name}:{line}"
+
+
+def sample(points: int, part: float) -> list[int]:
+    """Chooses a part of the points, always the same ones, or those of a turn if that is a whole number."""
+    if isinstance(part, int):
+        return [*range(part, points, _TURNS)]
+    return sorted(Random(points).sample(range(points), max(1, round(points * part))))
+
+
+def _ours(code: CodeType) -> bool:
+    folder, name = os.path.split(code.co_filename)
+    whole = folder + os.sep
+    excluded = name in {*_MECHANISM, *_SUBMISSION} or code.co_name[0] == "<" or code.co_name == "__exit__"
+    return not excluded and any(each + os.sep in whole for each in _FOLDERS)
+
+
+def _failing(call: Call, rank: int, tracer: _Tracer) -> BaseException | None:
+    """Makes a call, and returns what it raises."""
+    sys.settrace(tracer)
+    try:
+        call(rank)
+    except (InjectedError, CoorddError) as error:
+        return error
+    finally:
+        sys.settrace(None)
+    return None
+
+
+@dataclass
+class _Trial:
+    """What came of an error at one point: each rank's error, and when the last of them was raised."""
+
+    point: int
+    tracer: _Tracer
+    errors: list[BaseException | None]
+    ended: float = 0.0
+
+    def raised_within(self, seconds: float) -> bool:
+        """Whether all ranks had heard so many seconds after the error."""
+        return self.tracer.raised is None or self.ended - self.tracer.raised < seconds
+
+
+def check_all(ranks: LocalRanks, make: Make, rank: int, part: float = 0.1) -> list[str]:
+    """Has a rank fail at every point, or at a part of them; all other ranks must be told, and no call may hang.
+
+    After each error all ranks make what they need anew, and at the end the call must succeed.
+
+    Args:
+        ranks: the world.
+        make: makes, on each rank, what the call needs, and returns the call.
+        rank: which one fails.
+        part: of the points, between 0 and 1, or the number of a turn.
+
+    Returns:
+        all points, as text.
+    """
+    together = threading.Barrier(len(ranks))
+    first = _Tracer()
+    trials: list[_Trial] = []
+
+    def body(each: int) -> None:
+        call = make(each)
+        sys.settrace(first if each == rank else None)
+        try:
+            call(each)
+        finally:
+            sys.settrace(None)
+        together.wait(PATIENCE)
+        for point in sample(len(first.seen), part):
+            if each == rank:
+                trials.append(_Trial(point, _Tracer(point), [None] * len(ranks)))
+            call = make(each)
+            together.wait(PATIENCE)
+            trial = trials[-1]
+            trial.errors[each] = _failing(call, each, trial.tracer if each == rank else _Tracer())
+            trial.ended = max(trial.ended, time.monotonic())
+            together.wait(PATIENCE)
+        make(each)(each)
+
+    try:
+        ranks.each(body, seconds=PATIENCE * 60)
+    except threading.BrokenBarrierError:
+        names = [told(place) for place in first.seen]
+        pytest.fail(f"a rank hangs when rank {rank} fails {names[trials[-1].point]}\n{stacks()}", pytrace=False)
+    names = [told(place) for place in first.seen]
+    for trial in trials:
+        _judge(names[trial.point], rank, trial)
+    return names
+
+
+def _judge(point: str, rank: int, trial: _Trial) -> None:
+    """Looks what the ranks have raised, and how long it took."""
+    errors = trial.errors
+    where = f"rank {rank} fails in {point}; the ranks raise {errors!r}"
+    if errors[rank] is None:  # coordd has answered the error itself, alike on all ranks
+        assert not any(errors), where
+    for each, error in enumerate(errors):
+        if errors[rank] is not None and each != rank:
+            assert isinstance(error, RefusedError), where
+            assert error.rank == rank, where
+    assert trial.raised_within(SECONDS), f"{where}; after {trial.ended - (trial.tracer.raised or 0.0)} s"

@@ -1,0 +1,63 @@
+"""Whatever one rank refuses when a pipeline of `coordd.torch` is made, the others hear."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import coordd.torch as cd
+from tests.local_ranks import local_ranks
+from tests.refusals.injection import EVERY, check_all
+
+
+def builder() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))  # what has to be traced cannot be in threads
+
+
+def made(model):
+    config = cd.PipelineConfig(microbatches=2)
+    return cd.Pipeline(
+        model, config, optimizer=lambda values: torch.optim.SGD(values, lr=0.1), loss=nn.functional.mse_loss
+    )
+
+
+def pipeline(model):
+    return lambda _: lambda _: made(model)
+
+
+@pytest.mark.parametrize(("make", "rank"), [(lambda: builder, 1), (builder, 0)], ids=["builder", "built"])
+@pytest.mark.parametrize("part", [0.005, *EVERY])
+def test_the_others_hear_of_a_rank_that_fails_anywhere(make, rank, part):
+    with local_ranks(2, stall_check=False) as ranks:
+        assert len(check_all(ranks, pipeline(make()), rank, part)) > 50
+
+
+class Sulking(nn.Linear):
+    """Raises an error when it is told to train, on the rank that has the second stage."""
+
+    def train(self, mode: bool = True):
+        if mode and getattr(self, "ready", False):
+            raise ValueError("no")
+        return super().train(mode)
+
+
+def test_the_others_hear_of_a_rank_that_fails_before_the_first_pass_of_a_step():
+    """They wait to receive what it sends, and are in no call."""
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), Sulking(2, 2))
+
+    def body(rank):
+        pipe = made(copy.deepcopy(model))
+        for stage in pipe.stages.values():
+            for module in stage.module.modules():
+                if isinstance(module, Sulking):
+                    module.ready = True
+        with pytest.raises(cd.PeerError if rank == 0 else ValueError, match="no"):
+            pipe.train_batch(torch.ones(4, 2), torch.zeros(4, 2))
+
+    with local_ranks(2, stall_check=False) as ranks:
+        ranks.each(body)

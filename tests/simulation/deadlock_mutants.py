@@ -1,0 +1,88 @@
+"""Bugs in how refused calls and ranks that wait for each other are handled, each of which the simulator must find."""
+
+from __future__ import annotations
+
+from coordd import negotiation
+from coordd.blocked import BlockWatch
+from coordd.deadlock import BlockedRanks
+from coordd.foreman import Foreman
+from coordd.messages import Kind, Refused
+from coordd.negotiation import Negotiator
+from coordd.refusals import Refusals
+from coordd_tools.sim.process import _Watch
+from tests.simulation.planting import Mutants
+
+DEADLOCK_MUTANTS = Mutants()
+mutant = DEADLOCK_MUTANTS.enter
+
+
+@mutant
+def forgets_a_refused_call_at_once(monkeypatch):
+    monkeypatch.setattr(Negotiator, "_not_refused", lambda self, ranks, request: ranks)
+
+
+@mutant
+def keeps_a_refused_call_for_ever(monkeypatch):
+    enter = Refusals.enter
+
+    def kept(self, refused, members, left):
+        return enter(self, refused, members | 1 << 63, left)
+
+    monkeypatch.setattr(Refusals, "enter", kept)
+
+
+@mutant
+def never_judges(monkeypatch):
+    monkeypatch.setattr(BlockedRanks, "take", lambda self: {})
+
+
+@mutant
+def lets_joins_wait_for_ever(monkeypatch):
+    end = Negotiator._fail_between
+
+    def _fail_between(self, ranks, error):
+        joins = {
+            name: sets
+            for name, sets in self._table.items()
+            if any(entry.first.request.kind is Kind.JOIN for entry in sets.values())
+        }
+        for name in joins:
+            del self._table[name]
+        end(self, ranks, error)
+        self._table.update(joins)
+
+    monkeypatch.setattr(Negotiator, "_fail_between", _fail_between)
+
+
+@mutant
+def takes_every_two_blocked_ranks_for_a_circle(monkeypatch):
+    monkeypatch.setattr(negotiation, "deadlocked", list)
+
+
+@mutant
+def does_not_tell_that_it_is_blocked_no_more(monkeypatch):
+    monkeypatch.setattr(BlockWatch, "note_news", lambda self, now: None)
+
+
+@mutant
+def takes_a_rank_with_threads_for_blocked(monkeypatch):
+    monkeypatch.setattr(_Watch, "_others_may_submit", lambda self: False)
+
+
+@mutant
+def lets_a_join_overtake_a_refusal(monkeypatch):
+    turn, gather = Foreman.turn, Foreman._gather
+
+    def _gather(self, child, message):
+        if isinstance(message, Refused):
+            self.__dict__.setdefault("late", []).append(message)
+            self._deadline = 0.0  # what is held goes up with it
+        else:
+            gather(self, child, message)
+
+    def turns(self, now):
+        up, late = self._post.parent, self.__dict__.pop("late", [])
+        return sorted([*turn(self, now), *((up, message) for message in late)], key=lambda item: item[0] != up)
+
+    monkeypatch.setattr(Foreman, "_gather", _gather)
+    monkeypatch.setattr(Foreman, "turn", turns)

@@ -1,0 +1,63 @@
+"""Simulated jobs whose ranks refuse collective calls, or wait for each other: the simulator finds planted bugs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from coordd_tools.sim.simulation import simulate
+from tests.simulation.deadlock_mutants import DEADLOCK_MUTANTS
+from tests.simulation.planting import found
+
+ENOUGH = 3000
+FIRST = {
+    "forgets_a_refused_call_at_once": 17,
+    "keeps_a_refused_call_for_ever": 17,
+    "never_judges": 3,
+    "lets_joins_wait_for_ever": 113,
+    "takes_every_two_blocked_ranks_for_a_circle": 3,
+    "does_not_tell_that_it_is_blocked_no_more": 343,
+    "takes_a_rank_with_threads_for_blocked": 3,
+    "lets_a_join_overtake_a_refusal": 1177,
+}
+"""The first seeds that find them; others do, too, but some take long."""
+
+
+@pytest.mark.parametrize("plant", DEADLOCK_MUTANTS.values(), ids=DEADLOCK_MUTANTS.keys())
+def test_a_bug_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    assert found(range(ENOUGH), FIRST[plant.__name__], run=simulate)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("first", range(100_000, 120_000, 200))
+def test_the_invariants_hold_for_many_more_seeds(first):
+    for seed in range(first, first + 200):
+        simulate(seed)
+
+
+def test_seeds_have_refusals_verdicts_and_waits_that_are_broken_off():
+    seen: Counter[str] = Counter()
+
+    def show(line: str) -> None:
+        plan = "coordinator Plan(" in line
+        seen["refused"] += plan and "reason='refused it'" not in line and "error='refused it'" in line
+        seen["deadlock"] += plan and "attribute='order'" in line
+        seen["join"] += plan and "attribute='order'" in line and "(join)" in line
+        seen["broken off"] += "breaks its wait off" in line
+
+    for seed in range(200):
+        simulate(seed, show=show)
+        if all(seen[what] for what in ("refused", "deadlock", "join", "broken off")):
+            return
+    pytest.fail(f"{seen}")
+
+
+def test_a_refusal_that_crosses_a_plan_which_locks_ends_the_lock():
+    """Else the others give their words on what is locked, and the rank that has refused never gives one."""
+    simulate(200_222)
+
+
+def test_a_join_does_not_complete_a_call_that_its_rank_has_refused_before():
+    simulate(1177)

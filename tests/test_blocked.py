@@ -1,0 +1,152 @@
+"""When a rank says that its script is blocked: only if nothing of it could submit another operation."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from coordd import api, blocked
+from coordd.blocked import BlockWatch
+from coordd.handles import Handle
+from coordd.messages import Kind, Request
+from coordd.negotiation import Negotiator
+from coordd.table import Entry, TensorTable
+from tests.local_ranks import local_ranks
+
+_LATER = 10.0
+
+
+@contextmanager
+def waiting(handle: Handle[None], timeout: float | None = None) -> Iterator[int]:
+    """Has a thread wait for a handle; yields the thread's id."""
+    begun = threading.Event()
+    handle._hurry = lambda _: begun.set()
+    thread = threading.Thread(target=handle.wait, args=(timeout,))
+    thread.start()
+    begun.wait()
+    while thread.ident not in _waiting_threads():
+        pass
+    yield thread.ident or 0
+    handle.resolve(None)
+    thread.join()
+
+
+def _waiting_threads() -> set[int]:
+    return {ident for ident, frame in sys._current_frames().items() if frame.f_code is Handle._stand_at.__code__}
+
+
+def told(handle: Handle[None], thread: int, *, busy: bool = False, submitted: bool = False) -> list[str]:
+    table = TensorTable()
+    table.admit([Entry(Request(Kind.BARRIER, handle.name), np.empty(0), handle)])
+    messages: list[str] = []
+    watch = BlockWatch(
+        table, thread=lambda: thread, busy=lambda: busy, submitted=lambda: submitted, tell=messages.append
+    )
+    watch.note_wait(0.0)
+    watch.look(_LATER)
+    return messages
+
+
+def test_a_script_that_waits_without_limit_is_blocked():
+    handle: Handle[None] = Handle("x")
+    with waiting(handle) as thread:
+        assert told(handle, thread) == ["x"]
+
+
+def test_a_rank_that_has_yet_to_announce_something_is_not_blocked():
+    handle: Handle[None] = Handle("x")
+    with waiting(handle) as thread:
+        assert told(handle, thread, submitted=True) == []
+
+
+def test_a_wait_with_a_time_limit_blocks_nothing():
+    handle: Handle[None] = Handle("x")
+    with waiting(handle, 60.0) as thread:
+        assert told(handle, thread) == []
+
+
+def test_a_script_that_does_not_wait_is_not_blocked():
+    assert told(Handle("x"), threading.get_ident()) == []
+
+
+def test_a_done_callback_may_submit_what_others_wait_for():
+    handle: Handle[None] = Handle("x")
+    handle.add_done_callback(lambda _: None)
+    with waiting(handle) as thread:
+        assert told(handle, thread) == []
+
+
+def test_an_operation_under_way_may_end_and_the_script_go_on():
+    handle: Handle[None] = Handle("x")
+    with waiting(handle) as thread:
+        assert told(handle, thread, busy=True) == []
+
+
+def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch):
+    handle: Handle[None] = Handle("x")
+    with waiting(handle) as thread:
+        waiter = next(found for found in threading.enumerate() if found.ident == thread)
+        monkeypatch.setattr(threading, "main_thread", lambda: waiter)  # this thread is another one of the script
+        assert told(handle, thread) == []
+
+
+class InterruptionError(Exception):
+    """What a signal's handler raises, as a script's own time limit does."""
+
+
+def test_a_script_that_breaks_a_wait_off_is_not_blocked(monkeypatch):
+    """Rank 0, the main thread, breaks a wait off once it counts as blocked, and submits what rank 1 waits for."""
+    judged = threading.Event()
+    look, note, decide = BlockWatch.look, Negotiator.note_blocked, Negotiator.decide
+    noted: list[str] = []
+
+    def looks(watch, now):
+        look(watch, now)
+        if watch._told == "x":
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    def notes(negotiator, ranks, name, *rest):
+        note(negotiator, ranks, name, *rest)
+        noted.append(name)
+
+    def decides(negotiator):
+        plan = decide(negotiator)
+        if "y" in noted:
+            judged.set()
+        return plan
+
+    def raises(*_):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        raise InterruptionError
+
+    def second():
+        with api.using(ranks.daemons[1]):
+            results.append(api.allreduce(np.ones(2), name="y").tolist())
+            results.append(api.allreduce(np.ones(2), name="x").tolist())
+
+    monkeypatch.setattr(blocked, "_SECONDS", 0.01)
+    monkeypatch.setattr(BlockWatch, "look", looks)
+    monkeypatch.setattr(Negotiator, "note_blocked", notes)
+    monkeypatch.setattr(Negotiator, "decide", decides)
+    before = signal.signal(signal.SIGUSR1, raises)
+    results: list[object] = []
+    try:
+        with local_ranks(2) as ranks, api.using(ranks.daemons[0]):
+            first = api.operations().allreduce(np.ones(2), name="x")
+            with pytest.raises(InterruptionError):
+                first.wait()
+            thread = threading.Thread(target=second, name="coordd second rank")
+            thread.start()
+            assert judged.wait(20)
+            assert api.operations().allreduce(np.ones(2), name="y").result(20).tolist() == [1.0, 1.0]
+            assert first.result(20).tolist() == [1.0, 1.0]
+            thread.join(20)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert results == [[1.0, 1.0]] * 2

@@ -1,0 +1,131 @@
+"""Exceptions of signal handlers that break into coordd's own work: the job ends, and no rank goes on out of step."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+import coordd
+import coordd.torch as cd
+from coordd import api
+from coordd.bell import Bell
+from coordd.errors import PeerError
+from tests.local_ranks import each_rank
+
+REASON = "rank 0 was interrupted by .* during "
+
+
+class LateError(Exception):
+    """What a handler of SIGALRM raises."""
+
+
+def once(function, error, *, after):
+    """Raises an error before or after the first call of a function, as a handler does."""
+    struck = []
+
+    def strike(*args, **kwargs):
+        found = function(*args, **kwargs) if after or struck else None
+        if not struck:
+            struck.append(True)
+            raise error
+        return found
+
+    return strike
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LateError])
+def test_a_submission_that_is_interrupted_ends_the_job(error, after):
+    """Whether the operation is on its way is not known, so that going on could pair it with a later one."""
+
+    def body(rank):
+        daemon = api.operations().daemon
+        if rank == 0:
+            daemon._inbox.put = once(daemon._inbox.put, error(), after=after)
+            with pytest.raises(error):
+                cd.allreduce(torch.ones(2), name="one")
+        with pytest.raises(PeerError, match=REASON + "the submission of 'one'"):
+            cd.allreduce(torch.ones(2), name="two" if rank == 0 else "one")
+
+    each_rank(2, body)
+
+
+def distributed():
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.ones_(model.weight)
+    return model, cd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+
+def step(model, optimizer, factor):
+    optimizer.zero_grad()
+    (model(torch.ones(1, 2)).sum() * factor).backward()
+    found = model.weight.grad.tolist()
+    optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LateError])
+def test_a_backward_pass_whose_wait_is_interrupted_ends_the_job(error):
+    def body(rank):
+        model, optimizer = distributed()
+        for factor in range(3):
+            step(model, optimizer, factor)
+        underway = optimizer._coordd.underway
+        if rank == 0:
+            underway.wait = once(underway.wait, error(), after=False)
+            with pytest.raises(error):
+                step(model, optimizer, 3)
+        with pytest.raises(PeerError, match=REASON + "the reduction of gradients"):  # rank 1 may complete one step
+            [step(model, optimizer, factor) for factor in range(4, 6)]
+
+    each_rank(2, body)
+
+
+def test_a_bucket_that_an_exception_has_kept_back_is_discarded_on_all_ranks(monkeypatch):
+    def body(rank):
+        model, optimizer = distributed()
+        for factor in range(3):
+            step(model, optimizer, factor)
+        (bucket,) = optimizer._coordd._buckets
+        if rank == 0:
+            bucket._entry = None  # so that the request is made anew
+            channel = optimizer._coordd.channel
+            channel.request = once(channel.request, LateError(), after=False)
+            with pytest.raises(LateError):
+                step(model, optimizer, 3)
+        else:
+            with pytest.raises(cd.DiscardedStepError):
+                step(model, optimizer, 3)
+        return [step(model, optimizer, factor + rank) for factor in range(4, 7)]
+
+    first, second = each_rank(2, body)
+    assert first == second == [[[factor + 0.5] * 2] * 2 for factor in range(4, 7)]
+
+
+def test_a_shutdown_that_is_interrupted_before_its_goodbye_may_be_called_again(monkeypatch):
+    coordd.init()
+    daemon = api.operations().daemon
+    monkeypatch.setattr(daemon, "_do", once(daemon._do, KeyboardInterrupt(), after=False))
+    with pytest.raises(KeyboardInterrupt):
+        coordd.shutdown()
+    again = threading.Thread(target=coordd.shutdown, daemon=True)
+    again.start()
+    again.join(10.0)
+    assert not again.is_alive()
+    assert not coordd.is_initialized()
+
+
+def test_a_ring_that_is_interrupted_does_not_keep_later_ones_from_waking(monkeypatch):
+    bell = Bell()
+    monkeypatch.setattr(os, "write", once(os.write, KeyboardInterrupt(), after=False))
+    with pytest.raises(KeyboardInterrupt):
+        bell.ring()
+    bell.ring()
+    sleeper = threading.Thread(target=bell.sleep, args=(None,), daemon=True)
+    sleeper.start()
+    sleeper.join(10.0)
+    assert not sleeper.is_alive()
+    bell.close()

@@ -1,0 +1,183 @@
+"""`init` and `shutdown` broken off, repeated, nested and at once: none leaves a daemon without an owner, or hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import coordd
+from coordd import api
+from coordd.daemon import Daemon
+from coordd.errors import StartError
+from coordd.survey.desk import Desk
+
+WAIT = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _left():
+    yield
+    coordd.shutdown()
+
+
+def break_off(*_):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_shutdown_lets_it_be_called_again(monkeypatch):
+    coordd.init()
+    daemon = api.operations().daemon
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon.status.over, "wait", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            coordd.shutdown()
+    assert api.operations().daemon is daemon
+    assert api._fail("failed: KeyboardInterrupt", "", None) is False  # there is nobody else; and no error
+    coordd.shutdown()
+    assert daemon.status.ended.is_set()
+    assert not coordd.is_initialized()
+
+
+def test_ctrl_c_in_shutdown_is_a_failure_that_others_hear_of(monkeypatch):
+    coordd.init()
+    daemon = api.operations().daemon
+    monkeypatch.setattr(daemon.status.over, "wait", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        coordd.shutdown()
+    monkeypatch.undo()
+    told = []
+    monkeypatch.setattr(type(api._default), "fail", lambda _, *story: told.append(story) or True)
+    assert api._fail("failed: KeyboardInterrupt", "", None)
+    assert told == [("failed: KeyboardInterrupt", "", None)]
+
+
+@pytest.mark.parametrize("place", [(threading.Event, "wait"), (Desk, "settle")], ids=["while it waits", "afterwards"])
+def test_ctrl_c_in_init_leaves_no_daemon_behind(monkeypatch, place):
+    made = []
+    known = Daemon.start
+
+    def start(daemon):
+        made.append(daemon)
+        with monkeypatch.context() as patch:
+            patch.setattr(daemon.status.started, "wait", break_off)
+            known(daemon)
+
+    if place[0] is Desk:
+        monkeypatch.setattr(Desk, "settle", break_off)
+    else:
+        monkeypatch.setattr(Daemon, "start", start)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        coordd.init()
+    monkeypatch.undo()
+    assert not coordd.is_initialized()
+    for daemon in made:
+        assert daemon.status.ended.wait(WAIT)
+    for thread in threading.enumerate():
+        if thread.name == "coordd":
+            thread.join(WAIT)
+    assert threading.active_count() <= before
+    coordd.init()
+    assert coordd.allreduce(np.ones(1)).tolist() == [1.0]
+
+
+def test_without_a_thread_init_says_what_to_do_and_may_be_called_again(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    known = threading.Thread.start
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: (refuse if thread.name == "coordd" else known)(thread))
+        with pytest.raises(StartError, match=r"cannot be started \(can't start new thread\): raise the limit"):
+            coordd.init()
+    coordd.init()
+    assert coordd.is_initialized()
+
+
+def test_a_handler_of_a_signal_may_call_shutdown_wherever_it_comes(monkeypatch):
+    """In the main thread, which is in `init`, or in `shutdown` itself."""
+    known = Daemon.start, Daemon.stop
+
+    def start(daemon):
+        coordd.shutdown()
+        known[0](daemon)
+
+    def stop(daemon):
+        coordd.shutdown()
+        return known[1](daemon)
+
+    monkeypatch.setattr(Daemon, "start", start)
+    monkeypatch.setattr(Daemon, "stop", stop)
+    thread = threading.Thread(target=lambda: [coordd.init(), coordd.shutdown()], daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    assert not thread.is_alive(), "it waits for itself"
+    assert not coordd.is_initialized()
+
+
+def test_a_second_thread_that_leaves_waits_for_the_first_and_init_for_both(monkeypatch):
+    coordd.init()
+    first = api.operations().daemon
+    entered, go_on, order = threading.Event(), threading.Event(), []
+    known = Daemon.stop
+
+    def stop(daemon):
+        entered.set()
+        assert go_on.wait(WAIT)
+        done = known(daemon)
+        order.append("stopped")
+        return done
+
+    monkeypatch.setattr(Daemon, "stop", stop)
+    threads = [threading.Thread(target=coordd.shutdown, daemon=True)]
+    threads[0].start()
+    assert entered.wait(WAIT)
+
+    def again():
+        coordd.shutdown()
+        coordd.init()
+        order.append("begun")
+
+    threads.append(threading.Thread(target=again, daemon=True))
+    threads[1].start()
+    threads[1].join(0.1)
+    assert threads[1].is_alive()
+    go_on.set()
+    for thread in threads:
+        thread.join(WAIT)
+        assert not thread.is_alive()
+    assert order == ["stopped", "begun"]
+    assert api.operations().daemon is not first
+
+
+ENDS = {
+    "while a thread waits": "threading.Thread(target=wait, daemon=True).start()",
+    "while a thread leaves": "threading.Thread(target=coordd.shutdown, daemon=True).start()",
+    "after it has left twice": "coordd.shutdown(); coordd.shutdown()",
+    "in a handler of its own": "atexit.register(coordd.shutdown)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_interpreter_exits_in_order(end):
+    script = f"""
+import atexit, threading
+import coordd
+from coordd.errors import ShutdownError
+coordd.init()
+handle = coordd.api.operations().recv(None, 0, name="never") if {"waits" in end} else None
+def wait():
+    try:
+        handle.result()
+    except ShutdownError:
+        print("told", flush=True)
+{ENDS[end]}
+print("last", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "last"), done.stderr
+    assert "Traceback" not in done.stderr

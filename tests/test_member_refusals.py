@@ -1,0 +1,95 @@
+"""What a rank has submitted of a call that it refuses, while plans are locked: never announced after the refusal."""
+
+from __future__ import annotations
+
+from tests.star import Star, allreduce, outcome
+from tests.test_member_lock import X, locked, run, submit
+
+
+def of(name: str, call: str):
+    return allreduce(name, 2, call=call)
+
+
+def test_what_a_rank_has_given_its_word_on_fails_with_the_call_that_it_refuses():
+    star = locked(of("a", "fit #1"))
+    handle = star.submit(1, of("a", "fit #1"))
+    star.report(1)
+    star.refuse(1, "fit #1")
+    run(star)
+    assert outcome(handle).startswith("RefusedError: rank 1 refused fit #1")
+    handles = submit(star, of("a", "fit #2"))
+    run(star)
+    assert [outcome(handle) for handle in handles] == ["done", "done"]
+
+
+def test_two_refusals_with_an_announcement_between_them_keep_their_order():
+    star = locked(of("a", "fit #1"))
+    star.submit(1, of("a", "fit #1"))
+    star.report(1)
+    star.refuse(0, "fit #1")
+    star.refuse(0, "fit #2")
+    star.refuse(1, "fit #1")
+    stale = star.submit(1, of("x", "fit #2"))
+    star.report(1)
+    star.refuse(1, "fit #2")
+    run(star)
+    fresh = star.submit(0, of("x", "fit #3"))
+    run(star)
+    assert outcome(stale).startswith("RefusedError")
+    assert outcome(fresh) == "pending"
+
+
+def test_what_a_lock_takes_back_is_not_announced_after_the_refusal():
+    """The others may have left the call too, and what came then would be paired with the next call's."""
+    star = Star(2, lock_steps=2)
+    plan = None
+    while not (plan and plan.lock):  # a and b in turns; the plan that locks is decided, but not heard
+        submit(star, of("a", "fit #1"))
+        assert not star.settle().lock
+        submit(star, of("b", "fit #1"))
+        star.each(star.report)
+        star.each(star.hear)
+        plan = star.decide()
+        if not plan.lock:
+            star.each(star.follow)
+            star.each(star.land)
+    stale = star.submit(1, of("a", "fit #1"))
+    star.report(1)
+    star.refuse(1, "fit #1")
+    star.hear(1)
+    star.decide()
+    star.follow(0)
+    star.refuse(0, "fit #1")
+    run(star)
+    fresh = star.submit(0, of("a", "fit #2"))
+    run(star)
+    assert outcome(stale).startswith("RefusedError")
+    assert outcome(fresh) == "pending"
+    other = star.submit(1, of("a", "fit #2"))
+    run(star)
+    assert [outcome(fresh), outcome(other)] == ["done", "done"]
+
+
+def test_no_lock_holds_an_operation_of_a_call_that_is_refused():
+    """A rank that is still inside would give its word, which those that have left the call never answer."""
+    star = Star(3, lock_steps=2)
+    inside = of("a", "fit #1")
+    for number in range(3):
+        submit(star, inside)
+        assert not star.settle().lock
+        if number < 2:
+            submit(star, X)
+            assert not star.settle().lock
+    for rank in (0, 1):
+        star.submit(rank, X)
+        star.report(rank)
+        star.refuse(rank, "fit #1")
+        star.hear(rank)
+    star.decide()
+    star.submit(2, X)
+    star.report(2)
+    star.hear(2)
+    assert not star.decide().lock
+    handle = star.submit(2, inside)
+    run(star)
+    assert outcome(handle).startswith("RefusedError: rank 0 refused fit #1")

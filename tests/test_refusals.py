@@ -1,0 +1,21 @@
+"""How long the coordinator remembers a call that a rank has refused."""
+
+from __future__ import annotations
+
+from coordd.messages import Refused
+from coordd.refusals import Refusals
+
+
+def test_a_refused_call_is_forgotten_when_the_last_member_has_left_it_or_the_job():
+    refusals = Refusals()
+    assert refusals.enter(Refused(0, "7", "bad"), 0b111, 0)
+    assert not refusals.enter(Refused(1, "7", "told"), 0b111, 0)
+    assert "7" in refusals
+    refusals.leave(0b100)
+    assert not refusals
+
+
+def test_ranks_that_have_left_before_are_not_waited_for():
+    refusals = Refusals()
+    assert refusals.enter(Refused(0, "7", "bad"), 0b111, 0b110)
+    assert not refusals

@@ -1,0 +1,133 @@
+"""Ranks that train the same parameters in other ways are told on all ranks, when and wherever the difference comes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import coordd.torch as cd
+from coordd.errors import CoorddError
+from tests.local_ranks import local_ranks
+
+X, Y = torch.ones(4, 3), torch.zeros(4, 3)
+MODEL = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+def tied():
+    model = copy.deepcopy(MODEL)
+    model[2].weight = model[0].weight
+    return model
+
+
+def sgd(lr=0.1):
+    return lambda values: torch.optim.SGD(values, lr=lr)
+
+
+def pipeline(model=None, optimizer=None, *, replicas=2):
+    config = cd.PipelineConfig(microbatches=2, split="layers", data_parallel=replicas)
+    made = copy.deepcopy(MODEL) if model is None else model
+    return cd.Pipeline(made, config, optimizer=optimizer or sgd(), loss=functional.mse_loss)
+
+
+def apart(values):
+    values = list(values)
+    return torch.optim.SGD([{"params": values[:1]}, {"params": values[1:], "lr": 0.5}], lr=0.1)
+
+
+def later(pipe):
+    pipe.optimizers[0].param_groups[0]["lr"] = 0.2
+
+
+def thaw(pipe):
+    next(iter(pipe.stages.values())).module.get_parameter("0.bias").requires_grad_(requires_grad=False)
+
+
+def loaded(pipe):
+    with torch.no_grad():
+        next(iter(pipe.stages.values())).module.get_parameter("0.weight").add_(1)
+
+
+def added(pipe):
+    pipe.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.1})
+
+
+MADE = {
+    "another class": (torch.optim.Adam, "the optimizer of stage 0 (SGD on rank 0, Adam on rank 1)"),
+    "another learning rate": (sgd(0.2), "lr of parameter group 0 of stage 0 (0.1 on rank 0, 0.2 on rank 1)"),
+    "other groups": (apart, "the parameters of parameter group 0 of stage 0"),
+}
+LATER = {
+    "another learning rate": (later, "lr of parameter group 0 of stage 0 (0.1 on rank 0, 0.2 on rank 1)"),
+    "a frozen layer": (thaw, "the frozen parameters of stage 0 (none on rank 0, 0.bias on rank 1)"),
+    "other values": (loaded, "the values of 0.weight"),
+    "another group": (added, "the number of parameter groups of stage 0 (1 on rank 0, 2 on rank 1)"),
+}
+
+
+def refused(body):
+    """What each of two ranks is told."""
+    with local_ranks(2) as ranks:
+        return [str(error) for error in ranks.errors(body, CoorddError)]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_replicas_with_other_optimizers_are_refused_when_they_are_made(name):
+    optimizer, told = MADE[name]
+    texts = refused(lambda rank: pipeline(optimizer=optimizer if rank else sgd()))
+    assert all(told in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), [(name, steps) for name in LATER for steps in (0, 2) if not steps or name != "other values"]
+)
+def test_what_comes_later_is_told_before_the_next_step(name, steps):
+    change, told = LATER[name]
+
+    def body(rank):
+        pipe = pipeline()
+        for _ in range(steps):
+            pipe.train_batch(X, Y)
+        before = copy.deepcopy(pipe.state_dict())
+        if rank:
+            change(pipe)
+            before = copy.deepcopy(pipe.state_dict())
+        try:
+            pipe.train_batch(X, Y)
+        finally:
+            assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
+
+    texts = refused(body)
+    assert all(told in text for text in texts), texts
+    assert all("the same optimizer, hyperparameters and values" in text for text in texts)
+
+
+def test_stages_may_differ_unless_they_are_tied():
+    def free(rank):
+        pipe = pipeline(optimizer=torch.optim.Adam if rank else sgd(), replicas=1)
+        pipe.optimizers[0].param_groups[0]["lr"] = 0.01 * (rank + 1)
+        return pipe.train_batch(X, Y)
+
+    with local_ranks(2) as ranks:
+        assert len(set(ranks.each(free))) == 1
+    texts = refused(lambda rank: pipeline(tied(), sgd(0.1 + rank), replicas=1))
+    assert all("lr of 0.weight (0.1 on rank 0, 1.1 on rank 1)" in text for text in texts), texts
+
+
+def test_training_goes_on_once_they_are_alike():
+    def body(rank):
+        pipe = pipeline()
+        first = pipe.train_batch(X, Y)
+        if rank:
+            later(pipe)
+        with pytest.raises(CoorddError):
+            pipe.train_batch(X, Y)
+        pipe.optimizers[0].param_groups[0]["lr"] = 0.05
+        assert pipe.eval_batch(X, Y) < first
+        assert pipe.train_batch(X, Y) < first
+
+    with local_ranks(2) as ranks:
+        ranks.each(body)

@@ -1,0 +1,290 @@
+"""`discard_step`: a rank that cannot begin its step says so, and the next step is again that of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import coordd.torch as cd
+from tests.local_ranks import each_rank
+from tests.torch_plugin.test_discarded import loss_of
+from tests.torch_plugin.training import LARGE, WAYS, same, weights
+
+SIZES = {"a": 3, "b": LARGE, "c": 2}
+STEPS = 7
+MOMENTS = ["forward", "start", "middle", "end"]
+
+
+class BadBatchError(Exception):
+    """What a forward pass raises."""
+
+
+def passes(net, factor, moment, optimizer, local=0, number=0):  # noqa: PLR0917 - what a step is
+    """Makes the backward passes of one step; ``local`` of them only accumulate, the last may fail at a moment."""
+    for _ in range(local):
+        if number % 2:
+            with optimizer.no_sync():
+                loss_of(net, factor).backward()
+        else:
+            loss_of(net, factor).backward()
+    if moment == "forward":
+        raise BadBatchError
+    loss_of(net, factor, moment).backward()
+
+
+def factor_of(rank, number):
+    return 1.0 + rank + 3 * number
+
+
+def train(rank, count, moment, fails, *, local=0, clears=True, **options):
+    """Makes steps of which one or two fail on some ranks; returns the numbers of those that were made."""
+    net = weights(SIZES)
+    optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters(), **options)
+    made = []
+    for number in range(STEPS):
+        if clears:
+            optimizer.zero_grad()
+        failing = moment if (number, rank) in fails else ""
+        try:
+            passes(net, factor_of(rank, number), failing, optimizer, local, number if local else 0)
+        except (BadBatchError, MemoryError, cd.DiscardedStepError):
+            optimizer.discard_step()
+            continue
+        optimizer.step()
+        made.append(number)
+        if not clears:
+            net.zero_grad()
+    return made, net.state_dict()
+
+
+def reference(count, numbers, local=0):
+    net = weights(SIZES)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for number in numbers:
+        optimizer.zero_grad()
+        factor = sum(factor_of(rank, number) for rank in range(count)) / count
+        (loss_of(net, factor) * (1 + local)).backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("way", [*WAYS[:3], {"lock_steps": 2, "fusion_mb": 0.1}], ids=str)
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fails", [{(0, 1)}, {(3, 0)}, {(3, 1), (4, 1)}, {(2, 0), (2, 1), (6, 1)}], ids=str)
+def test_the_steps_that_are_made_are_those_of_one_process(way, moment, fails):
+    found = each_rank(2, lambda rank: train(rank, 2, moment, fails), **way)
+    kept = [number for number in range(STEPS) if number not in {number for number, _ in fails}]
+    assert [made for made, _ in found] == [kept] * 2
+    same([state for _, state in found], reference(2, kept))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fails", [{(0, 3)}, {(3, 0), (4, 2), (5, 1)}], ids=str)
+def test_four_ranks(moment, fails):
+    found = each_rank(4, lambda rank: train(rank, 4, moment, fails))
+    kept = [number for number in range(STEPS) if number not in {number for number, _ in fails}]
+    assert [made for made, _ in found] == [kept] * 4
+    same([state for _, state in found], reference(4, kept))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fails", [{(0, 1)}, {(3, 1)}, {(4, 0)}], ids=str)
+def test_a_step_of_several_passes(moment, fails):
+    """Every second step accumulates in `no_sync`, the others by ``backward_passes_per_step``."""
+
+    def synchronized(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        made = []
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            try:
+                passes(net, factor_of(rank, number), moment if (number, rank) in fails else "", optimizer, 1, 1)
+            except (BadBatchError, MemoryError, cd.DiscardedStepError):
+                optimizer.discard_step()
+                continue
+            optimizer.step()
+            made.append(number)
+        return made, net.state_dict()
+
+    kept = [number for number in range(STEPS) if number not in {number for number, _ in fails}]
+    for way in (synchronized, lambda rank: _passes_per_step(rank, moment, fails)):
+        found = each_rank(2, way)
+        assert [made for made, _ in found] == [kept] * 2
+        same([state for _, state in found], reference(2, kept, local=1))
+
+
+def _passes_per_step(rank, moment, fails):
+    return train(rank, 2, moment, fails, local=1, backward_passes_per_step=2)
+
+
+@pytest.mark.parametrize("fails", [{(1, 1), (2, 1)}, {(0, 0), (1, 1), (2, 1), (5, 1)}], ids=str)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_nothing_has_to_be_cleared_before_the_next_step(moment, fails):
+    """Not even by an optimizer that is asked to clear gradients after each step that was made only."""
+    found = each_rank(2, lambda rank: train(rank, 2, moment, fails, clears=False))
+    kept = [number for number in range(STEPS) if number not in {number for number, _ in fails}]
+    assert [made for made, _ in found] == [kept] * 2
+    same([state for _, state in found], reference(2, kept))
+
+
+def test_a_process_set_and_ranks_that_are_no_members():
+    some = cd.ProcessSet([0, 2])
+
+    def body(rank):
+        if rank == 1:
+            return None
+        return train(rank // 2, 2, "forward", {(0, 1), (4, 0)}, process_set=some)
+
+    found = [each for each in each_rank(3, body) if each is not None]
+    assert [made for made, _ in found] == [[1, 2, 3, 5, 6]] * 2
+    same([state for _, state in found], reference(2, [1, 2, 3, 5, 6]))
+
+
+def test_ranks_that_join():
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters(), uneven="join"
+        )
+        for _ in range(2):
+            for number in range(3 + 2 * rank):
+                optimizer.zero_grad()
+                try:
+                    passes(net, 1.0, "forward" if (number, rank) in {(0, 2), (4, 1)} else "", optimizer)
+                except (BadBatchError, cd.DiscardedStepError):
+                    optimizer.discard_step()
+                    continue
+                optimizer.step()
+            optimizer.join()
+        return net.state_dict()
+
+    same(each_rank(3, body))
+
+
+def test_adasum():
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = cd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters(), op=cd.Adasum
+        )
+        made = []
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            try:
+                passes(
+                    net, 1.0 + rank, "forward" if (number, rank) in {(0, 1), (3, 0), (4, 1)} else "", optimizer, 0, 0
+                )
+                optimizer.step()
+            except (BadBatchError, cd.DiscardedStepError):
+                optimizer.discard_step()
+            else:
+                made.append(number)
+        return made, net.state_dict()
+
+    found = each_rank(2, body)
+    assert [made for made, _ in found] == [[1, 2, 5, 6]] * 2
+    same([state for _, state in found])
+
+
+def test_every_rank_hears_which_rank_has_discarded_its_step_and_why():
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        if rank:
+            try:
+                int("row 7")
+            except ValueError:
+                optimizer.discard_step()
+        else:
+            with pytest.raises(cd.DiscardedStepError, match=r"rank 1 has called discard_step\(\) .*row 7"):
+                loss_of(net, 1.0).backward()
+        with pytest.raises(cd.DiscardedStepError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    for text in each_rank(2, body):
+        assert "rank 1 has called discard_step() at " in text
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_an_error_of_the_step_may_be_wrapped(chained):
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        made = []
+        for number in range(5):
+            optimizer.zero_grad()
+            try:
+                try:
+                    if rank == 0 and number == 2:
+                        raise BadBatchError  # noqa: TRY301 - as in a script
+                    loss_of(net, 1.0).backward()
+                except Exception as error:
+                    if chained:
+                        raise ValueError(number) from error
+                    raise ValueError(number)  # noqa: B904 - as in a script
+            except ValueError:
+                optimizer.discard_step()
+                continue
+            optimizer.step()
+            made.append(number)
+        return made
+
+    assert each_rank(2, body) == [[0, 1, 3, 4]] * 2
+
+
+def test_it_may_come_too_late():
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(net, 1.0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss_of(net, 1.0).backward()
+        with pytest.raises(cd.CoorddError, match="come too late"):
+            optimizer.discard_step()
+        optimizer.step()
+        return net.state_dict()
+
+    same(each_rank(2, body))
+
+
+def test_one_process_alone_clears_its_gradients():
+    def body(_):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        loss_of(net, 1.0).backward()
+        optimizer.discard_step()
+        optimizer.step()
+        return [value.grad for value in net.values()], net["a"].tolist()
+
+    assert each_rank(1, body) == [([None] * 3, [1.0] * 3)]
+
+
+@pytest.mark.parametrize("fails", [0, 3])
+def test_sparse_gradients(fails):
+    def body(rank):
+        net = nn.ModuleDict({"table": nn.Embedding(5, 2, sparse=True), "last": nn.Linear(2, 1, bias=False)})
+        with torch.no_grad():
+            for value in net.parameters():
+                value.fill_(1.0)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+        for number in range(6):
+            optimizer.zero_grad()
+            if number == fails and rank == 1:
+                optimizer.discard_step()
+                continue
+            try:
+                net["last"](net["table"](torch.tensor([rank, 2]))).sum().backward()
+            except (cd.DiscardedStepError, cd.MismatchError):
+                assert number == fails
+                optimizer.discard_step()
+            else:
+                optimizer.step()
+        return net.state_dict()
+
+    same(each_rank(2, body))

@@ -1,0 +1,218 @@
+"""The bytes of a simulated job: what the protocol starts moves on real flights, planes and boards, beside the job.
+
+The protocol's time is that of `Exchange` and `Words`; here a rank drives what it has in flight whenever it has a cycle,
+and all go on until the end when the job is over. So data is often late, and much is in flight at once. Nothing of this
+changes what the job does, for chance has a source of its own here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+
+from coordd.bucket import Bucket, Locked
+from coordd.dtypes import dtype_of
+from coordd.execution import Flights
+from coordd.messages import Kind, Request
+from coordd.numbering import Numbering
+from coordd.table import Entry
+from coordd_tools.sim.cargo import expected, fill
+from coordd_tools.sim.ledger import Submission, demand
+from coordd_tools.sim.memory import lent, planes
+from coordd_tools.sim.script import Round
+
+__all__ = ["Payload"]
+
+_NUMBERINGS = ((2, 1), (2, 2), (3, 4), (16, 16))
+_MOST_TURNS = 100_000
+_ALIKE = {Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST}  # all get the same
+
+
+class _Result:
+    """The handle of one rank's tensor."""
+
+    submitted = 0.0
+
+    def __init__(self, payload: Payload, rank: int, turn: Round | None) -> None:
+        self.name = "" if turn is None else turn.name
+        self._payload = payload
+        self._rank = rank
+        self._turn = turn
+
+    def land(self, value: np.ndarray, _: object) -> None:
+        """Compares the result; who has joined gets none."""
+        self._payload.landed += 1
+        if self._turn is not None and not self._payload.right(self._turn, self._rank, value):
+            wanted = self._payload.wanted(self._turn, self._rank)
+            demand(holds=False, text=f"rank {self._rank} gets {value} of {self.name}, not {wanted}")
+
+    def resolve(self, result: object) -> None:
+        """Is not called: all operations here have data."""
+        raise NotImplementedError
+
+    def fail(self, error: BaseException) -> None:
+        """Is not called: nothing here fails."""
+        raise error
+
+
+class _Rank:
+    """What one rank has in flight; the `Outcomes` of its flights."""
+
+    def __init__(self, payload: Payload, rank: int) -> None:
+        self.rank = rank
+        self.awake = True
+        self.moved: dict[tuple[int, int, int], bool] = {}
+        self._payload = payload
+
+    def begin(self, flights: Flights) -> None:
+        """Takes its flights."""
+        self.flights = flights
+
+    def wake(self) -> None:
+        """Is rung."""
+        self.awake = True
+
+    def advance(self) -> None:
+        """Drives what is in flight; sleeps if nothing has moved."""
+        self.flights.wake_up()
+        self.awake = self.flights.advance() or self.flights.nod_off()
+
+    def entry(self, entry: Entry) -> Entry:
+        """An entry like that of the protocol, with data."""
+        made = entry.handle
+        if not isinstance(made, Submission):
+            return Entry(entry.request, entry.array.copy(), _Result(self._payload, self.rank, None))
+        array = self._payload.brought(made.turn, self.rank)
+        found = Entry(made.part.request, array, _Result(self._payload, self.rank, made.turn))
+        if made.part.request.kind is Kind.ALLTOALL:
+            found.splits = np.array(_splits(made.turn, self.rank))
+        return found
+
+    def bucket(self, bucket: Bucket) -> Bucket:
+        """A bucket like that of the protocol, with data."""
+        entries = tuple(self.entry(entry) for entry in bucket.entries)
+        return Bucket(bucket.sequence, bucket.request, bucket.sizes, entries, bucket.absent, bucket.slot)
+
+    def landed(self, entries: Sequence[Entry]) -> None:
+        """Is told that results have arrived."""
+
+    def settled(self, word: Locked, *, moved: bool) -> None:
+        """Is told what has come of a word: the same on all ranks."""
+        key = (word.lock, word.index, word.occurrence)
+        first = self._payload.moved.setdefault(key, moved)
+        demand(moved == first, f"rank {self.rank} hears that {key} has moved: {moved}, others hear {first}")
+
+
+class Payload:
+    """The data plane of all ranks."""
+
+    def __init__(self, rng: Random, hosts: Sequence[str]) -> None:
+        """Puts it up.
+
+        Args:
+            rng: chance.
+            hosts: of every rank.
+        """
+        self.landed = 0
+        self.moved: dict[tuple[int, int, int], bool] = {}
+        self._rng = rng
+        self._wanted: dict[tuple[Round, int], np.ndarray] = {}
+        self._numbering = rng.choice(_NUMBERINGS)
+        self._ranks = [_Rank(self, rank) for rank in range(len(hosts))]
+        self._planes, self._lanes = planes(
+            hosts, shared=rng.random() < 0.8, chunk=4096, wake=[rank.wake for rank in self._ranks]
+        )
+        for rank, plane in zip(self._ranks, self._planes, strict=True):
+            rank.begin(Flights(plane, rank))
+
+    def numbering(self) -> Numbering:
+        """Makes the numbering of a rank, with so few slots that they are used again and again."""
+        groups, depth = self._numbering
+        return Numbering(groups=groups, depth=depth)
+
+    def start(self, rank: int, bucket: Bucket) -> None:
+        """Starts a negotiated bucket on a rank; no broadcast from outside its set, which no real script can have."""
+        request = bucket.request
+        if request.kind is Kind.BROADCAST and request.members and request.root not in request.members:
+            return
+        self._ranks[rank].flights.start(self._ranks[rank].bucket(bucket))
+
+    def give(self, rank: int, word: Locked) -> None:
+        """Gives a rank's word."""
+        bucket = None if word.bucket is None else self._ranks[rank].bucket(word.bucket)
+        self._ranks[rank].flights.give(Locked(word.lock, word.index, word.occurrence, bucket))
+
+    def advance(self, rank: int) -> None:
+        """Drives what a rank has in flight, in some of its cycles."""
+        if self._ranks[rank].flights and self._rng.random() < 0.5:
+            self._ranks[rank].advance()
+
+    def stop(self, rank: int) -> None:
+        """Throws away what a rank has in flight, which has crashed or knows of a failure."""
+        self._ranks[rank].flights.clear()
+
+    def close(self, *, failed: bool) -> None:
+        """Goes on until everything has landed; after a failure, as far as it can."""
+        for rank in self._ranks:
+            rank.awake = True
+        for _ in range(_MOST_TURNS):
+            awake = [rank for rank in self._ranks if rank.awake]
+            if not awake:
+                break
+            self._rng.choice(awake).advance()
+        if failed:
+            return
+        for rank, plane in zip(self._ranks, self._planes, strict=True):
+            demand(not rank.flights, f"rank {rank.rank} waits for data in vain, {len(rank.flights)} operations")
+            demand(lent(plane) == 0, f"operations that have ended keep {lent(plane)} blocks of rank {rank.rank}")
+        mail = self._lanes.collective
+        demand(not mail._sent and not mail._wanted, "messages have no sender, or no receiver")  # noqa: SLF001 - looking inside
+
+    def brought(self, turn: Round, rank: int) -> np.ndarray:
+        """What a rank brings to a round."""
+        part = turn.parts[rank]
+        array = np.zeros(part.request.shape, dtype_of(part.request.dtype))
+        if not part.filler:
+            fill(array, turn.number, rank)
+        return array
+
+    def right(self, turn: Round, rank: int, value: np.ndarray) -> bool:
+        """Whether a rank has got what it must."""
+        kind = turn.parts[rank].request.kind
+        return kind in {Kind.BARRIER, Kind.JOIN} or np.array_equal(value, self.wanted(turn, rank))
+
+    def wanted(self, turn: Round, rank: int) -> np.ndarray:
+        """What a rank must get."""
+        key = (turn, -1 if turn.parts[rank].request.kind in _ALIKE else rank)
+        if key not in self._wanted:
+            self._wanted[key] = self._worked_out(turn, rank)
+        return self._wanted[key]
+
+    def _worked_out(self, turn: Round, rank: int) -> np.ndarray:
+        request = turn.parts[rank].request
+        everyone = tuple(sorted({*turn.parts, *turn.absent}))
+        whole = Request(
+            request.kind,
+            request.name,
+            request.dtype,
+            request.shape,
+            request.op,
+            request.root,
+            prescale=request.prescale,
+            members=everyone,
+        )
+        inputs = {other: self.brought(turn, other) for other in sorted(turn.parts)}
+        splits = {other: _splits(turn, other) for other in turn.parts}
+        return expected(whole, inputs, rank, splits)
+
+
+def _splits(turn: Round, rank: int) -> list[int]:
+    """The rows that a rank has for each member in an alltoall."""
+    shape = turn.parts[rank].request.shape
+    count = len(turn.parts) + len(turn.absent)
+    rows = shape[0] if shape else 0
+    edges = [rows * place // count for place in range(count + 1)]
+    return [stop - start for start, stop in itertools.pairwise(edges)]

@@ -1,0 +1,155 @@
+"""Parts of a script in which ranks refuse a collective call, or wait for operations in different orders.
+
+After ranks have waited for each other some of them have given up operations that others have yet to submit. So they
+agree again before they go on, as scripts must: they repeat a barrier of its own name until it succeeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from coordd.messages import Kind, Request
+from coordd_tools.sim.script import Part, Round, Script
+from coordd_tools.sim.swarm import Swarm
+
+__all__ = ["Call", "Crossing", "Scenes", "draw"]
+
+_PATIENCE = 1.2
+"""Mean seconds after which a wait is broken off."""
+
+Members = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective call: what its members submit, and which of them leave it by an error, after how many rounds."""
+
+    call: str
+    members: Members
+    rounds: tuple[Round, ...]
+    refusals: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Each rank submits some rounds in an order of its own, and waits after some of them.
+
+    Attributes:
+        orders: by rank, its rounds, and whether it waits for each before it submits the next.
+        limits: by rank and round, seconds after which an exception breaks the wait off.
+        threads: ranks of which another thread submits what comes after the first round.
+        agreement: the barrier that all repeat until it succeeds.
+    """
+
+    orders: tuple[tuple[tuple[Round, bool], ...], ...]
+    limits: dict[tuple[int, Round], float]
+    threads: frozenset[int]
+    agreement: Round
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """By step, what comes after it."""
+
+    after: dict[int, Call | Crossing] = field(default_factory=dict)
+
+
+def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
+    """Makes scenes up for a script; where ranks leave in the middle, or poll, there are none that need them all."""
+    if script.leavers:
+        return Scenes()
+    author = _Author(rng, size, sum(len(step) for step in script.steps) * 2 + 1000)
+    found: dict[int, Call | Crossing] = {}
+    for step in range(len(script.orders)):
+        if swarm.calls and rng.random() < 0.4:
+            found[step] = author.call()
+        elif swarm.crossings and swarm.blocks and not swarm.polling and rng.random() < 0.6:
+            found[step] = author.joins() if rng.random() < 0.3 else author.crossing()
+    return Scenes(found)
+
+
+class _Author:
+    """Draws scenes; counts rounds and calls."""
+
+    def __init__(self, rng: Random, size: int, number: int) -> None:
+        self._rng = rng
+        self._size = size
+        self._number = number
+        self._calls = 0
+
+    def call(self) -> Call:
+        """Draws a call; of a steady one the operations come several times under the same names."""
+        self._calls += 1
+        members = self._members()
+        name = f"{self._calls}({members})" if members else str(self._calls)
+        ranks = members or tuple(range(self._size))
+        chosen = self._rng.sample(ranks, self._rng.choice((0, 1, 1, 1, 2)))
+        steady = self._rng.random() < 0.4
+        names = [f"s{number}" if steady else f"c{self._calls}.{number}" for number in range(self._rng.randint(1, 3))]
+        told = names * (self._rng.randint(1, 5) if steady else 1)
+        last = f"agreement.{self._calls}"
+        rounds = [
+            self._round(_request(one, members, call=name, transient=one == last or not steady), refusers=chosen)
+            for one in (*told, last)
+        ]
+        refusals = {rank: self._rng.randrange(len(rounds)) for rank in sorted(chosen)}
+        return Call(name, ranks, tuple(rounds), refusals)
+
+    def crossing(self) -> Crossing:
+        """Draws rounds that ranks submit in any order, or in the same; some waits end, and some ranks have threads."""
+        mark, known = self._number, self._rng.random() < 0.5
+        rounds = [
+            self._round(
+                _request(f"x{index}" if known else f"x{mark}.{index}", self._members(), transient=not known), free=True
+            )
+            for index in range(self._rng.randint(2, 4))
+        ]
+        orders, limits = [], {}
+        reorder, patience = self._rng.random() < 0.7, self._rng.random() < 0.6
+        for rank in range(self._size):
+            mine = [turn for turn in rounds if rank in turn.parts]
+            mine = self._rng.sample(mine, len(mine)) if reorder else mine
+            orders.append(tuple((turn, self._rng.random() < 0.7) for turn in mine))
+            for turn in mine if patience else ():
+                if self._rng.random() < 0.6:
+                    limits[rank, turn] = self._rng.expovariate(1 / _PATIENCE)
+        threads = frozenset(rank for rank in range(self._size) if self._rng.random() < 0.15)
+        return Crossing(tuple(orders), limits, threads, self._agreement(mark))
+
+    def joins(self) -> Crossing:
+        """Draws process sets, each of which some of its members join; none is the world, whose barrier comes after."""
+        mark = self._number
+        rounds: list[Round] = []
+        chosen: dict[int, Round] = {}
+        for rank in self._rng.sample(range(self._size), self._rng.randint(2, self._size)):
+            fitting = [turn for turn in rounds if rank in turn.parts]
+            if not fitting or self._rng.random() < 0.5:
+                others = [other for other in range(self._size) if other != rank]
+                members = tuple(sorted([rank, *self._rng.sample(others, self._rng.randint(0, self._size - 2))]))
+                if all(members != turn.members for turn in rounds):
+                    name = f"join.noname.{mark}({members})"
+                    fitting = [self._round(Request(Kind.JOIN, name, members=members, transient=True), free=True)]
+                    rounds += fitting
+            if fitting:
+                chosen[rank] = fitting[-1]
+        orders = tuple(((chosen[rank], True),) if rank in chosen else () for rank in range(self._size))
+        return Crossing(orders, {}, frozenset(), self._agreement(mark))
+
+    def _agreement(self, mark: int) -> Round:
+        return self._round(Request(Kind.BARRIER, f"agree{mark}", transient=True), free=True)
+
+    def _members(self) -> Members:
+        members = tuple(sorted(self._rng.sample(range(self._size), self._rng.randint(2, self._size))))
+        return () if len(members) == self._size else members
+
+    def _round(self, request: Request, *, refusers: Sequence[int] = (), free: bool = False) -> Round:
+        self._number += 1
+        part = Part(request, sum(request.name.encode()), filler=False)
+        parts = dict.fromkeys(request.members or range(self._size), part)
+        return Round(self._number, request.name, parts, "", refusers=frozenset(refusers), free=free)
+
+
+def _request(name: str, members: Members, *, call: str = "", transient: bool = True) -> Request:
+    return Request(Kind.ALLREDUCE, name, "float32", (2,), members=members, transient=transient, call=call)

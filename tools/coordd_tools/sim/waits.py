@@ -1,0 +1,65 @@
+"""For which operation each simulated script waits: the truth that a verdict on them is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from coordd_tools.sim.script import Round
+
+__all__ = ["Waits"]
+
+
+class Wait(Protocol):
+    """What a script waits for."""
+
+    turn: Round
+
+    @property
+    def rank(self) -> int:
+        """The rank that waits."""
+        ...
+
+
+class Waits:
+    """By rank, what its script waits for without a time limit, and what it has waited for until it was broken off."""
+
+    def __init__(self) -> None:
+        self.ranks: tuple[int, ...] = ()
+        self._now: dict[int, Round] = {}
+        self._broken: dict[int, list[Round]] = {}
+
+    def begin(self, rank: int, turn: Round | None) -> None:
+        """Notes what a script waits for; with None that it does not, or that another thread of it may submit."""
+        if turn is None:
+            self._now.pop(rank, None)
+        else:
+            self._now[rank] = turn
+
+    def break_off(self, rank: int) -> None:
+        """Notes that an exception has ended a wait; the coordinator can know only when it hears of it."""
+        if (turn := self._now.pop(rank, None)) is not None:
+            self._broken.setdefault(rank, []).append(turn)
+
+    def heard(self, ranks: int) -> None:
+        """Notes that the coordinator has heard that ranks, a bit mask, are not blocked."""
+        for rank in [rank for rank in self._broken if ranks >> rank & 1]:
+            del self._broken[rank]
+
+    def deadlocked(self, pending: Callable[[Round], set[int] | None]) -> set[int]:
+        """Finds the ranks that will wait for ever.
+
+        Args:
+            pending: the ranks whose submission of a round waits; None if a rank has carried it out.
+        """
+        missing: dict[int, set[int]] = {}
+        for rank in {*self._now, *self._broken}:
+            for turn in [*self._broken.get(rank, []), *([self._now[rank]] if rank in self._now else [])]:
+                told = pending(turn)
+                if told is not None and rank in told:
+                    missing.setdefault(rank, set()).update({*turn.members} - told)
+        while True:
+            left = {rank: others for rank, others in missing.items() if others & missing.keys()}
+            if len(left) == len(missing):
+                return {*left}
+            missing = left
