@@ -36,8 +36,11 @@ def test_ctrl_c_in_shutdown_lets_it_be_called_again(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             coordd.shutdown()
     assert api.operations().daemon is daemon
-    assert api._fail("failed: KeyboardInterrupt", "", None) is False  # there is nobody else; and no error
+    assert api._fail("failed: KeyboardInterrupt", "", None) is False  # there is no other rank; and no error
+    exit_codes: list[int] = []
+    monkeypatch.setattr(api._exits, "insist", exit_codes.append)
     coordd.shutdown()
+    assert exit_codes == [1]  # Python has not shown the failure, so its exit code is the only sign of it
     assert daemon.status.ended.is_set()
     assert not coordd.is_initialized()
 
