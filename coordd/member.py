@@ -141,7 +141,7 @@ class Member:
         self._refused_names |= {name for name in refused.names if self._cache.slot_of(name) >= 0}
         present = {entry.request.call for entry in self.table}
         self._refused_calls = {call: each for call, each in self._refused_calls.items() if call in present}
-        if refused.call in present:
+        if refused.call and refused.call in present:
             self._refused_calls[refused.call] = refused
         return self.unlock()
 

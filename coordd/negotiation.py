@@ -27,6 +27,7 @@ from coordd.owed import Owed
 from coordd.refusals import Refusals, RefusedParts, answer
 from coordd.repetition import Slots
 from coordd.roll import Roll
+from coordd.unnamed import group_of, is_unnamed
 from coordd.verdict import sites, verdict
 from coordd.wire import bits, mask
 
@@ -164,15 +165,22 @@ class Negotiator:
             return
         if (slot := self._cache.slot_of(name)) >= 0:
             self._spell_out(slot)
-        entry = self._table.get(name, {}).get(refused.members)
+        entries = self._of_group(name, refused.members)
         gone = self._left | self._absence.of(wanted)
-        if rank & (gone | (entry.told if entry is not None else 0)):
+        if rank & functools.reduce(operator.or_, (entry.told for entry in entries), gone):
             return
-        if entry is not None:
+        for entry in entries:
             self._drop(entry)
+            if entry.first.request.kind is Kind.JOIN:
+                self._end_absence(entry)
             self._refused.append(answer(refused, entry.first.request, entry.told))
-            gone |= entry.told
-        self._parts.enter(refused, name, wanted, wanted & ~(gone | rank))
+        told = {entry.name: entry.told for entry in entries}
+        self._parts.enter(refused, name, wanted, wanted & ~(gone | rank), told)
+
+    def _of_group(self, name: str, members: tuple[int, ...]) -> list[Ballot]:
+        """What was announced under a name, or of a group without names by its base."""
+        names = [each for each in self._table if group_of(each)[0] == name] if is_unnamed(name) else [name]
+        return [sets[members] for each in names if members in (sets := self._table.get(each, {}))]
 
     def note_blocked(self, ranks: int, name: str, seen: int) -> None:
         """Notes for which operation the scripts of ranks wait; without a name, that they do not wait any more.

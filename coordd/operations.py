@@ -36,6 +36,7 @@ from coordd.messages import Kind, ReduceOp, Refused, Request
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set, named_ranks
 from coordd.refusing import refusable
 from coordd.table import Entry, Site, show_site
+from coordd.unnamed import group_of, names_in_group
 
 __all__ = ["Operations", "Part"]
 
@@ -59,16 +60,9 @@ class _Group:
     def name(self, number: Callable[[], str]) -> str:
         """Names the next tensor without a name; ``number`` makes a new name, for the whole group."""
         if not self._unnamed:
-            self.names = numbered(number(), self.names)
+            self.names = names_in_group(number(), self.names)
         self._unnamed += 1
         return self.names[self._unnamed - 1] or ""
-
-
-def numbered(base: str, names: Sequence[str | None]) -> list[str | None]:
-    """Names the operations of a group that have no names."""
-    if len(names) == 1:
-        return [names[0] or base]
-    return [name or f"{base}_{place}of{len(names)}" for place, name in enumerate(names)]
 
 
 class Part:
@@ -268,6 +262,7 @@ class Operations:
         )
         return self.submit(request, array, land=land)
 
+    @refusable(Kind.JOIN, _itself, announces=True)
     def join(self, *, process_set: ProcessSet = global_process_set) -> Handle[Any]:
         """Takes part with nothing in all that the other members do, until they have joined, too.
 
@@ -510,7 +505,7 @@ class Operations:
             group.refused = kind, process_set
             return
         self._thread.accounted += 1
-        known = [*names] if None not in names else numbered(self._number(kind, members), names)
+        known = [*names] if None not in names else names_in_group(self._number(kind, members), names)
         self._tell_refused(kind, tuple(check_name(name or "") for name in known), members, error)
 
     def _tell_refused(self, kind: Kind, names: tuple[str, ...], members: tuple[int, ...], error: BaseException) -> None:
@@ -522,7 +517,8 @@ class Operations:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         site = show_site(call_site(sys._getframe(1)))  # noqa: SLF001 - the documented way to the caller
         reason = f"refused {kind.name.lower()} {names[0]!r}{more} at {site}: {brief(error)[:_LONGEST]}"
-        daemon.refuse(Refused(daemon.world.rank, "", reason, members, names))
+        groups = tuple(dict.fromkeys(group_of(name)[0] for name in names))
+        daemon.refuse(Refused(daemon.world.rank, "", reason, members, groups))
 
     def _number(self, kind: Kind, members: tuple[int, ...]) -> str:
         """Names what has no name; every process set counts for itself, for only its members count along.

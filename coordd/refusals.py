@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from coordd.messages import Refused, Request, Response
+from coordd.unnamed import group_of
 from coordd.wire import bits
 
 __all__ = ["Refusals", "RefusedParts", "answer"]
@@ -21,11 +23,24 @@ class _Call:
 
 @dataclass
 class _Part:
-    """An operation of which a rank has refused its part; its members, and those that have yet to announce theirs."""
+    """An operation, or a group, of which a rank has refused its part.
+
+    Attributes:
+        first: what that rank has said.
+        wanted: the members, as a bit mask.
+        inside: those that have yet to announce theirs, or all of it.
+        heard: by rank, how many operations of the group it has announced.
+    """
 
     first: Refused
     wanted: int
     inside: int
+    heard: Counter[int] = field(default_factory=Counter)
+
+    def hear(self, ranks: int, size: int) -> None:
+        """Notes that ranks have announced one operation of a group of some size; merged reports change their order."""
+        self.heard.update(bits(ranks) if size > 1 else ())
+        self.inside &= ~sum(1 << rank for rank in bits(ranks) if size == 1 or self.heard[rank] == size)
 
 
 class Refusals:
@@ -75,6 +90,8 @@ class Refusals:
 class RefusedParts:
     """By name and process set, the operations of which a rank has refused its part, oldest first.
 
+    A group without names has one entry, under its base, for the ranks' groups may differ in size.
+
     Each of them is forgotten once every other member has announced or refused its part, has joined or left the job. So
     the n-th operation of a name is the same one on all members, whether they announce or refuse it.
     """
@@ -86,28 +103,35 @@ class RefusedParts:
         return bool(self._parts)
 
     def __iter__(self) -> Iterator[str]:
-        """Lists the names."""
+        """Lists the names; of groups without names the bases."""
         return (name for name, _ in self._parts)
 
-    def enter(self, refused: Refused, name: str, wanted: int, inside: int) -> None:
-        """Notes that a rank has refused its part of an operation.
+    def enter(self, refused: Refused, name: str, wanted: int, inside: int, told: Mapping[str, int]) -> None:
+        """Notes that a rank has refused its part of an operation or a group.
 
         Args:
             refused: what the rank has said.
-            name: of the operation.
+            name: of the operation, or the base of a group without names.
             wanted: bit mask of its members.
-            inside: bit mask of those that have yet to announce theirs.
+            inside: bit mask of those that may announce theirs.
+            told: by name, bit masks of those that have.
         """
-        if inside:
-            self._parts.setdefault((name, refused.members), []).append(_Part(refused, wanted, inside))
+        part = _Part(refused, wanted, inside)
+        for each, ranks in told.items():
+            part.hear(ranks, group_of(each)[1])
+        if part.inside:
+            self._parts.setdefault((name, refused.members), []).append(part)
 
     def claim(self, name: str, members: tuple[int, ...], ranks: int) -> list[tuple[Refused, int]]:
         """Takes what ranks, a bit mask, get that announce or refuse their part: refusals, and the ranks of each."""
+        if not self._parts:
+            return []
         found = []
-        for part in self._parts.get((name, members), ()):
+        base, size = group_of(name)
+        for part in self._parts.get((base, members), ()):
             if concerned := part.inside & ranks:
                 found.append((part.first, concerned))
-                part.inside &= ~concerned
+                part.hear(concerned, size)
                 ranks &= ~concerned
         if found:
             self._forget()

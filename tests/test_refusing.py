@@ -135,6 +135,10 @@ NOT_NAMED = {
         lambda: api.operations().barrier(process_set="all"),
     ),
     "no group": (lambda: cd.grouped_allreduce([ONE]), lambda: cd.grouped_allreduce(None)),
+    "no group, where others have two": (lambda: cd.grouped_allreduce([ONE, ONE]), lambda: cd.grouped_allreduce(None)),
+    "a smaller group": (lambda: cd.grouped_allreduce([ONE] * 3), lambda: cd.grouped_allreduce([ONE, BAD])),
+    "a larger group": (lambda: cd.grouped_allreduce([ONE]), lambda: cd.grouped_allreduce([ONE, ONE, BAD])),
+    "joining what is no set": (cd.join, lambda: cd.join(process_set="all")),
 }
 
 
@@ -143,12 +147,13 @@ def test_what_cannot_even_be_named_is_counted_and_heard(two, what):
     refused_by_last(two, *NOT_NAMED[what], "rank 1 refused")
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("group", [cd.grouped_allreduce, lambda some: cd.grouped_allreduce_async_(some).result()])
-def test_a_group_of_nothing_takes_a_number(two, group):
+def test_a_group_of_nothing_takes_a_number(two, group, count):
     def body(rank):
         if rank:
             with pytest.raises(cd.RefusedError, match=r"rank 0 refused .* its list of tensors is empty"):
-                group([ONE.clone()])
+                group([ONE.clone() for _ in range(count)])
         else:
             assert not [*group([])]
         return cd.allreduce(torch.full((1,), 100.0), op=cd.Sum).item(), len([*group([])])
@@ -273,3 +278,48 @@ def test_a_rank_that_joins_is_owed_nothing_afterwards(two):
         return cd.allreduce(ONE, name="j").tolist()
 
     assert two.each(body) == [[1.0] * 4] * 2
+
+
+def test_groups_of_other_sizes_pair_with_the_second_try_of_the_others(two):
+    late = threading.Barrier(2)
+
+    def body(rank):
+        for first in (0, 1):  # the rank that refuses is the first to say so, or the last
+            if rank == 0:
+                if not first:
+                    late.wait(15)
+                with pytest.raises(cd.ArgumentError):
+                    cd.grouped_allreduce([ONE, BAD])
+                if first:
+                    late.wait(15)
+            else:
+                if first:
+                    late.wait(15)
+                handles = [cd.grouped_allreduce_async([ONE] * 4)]
+                if not first:
+                    late.wait(15)
+                with pytest.raises(cd.RefusedError, match="rank 0 refused allreduce"):
+                    handles[0].result()
+        return [each.tolist() for each in cd.grouped_allreduce([torch.full((1,), rank + 1.0)] * 2, op=cd.Sum)]
+
+    assert two.each(body) == [[[3.0], [3.0]]] * 2
+
+
+def test_a_join_may_follow_one_that_a_rank_has_refused(two):
+    heard = threading.Event()
+
+    def body(rank):
+        if rank == 0:
+            with pytest.raises(cd.ArgumentError):
+                cd.join(process_set=cd.ProcessSet([0, 7]))
+            assert heard.wait(15)
+        else:
+            with pytest.raises(cd.RefusedError, match="rank 0 refused join"):
+                cd.join()
+            heard.set()
+        total = cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
+        if rank == 0:
+            total += cd.allreduce(torch.ones(1), op=cd.Sum).item()
+        return total, cd.join(), cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
+
+    assert two.each(body) == [(4.0, 0, 3.0), (3.0, 0, 3.0)]

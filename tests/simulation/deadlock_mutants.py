@@ -6,9 +6,10 @@ from coordd import negotiation
 from coordd.blocked import BlockWatch
 from coordd.deadlock import BlockedRanks
 from coordd.foreman import Foreman
+from coordd.member import Member
 from coordd.messages import Kind, Refused
 from coordd.negotiation import Negotiator
-from coordd.refusals import Refusals
+from coordd.refusals import Refusals, RefusedParts, _Part
 from coordd_tools.sim.process import _Watch
 from tests.simulation.planting import Mutants
 
@@ -86,3 +87,58 @@ def lets_a_join_overtake_a_refusal(monkeypatch):
 
     monkeypatch.setattr(Foreman, "_gather", _gather)
     monkeypatch.setattr(Foreman, "turn", turns)
+
+
+@mutant
+def forgets_a_refused_operation_at_once(monkeypatch):
+    monkeypatch.setattr(RefusedParts, "enter", lambda self, refused, name, wanted, inside, told: None)
+
+
+@mutant
+def keeps_a_refused_operation_for_the_next_round(monkeypatch):
+    monkeypatch.setattr(_Part, "hear", lambda self, ranks, size: None)
+
+
+@mutant
+def forgets_a_refused_group_with_its_last_operation(monkeypatch):
+    claim = RefusedParts.claim
+
+    def claimed(self, name, members, ranks):
+        found = claim(self, name, members, ranks)
+        base, _, place = name.partition("_")
+        at, _, size = place.partition("of")
+        for part in self._parts.get((base, members), ()) if at and int(at) + 1 == int(size) else ():
+            part.inside &= ~ranks
+        return found
+
+    monkeypatch.setattr(RefusedParts, "claim", claimed)
+
+
+@mutant
+def lets_ranks_stay_joined_after_a_refused_join(monkeypatch):
+    refuse, end = Negotiator._refuse_part, Negotiator._end_absence
+
+    def _refuse_part(self, refused, name):
+        monkeypatch.setattr(Negotiator, "_end_absence", lambda self, entry: -1)
+        refuse(self, refused, name)
+        monkeypatch.setattr(Negotiator, "_end_absence", end)
+
+    monkeypatch.setattr(Negotiator, "_refuse_part", _refuse_part)
+
+
+@mutant
+def takes_a_refused_operation_for_the_call_of_all_that_have_none(monkeypatch):
+    refuse = Member.refuse
+
+    def refused(self, one):
+        due = refuse(self, one)
+        if any(not entry.request.call for entry in self.table):
+            self._refused_calls[""] = one
+        return due
+
+    monkeypatch.setattr(Member, "refuse", refused)
+
+
+@mutant
+def locks_what_a_rank_has_refused(monkeypatch):
+    monkeypatch.setattr(RefusedParts, "__iter__", lambda self: iter(()))

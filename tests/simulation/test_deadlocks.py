@@ -20,6 +20,12 @@ FIRST = {
     "does_not_tell_that_it_is_blocked_no_more": 343,
     "takes_a_rank_with_threads_for_blocked": 3,
     "lets_a_join_overtake_a_refusal": 1177,
+    "forgets_a_refused_operation_at_once": 0,
+    "keeps_a_refused_operation_for_the_next_round": 0,
+    "forgets_a_refused_group_with_its_last_operation": 396,
+    "lets_ranks_stay_joined_after_a_refused_join": 38,
+    "takes_a_refused_operation_for_the_call_of_all_that_have_none": 285,
+    "locks_what_a_rank_has_refused": 0,
 }
 """The first seeds that find them; others do, too, but some take long."""
 

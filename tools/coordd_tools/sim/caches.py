@@ -66,6 +66,7 @@ def leftovers(coordinator: Coordinator) -> dict[str, int]:
         "refused": len(mind._refused),
         "absent": int(bool(mind._absence)),
         "calls": len(mind._refusals._calls),
+        "parts": len(mind._parts._parts),
         "owed": len(mind._owed._refusals),
         "replaced": len(mind._replaced),
         "sites": len(mind._sites),

@@ -67,7 +67,7 @@ class Process:
         self._hub = hub
         self._post = setting.settings.posts[rank]
         self._neighbours = [peer for peer in (*self._post.children, self._post.parent) if peer != NOBODY]
-        self._inbox: list[Entry | Callable[[], None]] = []
+        self._inbox: list[Entry | Refused | Callable[[], None]] = []
         self._mail: deque[tuple[int, Message | Lost]] = deque()
         self._landed: list[Bucket] = []
         self._active_at = 0.0
@@ -171,8 +171,8 @@ class Process:
         return made
 
     def refuse(self, refused: Refused) -> None:
-        """Says that this rank has left a collective call by an exception."""
-        self._inbox.append(lambda: self._refuse(refused))
+        """Says that this rank has left a collective call by an exception, or refuses its part of an operation."""
+        self._inbox.append(refused)
         self._wake(0.0)
 
     def say_goodbye(self) -> None:
@@ -214,18 +214,28 @@ class Process:
 
     def _announce(self) -> None:
         items, self._inbox = self._inbox, []
-        entries = [item for item in items if isinstance(item, Entry)]
-        if self.failure is not None:
-            for entry in entries:
-                entry.handle.fail(_peer_error(self.failure))
-        else:
-            self._carry_out(self.member.announce(entries))
-            if self._hurried:
-                self._carry_out(self.member.awaited())
+        before: list[Entry] = []
+        for item in items:  # in the order in which they were left, as in the daemon
+            if isinstance(item, Entry):
+                before.append(item)
+            elif isinstance(item, Refused):
+                self._admit(before)
+                self._refuse(item)
+                before = []
+        self._admit(before)
+        if self._hurried and self.failure is None:
+            self._carry_out(self.member.awaited())
         self._hurried = False
         for item in items:
-            if not isinstance(item, Entry):
+            if not isinstance(item, Entry | Refused):
                 item()
+
+    def _admit(self, entries: list[Entry]) -> None:
+        if self.failure is None:
+            self._carry_out(self.member.announce(entries))
+            return
+        for entry in entries:
+            entry.handle.fail(_peer_error(self.failure))
 
     def _wake_to_look(self) -> None:
         """Has a cycle run when it is time to look whether the script is blocked."""

@@ -45,7 +45,7 @@ class Worker(Protocol):
         ...
 
     def refuse(self, refused: Refused) -> None:
-        """Says that this rank has left a collective call by an exception."""
+        """Says that this rank has left a collective call by an exception, or refuses its part of an operation."""
         ...
 
     def say_goodbye(self) -> None:
@@ -84,6 +84,9 @@ def _step(worker: Worker, setting: Setting, order: tuple[Round, ...], mine: dict
             yield rng.expovariate(1 / _STALL)
         if turn.name in mine:
             yield [mine[turn.name]]
+        if worker.rank in turn.refusers:
+            worker.refuse(_refusal(worker, turn.name, turn.parts[worker.rank].request.members))
+            continue
         mine[turn.name] = worker.submit(turn)
         if turn.parts[worker.rank].request.kind is Kind.JOIN:
             yield [mine[turn.name]]
@@ -91,6 +94,10 @@ def _step(worker: Worker, setting: Setting, order: tuple[Round, ...], mine: dict
             yield [rng.choice([*mine.values()])]
         if swarm.duplicates and rng.random() < _DUPLICATED:
             yield from _duplicate(worker, turn, setting)
+
+
+def _refusal(worker: Worker, name: str, members: tuple[int, ...]) -> Refused:
+    return Refused(worker.rank, "", "refused its part", members, (name,))
 
 
 def _duplicate(worker: Worker, turn: Round, setting: Setting) -> Iterator[Pause]:
@@ -126,6 +133,9 @@ def _cross(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]
     """Submits rounds in this rank's own order, up to the first that fails; then agrees with all to go on."""
     rng, made = setting.rng, list[Submission]()
     order = scene.orders[worker.rank]
+    if name := scene.refused.get(worker.rank):
+        yield rng.expovariate(1 / _COMPUTE)
+        worker.refuse(_refusal(worker, name, scene.members))
     if worker.rank in scene.threads:
         made = worker.submit_beside([(rng.expovariate(1.0), turn) for turn, _ in order[1:]])
         order = order[:1]

@@ -1,4 +1,4 @@
-"""Parts of a script in which ranks refuse a collective call, or wait for operations in different orders.
+"""Parts of a script in which ranks refuse a call or an operation, or wait for operations in different orders.
 
 After ranks have waited for each other some of them have given up operations that others have yet to submit. So they
 agree again before they go on, as scripts must: they repeat a barrier of its own name until it succeeds.
@@ -7,14 +7,18 @@ agree again before they go on, as scripts must: they repeat a barrier of its own
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from random import Random
 
 from coordd.messages import Kind, Request
+from coordd.unnamed import names_in_group
 from coordd_tools.sim.script import Part, Round, Script
-from coordd_tools.sim.swarm import Swarm
+from coordd_tools.sim.swarm import Swarm, aside
 
-__all__ = ["Call", "Crossing", "Scenes", "draw"]
+__all__ = ["Call", "Crossing", "Scenes", "draw", "with_refusals"]
+
+_REFUSED = 0.1
 
 _PATIENCE = 1.2
 """Mean seconds after which a wait is broken off."""
@@ -41,12 +45,16 @@ class Crossing:
         limits: by rank and round, seconds after which an exception breaks the wait off.
         threads: ranks of which another thread submits what comes after the first round.
         agreement: the barrier that all repeat until it succeeds.
+        refused: by rank, the name of what it refuses instead of its rounds; empty for none.
+        members: the process set of what is refused.
     """
 
     orders: tuple[tuple[tuple[Round, bool], ...], ...]
     limits: dict[tuple[int, Round], float]
     threads: frozenset[int]
     agreement: Round
+    refused: dict[int, str] = field(default_factory=dict)
+    members: Members = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,24 @@ def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
             found[step] = author.call()
         elif swarm.crossings and swarm.blocks and not swarm.polling and rng.random() < 0.6:
             found[step] = author.joins() if rng.random() < 0.3 else author.crossing()
+    if swarm.refusals:
+        side = aside(rng)
+        refusing = _Author(side, size, author.number)
+        for step in range(len(script.orders)):
+            if step not in found and side.random() < 0.2:
+                found[step] = refusing.group() if side.random() < 0.7 else refusing.refused_join()
     return Scenes(found)
+
+
+def with_refusals(rng: Random, script: Script) -> Script:
+    """Has ranks refuse their parts of some rounds of a script; not of joins, nor where the parts disagree."""
+    changed: dict[Round, Round] = {}
+    for turn in dict.fromkeys(chain.from_iterable(chain.from_iterable(script.orders))):
+        if not turn.quarrel and turn.name[:4] != "join" and rng.random() < _REFUSED:
+            chosen = rng.sample(turn.members, min(len(turn.members), rng.choice((1, 1, 1, 2, 3))))
+            changed[turn] = replace(turn, refusers=frozenset(chosen))
+    orders = tuple(tuple(tuple(changed.get(turn, turn) for turn in mine) for mine in step) for step in script.orders)
+    return replace(script, orders=orders)
 
 
 class _Author:
@@ -76,7 +101,7 @@ class _Author:
     def __init__(self, rng: Random, size: int, number: int) -> None:
         self._rng = rng
         self._size = size
-        self._number = number
+        self.number = number
         self._calls = 0
 
     def call(self) -> Call:
@@ -99,7 +124,7 @@ class _Author:
 
     def crossing(self) -> Crossing:
         """Draws rounds that ranks submit in any order, or in the same; some waits end, and some ranks have threads."""
-        mark, known = self._number, self._rng.random() < 0.5
+        mark, known = self.number, self._rng.random() < 0.5
         rounds = [
             self._round(
                 _request(f"x{index}" if known else f"x{mark}.{index}", self._members(), transient=not known), free=True
@@ -120,7 +145,7 @@ class _Author:
 
     def joins(self) -> Crossing:
         """Draws process sets, each of which some of its members join; none is the world, whose barrier comes after."""
-        mark = self._number
+        mark = self.number
         rounds: list[Round] = []
         chosen: dict[int, Round] = {}
         for rank in self._rng.sample(range(self._size), self._rng.randint(2, self._size)):
@@ -137,6 +162,35 @@ class _Author:
         orders = tuple(((chosen[rank], True),) if rank in chosen else () for rank in range(self._size))
         return Crossing(orders, {}, frozenset(), self._agreement(mark))
 
+    def group(self) -> Crossing:
+        """Draws a group of operations without names, of another size on each rank; some members refuse theirs."""
+        mark, members = self.number, self._members()
+        ranks = members or tuple(range(self._size))
+        base = f"allreduce.noname.{mark}"
+        chosen = self._rng.sample(ranks, self._rng.choice((1, 1, 2)))
+        rounds: dict[str | None, Round] = {}
+        orders: list[tuple[tuple[Round, bool], ...]] = []
+        for rank in range(self._size):
+            mine = rank in ranks and rank not in chosen
+            names = names_in_group(base, [None] * self._rng.randint(1, 3)) if mine else []
+            for name in names:
+                if name not in rounds:
+                    rounds[name] = self._round(_request(str(name), members), refusers=chosen, free=True)
+            orders.append(tuple((rounds[name], False) for name in names))
+        refused = dict.fromkeys(chosen, base)
+        return Crossing(tuple(orders), {}, frozenset(), self._agreement(mark), refused, members)
+
+    def refused_join(self) -> Crossing:
+        """Draws a process set that some members refuse to join, and the others join."""
+        mark, members = self.number, self._members()
+        ranks = members or tuple(range(self._size))
+        chosen = self._rng.sample(ranks, self._rng.choice((1, 1, 2)))
+        request = Request(Kind.JOIN, f"join.noname.{mark}({members})", members=members, transient=True)
+        turn = self._round(request, refusers=chosen, free=True)
+        orders = tuple(((turn, True),) if rank in {*ranks} - {*chosen} else () for rank in range(self._size))
+        refused = dict.fromkeys(chosen, request.name)
+        return Crossing(orders, {}, frozenset(), self._agreement(mark), refused, members)
+
     def _agreement(self, mark: int) -> Round:
         return self._round(Request(Kind.BARRIER, f"agree{mark}", transient=True), free=True)
 
@@ -145,10 +199,10 @@ class _Author:
         return () if len(members) == self._size else members
 
     def _round(self, request: Request, *, refusers: Sequence[int] = (), free: bool = False) -> Round:
-        self._number += 1
+        self.number += 1
         part = Part(request, sum(request.name.encode()), filler=False)
         parts = dict.fromkeys(request.members or range(self._size), part)
-        return Round(self._number, request.name, parts, "", refusers=frozenset(refusers), free=free)
+        return Round(self.number, request.name, parts, "", refusers=frozenset(refusers), free=free)
 
 
 def _request(name: str, members: Members, *, call: str = "", transient: bool = True) -> Request:

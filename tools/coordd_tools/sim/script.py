@@ -35,8 +35,9 @@ class Round:
     """One use of a name: each member submits its part once.
 
     ``quarrel`` is the attribute on which the parts disagree; empty if they agree. Ranks that are
-    ``absent`` have no part because they go over to ``join`` before. ``refusers`` leave the collective call of which it
-    is part by an error; a round that is ``free`` need not be submitted by all ranks, which wait in any order.
+    ``absent`` have no part because they go over to ``join`` before. ``refusers`` refuse their part, or leave the
+    collective call of which it is part by an error; a round that is ``free`` need not be submitted by all ranks, which
+    wait in any order.
     """
 
     number: int

@@ -18,7 +18,7 @@ from coordd_tools.sim.ledger import Ledger, Violation, demand
 from coordd_tools.sim.network import Network
 from coordd_tools.sim.payload import Payload
 from coordd_tools.sim.process import Process
-from coordd_tools.sim.scenes import draw
+from coordd_tools.sim.scenes import draw, with_refusals
 from coordd_tools.sim.script import Script, write
 from coordd_tools.sim.setting import Setting, Settings
 from coordd_tools.sim.swarm import Swarm, aside
@@ -149,6 +149,7 @@ class Simulation:
                 demand(not kept[table], f"the coordinator keeps {kept[table]} in its {table} table")
             given_up = self._swarm.leave or self._swarm.crossings
             demand(not kept["owed"] or given_up, f"{kept['owed']} refusals were never collected")
+            demand(not kept["parts"], "the coordinator keeps refused operations of which all members have heard")
             demand(not kept["calls"], "the coordinator keeps calls that all members have left")
             demand(not kept["absent"], "the coordinator thinks that somebody has joined")
 
@@ -159,7 +160,7 @@ def simulate(seed: int, *, show: Callable[[str], None] | None = None, scenes: bo
     Args:
         seed: everything is drawn from it.
         show: called with each line of the trace.
-        scenes: whether ranks may refuse calls and wait for each other.
+        scenes: whether ranks may refuse what others submit, and wait for each other.
 
     Raises:
         Violation: an invariant does not hold, or the protocol has raised an error, which is then the cause.
@@ -167,7 +168,10 @@ def simulate(seed: int, *, show: Callable[[str], None] | None = None, scenes: bo
     rng = Random(seed)  # noqa: S311 - a repeatable source is the point
     swarm = Swarm.draw(rng, scenes=scenes)
     settings = Settings.draw(rng, swarm)
-    run = Simulation(settings, swarm, write(rng, settings.size, swarm, steps=settings.steps), rng, show=show)
+    script = write(rng, settings.size, swarm, steps=settings.steps)
+    if swarm.refusals:
+        script = with_refusals(aside(rng), script)
+    run = Simulation(settings, swarm, script, rng, show=show)
     try:
         run.run()
     except Violation:

@@ -12,7 +12,7 @@ from random import Random
 __all__ = ["Swarm", "aside"]
 
 _CHANCES = {"crash": 0.2, "abort": 0.1, "impatience": 0.1, "locks": 0.75, "polling": 0.2}
-_LATE = {"calls": 0.25, "blocks": 0.8, "crossings": 0.8}
+_LATE = {"calls": 0.25, "blocks": 0.8, "crossings": 0.8, "refusals": 0.4}
 
 
 def aside(rng: Random) -> Random:
@@ -52,6 +52,7 @@ class Swarm:
     calls: bool = False
     blocks: bool = False
     crossings: bool = False
+    refusals: bool = False
 
     @classmethod
     def draw(cls, rng: Random, *, scenes: bool = True) -> Swarm:
@@ -59,7 +60,8 @@ class Swarm:
 
         Args:
             rng: chance.
-            scenes: whether ranks may refuse calls and wait for each other; without them all else is the same.
+            scenes: whether ranks may refuse what others submit, and wait for each other; without them all else is the
+                same.
         """
         side = aside(rng)  # so that the other switches of a seed stay what they were
         late = {name: side.random() < chance and scenes for name, chance in _LATE.items()}
@@ -67,6 +69,8 @@ class Swarm:
         drawn = {name: rng.random() < _CHANCES.get(name, 0.5) for name in old}
         # Ranks that contradict each other may also wait for each other, and get the one error or the other.
         late["blocks"] = late["blocks"] and not drawn["contradiction"]
+        # What fails because a rank has left, or contradicts, may have been refused by another before, or after that.
+        late["refusals"] = late["refusals"] and not (drawn["contradiction"] or drawn["leave"])
         return cls(**drawn, **late)
 
     @property
