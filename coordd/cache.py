@@ -34,6 +34,11 @@ class ResponseCache:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of what it holds."""
+        return self._slots.keys()
+
     def slot(self, request: Request) -> int:
         """Finds the slot that holds exactly this request; -1 if there is none."""
         slot = self._slots.get(request.name, -1)

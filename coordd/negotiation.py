@@ -10,7 +10,6 @@ import functools
 import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -21,13 +20,13 @@ from coordd.cache import ResponseCache
 from coordd.deadlock import BlockedRanks, Wait, deadlock_text, deadlocked, members_of
 from coordd.errors import MismatchError, ranks_text, spans
 from coordd.fusion import buckets
+from coordd.group_names import covers, is_group
 from coordd.latch import MOST_LINES, Latch, lines
 from coordd.messages import Announcement, Kind, Plan, ReduceOp, Refused, Report, Request, Response, Waiting
 from coordd.owed import Owed
 from coordd.refusals import Refusals, RefusedParts, answer
 from coordd.repetition import Slots
 from coordd.roll import Roll
-from coordd.unnamed import group_of, is_unnamed
 from coordd.verdict import sites, verdict
 from coordd.wire import bits, mask
 
@@ -163,9 +162,10 @@ class Negotiator:
         rank, wanted = 1 << refused.rank, self._mask(refused.members)
         if self._parts.claim(name, refused.members, rank):  # another one had refused it before
             return
-        if (slot := self._cache.slot_of(name)) >= 0:
+        for slot in self._slots_of_refused(name):
             self._spell_out(slot)
-        entries = self._of_group(name, refused.members)
+        names = [each for each in self._table if covers(name, each)] if is_group(name) else [name]
+        entries = [sets[refused.members] for each in names if refused.members in (sets := self._table.get(each, {}))]
         gone = self._left | self._absence.of(wanted)
         if rank & functools.reduce(operator.or_, (entry.told for entry in entries), gone):
             return
@@ -177,10 +177,10 @@ class Negotiator:
         told = {entry.name: entry.told for entry in entries}
         self._parts.enter(refused, name, wanted, wanted & ~(gone | rank), told)
 
-    def _of_group(self, name: str, members: tuple[int, ...]) -> list[Ballot]:
-        """What was announced under a name, or of a group without names by its base."""
-        names = [each for each in self._table if group_of(each)[0] == name] if is_unnamed(name) else [name]
-        return [sets[members] for each in names if members in (sets := self._table.get(each, {}))]
+    def _slots_of_refused(self, name: str) -> list[int]:
+        """The slots of an operation, or a group, that a rank refuses."""
+        names = [each for each in self._cache.names if covers(name, each)] if is_group(name) else [name]
+        return [slot for each in names if (slot := self._cache.slot_of(each)) >= 0]
 
     def note_blocked(self, ranks: int, name: str, seen: int) -> None:
         """Notes for which operation the scripts of ranks wait; without a name, that they do not wait any more.
@@ -329,7 +329,7 @@ class Negotiator:
         found = tuple(self._latch.observe(groups, [response.slot for response in responses if response.slot >= 0]))
         names = frozenset(self._cache.request(slot).name for group in found for slot in group)
         calls = {self._cache.request(slot).call for group in found for slot in group}
-        unsettled = self._owed.names & names or any(name in names for name in self._parts)
+        unsettled = self._owed.names & names or any(covers(said, name) for said in self._parts for name in names)
         unsettled = unsettled or any(call in self._refusals for call in calls)
         if not found or len(found) > MOST_LINES or self._left or unsettled:
             return ()
@@ -492,7 +492,8 @@ class Negotiator:
         """The slots whose tensors are negotiated by name at present, because a rank differs or has left."""
         if self._left or self._owed or self._absence or self._refusals:
             return -1
-        slots = (self._cache.slot_of(name) for name in chain(self._table, self._parts))
+        slots = [self._cache.slot_of(name) for name in self._table]
+        slots += [slot for name in self._parts for slot in self._slots_of_refused(name)]
         return functools.reduce(operator.or_, (1 << slot for slot in slots if slot >= 0), 0)
 
     def _spell_out(self, slot: int) -> None:

@@ -30,13 +30,13 @@ from coordd.errors import (
     brief,
     spans,
 )
+from coordd.group_names import names_in_group, refused_names
 from coordd.handles import Handle, call_site
 from coordd.mailbox import Letter
 from coordd.messages import Kind, ReduceOp, Refused, Request
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set, named_ranks
 from coordd.refusing import refusable
 from coordd.table import Entry, Site, show_site
-from coordd.unnamed import group_of, names_in_group
 
 __all__ = ["Operations", "Part"]
 
@@ -517,8 +517,7 @@ class Operations:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         site = show_site(call_site(sys._getframe(1)))  # noqa: SLF001 - the documented way to the caller
         reason = f"refused {kind.name.lower()} {names[0]!r}{more} at {site}: {brief(error)[:_LONGEST]}"
-        groups = tuple(dict.fromkeys(group_of(name)[0] for name in names))
-        daemon.refuse(Refused(daemon.world.rank, "", reason, members, groups))
+        daemon.refuse(Refused(daemon.world.rank, "", reason, members, refused_names(names)))
 
     def _number(self, kind: Kind, members: tuple[int, ...]) -> str:
         """Names what has no name; every process set counts for itself, for only its members count along.

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from coordd.group_names import group_of
 from coordd.messages import Refused, Request, Response
-from coordd.unnamed import group_of
 from coordd.wire import bits
 
 __all__ = ["Refusals", "RefusedParts", "answer"]
@@ -90,7 +90,7 @@ class Refusals:
 class RefusedParts:
     """By name and process set, the operations of which a rank has refused its part, oldest first.
 
-    A group without names has one entry, under its base, for the ranks' groups may differ in size.
+    A group has one entry, under its own name, for the ranks' groups may differ in size.
 
     Each of them is forgotten once every other member has announced or refused its part, has joined or left the job. So
     the n-th operation of a name is the same one on all members, whether they announce or refuse it.
@@ -103,7 +103,7 @@ class RefusedParts:
         return bool(self._parts)
 
     def __iter__(self) -> Iterator[str]:
-        """Lists the names; of groups without names the bases."""
+        """Lists the names of operations and groups."""
         return (name for name, _ in self._parts)
 
     def enter(self, refused: Refused, name: str, wanted: int, inside: int, told: Mapping[str, int]) -> None:
@@ -111,14 +111,14 @@ class RefusedParts:
 
         Args:
             refused: what the rank has said.
-            name: of the operation, or the base of a group without names.
+            name: of the operation, or of the group.
             wanted: bit mask of its members.
             inside: bit mask of those that may announce theirs.
             told: by name, bit masks of those that have.
         """
         part = _Part(refused, wanted, inside)
         for each, ranks in told.items():
-            part.hear(ranks, group_of(each)[1])
+            part.hear(ranks, 1 if each == name else group_of(each)[1])
         if part.inside:
             self._parts.setdefault((name, refused.members), []).append(part)
 
@@ -127,12 +127,13 @@ class RefusedParts:
         if not self._parts:
             return []
         found = []
-        base, size = group_of(name)
-        for part in self._parts.get((base, members), ()):
-            if concerned := part.inside & ranks:
-                found.append((part.first, concerned))
-                part.hear(concerned, size)
-                ranks &= ~concerned
+        group, size = group_of(name)
+        for said, count in ((name, 1), (group, size)):
+            for part in self._parts.get((said, members), ()):
+                if concerned := part.inside & ranks:
+                    found.append((part.first, concerned))
+                    part.hear(concerned, count)
+                    ranks &= ~concerned
         if found:
             self._forget()
         return found

@@ -137,6 +137,10 @@ NOT_NAMED = {
     "no group": (lambda: cd.grouped_allreduce([ONE]), lambda: cd.grouped_allreduce(None)),
     "no group, where others have two": (lambda: cd.grouped_allreduce([ONE, ONE]), lambda: cd.grouped_allreduce(None)),
     "a smaller group": (lambda: cd.grouped_allreduce([ONE] * 3), lambda: cd.grouped_allreduce([ONE, BAD])),
+    "a smaller group with a name": (
+        lambda: cd.grouped_allreduce([ONE] * 3, name="n"),
+        lambda: cd.grouped_allreduce([ONE, BAD], name="n"),
+    ),
     "a larger group": (lambda: cd.grouped_allreduce([ONE]), lambda: cd.grouped_allreduce([ONE, ONE, BAD])),
     "joining what is no set": (cd.join, lambda: cd.join(process_set="all")),
 }

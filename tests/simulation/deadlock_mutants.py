@@ -6,6 +6,7 @@ from coordd import negotiation
 from coordd.blocked import BlockWatch
 from coordd.deadlock import BlockedRanks
 from coordd.foreman import Foreman
+from coordd.group_names import group_of
 from coordd.member import Member
 from coordd.messages import Kind, Refused
 from coordd.negotiation import Negotiator
@@ -105,9 +106,9 @@ def forgets_a_refused_group_with_its_last_operation(monkeypatch):
 
     def claimed(self, name, members, ranks):
         found = claim(self, name, members, ranks)
-        base, _, place = name.partition("_")
-        at, _, size = place.partition("of")
-        for part in self._parts.get((base, members), ()) if at and int(at) + 1 == int(size) else ():
+        group, size = group_of(name)
+        last = name.endswith(f"_{size - 1}of{size}")
+        for part in self._parts.get((group, members), ()) if last else ():
             part.inside &= ~ranks
         return found
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from random import Random
 
+from coordd.arguments import places
+from coordd.group_names import names_in_group, refused_names
 from coordd.messages import Kind, Request
-from coordd.unnamed import names_in_group
 from coordd_tools.sim.script import Part, Round, Script
 from coordd_tools.sim.swarm import Swarm, aside
 
@@ -163,21 +164,27 @@ class _Author:
         return Crossing(orders, {}, frozenset(), self._agreement(mark))
 
     def group(self) -> Crossing:
-        """Draws a group of operations without names, of another size on each rank; some members refuse theirs."""
+        """Draws a group of operations that some members refuse; without names, or steady. Its size may differ."""
         mark, members = self.number, self._members()
         ranks = members or tuple(range(self._size))
-        base = f"allreduce.noname.{mark}"
-        chosen = self._rng.sample(ranks, self._rng.choice((1, 1, 2)))
+        steady, alike = self._rng.random() < 0.5, self._rng.random() < 0.5
+        base = f"group({members})" if steady else f"allreduce.noname.{mark}"
+        chosen = self._rng.sample(ranks, self._rng.choice((0, 1, 1) if alike else (1, 1, 2)))
+        common = self._rng.randint(1, 3)
         rounds: dict[str | None, Round] = {}
         orders: list[tuple[tuple[Round, bool], ...]] = []
+        refused = {}
         for rank in range(self._size):
-            mine = rank in ranks and rank not in chosen
-            names = names_in_group(base, [None] * self._rng.randint(1, 3)) if mine else []
-            for name in names:
+            size = common if alike else self._rng.randint(1, 3)
+            names = places(base, size) if steady else names_in_group(base, [None] * size)
+            if rank in chosen:
+                (refused[rank],) = refused_names([str(name) for name in names])
+            mine = names if rank in {*ranks} - {*chosen} else []
+            for name in mine:
                 if name not in rounds:
-                    rounds[name] = self._round(_request(str(name), members), refusers=chosen, free=True)
-            orders.append(tuple((rounds[name], False) for name in names))
-        refused = dict.fromkeys(chosen, base)
+                    request = _request(str(name), members, transient=not steady)
+                    rounds[name] = self._round(request, refusers=chosen, free=True)
+            orders.append(tuple((rounds[name], False) for name in mine))
         return Crossing(tuple(orders), {}, frozenset(), self._agreement(mark), refused, members)
 
     def refused_join(self) -> Crossing:
