@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordd.messages import Refused
-from coordd.refusals import Refusals
+from coordd.refusals import Refusals, RefusedParts
 
 
 def test_a_refused_call_is_forgotten_when_the_last_member_has_left_it_or_the_job():
@@ -19,3 +19,16 @@ def test_ranks_that_have_left_before_are_not_waited_for():
     refusals = Refusals()
     assert refusals.enter(Refused(0, "7", "bad"), 0b111, 0b110)
     assert not refusals
+
+
+def test_a_refused_group_is_forgotten_when_each_rank_has_announced_all_of_its_own_in_any_order():
+    parts = RefusedParts()
+    said = Refused(0, "", "refused it", (), ("g_*",))
+    parts.enter(said, "g_*", 0b111, 0b110, {"g_1of2": 0b010})
+    assert parts.claim("g_2of3", (), 0b100) == [(said, 0b100)]
+    assert parts.claim("g_0of2", (), 0b010) == [(said, 0b010)]
+    assert parts.claim("g_0of2", (), 0b010) == []  # the next group of this name
+    assert parts.claim("g_0of3", (), 0b100) == [(said, 0b100)]
+    assert parts
+    assert parts.claim("g_1of3", (), 0b100) == [(said, 0b100)]
+    assert not parts
