@@ -162,6 +162,8 @@ class Negotiator:
         rank, wanted = 1 << refused.rank, self._mask(refused.members)
         if self._parts.claim(name, refused.members, rank):  # another one had refused it before
             return
+        if self._owed and self._owed.discharge(refused.rank, name, wanted):
+            return
         for slot in self._slots_of_refused(name):
             self._spell_out(slot)
         names = [each for each in self._table if covers(name, each)] if is_group(name) else [name]

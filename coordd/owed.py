@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from coordd.ballot import members_mask
+from coordd.group_names import covers
 from coordd.messages import Response
 
 __all__ = ["Owed"]
@@ -37,6 +38,15 @@ class Owed:
     def enter(self, rank: int, refusal: Response, left: int) -> None:
         """Notes that a rank will get a refusal; ``left`` is the bit mask of those who have left."""
         self._refusals.setdefault((refusal.request.name, rank), deque()).append(_Refusal(refusal, left))
+
+    def discharge(self, rank: int, name: str, members: int) -> bool:
+        """Drops what a rank is owed that refuses its part of an operation or a group; says whether there was anything.
+
+        The other members have been told of that part already.
+        """
+        names = [each for each in self.names if covers(name, each)]
+        dropped = [each for each in names if self.claim(rank, each, members) is not None]
+        return bool(dropped)
 
     def claim(self, rank: int, name: str, members: int) -> Response | None:
         """Takes what a rank is owed that announces its part, if its members, a bit mask, would have contradicted."""

@@ -165,10 +165,7 @@ class Ledger:
         elif isinstance(outcome, RefusedError):
             demand(outcome.rank in made.turn.refusers, f"{made!r} failed with {shown}; {made.turn.refusers} refuse it")
         elif isinstance(outcome, MismatchError) and outcome.attribute == "order":
-            told = made.turn.refusers and made.part.request.kind is not Kind.JOIN  # those that wait for it hear of it
-            demand(
-                made.turn.free and not told, f"{made!r} failed with {shown}, though no ranks can wait for each other"
-            )
+            demand(made.turn.free, f"{made!r} failed with {shown}, though no ranks can wait for each other")
             self._heard[made.turn].discard(made.rank)
         elif isinstance(outcome, MismatchError):
             self._quarrel(made, outcome)
