@@ -147,7 +147,7 @@ class Simulation:
             kept = leftovers(self.hub)
             for table in ("announced", "table", "complete", "refused"):
                 demand(not kept[table], f"the coordinator keeps {kept[table]} in its {table} table")
-            given_up = self._swarm.leave or self._swarm.crossings
+            given_up = self._swarm.leave or self._swarm.crossings or self._swarm.refusals
             demand(not kept["owed"] or given_up, f"{kept['owed']} refusals were never collected")
             demand(not kept["parts"], "the coordinator keeps refused operations of which all members have heard")
             demand(not kept["calls"], "the coordinator keeps calls that all members have left")
