@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from coordd import api
+from coordd.consistency import Settings
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, MismatchError, brief
 from coordd.gradients import Choices, Gradients, Parameter
@@ -23,6 +24,7 @@ from coordd.operations import Operations
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce
 from coordd_tensorflow.unfinished import UNFINISHED
+from coordd_tensorflow.values import READING
 
 __all__ = ["Exchange", "name_of", "plain", "scaled", "variable_of"]
 
@@ -75,12 +77,15 @@ class Exchange:
         self._choices = choices
         self._prefix = prefix
 
-    def reduce(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+    def reduce(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], settings: Settings | None = None
+    ) -> list[Gradient]:
         """Reduces gradients over the ranks.
 
         Args:
             gradients: dense, sparse or None, one for each variable; the same kinds on all ranks.
             variables: which they are of.
+            settings: the hyperparameters of the optimizer that is going to use them.
 
         Returns:
             the reduced ones; None where no rank has one.
@@ -109,7 +114,7 @@ class Exchange:
                 name=f"sparse.{name_of(variables[index], index)}",
                 process_set=self._choices.process_set,
             )
-        for index, gradient in zip(dense, way.reduce(), strict=True):
+        for index, gradient in zip(dense, way.reduce(settings), strict=True):
             found[index] = gradient
         return found
 
@@ -133,10 +138,9 @@ class _Way:
         with self._lock:
             found: Gradients | None = memo.get(self._key)
             if found is None:
-                found = Gradients(self._source(), self._parameters, self._choices, prefix=self._prefix)
+                found = Gradients(self._source(), self._parameters, self._choices, prefix=self._prefix, reading=READING)
                 memo[self._key] = found
-        if (owner := self._parameters[0].owner) is not None:
-            found.serve(owner)
+        found.serve(self._parameters)
         return found
 
     def starter(self, given: Sequence[int]) -> Any:
@@ -159,13 +163,20 @@ class _Way:
 
         return start
 
-    def waiter(self, packed: Sequence[int], large: Sequence[int], absent: Sequence[int]) -> Any:
-        """Makes the function that returns what is reduced: small ones by bucket, and large ones."""
+    def waiter(
+        self, packed: Sequence[int], large: Sequence[int], absent: Sequence[int], settings: Settings | None, count: int
+    ) -> Any:
+        """Makes the function that returns what is reduced: small ones by bucket, and large ones.
 
-        def wait(*_: np.ndarray) -> list[np.ndarray]:
+        It gets what has started, of which there are so many, and behind it what of the settings changes, if any does.
+        """
+
+        def wait(*given: np.ndarray) -> list[np.ndarray]:
             gradients = self.gradients
             UNFINISHED.end(gradients)
             found = gradients.wait()
+            if settings is not None:
+                gradients.note(lambda: settings.read(given[count] if given[count:] else None))
             if only := [self._parameters[index].name for index in absent if found.has(index)]:
                 raise MismatchError.told(only[0], "gradients", _elsewhere(only))
             arrays = [*map(found.packed, packed), *map(found.__getitem__, large)]
@@ -211,8 +222,8 @@ class _Dense:
         key = (replace(choices, grouping=_ANY), grouped, prefix, *map(str, self._parameters))
         self._way = _Way((*key, place_in_graph(key)), prefix, self._parameters, choices)
 
-    def reduce(self) -> list[Gradient]:
-        """Starts and awaits them."""
+    def reduce(self, settings: Settings | None) -> list[Gradient]:
+        """Starts and awaits them, for an optimizer with such settings."""
         if not self._parameters:
             return []
         gradients = self._way.gradients
@@ -228,7 +239,10 @@ class _Dense:
         absent = [index for index, tensor in enumerate(self._tensors) if tensor is None]
         firsts = [gradients.packed[bucket][0] for bucket in packed]
         dtypes = [tf.as_dtype(self._parameters[index].dtype.name) for index in (*firsts, *large)]
-        arrived = call(self._way.waiter(packed, large, absent), started, dtypes)
+        # Read here, for in a graph this is before a step changes it.
+        current = None if settings is None else settings.current()
+        waiter = self._way.waiter(packed, large, absent, settings, len(started))
+        arrived = call(waiter, started if current is None else [*started, current], dtypes)
         found: list[Gradient] = [None] * len(self._parameters)
         for bucket, flat in zip(packed, arrived, strict=False):
             small = gradients.packed[bucket]
