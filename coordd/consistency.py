@@ -34,18 +34,6 @@ _AGE = 2
 """A model of the same names as an earlier one may have other values on each rank in its first step."""
 
 
-class Reading(NamedTuple):
-    """How values are read in a framework.
-
-    Attributes:
-        framework: its name; between different ones values may differ more.
-        values: returns those of a variable at some places, flattened; None if they cannot be seen.
-    """
-
-    framework: str
-    values: Callable[[Any, np.ndarray], Sequence[float] | np.ndarray | None]
-
-
 class Described(Protocol):
     """What is to be known of a parameter."""
 
@@ -57,6 +45,20 @@ class Described(Protocol):
     @property
     def owner(self) -> Any:
         """The variable; None when it is gone."""
+
+
+class Reading(NamedTuple):
+    """What is read of variables to compare it, and how.
+
+    Attributes:
+        framework: its name; between different ones values may differ more.
+        values: returns those of a variable at some places, flattened; None if they cannot be seen.
+        others: parameters that are compared, too, and whose gradients take a way of their own.
+    """
+
+    framework: str
+    values: Callable[[Any, np.ndarray], Sequence[float] | np.ndarray | None]
+    others: Sequence[Described] = ()
 
 
 class Settings(Protocol):
@@ -93,7 +95,7 @@ class Consistency:
             process_set: the ranks that take part.
         """
         self._operations = operations
-        self._parameters = parameters
+        self._parameters: Sequence[Described] = [*parameters, *reading.others]
         self._reading = reading
         self._name = f"{prefix}start"
         self._process_set = process_set
@@ -106,9 +108,9 @@ class Consistency:
         self._drift: Drift | None = None
         self._used: tuple[int, list[tuple[str, Any]]] | None = None
 
-    def renew(self, parameters: Sequence[Described]) -> None:
+    def renew(self, parameters: Sequence[Described], reading: Reading) -> None:
         """Takes over the variables of another model, which are like those of the one before."""
-        self._parameters, self._anew = parameters, self._steps
+        self._parameters, self._anew = [*parameters, *reading.others], self._steps
 
     def begin(self) -> None:
         """Counts a step, and takes part in the comparison that belongs to it, without waiting for the other ranks."""

@@ -186,13 +186,13 @@ class Gradients:
         """The small ones among those of each bucket, in the order in which they lie behind each other."""
         return [tuple(place.index for place in bucket.places[bucket.large :]) for bucket in self._buckets]
 
-    def serve(self, parameters: Sequence[Parameter]) -> None:
+    def serve(self, parameters: Sequence[Parameter], reading: Reading = NUMPY) -> None:
         """Takes parameters over that are like the first ones; gives memory back when they are gone."""
         if (owner := parameters[0].owner) is None:
             return
         if owner is not self._parameters[0].owner:
             self._parameters = tuple(parameters)
-            self._consistency.renew(self._parameters)
+            self._consistency.renew(self._parameters, reading)
         known = self._owners.get(id(owner))
         if known is None or not known.alive:
             found = weakref.finalize(owner, _release, weakref.WeakSet(self._buckets))

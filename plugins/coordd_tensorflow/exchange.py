@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from coordd import api
-from coordd.consistency import Settings
+from coordd.consistency import Reading, Settings
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, MismatchError, brief
 from coordd.gradients import Choices, Gradients, Parameter
@@ -24,7 +24,7 @@ from coordd.operations import Operations
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce
 from coordd_tensorflow.unfinished import UNFINISHED
-from coordd_tensorflow.values import READING
+from coordd_tensorflow.values import READING, UNREADABLE
 
 __all__ = ["Exchange", "name_of", "plain", "scaled", "variable_of"]
 
@@ -103,7 +103,13 @@ class Exchange:
         for index, gradient in enumerate(gradients):
             is_sparse = isinstance(gradient, tf.IndexedSlices) and not self._choices.sparse_as_dense
             (sparse if is_sparse else dense).append(index)
-        way = _Dense(self._choices, self._prefix, [gradients[i] for i in dense], [variables[i] for i in dense])
+        way = _Dense(
+            self._choices,
+            self._prefix,
+            [gradients[i] for i in dense],
+            [variables[i] for i in dense],
+            [variables[i] for i in sparse],
+        )
         if not self._choices.exchanges(source().daemon.world):
             return list(gradients)
         found: list[Gradient] = list(gradients)
@@ -122,9 +128,17 @@ class Exchange:
 class _Way:
     """What the functions in a graph know of the buckets, without the tensors, which they would keep for ever."""
 
-    def __init__(self, key: Hashable, prefix: str | None, parameters: Sequence[Parameter], choices: Choices) -> None:
+    def __init__(
+        self,
+        key: Hashable,
+        prefix: str | None,
+        parameters: Sequence[Parameter],
+        choices: Choices,
+        reading: Reading,
+    ) -> None:
         self._key = key
         self._parameters = tuple(parameters)
+        self._reading = reading
         self._choices = choices
         self._source = api.source()
         self._lock = threading.Lock()
@@ -138,9 +152,11 @@ class _Way:
         with self._lock:
             found: Gradients | None = memo.get(self._key)
             if found is None:
-                found = Gradients(self._source(), self._parameters, self._choices, prefix=self._prefix, reading=READING)
+                found = Gradients(
+                    self._source(), self._parameters, self._choices, prefix=self._prefix, reading=self._reading
+                )
                 memo[self._key] = found
-        found.serve(self._parameters)
+        found.serve(self._parameters, self._reading)
         return found
 
     def starter(self, given: Sequence[int]) -> Any:
@@ -202,7 +218,12 @@ class _Dense:
     """The dense gradients of one step, or of one place in a graph."""
 
     def __init__(
-        self, choices: Choices, prefix: str | None, gradients: Sequence[Gradient], variables: Sequence[Any]
+        self,
+        choices: Choices,
+        prefix: str | None,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+        sparse: Sequence[Any],
     ) -> None:
         self._choices = choices
         like = [
@@ -220,7 +241,15 @@ class _Dense:
         # Not with the choice itself: it knows variables by where they lie, where others may lie on some ranks later.
         grouped = choices.grouping.choice(map(variable_of, variables))
         key = (replace(choices, grouping=_ANY), grouped, prefix, *map(str, self._parameters))
-        self._way = _Way((*key, place_in_graph(key)), prefix, self._parameters, choices)
+        place = place_in_graph(key)
+        others = [
+            Parameter(name_of(variable, index), variable.shape, dtype_of(variable.dtype.name), variable_of(variable))
+            for index, variable in enumerate(sparse)
+            if tf.TensorShape(variable.shape).is_fully_defined()
+        ]
+        # A later place of a graph may run while the step of an earlier one still changes the variables.
+        reading = (UNREADABLE if place else READING)._replace(others=tuple(others))
+        self._way = _Way((*key, place), prefix, self._parameters, choices, reading)
 
     def reduce(self, settings: Settings | None) -> list[Gradient]:
         """Starts and awaits them, for an optimizer with such settings."""

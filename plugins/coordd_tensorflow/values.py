@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from coordd.consistency import Reading
 
-__all__ = ["READING"]
+__all__ = ["READING", "UNREADABLE"]
 
 
 def _values(variable: Any, places: np.ndarray) -> np.ndarray | None:
@@ -26,3 +26,5 @@ def _values(variable: Any, places: np.ndarray) -> np.ndarray | None:
 
 
 READING = Reading("TensorFlow", _values)
+UNREADABLE = Reading(READING.framework, lambda *_: None)
+"""For variables that something else may be changing."""

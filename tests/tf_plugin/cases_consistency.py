@@ -76,3 +76,42 @@ def case_ranks_that_have_joined_are_not_asked() -> None:
         cd.broadcast_variables(held, last)
     for _ in range(9):
         step()
+
+
+@ranks(2, deadline=60)
+def case_training_in_a_loop_of_the_graph_is_left_alone() -> None:
+    """Two steps follow each other in each turn of the loop, and the loss tells nothing of the variables."""
+    held = weights()
+
+    @tf.function
+    def train(count: tf.Tensor) -> None:
+        for _ in tf.range(count):
+            for _ in range(2):
+                with tf.GradientTape() as tape:
+                    loss = tf.add_n([tf.reduce_sum(variable) for variable in held])
+                for variable, gradient in zip(held, cd.DistributedGradientTape(tape).gradient(loss, held), strict=True):
+                    variable.assign_sub(0.1 * gradient)
+
+    train(tf.constant(140))
+    same = cd.allgather_object([variable.numpy() for variable in held])
+    assert all(map(np.array_equal, *same))
+
+
+@ranks(2, deadline=60)
+def case_variables_of_sparse_gradients_are_compared() -> None:
+    for way in range(2):
+        table, dense = tf.Variable(np.ones((20, 3)), name="table"), tf.Variable(np.ones(3), name="dense")
+
+        def step(table=table, dense=dense) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(table, [1, 2]) * dense)
+            found = cd.DistributedGradientTape(tape).gradient(loss, [table, dense])
+            assert isinstance(found[0], tf.IndexedSlices)
+
+        run = ways(step)[way]
+        with pytest.raises(Exception, match=r"no longer have the same values of table.*on rank 1"):  # noqa: PT012
+            for number in range(12):
+                if number == 2:
+                    table.assign_add(tf.ones_like(table) * float(cd.rank()))
+                run()
+        assert cd.allreduce(np.array([float(cd.rank())])).numpy().tolist() == [0.5]
