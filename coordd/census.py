@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from coordd.errors import spans
 
-__all__ = ["alike", "differences", "fingerprint"]
+__all__ = ["ROUNDING", "alike", "differences", "fingerprint"]
 
+ROUNDING = 0.02
+"""Differences of less, as a part of the largest value of a parameter, may come from rounding, of bfloat16 too."""
 _SHOWN = 5
 
 

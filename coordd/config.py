@@ -129,8 +129,8 @@ class Config:
     )
     check_parameters: bool = _knob(
         True,
-        "compare the ranks' parameters and hyperparameters before the first step of an optimizer: an error if they "
-        "differ, under --as-horovod a warning",
+        "compare the ranks' parameters and hyperparameters when an optimizer begins, and now and then later: an error "
+        "if they differ, under --as-horovod a warning",
     )
     nonfinite: str = _knob(
         "ignore",

@@ -8,38 +8,77 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
+from coordd.census import ROUNDING
 from coordd.errors import MismatchError, ranks_text
 from coordd.handles import Handle, call_site, hear_of
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
 
-__all__ = ["Drift", "Quantity", "fingerprint", "is_due"]
+__all__ = ["UNSEEN", "Drift", "Drifts", "Quantity", "Trained", "fingerprint", "is_due", "places"]
 
 _EVERY = 128
 _SHOWN = 3
 _NAN, _INFINITY = 1e305, 1e304
 """What stands for numbers that are not finite, which would compare equal to anything."""
+_PARAMETERS, _VALUES, _SETTINGS = 8, 8, 63
+"""So many parameters, values of each, and settings are compared at once; other ones the next time."""
+_OF_SETTINGS = 1e-4
+"""Other processors may compute a schedule's cosine otherwise in the last bits."""
+_CAUSES = (
+    "usual causes are a learning rate scheduler that follows a metric of one rank only, gradients that one rank clips, "
+    "scales or replaces, a step that was made or failed on one rank only, and a checkpoint that one rank has loaded "
+    "alone. Do the same on all ranks, or call"
+)
+UNSEEN = object()
+"""Stands for a setting whose value cannot be seen on this rank."""
+
+Item = TypeVar("Item")
 
 
 class Quantity(NamedTuple):
     """Numbers that all ranks should have in common.
 
     Attributes:
-        name: of a parameter or setting, in errors.
-        values: the numbers on this rank.
-        tolerance: how much of the largest of them ranks may differ by.
+        name: of a parameter or setting, in errors; none for room that is left empty.
+        values: the numbers on this rank, as many on all; None for one that cannot be seen here, and is not compared.
+        tolerance: by how much of the largest of them, or of ``reference``, ranks may differ.
+        reference: how large they have been, so that what rounding leaves of a sum near zero is no difference.
+        between: the tolerance between ranks of different frameworks, if it is larger.
+        decides: whether nothing behind it is looked at if it differs.
     """
 
     name: str
-    values: tuple[float, ...]
+    values: tuple[float | None, ...]
     tolerance: float
+    reference: float = 0.0
+    between: float = 0.0
+    decides: bool = False
+
+
+class Trained(NamedTuple):
+    """A parameter, of which some values are compared.
+
+    Attributes:
+        name: in errors.
+        what: its shape and type, equal on all ranks.
+        size: how many values it has; none if they cannot be compared.
+        tolerance: by how much of the largest one ranks may differ, because of rounding.
+        read: returns the values at some places of the flattened parameter; None if this rank cannot see them.
+    """
+
+    name: str
+    what: str
+    size: int
+    tolerance: float
+    read: Callable[[np.ndarray], Sequence[float] | None]
 
 
 def is_due(number: int) -> bool:
@@ -50,6 +89,92 @@ def is_due(number: int) -> bool:
 def fingerprint(text: str) -> float:
     """Makes a small whole number of a text, of which two never differ by rounding."""
     return float(1 + zlib.crc32(text.encode()) % 4093)
+
+
+def places(size: int, count: int) -> np.ndarray:
+    """Chooses so many places, or all, spread over a flattened array of a size."""
+    return np.unique(np.linspace(0, max(0, size - 1), min(size, count)).astype(np.intp))
+
+
+class Drifts:
+    """The comparisons of one optimizer, each of them of some parameters and settings, in turn."""
+
+    size = 3 + 2 * (1 + _SETTINGS) + _PARAMETERS * (1 + _VALUES)
+    """So many numbers travel at most: the framework, and each quantity with its reference."""
+
+    def __init__(self, operations: Operations, *, framework: str, prefix: str, process_set: ProcessSet) -> None:
+        """Prepares them.
+
+        Args:
+            operations: the way to the other ranks.
+            framework: which this rank trains with; values may differ more between different ones.
+            prefix: begins the names of the operations.
+            process_set: the ranks that take part.
+        """
+        self._operations = operations
+        self._framework = framework
+        self._prefix = prefix
+        self._process_set = process_set
+        self._largest: dict[str, float] = {}
+
+    def begin(
+        self,
+        trained: Sequence[Trained],
+        settings: Iterable[tuple[str, Any]] | None,
+        *,
+        step: int,
+        unknown: bool = False,
+    ) -> Drift:
+        """Starts one, without waiting for the answer.
+
+        Args:
+            trained: all parameters, alike on all ranks.
+            settings: hyperparameters by name; None if this rank does not know with which ones its last step was made.
+            step: the number of the step; equal on all ranks.
+            unknown: whether this rank's values may differ on purpose; then nothing is compared on any rank.
+        """
+        turn = step.bit_length() - 2 if step < _EVERY else 5 + step // _EVERY  # equal on all ranks, after a join too
+        what = fingerprint(repr([each.what for each in trained]))
+        quantities = [
+            Quantity("the trained parameters and their groups, as a checksum", (what,), 0.0, decides=True),
+            *self._settings(None if settings is None else [*settings], turn),
+            *(self._values(each) for each in _window(trained, turn, _PARAMETERS) if each.size),
+        ]
+        return Drift(
+            self._operations,
+            quantities,
+            size=self.size,
+            unknown=unknown,
+            name=f"{self._prefix}values.{step}",
+            process_set=self._process_set,
+            framework=self._framework,
+        )
+
+    def _settings(self, settings: Sequence[tuple[str, Any]] | None, turn: int) -> list[Quantity]:
+        """Takes some settings, and leaves room for others, so that what follows lies at the same place on all ranks."""
+        if settings is None:
+            return [Quantity("", (None,), 0.0)] * (1 + _SETTINGS)
+        what = fingerprint(repr([name for name, _ in settings]))
+        chosen = _window(settings, turn, _SETTINGS)
+        quantities = [Quantity("the names of hyperparameters, as a checksum", (what,), 0.0, decides=True)]
+        for name, value in chosen:
+            number = _number(value)
+            quantities.append(Quantity(name, (number,), _OF_SETTINGS, self._reference(f" {name}", [number])))
+        return [*quantities, *[Quantity("", (None,), 0.0)] * (_SETTINGS - len(chosen))]
+
+    def _values(self, parameter: Trained) -> Quantity:
+        """Takes some values, spread over all of a parameter."""
+        chosen = places(parameter.size, _VALUES)
+        found = parameter.read(chosen)
+        values = (None,) * chosen.size if found is None else tuple(map(float, found))
+        reference = self._reference(parameter.name, values)
+        return Quantity(parameter.name, values, parameter.tolerance, reference, between=ROUNDING)
+
+    def _reference(self, key: str, values: Iterable[float | None]) -> float:
+        """Says how large numbers have been here."""
+        known = [abs(value) for value in values if value is not None and np.isfinite(value)]
+        found = self._largest[key] = max([self._largest.get(key, 0.0), *known])
+        return found
 
 
 class Drift:
@@ -64,23 +189,28 @@ class Drift:
         unknown: bool,
         name: str,
         process_set: ProcessSet,
+        framework: str = "",
     ) -> None:
         """Starts to compare, without waiting for the answer.
 
         Args:
             operations: the way to the other ranks.
-            quantities: what is compared. The first tells what the others are: if that differs, they are not looked at.
-            size: numbers that travel; equal on all ranks, and not less than there are.
+            quantities: what is compared; as many numbers on all ranks up to one that ``decides``, and that differs.
+            size: numbers that travel; equal on all ranks, and not less than there are: one, and one for each value, and
+                one more for each quantity.
             unknown: whether this rank's numbers may differ on purpose; then nothing is compared on any rank.
             name: of the operation; equal on all ranks, and used once.
             process_set: the ranks that take part.
+            framework: which this rank computes with.
         """
         self._operations = operations
         self._quantities = quantities
         self._site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
         self._mine = np.zeros(size)
-        values = np.array([value for quantity in quantities for value in quantity.values])
+        numbers = [fingerprint(framework), *(one for each in quantities for one in (*each.values, each.reference))]
+        values = np.array([0.0 if number is None else number for number in numbers])
         self._mine[: values.size] = np.nan_to_num(values, nan=_NAN, posinf=_INFINITY, neginf=-_INFINITY)
+        self._mine[[place for place, number in enumerate(numbers) if number is None]] = np.nan
         both = np.stack([self._mine, -self._mine])
         if unknown:
             both[...] = np.nan
@@ -103,16 +233,17 @@ class Drift:
     def _differing(self, most: np.ndarray, least: np.ndarray) -> list[tuple[str, int]]:
         """Finds what differs, given the extremes: names, and for each the place of a number that does."""
         found: list[tuple[str, int]] = []
-        start = 0
-        for name, values, tolerance in self._quantities:
-            stop = start + len(values)
-            scale = max(np.abs(most[start:stop]).max(initial=0.0), np.abs(least[start:stop]).max(initial=0.0))
+        mixed, start = bool(most[0] > least[0]), 1
+        for each in self._quantities:
+            stop = start + len(each.values)
+            scale = max(np.abs(most[start : stop + 1]).max(), np.abs(least[start : stop + 1]).max())  # its reference's
+            tolerance = max(each.tolerance, each.between) if mixed else each.tolerance
             apart = most[start:stop] - least[start:stop] > tolerance * scale  # never where one is NaN
-            if apart.any():
-                found.append((name, start + int(apart.argmax())))
-                if not start:
+            if each.name and apart.any():
+                found.append((each.name, start + int(apart.argmax())))
+                if each.decides:
                     break
-            start = stop
+            start = stop + 1
         return found
 
     def differences(self) -> str:
@@ -130,19 +261,19 @@ class Drift:
         rest = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return ", ".join(told) + rest
 
-    def check(self, caller: str, advice: str) -> None:
+    def check(self, caller: str, remedy: str) -> None:
         """Hears the others.
 
         Args:
             caller: the function to which the numbers belong.
-            advice: what usually causes this, and what to do.
+            remedy: the functions that make values equal again, as the end of a sentence.
 
         Raises:
             MismatchError: on all ranks: numbers differ.
         """
         if differences := self.differences():
-            text = f"the ranks of a {caller} no longer have the same values of {differences}: {advice}"
-            raise MismatchError.told(caller, "values", text)
+            text = f"the ranks of a {caller} no longer have the same values of {differences}: {_CAUSES} {remedy}"
+            raise MismatchError.told(caller, "values", f"{text}; init(check_parameters=False) lets them differ")
 
 
 def _by_rank(ranks: np.ndarray, values: np.ndarray) -> str:
@@ -153,3 +284,18 @@ def _by_rank(ranks: np.ndarray, values: np.ndarray) -> str:
     told = [f"{value} on {ranks_text(group)}" for value, group in groups.items()]
     rest = "; …" if len(told) > _SHOWN else ""
     return f" ({'; '.join(told[:_SHOWN])}{rest})"
+
+
+def _window(items: Sequence[Item], turn: int, count: int) -> Sequence[Item]:
+    """Takes so many of the items, others in each turn."""
+    if len(items) <= count:
+        return items
+    first = turn * count % len(items)
+    return [items[(first + place) % len(items)] for place in range(count)]
+
+
+def _number(value: Any) -> float | None:
+    """Makes a number of a setting."""
+    if value is UNSEEN:
+        return None
+    return float(value) if isinstance(value, Real) else fingerprint(repr(value))

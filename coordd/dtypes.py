@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["dtype_of"]
+__all__ = ["digits_of", "dtype_of"]
 
 
 @functools.cache
@@ -25,3 +25,16 @@ def dtype_of(name: str) -> np.dtype[Any]:
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def digits_of(dtype: np.dtype[Any]) -> float:
+    """Returns the distance from one to the next number of a type; 0 for whole numbers."""
+    if dtype.kind in "biu":
+        return 0.0
+    try:
+        return float(np.finfo(dtype).eps)
+    except ValueError:
+        import ml_dtypes
+
+        found: Any = ml_dtypes.finfo
+        return float(found(dtype).eps)

@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,11 +22,12 @@ import numpy as np
 from coordd.arguments import check_reducible, name_of
 from coordd.checks import finite
 from coordd.config import MIB
+from coordd.consistency import NUMPY, Consistency, Reading
 from coordd.discarding import error_of, tell
-from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, NonFiniteError
+from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, NonFiniteError
 from coordd.grouping import Grouping
 from coordd.handles import Handle, wait_all
-from coordd.inventory import Inventory, NearlyEqual
+from coordd.inventory import Inventory
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
@@ -40,11 +41,6 @@ _ALIGNMENT = 64
 _LAST_BUCKET_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
 """Gradients of fewer bytes lie close together, so that a framework may take them as one array."""
-_COMPARED = 2
-"""The step before whose end values are compared: scripts broadcast them before or after the first."""
-_VALUES = 64
-"""Of each parameter so many values are compared, spread over all of it."""
-_ADVICE = "broadcast the variables before the first step, or right after it"
 _FAILED = "has not completed a step, which has failed"
 _COMBINE = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM})
 
@@ -125,7 +121,13 @@ class Gradients:
     """
 
     def __init__(
-        self, operations: Operations, parameters: Sequence[Parameter], choices: Choices, *, prefix: str
+        self,
+        operations: Operations,
+        parameters: Sequence[Parameter],
+        choices: Choices,
+        *,
+        prefix: str,
+        reading: Reading = NUMPY,
     ) -> None:
         """Lays buckets out, alike on all ranks.
 
@@ -134,6 +136,7 @@ class Gradients:
             parameters: in the order in which they are used; their gradients are expected in the opposite one.
             choices: what the user wants.
             prefix: of all names; equal on all ranks, and of nobody else.
+            reading: how values of parameters are read, to compare them.
 
         Raises:
             ArgumentError: a type cannot be reduced so, or a setting cannot be followed.
@@ -168,11 +171,10 @@ class Gradients:
         self._inventory: Inventory | None = Inventory(
             operations, lines, caller=caller, name=name, process_set=choices.process_set
         )
-        self._name = f"{prefix}start"
-        self._joins = operations.joins(choices.process_set.ranks)
-        self._steps = 0
         self._counted = False
-        self._values: NearlyEqual | None = None
+        self._consistency = Consistency(
+            operations, self._parameters, reading=reading, prefix=prefix, process_set=choices.process_set
+        )
 
     @property
     def buckets(self) -> list[tuple[int, ...]]:
@@ -184,8 +186,13 @@ class Gradients:
         """The small ones among those of each bucket, in the order in which they lie behind each other."""
         return [tuple(place.index for place in bucket.places[bucket.large :]) for bucket in self._buckets]
 
-    def serve(self, owner: object) -> None:
-        """Gives memory back as soon as an object is gone; so many may be served, one after the other."""
+    def serve(self, parameters: Sequence[Parameter], reading: Reading = NUMPY) -> None:
+        """Takes parameters over that are like the first ones; gives memory back when they are gone."""
+        if (owner := parameters[0].owner) is None:
+            return
+        if owner is not self._parameters[0].owner:
+            self._parameters = tuple(parameters)
+            self._consistency.renew(self._parameters, reading)
         known = self._owners.get(id(owner))
         if known is None or not known.alive:
             found = weakref.finalize(owner, _release, weakref.WeakSet(self._buckets))
@@ -266,7 +273,7 @@ class Gradients:
             if inventory is not None:
                 inventory.check()
             self._count_step()
-            different = self._different()
+            different = self._consistency.different()
             for bucket in self._buckets:
                 bucket.close()
             wait_all([bucket.handle for bucket in self._buckets if bucket.handle is not None])
@@ -278,6 +285,10 @@ class Gradients:
             return Reduced([(bucket, bucket.lend()) for bucket in self._buckets])
         finally:
             self._reset()
+
+    def note(self, settings: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+        """Notes with which hyperparameters the step is made whose gradients are reduced, to compare them."""
+        self._consistency.note(settings)
 
     def abandon(self, reason: str) -> None:
         """Discards this step on all ranks, if it has begun; waits for nobody.
@@ -320,37 +331,10 @@ class Gradients:
         return tell(self._operations, f"{self._prefix}discarded", reason, self._process_set)
 
     def _count_step(self) -> None:
-        """Counts this step, once; before the second one is made it starts to compare the values of all ranks."""
-        self._steps += not self._counted
+        """Counts this step, once; before the second one is made, and now and then later, values are compared."""
         counted, self._counted = self._counted, True
-        joined = self._operations.joins(self._process_set.ranks) != self._joins  # ranks may count other steps since
-        if self._steps != _COMPARED or counted or joined or not self._operations.daemon.config.check_parameters:
-            return
-        self._values = NearlyEqual(
-            self._operations,
-            {each.name: _some_values(each) for each in self._parameters},
-            caller="DistributedOptimizer",
-            name=self._name,
-            process_set=self._process_set,
-            advice=_ADVICE,
-        )
-
-    def _different(self) -> MismatchError | None:
-        """Finds out whether all ranks have the same parameters, where there is something to see.
-
-        Returns:
-            on all ranks, the error if they have not. Under ``as_horovod`` that is a warning.
-        """
-        values, self._values = self._values, None
-        try:
-            if values is not None:
-                values.check()
-        except MismatchError as error:
-            if not self._operations.as_horovod:
-                return error
-            if self._operations.daemon.world.rank == 0:
-                log.warning("%s", error)
-        return None
+        if not counted:
+            self._consistency.begin()
 
     def _look(self, name: str, gradient: np.ndarray) -> None:
         if np.isfinite(gradient).all():
@@ -549,17 +533,6 @@ class _Bucket:
     def submit(self) -> None:
         """Starts."""
         self.handle = self._operations.submit(self._request, self._flat)
-
-
-def _some_values(parameter: Parameter) -> np.ndarray:
-    """Takes some values of a parameter's variable, spread over all of it; NaN if they cannot be seen here."""
-    places = np.unique(np.linspace(0, max(0, parameter.size - 1), min(parameter.size, _VALUES)).astype(np.intp))
-    owner: Any = parameter.owner
-    value = owner.detach().cpu() if hasattr(owner, "detach") else owner
-    try:
-        return np.asarray(value.numpy()).reshape(-1)[places].real.astype(np.float64)
-    except (AttributeError, TypeError, NotImplementedError):  # none is known, or of a type that NumPy has not
-        return np.full(places.size, np.nan)
 
 
 def _release(buckets: Iterable[_Bucket]) -> None:

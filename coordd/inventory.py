@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from coordd.census import alike, differences, fingerprint
+from coordd.census import ROUNDING, alike, differences, fingerprint
 from coordd.errors import MismatchError
 from coordd.handles import Handle, call_site, hear_of
 from coordd.messages import Kind, ReduceOp
@@ -23,8 +23,6 @@ MARK = " has the checksum "
 """Between the name of a parameter and the checksum of its values, in a line."""
 _NOTHING = np.empty(0, np.uint8)
 _SHOWN = 5
-_ROUNDING = 0.02
-"""Differences of less, as a part of the largest value of a parameter, may come from rounding, of bfloat16 too."""
 
 Everybody = Sequence[tuple[int, Sequence[str]]]
 """Each rank, and its lines."""
@@ -143,7 +141,7 @@ class NearlyEqual:
             start += size
             scale = np.maximum(np.abs(most), np.abs(least)).max(initial=0.0)
             with np.errstate(invalid="ignore"):
-                if np.any(most - least > _ROUNDING * scale):  # never where one is NaN
+                if np.any(most - least > ROUNDING * scale):  # never where one is NaN
                     found.append(name)
         if found:
             raise MismatchError.told(self._caller, "parameters", _values_differ(found, self._advice))

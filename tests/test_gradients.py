@@ -127,8 +127,8 @@ def test_memory_is_given_back_when_a_model_is_gone_and_had_anew_by_the_next_of_i
         kept = step()
         step()
         step()  # in the memory of the one before
-        gradients.serve(owner)
-        gradients.serve(owner)
+        gradients.serve(described)
+        gradients.serve(described)
         del owner
         gc.collect()
         assert described[0].owner is None
@@ -147,7 +147,7 @@ def test_memory_is_given_back_when_a_model_is_gone_and_had_anew_by_the_next_of_i
 def test_who_is_served_keeps_nothing():
     def body(rank):
         gradients, owner = made({"w": (LARGE,)}), Parameter("any", (), dtype_of("float32"))
-        gradients.serve(owner)
+        gradients.serve([Parameter("w", (LARGE,), dtype_of("float32"), owner)])
         gradients.put(0, np.ones(LARGE, np.float32))
         gradients.wait()
         parts = [weakref.ref(part) for part in (gradients, *gradients._buckets)]

@@ -14,6 +14,7 @@ import keras
 from coordd.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from coordd.consistency import Settings
     from coordd.gradients import Choices
 
 __all__ = ["Reduction", "check_backend", "reduction"]
@@ -31,8 +32,8 @@ class Reduction(Protocol):
         """Hears of the variables, before their gradients are computed."""
         ...
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns reduced gradients; None where no rank has one."""
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], settings: Settings) -> list[Any]:
+        """Returns reduced gradients for a step with these settings; None where no rank has one."""
         ...
 
 

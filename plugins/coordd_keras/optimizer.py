@@ -22,6 +22,7 @@ from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set
 from coordd_keras.backend import Reduction, check_backend, reduction
 from coordd_keras.compression import Compression, compressor
+from coordd_keras.hyperparameters import Hyperparameters
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed"]
 
@@ -29,9 +30,12 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distribute
 class _Plan:
     """What is added to an optimizer."""
 
-    def __init__(self, way: Reduction | None, *, passes: int, average: bool, scale: int) -> None:
+    def __init__(
+        self, way: Reduction | None, settings: Hyperparameters, *, passes: int, average: bool, scale: int
+    ) -> None:
         """Keeps how gradients are reduced, after how many passes, and which ones are not, but divided by ``scale``."""
         self.way = way
+        self._settings = settings
         self.passes = passes
         self.average = average
         self.sums: list[Any] = []
@@ -51,7 +55,8 @@ class _Plan:
         common = self.common(variables)
         mine = {id(variable) for variable in common}
         pairs = list(zip(gradients, variables, strict=True))
-        reduced = iter(self.way.reduce([gradient for gradient, variable in pairs if id(variable) in mine], common))
+        given = [gradient for gradient, variable in pairs if id(variable) in mine]
+        reduced = iter(self.way.reduce(given, common, self._settings))
         return [next(reduced) if id(variable) in mine else self._scaled(gradient) for gradient, variable in pairs]
 
     def _scaled(self, gradient: Any) -> Any:
@@ -225,6 +230,7 @@ def _distributed(
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     optimizer._coordd = _Plan(  # noqa: SLF001 - it is ours now
         reduction(choices, call.prefix) if choices.exchanges(operations.daemon.world) else None,
+        Hyperparameters(optimizer),
         passes=passes,
         average=average,
         scale=process_set.count(api.size()) if scale_local_gradients else 1,

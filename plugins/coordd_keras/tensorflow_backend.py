@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from coordd.consistency import Settings
 from coordd.gradients import Choices
 from coordd_tensorflow.exchange import Exchange
 
@@ -20,7 +21,7 @@ class TensorFlowReduction:
     def watch(self, variables: Sequence[Any]) -> None:
         """Needs nothing: the graph says when gradients are there."""
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], settings: Settings) -> list[Any]:
         """Returns reduced gradients; None where no rank has one."""
-        found: list[Any] = self._exchange.reduce(gradients, variables)
+        found: list[Any] = self._exchange.reduce(gradients, variables, settings)
         return found

@@ -14,17 +14,20 @@ from typing import Any
 import torch
 
 from coordd import api
+from coordd.consistency import Reading, Settings
 from coordd.dtypes import dtype_of
 from coordd.errors import CoorddError
 from coordd.gradients import Choices, Gradients, Parameter
 from coordd.messages import ReduceOp
 from coordd.operations import Operations
 from coordd_torch.backward_pass import BackwardPass
-from coordd_torch.tensors import borrow, from_array
+from coordd_torch.tensors import borrow, from_array, values_at
 
 __all__ = ["TorchReduction"]
 
 _HOOK = "_coordd_keras_hook"
+READING = Reading("PyTorch", lambda variable, places: values_at(variable.value, places))
+"""How values of Keras's variables are read."""
 
 
 class TorchReduction:
@@ -52,8 +55,14 @@ class TorchReduction:
             ready = functools.partial(self._ready, index)
             setattr(parameter, _HOOK, parameter.register_post_accumulate_grad_hook(ready))
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns reduced gradients; None where no rank has one."""
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], settings: Settings) -> list[Any]:
+        """Returns reduced gradients for a step with these settings; None where no rank has one."""
+        found = self._found(gradients, variables)
+        assert self._gradients is not None  # noqa: S101 - for the type checker
+        self._gradients.note(lambda: settings.read(settings.current()))
+        return found
+
+    def _found(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if self._reduced:
             self._reduced = False
             return list(gradients)
@@ -83,7 +92,9 @@ class TorchReduction:
         operations = api.operations()
         if self._gradients is None or self._operations is not operations:
             self._operations = operations
-            self._gradients = Gradients(operations, self._described, self._choices, prefix=self._prefix)
+            self._gradients = Gradients(
+                operations, self._described, self._choices, prefix=self._prefix, reading=READING
+            )
 
     def _ready(self, index: int, parameter: torch.Tensor) -> None:
         """Runs when backward has accumulated a gradient.

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from coordd import api
+from coordd.consistency import Reading, Settings
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, MismatchError, brief
 from coordd.gradients import Choices, Gradients, Parameter
@@ -23,6 +24,7 @@ from coordd.operations import Operations
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce
 from coordd_tensorflow.unfinished import UNFINISHED
+from coordd_tensorflow.values import READING, UNREADABLE
 
 __all__ = ["Exchange", "name_of", "plain", "scaled", "variable_of"]
 
@@ -75,12 +77,15 @@ class Exchange:
         self._choices = choices
         self._prefix = prefix
 
-    def reduce(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+    def reduce(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], settings: Settings | None = None
+    ) -> list[Gradient]:
         """Reduces gradients over the ranks.
 
         Args:
             gradients: dense, sparse or None, one for each variable; the same kinds on all ranks.
             variables: which they are of.
+            settings: the hyperparameters of the optimizer that is going to use them.
 
         Returns:
             the reduced ones; None where no rank has one.
@@ -98,7 +103,13 @@ class Exchange:
         for index, gradient in enumerate(gradients):
             is_sparse = isinstance(gradient, tf.IndexedSlices) and not self._choices.sparse_as_dense
             (sparse if is_sparse else dense).append(index)
-        way = _Dense(self._choices, self._prefix, [gradients[i] for i in dense], [variables[i] for i in dense])
+        way = _Dense(
+            self._choices,
+            self._prefix,
+            [gradients[i] for i in dense],
+            [variables[i] for i in dense],
+            [variables[i] for i in sparse],
+        )
         if not self._choices.exchanges(source().daemon.world):
             return list(gradients)
         found: list[Gradient] = list(gradients)
@@ -109,7 +120,7 @@ class Exchange:
                 name=f"sparse.{name_of(variables[index], index)}",
                 process_set=self._choices.process_set,
             )
-        for index, gradient in zip(dense, way.reduce(), strict=True):
+        for index, gradient in zip(dense, way.reduce(settings), strict=True):
             found[index] = gradient
         return found
 
@@ -117,9 +128,17 @@ class Exchange:
 class _Way:
     """What the functions in a graph know of the buckets, without the tensors, which they would keep for ever."""
 
-    def __init__(self, key: Hashable, prefix: str | None, parameters: Sequence[Parameter], choices: Choices) -> None:
+    def __init__(
+        self,
+        key: Hashable,
+        prefix: str | None,
+        parameters: Sequence[Parameter],
+        choices: Choices,
+        reading: Reading,
+    ) -> None:
         self._key = key
         self._parameters = tuple(parameters)
+        self._reading = reading
         self._choices = choices
         self._source = api.source()
         self._lock = threading.Lock()
@@ -133,10 +152,11 @@ class _Way:
         with self._lock:
             found: Gradients | None = memo.get(self._key)
             if found is None:
-                found = Gradients(self._source(), self._parameters, self._choices, prefix=self._prefix)
+                found = Gradients(
+                    self._source(), self._parameters, self._choices, prefix=self._prefix, reading=self._reading
+                )
                 memo[self._key] = found
-        if (owner := self._parameters[0].owner) is not None:
-            found.serve(owner)
+        found.serve(self._parameters, self._reading)
         return found
 
     def starter(self, given: Sequence[int]) -> Any:
@@ -159,13 +179,20 @@ class _Way:
 
         return start
 
-    def waiter(self, packed: Sequence[int], large: Sequence[int], absent: Sequence[int]) -> Any:
-        """Makes the function that returns what is reduced: small ones by bucket, and large ones."""
+    def waiter(
+        self, packed: Sequence[int], large: Sequence[int], absent: Sequence[int], settings: Settings | None, count: int
+    ) -> Any:
+        """Makes the function that returns what is reduced: small ones by bucket, and large ones.
 
-        def wait(*_: np.ndarray) -> list[np.ndarray]:
+        It gets what has started, of which there are so many, and behind it what of the settings changes, if any does.
+        """
+
+        def wait(*given: np.ndarray) -> list[np.ndarray]:
             gradients = self.gradients
             UNFINISHED.end(gradients)
             found = gradients.wait()
+            if settings is not None:
+                gradients.note(lambda: settings.read(given[count] if given[count:] else None))
             if only := [self._parameters[index].name for index in absent if found.has(index)]:
                 raise MismatchError.told(only[0], "gradients", _elsewhere(only))
             arrays = [*map(found.packed, packed), *map(found.__getitem__, large)]
@@ -191,7 +218,12 @@ class _Dense:
     """The dense gradients of one step, or of one place in a graph."""
 
     def __init__(
-        self, choices: Choices, prefix: str | None, gradients: Sequence[Gradient], variables: Sequence[Any]
+        self,
+        choices: Choices,
+        prefix: str | None,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+        sparse: Sequence[Any],
     ) -> None:
         self._choices = choices
         like = [
@@ -209,10 +241,18 @@ class _Dense:
         # Not with the choice itself: it knows variables by where they lie, where others may lie on some ranks later.
         grouped = choices.grouping.choice(map(variable_of, variables))
         key = (replace(choices, grouping=_ANY), grouped, prefix, *map(str, self._parameters))
-        self._way = _Way((*key, place_in_graph(key)), prefix, self._parameters, choices)
+        place = place_in_graph(key)
+        others = [
+            Parameter(name_of(variable, index), variable.shape, dtype_of(variable.dtype.name), variable_of(variable))
+            for index, variable in enumerate(sparse)
+            if tf.TensorShape(variable.shape).is_fully_defined()
+        ]
+        # A later place of a graph may run while the step of an earlier one still changes the variables.
+        reading = (UNREADABLE if place else READING)._replace(others=tuple(others))
+        self._way = _Way((*key, place), prefix, self._parameters, choices, reading)
 
-    def reduce(self) -> list[Gradient]:
-        """Starts and awaits them."""
+    def reduce(self, settings: Settings | None) -> list[Gradient]:
+        """Starts and awaits them, for an optimizer with such settings."""
         if not self._parameters:
             return []
         gradients = self._way.gradients
@@ -228,7 +268,10 @@ class _Dense:
         absent = [index for index, tensor in enumerate(self._tensors) if tensor is None]
         firsts = [gradients.packed[bucket][0] for bucket in packed]
         dtypes = [tf.as_dtype(self._parameters[index].dtype.name) for index in (*firsts, *large)]
-        arrived = call(self._way.waiter(packed, large, absent), started, dtypes)
+        # Read here, for in a graph this is before a step changes it.
+        current = None if settings is None else settings.current()
+        waiter = self._way.waiter(packed, large, absent, settings, len(started))
+        arrived = call(waiter, started if current is None else [*started, current], dtypes)
         found: list[Gradient] = [None] * len(self._parameters)
         for bucket, flat in zip(packed, arrived, strict=False):
             small = gradients.packed[bucket]

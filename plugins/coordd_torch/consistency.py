@@ -6,37 +6,26 @@ every 128th. Steps are counted when gradients are reduced, which all ranks do to
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from coordd.drift import Drift, Quantity, fingerprint, is_due
+from coordd.drift import Drift, Drifts, Trained, is_due
 from coordd.errors import MismatchError
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
 from coordd_torch.start import Start, hyperparameters
+from coordd_torch.tensors import values_at
 
 __all__ = ["Consistency"]
 
 log = logging.getLogger("coordd")
-Item = TypeVar("Item")
 
-_PARAMETERS, _VALUES, _HYPERPARAMETERS = 8, 8, 63
-"""So many parameters, values of each, and hyperparameters are compared at once; other ones the next time."""
-_SIZE = 1 + _PARAMETERS * _VALUES + _HYPERPARAMETERS
-_ROUNDING = 1e-4
-"""Of hyperparameters: other processors may compute a schedule's cosine otherwise in the last bits."""
-_ADVICE = (
-    "usual causes are a learning rate scheduler that follows a metric of one rank only, gradients that one rank clips, "
-    "scales or replaces, a step that was made or failed on one rank only, and a checkpoint that one rank has loaded "
-    "alone. Do the same on all ranks, or call broadcast_parameters(model.state_dict()) and "
-    "broadcast_optimizer_state(optimizer); init(check_parameters=False) lets them differ"
-)
+_REMEDY = "broadcast_parameters(model.state_dict()) and broadcast_optimizer_state(optimizer)"
 
 
 class Consistency:
@@ -69,12 +58,11 @@ class Consistency:
         self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object
         self._names = names
         self._start: Start | None = start
-        self._prefix = prefix
+        self._drifts = Drifts(operations, framework="PyTorch", prefix=prefix, process_set=process_set)
         self._process_set = process_set
         self._joins = operations.joins(process_set.ranks)
         self.steps = 0
         """How many steps the ranks have begun to reduce since they have last joined."""
-        self._turn = 0
         self._asked: Drift | None = None
         self._now: Drift | None = None
 
@@ -92,7 +80,7 @@ class Consistency:
         if self.steps == 1 and self._start is not None:
             self._start.begin()
         elif is_due(self.steps) and self._operations.daemon.config.check_parameters:
-            self._now = self._sample()
+            self._now = self._compare()
 
     def check_alone(self) -> None:
         """Looks at this rank alone, in its first step.
@@ -118,69 +106,32 @@ class Consistency:
             if start is not None:
                 start.check()
             if asked is not None:
-                asked.check("DistributedOptimizer", _ADVICE)
+                asked.check("DistributedOptimizer", _REMEDY)
         except MismatchError as error:
             if not self._operations.as_horovod:
                 raise
             if self._operations.daemon.world.rank == 0:
                 log.warning("%s", error)
 
-    def _sample(self) -> Drift:
-        turn, self._turn = self._turn, self._turn + 1
+    def _compare(self) -> Drift:
         optimizer = self._optimizer()
         groups = optimizer.param_groups if optimizer is not None else []
         trained = [
-            (self._names.get(id(value), f"param.{number}.{place}"), value)
+            _trained(self._names.get(id(value), f"param.{number}.{place}"), value)
             for number, group in enumerate(groups)
             for place, value in enumerate(group["params"])
             if value.requires_grad
         ]
-        settings = [*hyperparameters(groups)]
-        what = repr([tuple(value.shape) for _, value in trained] + [name for name, _ in settings])
-        quantities = [Quantity("the trained parameters and their groups, as a checksum", (fingerprint(what),), 0.0)]
-        quantities += [
-            Quantity(name, (_number(value),), _ROUNDING) for name, value in _window(settings, turn, _HYPERPARAMETERS)
-        ]
-        quantities += [Quantity(name, *_some(value)) for name, value in _window(trained, turn, _PARAMETERS)]
-        return Drift(
-            self._operations,
-            quantities,
-            size=_SIZE,
-            unknown=self.local,
-            name=f"{self._prefix}values.{self.steps}",
-            process_set=self._process_set,
-        )
+        return self._drifts.begin(trained, hyperparameters(groups), step=self.steps, unknown=self.local)
 
 
-def _window(items: Sequence[Item], turn: int, count: int) -> Sequence[Item]:
-    """Takes so many of the items, others in each turn."""
-    if len(items) <= count:
-        return items
-    first = turn * count % len(items)
-    return [items[(first + place) % len(items)] for place in range(count)]
+def _trained(name: str, value: Tensor) -> Trained:
+    """Describes a parameter; ranks may differ by half of the digits that its type has.
 
-
-def _number(value: Any) -> float:
-    """Makes a number of a hyperparameter."""
-    return float(value) if isinstance(value, (bool, int, float)) else fingerprint(repr(value))
-
-
-def _some(value: Tensor) -> tuple[tuple[float, ...], float]:
-    """Takes some values, spread over all of a parameter, and says by how much those of other ranks may differ.
-
-    That is half of the digits that its type has: enough for what ranks with other processors round otherwise in a
-    million steps, and less than what a step with another learning rate or gradient changes.
+    That is enough for what ranks with other processors round otherwise in a million steps, and less than what a step
+    with another learning rate or gradient changes.
     """
-    value = value.detach()
-    if value.is_complex():
-        value = torch.view_as_real(value)
-    if value.layout is not torch.strided or value.is_meta or not value.is_floating_point() or not value.numel():
-        return (), 0.0
-    stride = max(1, value.numel() // _VALUES)
-    if value.is_contiguous():
-        some = value.view(-1)[::stride][:_VALUES]
-    else:
-        count = min(_VALUES, value.numel())
-        places = np.unravel_index(np.arange(count) * stride, value.shape)
-        some = value[tuple(torch.from_numpy(place).to(value.device) for place in places)]
-    return tuple(some.tolist()), float(torch.finfo(value.dtype).eps) ** 0.5
+    exact = float(torch.finfo(value.dtype).eps) ** 0.5  # a type that is trained has a fraction
+    what = f"{tuple(value.shape)} {value.dtype}"
+    size = value.numel() * (1 + value.is_complex())
+    return Trained(name, what, size, exact, functools.partial(values_at, value))

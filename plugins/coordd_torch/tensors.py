@@ -14,7 +14,7 @@ from coordd.daemon import Daemon
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError
 
-__all__ = ["borrow", "check_dense", "empty_common", "from_array", "view"]
+__all__ = ["borrow", "check_dense", "empty_common", "from_array", "values_at", "view"]
 
 # What NumPy does not have, as integers of equal size and the name of what they stand for.
 _FOREIGN: dict[torch.dtype, tuple[torch.dtype, str]] = {
@@ -100,3 +100,25 @@ def from_array(array: np.ndarray) -> torch.Tensor:
         if name == stands_for:
             return torch.from_numpy(array.view(np.dtype(str(carrier).removeprefix("torch.")))).view(dtype)
     return torch.from_numpy(array)
+
+
+def values_at(tensor: torch.Tensor, places: np.ndarray) -> list[float] | None:
+    """Reads some values of a tensor, wherever it lies.
+
+    Args:
+        tensor: real, or complex, which has two values at each place.
+        places: of the flattened tensor.
+
+    Returns:
+        the values; None if there are none to be seen, or they are no numbers with a fraction.
+    """
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point():
+        return None
+    chosen = np.unravel_index(places, tensor.shape) if tensor.dim() else ()
+    found: list[float] = tensor[tuple(torch.from_numpy(each).to(tensor.device) for each in chosen)].reshape(-1).tolist()
+    return found

@@ -2,13 +2,12 @@
 
 A pipeline adds up the losses of microbatches, each weighted by its rows or by ``weight=``. That is the loss of the
 batch only if the loss is such a mean over rows: then the loss of some rows is the weighted mean of the losses of two
-parts of them. The last stage compares these in runs 1, 2, 4, 8 ..., so it costs nothing in the long run.
+parts of them. The last stage compares these in some runs (`coordd.pipeline.loss_check`).
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,9 @@ import keras
 import numpy as np
 
 from coordd.errors import ArgumentError, brief
+from coordd.pipeline import loss_check
 from coordd.pipeline.batch import Batch
+from coordd.pipeline.loss_check import UnclearError
 
 __all__ = ["Judge", "LossCheck"]
 
@@ -25,10 +26,6 @@ Judge = Callable[[Sequence[Any], Sequence[Any], Any], float]
 
 _NOISE, _NOISE_16 = 1e-3, 5e-2
 """How far losses may differ by rounding, in proportion to them; and those of outputs of 16 bits."""
-
-
-class _UnclearError(Exception):
-    """The check cannot say anything about this loss."""
 
 
 class _Sample(NamedTuple):
@@ -40,8 +37,10 @@ class _Sample(NamedTuple):
     amount: float
 
 
-class LossCheck:
+class LossCheck(loss_check.LossCheck):
     """Compares the loss of some rows with the losses of two parts of them."""
+
+    _first: _Sample | None
 
     def __init__(self, judge: Judge, *, weighted: bool, declared: bool = False) -> None:
         """Prepares it.
@@ -51,21 +50,8 @@ class LossCheck:
             weighted: whether `weight=` says how much microbatches count.
             declared: whether the user says that the loss is a mean; else a warning says if it cannot be checked.
         """
+        super().__init__(weighted=weighted, declared=declared)
         self._judge = judge
-        self._weighted = weighted
-        self._declared = declared
-        self._runs = 0
-        self._wanted = True
-        self._conclusive = self._active = False
-        self._first: _Sample | None = None
-
-    def begin(self, batch: Batch) -> None:
-        """Decides whether a run is checked; one microbatch is the whole batch, and needs no check."""
-        self._first = None
-        self._active = False
-        if self._wanted and batch.count > 1:
-            self._runs += 1
-            self._active = not self._conclusive or self._runs.bit_count() == 1
 
     def look(self, microbatch: int, outputs: Sequence[Any], masks: Sequence[Any], batch: Batch) -> None:
         """Checks the loss with the outputs of a microbatch, and their masks.
@@ -75,18 +61,13 @@ class LossCheck:
         """
         if not self._active or batch.weight(microbatch) in {0.0, 1.0}:
             return
-        try:
-            parts = self._parts(microbatch, outputs, masks, batch)
-            self._conclusive |= len(parts) > 1 and self._compared(parts)
-        except _UnclearError as error:
-            self._wanted = self._active = False
-            if not self._declared:
-                kind = "weighted mean that weight= says" if self._weighted else "mean over the rows of a microbatch"
-                warnings.warn(
-                    f"coordd takes the loss for the {kind}, and cannot check that: {error}. "
-                    "PipelineConfig(loss_reduction='mean') says that it is, without this warning",
-                    stacklevel=2,
-                )
+        self._attempt(lambda: self._checked(microbatch, outputs, masks, batch))
+        self.warn()
+
+    def _checked(self, microbatch: int, outputs: Sequence[Any], masks: Sequence[Any], batch: Batch) -> bool:
+        """Says whether something was found out."""
+        parts = self._parts(microbatch, outputs, masks, batch)
+        return len(parts) > 1 and self._compared(parts)
 
     def _parts(self, microbatch: int, outputs: Sequence[Any], masks: Sequence[Any], batch: Batch) -> list[_Sample]:
         """Two samples, or one if there is no other yet: halves of this microbatch, or the first one and this one."""
@@ -97,7 +78,7 @@ class LossCheck:
         if any(
             not array.ndim or len(array) != count for array in [*found, *(mask for mask in told if mask is not None)]
         ):
-            raise _UnclearError("an output of the model has no row for each row of the inputs")
+            raise UnclearError("an output of the model has no row for each row of the inputs")
 
         def sample(rows: slice) -> _Sample:
             chosen = slice(part.start + rows.start, part.start + rows.stop)
@@ -122,19 +103,19 @@ class LossCheck:
         if abs(whole - expected) <= noise * scale:
             return scale > 0 and all(part.amount for part in parts)
         if abs(self._found(_joined(*parts)) - whole) > noise * scale:
-            raise _UnclearError("it does not give the same each time it is called")
+            raise UnclearError("it does not give the same each time it is called")
         raise ArgumentError(self._told(summed=abs(whole - sum(losses)) <= noise * scale))
 
     def _found(self, sample: _Sample) -> float:
         """The loss of some rows.
 
         Raises:
-            _UnclearError: it raises an error.
+            UnclearError: it raises an error.
         """
         try:
             return self._judge(sample.outputs, sample.masks, sample.targets)
         except Exception as error:
-            raise _UnclearError(f"with {len(sample.outputs[0])} rows it raises {brief(error)}") from error
+            raise UnclearError(f"with {len(sample.outputs[0])} rows it raises {brief(error)}") from error
 
     def _told(self, *, summed: bool) -> str:
         """Says what is wrong with the loss, and what to do."""

@@ -9,13 +9,12 @@ Let ``a`` and ``b`` be parts of the rows of a batch, and ``p`` the weight of ``a
 where ``p`` is 1 for a sum. The check measures that factor, with outputs that no graph of the model leads to, so no
 parameter gets a gradient. It leaves random number generators, targets and the buffers of the loss as they are.
 
-It is made in runs 1, 2, 4, 8 ..., so it costs nothing in the long run.
+It is made in some runs (`coordd.pipeline.loss_check`).
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,8 +25,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError, brief
+from coordd.pipeline import loss_check
 from coordd.pipeline.batch import Batch
 from coordd.pipeline.config import LossReduction
+from coordd.pipeline.loss_check import UnclearError
 from coordd_torch.pipeline.buffers import borrowed, copies, every
 from coordd_torch.pipeline.luck import untouched
 
@@ -43,10 +44,6 @@ _EXACT, _EXACT_16 = 1e-5, 1e-2
 """How far the factor may be off in any case."""
 
 _CHOICES = "or set PipelineConfig(loss_reduction='microbatch'), which trains the mean of the losses of microbatches"
-
-
-class _UnclearError(Exception):
-    """The check cannot say anything about this loss."""
 
 
 @dataclass
@@ -83,8 +80,15 @@ class _Found:
         )
 
 
-class LossCheck:
+class LossCheck(loss_check.LossCheck):
     """Compares the loss of some rows with the losses of two parts of them."""
+
+    _hint = (
+        "If it is a mean over tokens of which some do not count, give weight=; if it is a sum, set "
+        "PipelineConfig(loss_reduction='sum'). Pipeline.verify_parity shows whether gradients are those of the whole "
+        "batch; loss_reduction='mean' says that it is a mean, without this warning"
+    )
+    _first: _Sample | None
 
     def __init__(
         self,
@@ -102,31 +106,10 @@ class LossCheck:
             weighted: whether `weight=` says how much microbatches count.
             dimensions: which dimensions of an output have the rows; asked before a loss is refused.
         """
+        super().__init__(weighted=weighted, wanted=reduction != "microbatch", declared=reduction is not None)
         self._loss = loss
         self._reduction = reduction
-        self._weighted = weighted
         self._dimensions = dimensions
-        self._runs = 0
-        self._wanted = reduction != "microbatch"
-        self._conclusive = False
-        self._active = False
-        self._first: _Sample | None = None
-        self._reason = ""
-
-    def begin(self, batch: Batch) -> None:
-        """Decides whether a run is checked; one microbatch is the whole batch, and needs no check."""
-        self._first = None
-        self._active = False
-        if self._wanted and batch.count > 1:
-            self._runs += 1
-            self._active = not self._conclusive or self._runs.bit_count() == 1
-
-    def end(self) -> None:
-        """Releases what the run has left; warns, once, if the loss cannot be checked."""
-        self._first = None
-        reason, self._reason = self._reason, ""
-        if reason and self._reduction is None:
-            self._warn(reason)
 
     def look(self, microbatch: int, output: Any, batch: Batch) -> None:
         """Checks the loss with the output of a microbatch.
@@ -136,22 +119,8 @@ class LossCheck:
         """
         if not (self._active and batch.weight(microbatch)):
             return
-        try:
-            with torch.inference_mode(mode=False), torch.enable_grad():
-                self._conclusive |= self._checked(microbatch, output, batch)
-        except _UnclearError as error:
-            self._wanted = self._active = False
-            self._reason = str(error)
-
-    def _warn(self, reason: str) -> None:
-        kind = "weighted mean that weight= says" if self._weighted else "mean over the rows of a microbatch"
-        warnings.warn(
-            f"coordd takes the loss for the {kind}, and cannot check that: {reason}. If it is a mean over tokens of "
-            "which some do not count, give weight=; if it is a sum, set PipelineConfig(loss_reduction='sum'). "
-            "Pipeline.verify_parity shows whether gradients are those of the whole batch; loss_reduction='mean' says "
-            "that it is a mean, without this warning",
-            stacklevel=2,
-        )
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            self._attempt(lambda: self._checked(microbatch, output, batch))
 
     def _checked(self, microbatch: int, output: Any, batch: Batch) -> bool:
         """Says whether something was found out."""
@@ -169,7 +138,7 @@ class LossCheck:
             first = first or own
             both = _joined(first, own, with_rows)
         except Exception as error:
-            raise _UnclearError(f"outputs of microbatches cannot be taken apart and joined ({brief(error)})") from error
+            raise UnclearError(f"outputs of microbatches cannot be taken apart and joined ({brief(error)})") from error
         return self._compared(both, [first, own], with_rows, structure, batch)
 
     def _compared(
@@ -195,7 +164,7 @@ class LossCheck:
         """The gradient of the loss with respect to each leaf of the output, and the loss.
 
         Raises:
-            _UnclearError: the loss raises an error, or draws random numbers.
+            UnclearError: the loss raises an error, or draws random numbers.
         """
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in sample.leaves]
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -216,9 +185,9 @@ class LossCheck:
                         found[place] = gradient
                 random = drawn()
         except Exception as error:
-            raise _UnclearError(f"with {sample.rows} rows it raises {brief(error)}") from error
+            raise UnclearError(f"with {sample.rows} rows it raises {brief(error)}") from error
         if random:
-            raise _UnclearError("it draws random numbers")
+            raise UnclearError("it draws random numbers")
         return found, float(loss.detach())
 
     def _spared(self) -> AbstractContextManager[None]:
@@ -229,7 +198,7 @@ class LossCheck:
         """Raises if the loss depends on something that has no rows, such as a loss that the model itself finds."""
         for gradient, has_rows in zip(gradients, with_rows, strict=True):
             if gradient is not None and not has_rows and bool(gradient.any()):
-                raise _UnclearError(
+                raise UnclearError(
                     "it depends on a part of the output that has no row for each row of the inputs, such as a loss "
                     "that the model finds by itself"
                 )
@@ -238,16 +207,16 @@ class LossCheck:
         """Looks once more, before a loss is refused.
 
         Raises:
-            _UnclearError: the loss is another one each time, or rows lie in another dimension than the first.
+            UnclearError: the loss is another one each time, or rows lie in another dimension than the first.
         """
         again, _ = self._gradients(both, structure)
         for one, other in zip(whole, again, strict=True):
             if one is not None and (other is None or not torch.allclose(one, other, rtol=_EXACT_16, equal_nan=True)):
-                raise _UnclearError("it does not give the same each time it is called")
+                raise UnclearError("it does not give the same each time it is called")
         known = self._dimensions(batch.given) or [0] * len(whole)
         for place, gradient in enumerate(whole):
             if gradient is not None and gradient.any() and len(known) == len(whole) and known[place] != 0:
-                raise _UnclearError("the output has its rows in another dimension than the first")
+                raise UnclearError("the output has its rows in another dimension than the first")
 
     def _told(self, found: _Found) -> str:
         """Says what is wrong with the loss, and what to do."""

@@ -1,0 +1,196 @@
+"""Whether the parameters and hyperparameters of one optimizer are equal on all ranks, for `coordd.gradients`.
+
+Parameters are compared before the second step is made, for Horovod's scripts broadcast them before or after the first.
+Some of them, and hyperparameters, are compared in steps 4, 8, … 128 and then every 128th, which is heard in the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from coordd.drift import Drift, Drifts, Trained, is_due, places
+from coordd.dtypes import digits_of
+from coordd.errors import MismatchError
+from coordd.inventory import NearlyEqual
+from coordd.operations import Operations
+from coordd.process_sets import ProcessSet
+
+__all__ = ["NUMPY", "Consistency", "Reading", "Settings"]
+
+log = logging.getLogger("coordd")
+
+_START = 2
+_VALUES = 64
+"""Of each parameter so many values are compared at the start, spread over all of it."""
+_CALLER = "DistributedOptimizer"
+_ADVICE = "broadcast the variables before the first step, or right after it"
+_REMEDY = "broadcast_variables(...) with the model's variables and the optimizer's"
+_AGE = 2
+"""A model of the same names as an earlier one may have other values on each rank in its first step."""
+
+
+class Described(Protocol):
+    """What is to be known of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    size: int
+
+    @property
+    def owner(self) -> Any:
+        """The variable; None when it is gone."""
+
+
+class Reading(NamedTuple):
+    """What is read of variables to compare it, and how.
+
+    Attributes:
+        framework: its name; between different ones values may differ more.
+        values: returns those of a variable at some places, flattened; None if they cannot be seen.
+        others: parameters that are compared, too, and whose gradients take a way of their own.
+    """
+
+    framework: str
+    values: Callable[[Any, np.ndarray], Sequence[float] | np.ndarray | None]
+    others: Sequence[Described] = ()
+
+
+class Settings(Protocol):
+    """The hyperparameters of an optimizer."""
+
+    def current(self) -> Any:
+        """What of them changes within a program, as a scalar tensor, which may be part of a graph; None if nothing."""
+        ...
+
+    def read(self, current: Any) -> Iterable[tuple[str, Any]]:
+        """Lists all by name, given the number that the tensor had when a step was made."""
+        ...
+
+
+class Consistency:
+    """Compares the ranks of one optimizer."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        parameters: Sequence[Described],
+        *,
+        reading: Reading,
+        prefix: str,
+        process_set: ProcessSet,
+    ) -> None:
+        """Prepares the comparisons.
+
+        Args:
+            operations: the way to the other ranks.
+            parameters: alike on all ranks.
+            reading: how their values are read.
+            prefix: begins the names of its operations.
+            process_set: the ranks that take part.
+        """
+        self._operations = operations
+        self._parameters: Sequence[Described] = [*parameters, *reading.others]
+        self._reading = reading
+        self._name = f"{prefix}start"
+        self._process_set = process_set
+        self._joins = operations.joins(process_set.ranks)
+        self._drifts = Drifts(operations, framework=reading.framework, prefix=prefix, process_set=process_set)
+        self._steps = 0
+        self._anew = -_AGE
+        self._starts = True
+        self._start: NearlyEqual | None = None
+        self._drift: Drift | None = None
+        self._used: tuple[int, list[tuple[str, Any]]] | None = None
+
+    def renew(self, parameters: Sequence[Described], reading: Reading) -> None:
+        """Takes over the variables of another model, which are like those of the one before."""
+        self._parameters, self._anew = [*parameters, *reading.others], self._steps
+
+    def begin(self) -> None:
+        """Counts a step, and takes part in the comparison that belongs to it, without waiting for the other ranks."""
+        joins = self._operations.joins(self._process_set.ranks)
+        if joins != self._joins:  # all ranks have, and go on with one rank's values; they may have counted other steps
+            self._joins, self._steps, self._anew = joins, 0, -_AGE
+            self._starts, self._drift, self._used = False, None, None
+        self._steps += 1
+        if not self._operations.daemon.config.check_parameters:
+            return
+        if self._steps == _START and self._starts:
+            self._start = NearlyEqual(
+                self._operations,
+                {each.name: self._some(each) for each in self._parameters},
+                caller=_CALLER,
+                name=self._name,
+                process_set=self._process_set,
+                advice=_ADVICE,
+            )
+        elif self._steps > _START and is_due(self._steps):
+            self._compare()
+
+    def _compare(self) -> None:
+        """Starts a later comparison: of the values now, and of the settings with which the step before was made."""
+        step, settings = self._used or (0, None)
+        self._drift = self._drifts.begin(
+            [self._trained(each) for each in self._parameters],
+            settings if step == self._steps - 1 else None,
+            step=self._steps,
+            unknown=self._steps - self._anew < _AGE,
+        )
+
+    def note(self, settings: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+        """Notes with which hyperparameters a step is made; asks for them only if they are to be compared."""
+        if is_due(self._steps + 1) and self._operations.daemon.config.check_parameters:
+            self._used = self._steps, [*settings()]
+
+    def different(self) -> MismatchError | None:
+        """Hears the others: of the start in the second step, of later comparisons in the step after.
+
+        Returns:
+            on all ranks, the error if values differ. Under ``as_horovod`` that is a warning.
+        """
+        start, self._start = self._start, None
+        try:
+            if start is not None:
+                start.check()
+            if self._drift is not None and not is_due(self._steps):
+                drift, self._drift = self._drift, None
+                drift.check(_CALLER, _REMEDY)
+        except MismatchError as error:
+            if not self._operations.as_horovod:
+                return error
+            if self._operations.daemon.world.rank == 0:
+                log.warning("%s", error)
+        return None
+
+    def _some(self, parameter: Described) -> np.ndarray:
+        """Takes some values of a parameter; NaN if they cannot be seen here."""
+        chosen = places(parameter.size, _VALUES)
+        found = self._read(parameter, chosen)
+        return np.full(chosen.size, np.nan) if found is None else np.asarray(found, np.float64)
+
+    def _read(self, parameter: Described, chosen: np.ndarray) -> Any:
+        owner = parameter.owner
+        return None if owner is None else self._reading.values(owner, chosen)
+
+    def _trained(self, parameter: Described) -> Trained:
+        # Half of the digits of the type in which gradients travel, which the ranks have in common.
+        exact = digits_of(parameter.dtype) ** 0.5
+        what = f"{parameter.shape} {parameter.dtype}"
+        return Trained(parameter.name, what, parameter.size, exact, functools.partial(self._read, parameter))
+
+
+def _of_array(owner: Any, chosen: np.ndarray) -> np.ndarray | None:
+    try:
+        found: np.ndarray = np.asarray(owner.numpy()).reshape(-1)[chosen].real.astype(np.float64)
+    except (AttributeError, TypeError, NotImplementedError):  # none is known, or of a type that NumPy has not
+        return None
+    return found
+
+
+NUMPY = Reading("NumPy", _of_array)

@@ -1,0 +1,66 @@
+"""The hyperparameters of a Keras optimizer, to compare them between ranks: those that its configuration lists."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from numbers import Real
+from typing import Any
+
+import keras
+
+from coordd.drift import UNSEEN
+
+__all__ = ["Hyperparameters"]
+
+_OWN = frozenset({"name", "learning_rate"})
+"""Names are numbered by each rank for itself; a learning rate may be a variable or a schedule."""
+
+
+class Hyperparameters:
+    """Those of one optimizer, or of the one inside a loss scale."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """Prepares to read them."""
+        self._optimizer = weakref.ref(optimizer)  # graphs may outlive it
+
+    def current(self) -> Any:
+        """The learning rate, or of a schedule the number of the step, as a scalar tensor; None if it is a function."""
+        optimizer = self._plain()
+        rate = getattr(optimizer, "_learning_rate", None)
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            rate = optimizer.iterations
+        return keras.ops.convert_to_tensor(rate) if isinstance(rate, keras.Variable) else None
+
+    def read(self, current: Any) -> Iterator[tuple[str, Any]]:
+        """Lists all by name: first the learning rate, given the number that `current` had."""
+        optimizer = self._plain()
+        if optimizer is None:
+            return
+        yield "learning_rate", UNSEEN if current is None else self._rate(optimizer, current)
+        for name, value in sorted(_configuration(optimizer).items()):
+            if name not in _OWN and (value is None or isinstance(value, (str, Real))):
+                yield name, value
+
+    def _plain(self) -> Any:
+        found = self._optimizer()
+        while isinstance(found, keras.optimizers.LossScaleOptimizer):
+            found = found.inner_optimizer
+        return found
+
+    def _rate(self, optimizer: Any, current: Any) -> Any:
+        rate = optimizer._learning_rate  # noqa: SLF001 - the public one is a tensor of the present step
+        if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            return float(current)
+        try:
+            return float(rate(keras.ops.convert_to_tensor(int(current), optimizer.iterations.dtype)))
+        except Exception:  # noqa: BLE001 - a schedule is the user's, and need not work outside of a step
+            return UNSEEN
+
+
+def _configuration(optimizer: Any) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = optimizer.get_config()
+    except Exception:  # noqa: BLE001 - that of a user's optimizer need not work
+        return {}
+    return found

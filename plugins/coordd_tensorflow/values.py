@@ -1,0 +1,30 @@
+"""How values of TensorFlow's variables are read, to compare them between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from coordd.consistency import Reading
+
+__all__ = ["READING", "UNREADABLE"]
+
+
+def _values(variable: Any, places: np.ndarray) -> np.ndarray | None:
+    """Reads some values where the variable lies, so that no large one is copied; None of what is no variable."""
+    if not isinstance(variable, tf.Variable):
+        return None
+    try:
+        shape = tuple(variable.shape)
+        found = tf.gather_nd(variable, np.stack(np.unravel_index(places, shape), axis=-1)) if shape else variable
+        array: np.ndarray = found.numpy().reshape(-1).real.astype(np.float64)
+    except (AttributeError, TypeError, ValueError, NotImplementedError, tf.errors.OpError):
+        return None  # such as one that lies on several devices, or has no values yet
+    return array
+
+
+READING = Reading("TensorFlow", _values)
+UNREADABLE = Reading(READING.framework, lambda *_: None)
+"""For variables that something else may be changing."""
