@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from coordd.group_names import group_of
 from coordd.messages import Kind, Request, Response
 
 __all__ = ["ResponseCache"]
@@ -30,14 +31,14 @@ class ResponseCache:
         self._used: OrderedDict[int, None] = OrderedDict()
         self._sites: list[object] = []
         self._slots: dict[str, int] = {}
+        self._groups: dict[str, set[str]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    @property
-    def names(self) -> Iterable[str]:
-        """The names of what it holds."""
-        return self._slots.keys()
+    def named(self, said: str) -> list[str]:
+        """Lists the names of what it holds of an operation or a group."""
+        return [*([said] if said in self._slots else ()), *sorted(self._groups.get(said, ()))]
 
     def slot(self, request: Request) -> int:
         """Finds the slot that holds exactly this request; -1 if there is none."""
@@ -92,14 +93,28 @@ class ResponseCache:
             self._used[slot] = None
             self._sites.append(_UNKNOWN)
             self._slots[request.name] = slot
+            self._enter_group(request.name)
             return None
         gone = self._requests[slot]
+        if gone.name != request.name:
+            self._leave_group(gone.name)
+            self._enter_group(request.name)
         del self._slots[gone.name]
         self._requests[slot] = request
         self._used.move_to_end(slot)
         self._sites[slot] = _UNKNOWN
         self._slots[request.name] = slot
         return gone
+
+    def _enter_group(self, name: str) -> None:
+        if group := group_of(name)[0]:
+            self._groups.setdefault(group, set()).add(name)
+
+    def _leave_group(self, name: str) -> None:
+        if group := group_of(name)[0]:
+            self._groups[group].discard(name)
+            if not self._groups[group]:
+                del self._groups[group]
 
     def adopt(self, slot: int, request: Request, site: object) -> None:
         """Keeps the caller's own equal object, so that the next look-up is a comparison by identity, and its site."""

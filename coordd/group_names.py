@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["covers", "group_of", "is_group", "names_in_group", "refused_names"]
+__all__ = ["covers", "group_of", "is_group", "is_unnamed", "names_in_group", "refused_names"]
 
 _MARK = ".noname."
 _WHOLE = "_*"
@@ -41,12 +41,17 @@ def group_of(name: str) -> tuple[str, int]:
     if (found := _IN_GROUP.fullmatch(name)) is not None:
         base, _, size = found.groups()
         return base + _WHOLE, int(size)
-    return (name + _WHOLE if _MARK in name else ""), 1
+    return (name + _WHOLE if is_unnamed(name) else ""), 1
 
 
 def is_group(said: str) -> bool:
     """Whether what a refusal says is the name of a group."""
     return said.endswith(_WHOLE)
+
+
+def is_unnamed(name: str) -> bool:
+    """Whether an operation or a group has no name of the user's, as far as one can see."""
+    return _MARK in name
 
 
 def covers(said: str, name: str) -> bool:

@@ -19,7 +19,6 @@ from coordd.bucket import Bucket, Locked
 from coordd.cache import ResponseCache
 from coordd.errors import CoorddError, MismatchError, RefusedError, ShutdownError
 from coordd.fusion import buckets
-from coordd.group_names import covers
 from coordd.lock import Lock
 from coordd.messages import SILENT_PLANS, Kind, Plan, Refused, Report, Response
 from coordd.numbering import Numbering
@@ -139,7 +138,7 @@ class Member:
         this. What this rank has submitted of the call, and would have to announce anew, because a word on it was
         invalid or a lock takes its announcement back, fails here: the coordinator may have forgotten the call by then.
         """
-        self._refused_names |= {name for name in self._cache.names if any(covers(said, name) for said in refused.names)}
+        self._refused_names.update(*map(self._cache.named, refused.names))
         present = {entry.request.call for entry in self.table}
         self._refused_calls = {call: each for call, each in self._refused_calls.items() if call in present}
         if refused.call and refused.call in present:

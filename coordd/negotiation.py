@@ -181,8 +181,7 @@ class Negotiator:
 
     def _slots_of_refused(self, name: str) -> list[int]:
         """The slots of an operation, or a group, that a rank refuses."""
-        names = [each for each in self._cache.names if covers(name, each)] if is_group(name) else [name]
-        return [slot for each in names if (slot := self._cache.slot_of(each)) >= 0]
+        return [self._cache.slot_of(each) for each in self._cache.named(name)]
 
     def note_blocked(self, ranks: int, name: str, seen: int) -> None:
         """Notes for which operation the scripts of ranks wait; without a name, that they do not wait any more.

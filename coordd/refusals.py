@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from coordd.group_names import group_of
+from coordd.group_names import group_of, is_unnamed
 from coordd.messages import Refused, Request, Response
 from coordd.wire import bits
 
 __all__ = ["Refusals", "RefusedParts", "answer"]
+
+
+_Key = tuple[str, tuple[int, ...]]
+"""A name, and the members of the process set."""
 
 
 @dataclass
@@ -97,14 +101,15 @@ class RefusedParts:
     """
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[str, tuple[int, ...]], list[_Part]] = {}
+        self._parts: dict[_Key, list[_Part]] = {}
+        self._named: dict[_Key, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
     def __iter__(self) -> Iterator[str]:
-        """Lists the names of operations and groups."""
-        return (name for name, _ in self._parts)
+        """Lists the names of operations and groups, but for those without names, which never come again."""
+        return (name for name, _ in self._named)
 
     def enter(self, refused: Refused, name: str, wanted: int, inside: int, told: Mapping[str, int]) -> None:
         """Notes that a rank has refused its part of an operation or a group.
@@ -120,7 +125,10 @@ class RefusedParts:
         for each, ranks in told.items():
             part.hear(ranks, 1 if each == name else group_of(each)[1])
         if part.inside:
-            self._parts.setdefault((name, refused.members), []).append(part)
+            key = name, refused.members
+            self._parts.setdefault(key, []).append(part)
+            if not is_unnamed(name):
+                self._named[key] = None
 
     def claim(self, name: str, members: tuple[int, ...], ranks: int) -> list[tuple[Refused, int]]:
         """Takes what ranks, a bit mask, get that announce or refuse their part: refusals, and the ranks of each."""
@@ -128,14 +136,13 @@ class RefusedParts:
             return []
         found = []
         group, size = group_of(name)
-        for said, count in ((name, 1), (group, size)):
-            for part in self._parts.get((said, members), ()):
+        for key, count in (((name, members), 1), ((group, members), size)):
+            for part in self._parts.get(key, ()):
                 if concerned := part.inside & ranks:
                     found.append((part.first, concerned))
                     part.hear(concerned, count)
                     ranks &= ~concerned
-        if found:
-            self._forget()
+            self._forget(key)
         return found
 
     def leave(self, ranks: int, wide: int) -> None:
@@ -143,13 +150,15 @@ class RefusedParts:
         for parts in self._parts.values():
             for part in parts:
                 part.inside &= ~(0 if part.wanted & ~wide else ranks)
-        self._forget()
+        for key in [*self._parts]:
+            self._forget(key)
 
-    def _forget(self) -> None:
-        for key, parts in [*self._parts.items()]:
+    def _forget(self, key: _Key) -> None:
+        if (parts := self._parts.get(key)) is not None:
             parts[:] = [part for part in parts if part.inside]
             if not parts:
                 del self._parts[key]
+                self._named.pop(key, None)
 
 
 def answer(refused: Refused, request: Request, ranks: int) -> Response:
