@@ -23,7 +23,7 @@ from coordd.process_sets import ProcessSet, check_process_set, global_process_se
 from coordd_keras.backend import Reduction, check_backend, reduction
 from coordd_keras.compression import Compression, compressor
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "distribute", "is_distributed"]
 
 
 class _Plan:
@@ -34,8 +34,15 @@ class _Plan:
         self.way = way
         self.passes = passes
         self.average = average
-        self.sums: list[Any] = []
+        self.sums: dict[int, Any] = {}
+        """The gradients of the passes since the last step, added up, by the ids of their variables."""
         self.count: Any = None
+        self.passed: dict[int, Any] = {}
+        """The variables of these passes, by their ids; at once those since the last step, in graphs those of all."""
+        self.given: set[int] = set()
+        """Those among them that had gradients."""
+        self.traced = False
+        """Whether one of them was in a graph."""
         self.local: set[int] = set()
         """Variables whose gradients are not reduced, by their ids."""
         self._scale = scale
@@ -97,21 +104,56 @@ class _Distributed(keras.optimizers.Optimizer):
             self._accumulate(list(grads), variables)
 
     def _accumulate(self, gradients: list[Any], variables: list[Any]) -> None:
-        """Adds gradients up; makes a step with them after so many passes."""
+        """Adds gradients up; makes a step with them after so many passes.
+
+        The step is of whatever the passes since the last one had gradients for, which is known at once. In a graph,
+        which may be one of several, it is what any pass can have, and must be known when the first one is made.
+
+        Raises:
+            ArgumentError: a further graph has gradients for other variables, so that the first one cannot know of them.
+        """
         plan = self._coordd
-        there = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        for index in there:
-            plan.sums[index].assign_add(keras.ops.convert_to_tensor(gradients[index]))
+        pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+        given = {id(variable) for _, variable in pairs}
+        if plan.traced and not given <= plan.given:
+            names = ", ".join(variable.path for _, variable in pairs if id(variable) not in plan.given)
+            text = (
+                "with backward_passes_per_step, all graphs have gradients for the same variables, and only a later "
+                f"one has some for {names}: make one tf.function for all passes, or use run_eagerly=True"
+            )
+            raise ArgumentError(text)
+        plan.traced = plan.traced or not _at_once()
+        plan.given |= given
+        plan.passed |= {id(variable): variable for variable in variables}
+        for gradient, variable in pairs:
+            plan.sums[id(variable)].assign_add(keras.ops.convert_to_tensor(gradient))
         plan.count.assign_add(1)
+        keras.ops.cond(keras.ops.equal(plan.count % plan.passes, 0), self._step, lambda: None)
 
-        def step() -> None:
-            factor = 1.0 / plan.passes if plan.average else 1.0
-            found = [plan.sums[index].value * factor if index in there else None for index in range(len(variables))]
-            super(_Distributed, self).apply(plan.reduce(found, variables), variables)
-            for index in there:
-                plan.sums[index].assign(keras.ops.zeros_like(plan.sums[index]))
+    def _step(self) -> None:
+        """Makes a step with what was added up."""
+        plan = self._coordd
+        factor = 1.0 / plan.passes if plan.average else 1.0
+        variables = [plan.passed[key] for key in plan.sums if key in plan.passed]
+        sums = [plan.sums[id(variable)] if id(variable) in plan.given else None for variable in variables]
+        found = [None if each is None else each.value * factor for each in sums]
+        if _at_once():
+            plan.passed, plan.given = {}, set()
+        try:
+            super().apply(plan.reduce(found, variables), variables)
+        finally:
+            for each in sums:
+                if each is not None:
+                    each.assign(keras.ops.zeros_like(each))
 
-        keras.ops.cond(keras.ops.equal(plan.count % plan.passes, 0), step, lambda: None)
+
+def _at_once() -> bool:
+    """Says whether operations run now, and are not put into a graph."""
+    if keras.backend.backend() != "tensorflow":
+        return True
+    import tensorflow as tf
+
+    return bool(tf.executing_eagerly())
 
 
 def _prepare(optimizer: Any, variables: list[Any]) -> None:
@@ -119,10 +161,12 @@ def _prepare(optimizer: Any, variables: list[Any]) -> None:
     plan: _Plan = optimizer._coordd  # noqa: SLF001 - it is ours
     if plan.passes > 1:
         # No variables of the optimizer's, for what is saved is the plain optimizer.
-        plan.sums = [
-            keras.Variable(keras.ops.zeros(variable.shape, variable.dtype), trainable=False, name="coordd_sum")
+        plan.sums = {
+            id(variable): keras.Variable(
+                keras.ops.zeros(variable.shape, variable.dtype), trainable=False, name="coordd_sum"
+            )
             for variable in variables
-        ]
+        }
         plan.count = keras.Variable(0, trainable=False, dtype="int64", name="coordd_passes")
     elif plan.way is not None:
         plan.way.watch(plan.common(variables))
@@ -171,7 +215,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
         RefusedError: another rank has raised an error here.
         NotInitializedError: `init` was not called.
     """
-    return _distributed(
+    return distribute(
         _call,
         optimizer,
         name,
@@ -188,21 +232,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
     )
 
 
-def _distributed(
+def distribute(
     call: CollectiveCall,
     optimizer: keras.optimizers.Optimizer,
-    name: str | None,
+    name: str | None = None,
     *,
-    compression: Any,
-    sparse_as_dense: bool,
-    predivide: float,
-    op: ReduceOp,
-    passes: int,
-    average: bool,
-    num_groups: int,
-    groups: Any,
-    process_set: ProcessSet,
-    scale_local_gradients: bool,
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    predivide: float = 1.0,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    passes: int = 1,
+    average: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """Does what `DistributedOptimizer` says, as part of a call of all members."""
     operations = api.operations()
@@ -246,12 +290,28 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         args: those.
         local_layers: a layer, or several; built.
         details: those by name.
+
+    Raises:
+        ArgumentError, MismatchError, RefusedError: as `DistributedOptimizer`; of the layers, too.
     """
+    with CollectiveCall("PartialDistributedOptimizer", details.get("process_set", global_process_set)) as call:
+        weights = _weights_of(local_layers)
+        call.lines += sorted(f"the local {weight.path} {tuple(weight.shape)}" for weight in weights)
     found = DistributedOptimizer(optimizer, *args, **details)
-    layers = [] if local_layers is None else [local_layers] if isinstance(local_layers, keras.Layer) else local_layers
-    for layer in layers:
-        found._coordd.local.update(map(id, layer.trainable_weights))  # noqa: SLF001 - it is ours
+    found._coordd.local.update(map(id, weights))  # noqa: SLF001 - it is ours
     return found
+
+
+def _weights_of(layers: Any) -> list[Any]:
+    """Lists the trainable weights of no layer, one layer, or several."""
+    several = [] if layers is None else [layers] if isinstance(layers, keras.Layer) else layers
+    if not isinstance(several, (list, tuple, set)) or not all(isinstance(layer, keras.Layer) for layer in several):
+        text = f"local_layers is a layer of Keras, or a list of layers, not {layers!r}"
+        raise ArgumentError(text)
+    if unbuilt := [layer.name for layer in several if not layer.built]:
+        text = f"local layers must have been built, so that their weights are known: {', '.join(unbuilt)}"
+        raise ArgumentError(text)
+    return [weight for layer in several for weight in layer.trainable_weights]
 
 
 def is_distributed(optimizer: Any) -> bool:
