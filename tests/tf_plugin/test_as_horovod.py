@@ -89,8 +89,6 @@ CAUSES = {
         call("allreduce", tensor=(SLICES, SLICES), op=(cd.Sum, cd.Average), name="aa"),
         tf.errors.FailedPreconditionError,
     ),
-    "slices": (call("allreduce", tensor=(SLICES, SLICES), op=(cd.Max, cd.Max)), tf.errors.InvalidArgumentError),
-    "group": (call("grouped_allreduce", tensors=(None, None)), tf.errors.InvalidArgumentError),
     "root": (call("broadcast", tensor=(tf.ones(2), tf.ones(2)), root_rank=(7, 7)), tf.errors.InvalidArgumentError),
     "splits": (
         call("alltoall", tensor=(tf.ones(2), tf.ones(2)), splits=([9, 9], [9, 9])),
