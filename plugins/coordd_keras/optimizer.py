@@ -261,7 +261,8 @@ def distribute(
         sparse_as_dense=sparse_as_dense,
         grouping=_grouping(num_groups, groups),
     )
-    way = compression.__name__ if isinstance(compression, type) else type(compression).__name__
+    kind = compression if isinstance(compression, type) else type(compression)
+    way = compression if isinstance(compression, str) else kind.__name__
     call.lines += [f"op={choices.op.name.capitalize()}", f"compression={way}", f"backward_passes_per_step={passes}"]
     call.lines += [f"average_aggregated_gradients={average}", f"gradient_predivide_factor={choices.predivide}"]
     call.lines += [f"sparse_as_dense={sparse_as_dense}", f"optimizer {type(optimizer).__name__}", call.prefix]

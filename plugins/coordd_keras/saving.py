@@ -39,7 +39,7 @@ def load_model(
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)
     _call.lines += [f"{variable.path} {tuple(variable.shape)}" for variable in model.variables]
-    if model.optimizer is None:
+    if getattr(model, "optimizer", None) is None:
         _call.lines.append("no optimizer")
     else:
         distribute(_call, model.optimizer, compression=compression)
