@@ -34,13 +34,13 @@ class _Plan:
         self.way = way
         self.passes = passes
         self.average = average
-        self.sums: dict[int, Any] = {}
-        """The gradients of the passes since the last step, added up, by the ids of their variables."""
+        self.sums: list[Any] = []
+        """Of each variable, the gradients of the passes since the last step, added up."""
         self.count: Any = None
         self.passed: dict[int, Any] = {}
-        """The variables of these passes, by their ids; at once those since the last step, in graphs those of all."""
+        """The variables of these passes, by their places; in a graph those of its one."""
         self.given: set[int] = set()
-        """Those among them that had gradients."""
+        """The places of those that had gradients in these passes; in graphs in any."""
         self.traced = False
         """Whether one of them was in a graph."""
         self.local: set[int] = set()
@@ -112,39 +112,43 @@ class _Distributed(keras.optimizers.Optimizer):
         Raises:
             ArgumentError: a further graph has gradients for other variables, so that the first one cannot know of them.
         """
-        plan = self._coordd
-        pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
-        given = {id(variable) for _, variable in pairs}
-        if plan.traced and not given <= plan.given:
-            names = ", ".join(variable.path for _, variable in pairs if id(variable) not in plan.given)
+        plan, at_once = self._coordd, _at_once()
+        by_place = {self._get_variable_index(variable): variable for variable in variables}
+        pairs = [pair for pair in zip(gradients, by_place, strict=True) if pair[0] is not None]
+        given = {place for _, place in pairs}
+        if plan.traced and not (given <= plan.given <= by_place.keys()):
+            names = ", ".join(self._trainable_variables[place].path for place in sorted(given ^ plan.given))
             text = (
-                "with backward_passes_per_step, all graphs have gradients for the same variables, and only a later "
-                f"one has some for {names}: make one tf.function for all passes, or use run_eagerly=True"
+                "with backward_passes_per_step, all graphs have gradients for the same variables, and only some "
+                f"have them for {names}: make one tf.function for all passes, or use run_eagerly=True"
             )
             raise ArgumentError(text)
-        plan.traced = plan.traced or not _at_once()
+        plan.traced = plan.traced or not at_once
         plan.given |= given
-        plan.passed |= {id(variable): variable for variable in variables}
-        for gradient, variable in pairs:
-            plan.sums[id(variable)].assign_add(keras.ops.convert_to_tensor(gradient))
+        plan.passed = plan.passed | by_place if at_once else by_place
+        for gradient, place in pairs:
+            plan.sums[place].assign_add(keras.ops.convert_to_tensor(gradient))
         plan.count.assign_add(1)
-        keras.ops.cond(keras.ops.equal(plan.count % plan.passes, 0), self._step, lambda: None)
+        if not at_once:
+            keras.ops.cond(keras.ops.equal(plan.count % plan.passes, 0), self._step, lambda: None)
+        elif int(plan.count) % plan.passes == 0:  # Keras would make errors of other classes of those inside
+            self._step()
 
     def _step(self) -> None:
         """Makes a step with what was added up."""
         plan = self._coordd
         factor = 1.0 / plan.passes if plan.average else 1.0
-        variables = [plan.passed[key] for key in plan.sums if key in plan.passed]
-        sums = [plan.sums[id(variable)] if id(variable) in plan.given else None for variable in variables]
-        found = [None if each is None else each.value * factor for each in sums]
+        places = sorted(plan.passed)
+        variables = [plan.passed[place] for place in places]
+        found = [plan.sums[place].value * factor if place in plan.given else None for place in places]
+        sums = [plan.sums[place] for place in sorted(plan.given)]
         if _at_once():
             plan.passed, plan.given = {}, set()
         try:
             super().apply(plan.reduce(found, variables), variables)
         finally:
             for each in sums:
-                if each is not None:
-                    each.assign(keras.ops.zeros_like(each))
+                each.assign(keras.ops.zeros_like(each))
 
 
 def _at_once() -> bool:
@@ -161,12 +165,10 @@ def _prepare(optimizer: Any, variables: list[Any]) -> None:
     plan: _Plan = optimizer._coordd  # noqa: SLF001 - it is ours
     if plan.passes > 1:
         # No variables of the optimizer's, for what is saved is the plain optimizer.
-        plan.sums = {
-            id(variable): keras.Variable(
-                keras.ops.zeros(variable.shape, variable.dtype), trainable=False, name="coordd_sum"
-            )
+        plan.sums = [
+            keras.Variable(keras.ops.zeros(variable.shape, variable.dtype), trainable=False, name="coordd_sum")
             for variable in variables
-        }
+        ]
         plan.count = keras.Variable(0, trainable=False, dtype="int64", name="coordd_passes")
     elif plan.way is not None:
         plan.way.watch(plan.common(variables))
