@@ -229,6 +229,25 @@ def test_slices_have_gradients_and_keep_their_types(two):
     assert two.each(body) == [[result] * 2 for result in expected]
 
 
+@pytest.mark.parametrize("way", ["at once", "graph"])
+def test_gradients_that_are_slices_on_some_ranks_only_are_told_to_all(two, way):
+    def body(rank):
+        table, weight = tf.Variable(tf.ones([3, 2]), name="table"), tf.Variable(tf.ones(2), name="weight")
+
+        def step():
+            with tf.GradientTape() as tape:
+                rows = tf.gather(table, [0]) if rank else table * 2.0
+                loss = tf.reduce_sum(rows * weight)
+            return cd.DistributedGradientTape(tape).gradient(loss, [table, weight])
+
+        with pytest.raises((cd.CoorddError, tf.errors.OpError), match="different parameters to DistributedOptimizer"):
+            (tf.function(step, autograph=False) if way == "graph" else step)()
+        cd.barrier()
+        return cd.allreduce(ONE).numpy()[0]
+
+    assert two.each(body) == [1.0] * 2
+
+
 def test_sums_of_integers_stay_integers(two):
     def body(_):
         return cd.allreduce(INTEGERS, op=cd.Sum).values.dtype
