@@ -1,4 +1,8 @@
-"""What one rank refuses, or does otherwise, in calls of `coordd.keras` is heard by the others; ranks are threads."""
+"""What one rank refuses, or does otherwise, in calls of `coordd.keras` is heard by the others; ranks are threads.
+
+Each `LocalRanks.each` counts calls and operations anew, so what was refused must be over on all ranks before the next:
+a test ends with something that all of them complete.
+"""
 
 from __future__ import annotations
 
@@ -149,6 +153,7 @@ def test_variables_that_differ_are_not_copied(two):
         variables = built(rank).variables
         with pytest.raises(cd.MismatchError, match="different parameters to broadcast_variables"):
             cd.broadcast_variables(variables if rank else variables[:1], 0)
+        cd.barrier()
         return float(variables[0][0, 0])
 
     assert two.each(body) == [1.0, 2.0]
@@ -214,6 +219,7 @@ def test_errors_keep_their_class_in_layers(two):
     def body(rank):
         with pytest.raises(cd.CoorddError) as caught:
             Summing()(np.ones((2, 2 + rank)))
+        cd.barrier()
         return type(caught.value).__name__
 
     assert {*two.each(body)} <= {"ArgumentError", "RefusedError"}

@@ -1,4 +1,8 @@
-"""What one rank refuses in TensorFlow, at once and in a graph, is heard by the others; ranks are threads."""
+"""What one rank refuses in TensorFlow, at once and in a graph, is heard by the others; ranks are threads.
+
+Each `LocalRanks.each` counts calls and operations anew, so what was refused must be over on all ranks before the next:
+a test ends with something that all of them complete.
+"""
 
 from __future__ import annotations
 
