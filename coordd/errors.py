@@ -39,6 +39,8 @@ class CoorddError(RuntimeError):
 
     ag_pass_through = True
     """For TensorFlow's AutoGraph: it is raised as it is, not as an error of another class."""
+    _keras_call_info_injected = True
+    """For Keras, which otherwise makes a plain `RuntimeError` of one that passes through a layer."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies the text: it was composed from arguments that are no longer there to compose it again."""

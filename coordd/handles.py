@@ -312,9 +312,9 @@ def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | Non
 
 
 def is_users(frame: Any, package: str = "coordd") -> bool:
-    """Says whether a frame is neither coordd's nor a framework's."""
+    """Says whether a frame is neither coordd's nor a framework's, nor a ``with`` statement's machinery."""
     module = frame.f_globals.get("__name__", "")
-    ours = module.startswith((package, *_INSIDE)) or module in _FRAMEWORKS
+    ours = module.startswith((package, *_INSIDE)) or module in _FRAMEWORKS or module == "contextlib"
     return not ours and _AUTOGRAPH not in frame.f_code.co_filename
 
 

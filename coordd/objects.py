@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,12 +15,30 @@ import numpy as np
 
 from coordd import api
 from coordd.errors import RefusedError, brief
+from coordd.messages import Kind
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.refusing import Name, refusable
 
-__all__ = ["allgather_object", "broadcast_object", "gathered"]
+__all__ = ["allgather_object", "broadcast_object", "gathered", "sizes_of"]
 
 
+def _current(*_: Any) -> Operations:
+    """Returns the operations of the default daemon, whatever the arguments."""
+    return api.operations()
+
+
+def sizes_of(kind: Kind) -> Callable[[Mapping[str, Any]], Name]:
+    """Makes what finds the first operation of these functions: that of the sizes."""
+
+    def find(given: Mapping[str, Any]) -> Name:
+        name = given.get("name")
+        return kind, [name and f"{name}.sz"]
+
+    return find
+
+
+@refusable(sizes_of(Kind.BROADCAST), _current)
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -49,6 +67,7 @@ def broadcast_object(
     return obj if root else _checked([(root_rank, pickle.loads(data.data))])[0]  # noqa: S301 - see the head of this file
 
 
+@refusable(sizes_of(Kind.ALLGATHER), _current)
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Returns all ranks' objects, in the order of ranks.
 

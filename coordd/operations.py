@@ -177,7 +177,7 @@ class Operations:
         return self.submit(self._request(Kind.BROADCAST, name, array, process_set, root=root), array, land=land)
 
     @refusable(Kind.ALLGATHER, _itself, announces=True)
-    def allgather(
+    def allgather(  # noqa: PLR0913 - the choices that the operation has
         self,
         array: np.ndarray,
         *,
@@ -185,16 +185,18 @@ class Operations:
         process_set: ProcessSet = global_process_set,
         land: Callable[..., Any] | None = None,
         sized: bool = False,
+        op: ReduceOp = ReduceOp.SUM,
     ) -> Handle[Any]:
         """Joins the members' arrays along the first dimension, which may differ, in the order of ranks.
 
-        With ``sized``, ``land`` gets also how many rows each member had, of those that have joined none.
+        With ``sized``, ``land`` gets also how many rows each member had, of those that have joined none. What the
+        caller makes of the rows, ``op``, must be equal on all members.
 
         Raises:
             ArgumentError: the array has no dimension.
         """
         check_rows(array, name, Kind.ALLGATHER)
-        entry = self._entry(self._request(Kind.ALLGATHER, name, array, process_set), array)
+        entry = self._entry(self._request(Kind.ALLGATHER, name, array, process_set, op=op), array)
         entry.land = land
         if sized and land is not None:
             entry.sized = True
@@ -533,6 +535,10 @@ class Operations:
         which = f"({spans(members)})." if members else ""
         after = f"{joins}." if joins else ""
         return f"{kind.name.lower()}.noname.{which}{after}{number}"
+
+    def take_number(self, kind: Kind, process_set: ProcessSet) -> str:
+        """Returns the name that the next operation without a name would have, for one that is made of others."""
+        return self._number(kind, self._members(process_set))
 
     def _letter(
         self, array: np.ndarray | None, peer: int, name: str, *, outgoing: bool, land: Land | None = None

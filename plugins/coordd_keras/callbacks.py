@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from coordd import api
+from coordd.calls import CollectiveCall
 from coordd.errors import ArgumentError
 from coordd_keras.operations import broadcast_variables
 from coordd_keras.state import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
@@ -60,12 +61,36 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Averages what is a number."""
-        names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
-        if names and api.size() > 1:
-            mine = np.array([float(logs[name]) for name in names])
-            averaged = api.allreduce(mine, name="coordd.metrics")
-            logs.update(zip(names, averaged.tolist(), strict=True))
+        """Averages what is a number.
+
+        Raises:
+            MismatchError: on all ranks: they have different metrics.
+            RefusedError: another rank has raised an error here.
+        """
+        found = {} if logs is None else logs
+        found.update(
+            _averaged("MetricAverageCallback", {name: found[name] for name in found if _is_number(found[name])})
+        )
+
+
+def _is_number(value: Any) -> bool:
+    array = np.asarray(value)
+    return not array.ndim and array.dtype.kind in "biuf"
+
+
+def _averaged(what: str, metrics: dict[str, Any]) -> dict[str, float]:
+    """Averages metrics over the ranks, whatever metrics they have: they agree on the names first, in a call of all.
+
+    A rank that has others than the rest would average what does not belong together, or wait for ever.
+    """
+    if api.size() == 1:
+        return {}
+    with CollectiveCall(what) as call:
+        call.advice = "compile all models with the same metrics, and give fit the same validation data and callbacks"
+        call.lines += sorted(metrics)
+        mine = np.array([float(metrics[name]) for name in call.lines])
+    averaged = api.allreduce(mine, name="coordd.metrics") if mine.size else mine
+    return dict(zip(call.lines, averaged.tolist(), strict=True))
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -195,8 +220,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Averages the metric on all ranks, and saves on one."""
         found = dict(logs or {})
-        if self.monitor in found and api.size() > 1:
-            mine = np.array([float(found[self.monitor])])
-            found[self.monitor] = float(api.allreduce(mine, name="coordd.best")[0])
+        found |= _averaged("BestModelCheckpoint", {name: found[name] for name in [self.monitor] if name in found})
         if api.rank() == 0:
             super().on_epoch_end(epoch, found)

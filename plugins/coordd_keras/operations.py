@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,15 +10,25 @@ import numpy as np
 
 from coordd import api
 from coordd.arguments import check_op, places, reduce_op
+from coordd.calls import CollectiveCall, collective
+from coordd.errors import ArgumentError
 from coordd.handles import wait_all
 from coordd.inventory import Inventory
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.process_sets import ProcessSet, check_process_set, global_process_set
 from coordd.refusing import refusable
 from coordd_keras.compression import Compression, compressor
 
-__all__ = ["allgather", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_variables", "reducescatter"]
+__all__ = [
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "copy_variables",
+    "reducescatter",
+]
 
 
 def _current(*_: Any) -> Operations:
@@ -120,14 +130,23 @@ def reducescatter(
     return found
 
 
+@collective("broadcast_variables")
 def broadcast_variables(
-    variables: Sequence[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
+    _call: CollectiveCall, variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
     """Copies the root's values into everybody's variables, such as ``model.variables``.
 
     Raises:
+        ArgumentError: what is given is no list of variables, or the root is no member.
         MismatchError: the ranks have given different variables; nothing is copied then.
+        RefusedError: another rank has raised an error here.
     """
+    check_process_set(process_set, api.size())
+    copy_variables(_listed(variables), root_rank, process_set)
+
+
+def copy_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+    """Does what `broadcast_variables` says, as part of a call of all members."""
     operations, name = api.operations(), "broadcast.variables"
     lines = [f"{index}. {variable.name} {tuple(variable.shape)}" for index, variable in enumerate(variables)]
     Inventory(operations, lines, caller="broadcast_variables", name=name, process_set=process_set).check()
@@ -139,15 +158,32 @@ def broadcast_variables(
             variable.assign(array)
 
 
-def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
+def _listed(variables: Any) -> list[Any]:
+    if not isinstance(variables, Iterable) or isinstance(variables, (str, bytes, Mapping, keras.Variable)):
+        text = f"broadcast_variables wants a list of variables, such as model.variables, not {type(variables).__name__}"
+        raise ArgumentError(text)
+    found = list(variables)
+    for variable in found:
+        if not hasattr(variable, "assign") or not hasattr(variable, "name"):
+            text = f"broadcast_variables wants variables, and a {type(variable).__name__} is none"
+            raise ArgumentError(text)
+    return found
+
+
+@collective("broadcast_global_variables", everywhere=True)
+def broadcast_global_variables(_call: CollectiveCall, root_rank: int = 0, model: Any = None) -> None:
     """Copies the root's variables to all ranks.
 
     Args:
-        root_rank: the global rank whose values are taken.
+        root_rank: the global rank whose variables are taken.
         model: whose, those of its optimizer included; Keras 3 keeps no list of all variables.
+
+    Raises:
+        TypeError: no model was given.
+        ArgumentError, MismatchError, RefusedError: as `broadcast_variables`.
     """
     if model is None:
         text = "Keras 3 keeps no list of all variables: give the model, as in broadcast_global_variables(0, model)"
         raise TypeError(text)
     optimizer = getattr(model, "optimizer", None)
-    broadcast_variables([*model.variables, *(optimizer.variables if optimizer else ())], root_rank)
+    copy_variables([*model.variables, *(optimizer.variables if optimizer else ())], root_rank)

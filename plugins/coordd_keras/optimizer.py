@@ -24,7 +24,7 @@ from coordd_keras.backend import Reduction, check_backend, reduction
 from coordd_keras.compression import Compression, compressor
 from coordd_keras.hyperparameters import Hyperparameters
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "distribute", "is_distributed"]
 
 
 class _Plan:
@@ -39,7 +39,14 @@ class _Plan:
         self.passes = passes
         self.average = average
         self.sums: list[Any] = []
+        """Of each variable, the gradients of the passes since the last step, added up."""
         self.count: Any = None
+        self.passed: dict[int, Any] = {}
+        """The variables of these passes, by their places; in a graph those of its one."""
+        self.given: set[int] = set()
+        """The places of those that had gradients in these passes; in graphs in any."""
+        self.traced = False
+        """Whether one of them was in a graph."""
         self.local: set[int] = set()
         """Variables whose gradients are not reduced, by their ids."""
         self._scale = scale
@@ -102,21 +109,60 @@ class _Distributed(keras.optimizers.Optimizer):
             self._accumulate(list(grads), variables)
 
     def _accumulate(self, gradients: list[Any], variables: list[Any]) -> None:
-        """Adds gradients up; makes a step with them after so many passes."""
-        plan = self._coordd
-        there = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        for index in there:
-            plan.sums[index].assign_add(keras.ops.convert_to_tensor(gradients[index]))
+        """Adds gradients up; makes a step with them after so many passes.
+
+        The step is of whatever the passes since the last one had gradients for, which is known at once. In a graph,
+        which may be one of several, it is what any pass can have, and must be known when the first one is made.
+
+        Raises:
+            ArgumentError: a further graph has gradients for other variables, so that the first one cannot know of them.
+        """
+        plan, at_once = self._coordd, _at_once()
+        by_place = {self._get_variable_index(variable): variable for variable in variables}
+        pairs = [pair for pair in zip(gradients, by_place, strict=True) if pair[0] is not None]
+        given = {place for _, place in pairs}
+        if plan.traced and not (given <= plan.given <= by_place.keys()):
+            names = ", ".join(self._trainable_variables[place].path for place in sorted(given ^ plan.given))
+            text = (
+                "with backward_passes_per_step, all graphs have gradients for the same variables, and only some "
+                f"have them for {names}: make one tf.function for all passes, or use run_eagerly=True"
+            )
+            raise ArgumentError(text)
+        plan.traced = plan.traced or not at_once
+        plan.given |= given
+        plan.passed = plan.passed | by_place if at_once else by_place
+        for gradient, place in pairs:
+            plan.sums[place].assign_add(keras.ops.convert_to_tensor(gradient))
         plan.count.assign_add(1)
+        if not at_once:
+            keras.ops.cond(keras.ops.equal(plan.count % plan.passes, 0), self._step, lambda: None)
+        elif int(plan.count) % plan.passes == 0:  # Keras would make errors of other classes of those inside
+            self._step()
 
-        def step() -> None:
-            factor = 1.0 / plan.passes if plan.average else 1.0
-            found = [plan.sums[index].value * factor if index in there else None for index in range(len(variables))]
-            super(_Distributed, self).apply(plan.reduce(found, variables), variables)
-            for index in there:
-                plan.sums[index].assign(keras.ops.zeros_like(plan.sums[index]))
+    def _step(self) -> None:
+        """Makes a step with what was added up."""
+        plan = self._coordd
+        factor = 1.0 / plan.passes if plan.average else 1.0
+        places = sorted(plan.passed)
+        variables = [plan.passed[place] for place in places]
+        found = [plan.sums[place].value * factor if place in plan.given else None for place in places]
+        sums = [plan.sums[place] for place in sorted(plan.given)]
+        if _at_once():
+            plan.passed, plan.given = {}, set()
+        try:
+            super().apply(plan.reduce(found, variables), variables)
+        finally:
+            for each in sums:
+                each.assign(keras.ops.zeros_like(each))
 
-        keras.ops.cond(keras.ops.equal(plan.count % plan.passes, 0), step, lambda: None)
+
+def _at_once() -> bool:
+    """Says whether operations run now, and are not put into a graph."""
+    if keras.backend.backend() != "tensorflow":
+        return True
+    import tensorflow as tf
+
+    return bool(tf.executing_eagerly())
 
 
 def _prepare(optimizer: Any, variables: list[Any]) -> None:
@@ -176,7 +222,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
         RefusedError: another rank has raised an error here.
         NotInitializedError: `init` was not called.
     """
-    return _distributed(
+    return distribute(
         _call,
         optimizer,
         name,
@@ -193,21 +239,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
     )
 
 
-def _distributed(
+def distribute(
     call: CollectiveCall,
     optimizer: keras.optimizers.Optimizer,
-    name: str | None,
+    name: str | None = None,
     *,
-    compression: Any,
-    sparse_as_dense: bool,
-    predivide: float,
-    op: ReduceOp,
-    passes: int,
-    average: bool,
-    num_groups: int,
-    groups: Any,
-    process_set: ProcessSet,
-    scale_local_gradients: bool,
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    predivide: float = 1.0,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    passes: int = 1,
+    average: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """Does what `DistributedOptimizer` says, as part of a call of all members."""
     operations = api.operations()
@@ -222,7 +268,8 @@ def _distributed(
         sparse_as_dense=sparse_as_dense,
         grouping=_grouping(num_groups, groups),
     )
-    way = compression.__name__ if isinstance(compression, type) else type(compression).__name__
+    kind = compression if isinstance(compression, type) else type(compression)
+    way = compression if isinstance(compression, str) else kind.__name__
     call.lines += [f"op={choices.op.name.capitalize()}", f"compression={way}", f"backward_passes_per_step={passes}"]
     call.lines += [f"average_aggregated_gradients={average}", f"gradient_predivide_factor={choices.predivide}"]
     call.lines += [f"sparse_as_dense={sparse_as_dense}", f"optimizer {type(optimizer).__name__}", call.prefix]
@@ -252,12 +299,28 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         args: those.
         local_layers: a layer, or several; built.
         details: those by name.
+
+    Raises:
+        ArgumentError, MismatchError, RefusedError: as `DistributedOptimizer`; of the layers, too.
     """
+    with CollectiveCall("PartialDistributedOptimizer", details.get("process_set", global_process_set)) as call:
+        weights = _weights_of(local_layers)
+        call.lines += sorted(f"the local {weight.path} {tuple(weight.shape)}" for weight in weights)
     found = DistributedOptimizer(optimizer, *args, **details)
-    layers = [] if local_layers is None else [local_layers] if isinstance(local_layers, keras.Layer) else local_layers
-    for layer in layers:
-        found._coordd.local.update(map(id, layer.trainable_weights))  # noqa: SLF001 - it is ours
+    found._coordd.local.update(map(id, weights))  # noqa: SLF001 - it is ours
     return found
+
+
+def _weights_of(layers: Any) -> list[Any]:
+    """Lists the trainable weights of no layer, one layer, or several."""
+    several = [] if layers is None else [layers] if isinstance(layers, keras.Layer) else layers
+    if not isinstance(several, (list, tuple, set)) or not all(isinstance(layer, keras.Layer) for layer in several):
+        text = f"local_layers is a layer of Keras, or a list of layers, not {layers!r}"
+        raise ArgumentError(text)
+    if unbuilt := [layer.name for layer in several if not layer.built]:
+        text = f"local layers must have been built, so that their weights are known: {', '.join(unbuilt)}"
+        raise ArgumentError(text)
+    return [weight for layer in several for weight in layer.trainable_weights]
 
 
 def is_distributed(optimizer: Any) -> bool:

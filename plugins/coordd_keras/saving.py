@@ -7,13 +7,16 @@ from typing import Any
 
 import keras
 
+from coordd.calls import CollectiveCall, collective
 from coordd_keras.compression import Compression
-from coordd_keras.optimizer import DistributedOptimizer
+from coordd_keras.optimizer import distribute
 
 __all__ = ["load_model"]
 
 
+@collective("load_model", namespace=True, everywhere=True)
 def load_model(
+    _call: CollectiveCall,
     filepath: Any,
     custom_optimizers: Iterable[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
@@ -28,9 +31,16 @@ def load_model(
         custom_objects: other objects, by name, that Keras does not know.
         compression: as for `DistributedOptimizer`.
         legacy_opts: not needed.
+
+    Raises:
+        MismatchError: on all ranks: they have loaded different models, or given different settings.
+        RefusedError: another rank has raised an error here, such as one that does not find the file.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)
-    if model.optimizer is not None:
-        DistributedOptimizer(model.optimizer, compression=compression)
+    _call.lines += [f"{variable.path} {tuple(variable.shape)}" for variable in model.variables]
+    if getattr(model, "optimizer", None) is None:
+        _call.lines.append("no optimizer")
+    else:
+        distribute(_call, model.optimizer, compression=compression)
     return model

@@ -14,9 +14,10 @@ import keras
 import numpy as np
 
 from coordd import api
+from coordd.calls import CollectiveCall, collective_method
 from coordd.errors import ArgumentError
 from coordd.objects import broadcast_object
-from coordd_keras.operations import broadcast_variables
+from coordd_keras.operations import copy_variables
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback"]
 
@@ -62,11 +63,13 @@ class KerasState:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # NumPy has an argument that is no array, too
         unfinished.replace(self._path)
 
-    def restore(self) -> bool:
+    @collective_method("KerasState.restore")
+    def restore(self, _call: CollectiveCall) -> bool:
         """Gives all ranks what was committed last; without a file, what rank 0 has. Says whether there was a file.
 
         Raises:
             ArgumentError: the file is of another model.
+            RefusedError: another rank has raised an error here.
         """
         found, problem = None, ""
         if api.rank() == 0 and self._path.exists():
@@ -77,7 +80,7 @@ class KerasState:
         found, problem = broadcast_object((found, problem), 0, name="coordd.state")
         if problem:
             raise ArgumentError(problem)
-        broadcast_variables(self._variables(), 0)
+        copy_variables(self._variables(), 0)
         self._values |= found or {}
         self._show()
         return found is not None

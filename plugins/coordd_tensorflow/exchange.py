@@ -113,6 +113,9 @@ class Exchange:
         if not self._choices.exchanges(source().daemon.world):
             return list(gradients)
         found: list[Gradient] = list(gradients)
+        # Dense ones first: their ranks compare which variables have dense gradients, and hear of it where they differ.
+        for index, gradient in zip(dense, way.reduce(settings), strict=True):
+            found[index] = gradient
         for index in sparse:
             found[index] = allreduce(
                 gradients[index],
@@ -120,8 +123,6 @@ class Exchange:
                 name=f"sparse.{name_of(variables[index], index)}",
                 process_set=self._choices.process_set,
             )
-        for index, gradient in zip(dense, way.reduce(settings), strict=True):
-            found[index] = gradient
         return found
 
 

@@ -6,7 +6,7 @@ without them, and name scopes, for a name is what the caller gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,13 @@ from coordd.differentiable import Allgather, Allreduce, Alltoall, Broadcast, Red
 from coordd.errors import ArgumentError
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.process_sets import ProcessSet, check_process_set, global_process_set
 from coordd.refusing import Name, refusable
 from coordd.world import World
 from coordd_tensorflow.compression import Compression, checked
 from coordd_tensorflow.differentiable import differentiable
 from coordd_tensorflow.graph import call
+from coordd_tensorflow.slices import checked_slices, join_slices
 from coordd_tensorflow.tensors import check_dense
 
 __all__ = [
@@ -54,18 +55,63 @@ def _current(*_: Any) -> Operations:
 
 
 def _first(given: Mapping[str, Any]) -> Name:
-    """What a reduction announces first: of tf.IndexedSlices their values, or else all dense tensors."""
-    tensors = given["tensors"] if "tensors" in given else [given["tensor"]]
-    name = given.get("name")
-    names = places(name, len(tensors)) if "tensors" in given else [name]
-    for tensor, each in zip(tensors, names, strict=True):
+    """What a reduction announces first: the first tf.IndexedSlices, or else all dense tensors."""
+    if "tensors" not in given:
+        return Kind.ALLREDUCE, [given.get("name")]
+    kind, names = _reductions(given)
+    tensors = given["tensors"] if isinstance(given["tensors"], (list, tuple)) else []
+    for tensor, each in zip(tensors, names, strict=False):
         if isinstance(tensor, tf.IndexedSlices):
-            return Kind.ALLGATHER, [each and f"{each}.values"]
-    return Kind.ALLREDUCE, names
+            return kind, [each]
+    return kind, names
 
 
-def _variables(given: Mapping[str, Any]) -> Name:
-    return Kind.BROADCAST, places(given.get("name"), len(given["variables"]))
+def _group_of(kind: Kind, group: str = "tensors") -> Callable[[Mapping[str, Any]], Name]:
+    """Makes what finds the names of a group, by its argument; what is no group counts as one of one tensor."""
+
+    def find(given: Mapping[str, Any]) -> Name:
+        tensors = given.get(group)
+        return kind, places(given.get("name"), max(1, len(tensors)) if isinstance(tensors, (list, tuple)) else 1)
+
+    return find
+
+
+_reductions = _group_of(Kind.ALLREDUCE)
+
+
+def _listed(tensors: Any) -> list[Any]:
+    """Takes any number of tensors.
+
+    Raises:
+        ArgumentError: it is no list of them.
+    """
+    if isinstance(tensors, tf.Tensor) and tensors.shape.rank:
+        return list(tf.unstack(tensors))
+    if not isinstance(tensors, Iterable) or isinstance(tensors, (str, bytes, Mapping, tf.Tensor, tf.Variable)):
+        text = f"a group is a list of tensors, not a {type(tensors).__name__}"
+        raise ArgumentError(text)
+    return list(tensors)
+
+
+def _nothing(kind: Kind, name: str | None, process_set: ProcessSet) -> list[Any]:
+    """Takes part with a group of no tensors, in the place that it has among those of other ranks.
+
+    Without a name it takes a number and waits for nobody. With one it waits for the other ranks' groups of that name,
+    which must be empty, too; if they are not, the daemon finds that ranks wait for each other.
+    """
+    source = api.source()
+
+    def take() -> list[np.ndarray]:
+        if name is None:
+            empty = ArgumentError("its list of tensors is empty, and that of other ranks is not")
+            check_process_set(process_set, source().daemon.world.size)
+            source().refuse(kind, [None], process_set, empty)
+        else:
+            source().allgather(np.empty(0, np.uint8), name=f"{name}_0of0", process_set=process_set).result()
+        return [np.array(0, np.int32)]
+
+    call(take, [], [tf.int32])
+    return []
 
 
 @refusable(_first, _current)
@@ -122,8 +168,11 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Returns the reductions of several tensors; arguments as in `allreduce`."""
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    names = places(name, len(tensors))
-    return _reduced(tensors, names, compression, reduce_op(op, average), process_set, **factors)
+    tensors, op = _listed(tensors), reduce_op(op, average)
+    if not tensors:
+        checked(compression)
+        return _nothing(Kind.ALLREDUCE, name, process_set)
+    return _reduced(tensors, places(name, len(tensors)), compression, op, process_set, **factors)
 
 
 def _reduced(
@@ -137,16 +186,17 @@ def _reduced(
     postscale_factor: float,
 ) -> list[Any]:
     compressor = checked(compression)
-    found: list[Any] = list(tensors)
-    dense = [index for index, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
-    for index, tensor in enumerate(tensors):
+    sparse: dict[int, tf.IndexedSlices] = {}
+    dense: dict[int, tuple[tf.Tensor, Any]] = {}
+    for index, tensor in enumerate(tensors):  # whatever is refused is refused before anything is announced
         if isinstance(tensor, tf.IndexedSlices):
-            if (prescale_factor, postscale_factor) != (1.0, 1.0):
-                text = "prescale and postscale factors are not supported with tf.IndexedSlices: scale the values"
-                raise ArgumentError(text)
-            found[index] = _joined(tensor, names[index], op, process_set)
+            sparse[index] = checked_slices(tensor, op, (prescale_factor, postscale_factor))
+        else:
+            dense[index] = compressor.compress(check_dense(tensor))
+    found: list[Any] = list(tensors)
+    for index, slices in sparse.items():
+        found[index] = join_slices(slices, names[index], op, process_set)
     if dense:
-        small, contexts = zip(*(compressor.compress(check_dense(tensors[index])) for index in dense), strict=True)
         operation = Allreduce(
             api.source(),
             [names[index] for index in dense],
@@ -155,23 +205,10 @@ def _reduced(
             prescale=prescale_factor,
             postscale=postscale_factor,
         )
-        results, _ = differentiable(operation, small)
-        for index, result, context in zip(dense, results, contexts, strict=True):
+        results, _ = differentiable(operation, [small for small, _ in dense.values()])
+        for (index, (_, context)), result in zip(dense.items(), results, strict=True):
             found[index] = compressor.decompress(result, context)
     return found
-
-
-def _joined(slices: tf.IndexedSlices, name: str | None, op: ReduceOp, process_set: ProcessSet) -> tf.IndexedSlices:
-    """Adds up slices by joining those of all ranks; an index that several have is there several times."""
-    if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
-        text = f"{op.name.capitalize()} of tf.IndexedSlices is not supported: use Sum or Average, or convert_to_tensor"
-        raise ArgumentError(text)
-    members = process_set.count(api.size()) if op is ReduceOp.AVERAGE else 1
-    values = allgather(slices.values, name and f"{name}.values", process_set=process_set)
-    indices = allgather(slices.indices, name and f"{name}.indices", process_set=process_set)
-    if members != 1:
-        values = values / tf.cast(members, values.dtype)
-    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
 @refusable(Kind.ALLGATHER, _current)
@@ -186,7 +223,7 @@ def allgather(
     return _gathered([tensor], [name], process_set)[0]
 
 
-@refusable(Kind.ALLGATHER, _current)
+@refusable(_group_of(Kind.ALLGATHER), _current)
 def grouped_allgather(
     tensors: Tensors,
     name: str | None = None,
@@ -194,6 +231,9 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """Returns several tensors, each joined as `allgather` does."""
+    tensors = _listed(tensors)
+    if not tensors:
+        return _nothing(Kind.ALLGATHER, name, process_set)
     return _gathered(tensors, places(name, len(tensors)), process_set)
 
 
@@ -227,19 +267,29 @@ def broadcast(
     return differentiable(operation, [check_dense(tensor)])[0][0]
 
 
-@refusable(_variables, _current)
+@refusable(_group_of(Kind.BROADCAST, "variables"), _current)
 def broadcast_(
-    variables: Sequence[Any],
+    variables: Tensors,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Copies the root's values into everybody's variables and returns these."""
+    """Copies the root's values into everybody's variables and returns these.
+
+    Raises:
+        ArgumentError: one of them is none, or the root is no member.
+    """
+    variables = _listed(variables)
+    if not variables:
+        return _nothing(Kind.BROADCAST, name, process_set)
+    if fixed := [variable for variable in variables if not hasattr(variable, "assign")]:
+        text = f"a {type(fixed[0]).__name__} is no variable, into which values can be copied: use broadcast()"
+        raise ArgumentError(text)
     operation = Broadcast(api.source(), places(name, len(variables)), process_set, root=root_rank)
     values, _ = differentiable(operation, [check_dense(variable) for variable in variables])
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
-    return list(variables)
+    return variables
 
 
 @refusable(Kind.ALLTOALL, _current)
@@ -265,7 +315,10 @@ def alltoall(
     Raises:
         ArgumentError: the tensor has no dimension, or the splits do not fit.
     """
-    given = [] if splits is None else [tf.convert_to_tensor(splits)]
+    given = [] if splits is None else [check_dense(splits)]
+    if given and not given[0].dtype.is_integer:  # TensorFlow may not even run a graph with others
+        text = f"alltoall expects splits to contain integer elements, not {given[0].dtype.name}"
+        raise ArgumentError(text)
     (rows,), kept = differentiable(Alltoall(api.source(), [name], process_set), [check_dense(tensor)], given)
     return rows if splits is None else (rows, tf.cast(kept[1], given[0].dtype))
 
@@ -291,7 +344,7 @@ def reducescatter(
     return _scattered([tensor], [name], compression, op, process_set, **factors)[0]
 
 
-@refusable(Kind.REDUCESCATTER, _current)
+@refusable(_group_of(Kind.REDUCESCATTER), _current)
 def grouped_reducescatter(
     tensors: Tensors,
     device_dense: str = "",
@@ -305,6 +358,11 @@ def grouped_reducescatter(
 ) -> list[tf.Tensor]:
     """Returns this rank's rows of several reductions; arguments as in `reducescatter`."""
     factors = {"prescale": prescale_factor, "postscale": postscale_factor}
+    tensors = _listed(tensors)
+    if not tensors:
+        checked(compression)
+        check_op(op)
+        return _nothing(Kind.REDUCESCATTER, name, process_set)
     return _scattered(tensors, places(name, len(tensors)), compression, op, process_set, **factors)
 
 
@@ -323,6 +381,7 @@ def _scattered(
     return [compressor.decompress(rows, context) for rows, context in zip(found, contexts, strict=True)]
 
 
+@refusable(Kind.BARRIER, _current)
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have come."""
     source = api.source()
@@ -359,8 +418,13 @@ def _asked(question: Callable[[World], int]) -> tf.Tensor:
 
 
 def size_op(process_set_id: Any = 0, name: str | None = None) -> tf.Tensor:
-    """Returns the number of ranks, of all or of a set, asked when it is computed."""
-    return _asked(lambda world: _set_of(process_set_id).count(world.size))
+    """Returns the number of ranks, of all or of a set, asked when it is computed.
+
+    Raises:
+        ArgumentError: there is no such set.
+    """
+    chosen = _set_of(process_set_id)
+    return _asked(lambda world: len(_members(chosen, world)))
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
@@ -379,12 +443,33 @@ def local_size_op(name: str | None = None) -> tf.Tensor:
 
 
 def process_set_included_op(process_set_id: Any = 0, name: str | None = None) -> tf.Tensor:
-    """Returns 1 if this rank is a member, else 0, asked when it is computed."""
-    return _asked(lambda world: not (ranks := _set_of(process_set_id).ranks) or world.rank in ranks)
+    """Returns 1 if this rank is a member, else 0, asked when it is computed.
+
+    Raises:
+        ArgumentError: there is no such set.
+    """
+    chosen = _set_of(process_set_id)
+    return _asked(lambda world: world.rank in _members(chosen, world))
+
+
+def _members(process_set: ProcessSet, world: World) -> Sequence[int]:
+    check_process_set(process_set, world.size)
+    return process_set.ranks or range(world.size)
 
 
 def _set_of(process_set_id: Any) -> ProcessSet:
-    """Finds a set by `ProcessSet.process_set_id`, which names its members; Horovod's 0 is that of all ranks."""
-    if process_set_id in {0, "all"}:
+    """Finds a set by `ProcessSet.process_set_id`, which names its members; Horovod's 0 is that of all ranks.
+
+    Raises:
+        ArgumentError: it is no such name.
+    """
+    if isinstance(process_set_id, ProcessSet):
+        return process_set_id
+    if isinstance(process_set_id, (int, np.integer)) and not process_set_id:
         return global_process_set
-    return ProcessSet([int(rank) for rank in str(process_set_id).split(",")])
+    try:
+        named = process_set_id.split(",")
+        return global_process_set if named == ["all"] else ProcessSet([int(rank) for rank in named])
+    except (AttributeError, ValueError) as error:
+        text = f"{process_set_id!r} is no process_set_id: give that of a ProcessSet, or 0 for all ranks"
+        raise ArgumentError(text) from error

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import tensorflow as tf
+
 from coordd import api, objects
+from coordd.calls import CollectiveCall, collective
+from coordd.errors import ArgumentError
 from coordd.inventory import Inventory
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.messages import Kind
+from coordd.operations import Operations
+from coordd.process_sets import ProcessSet, check_process_set, global_process_set
+from coordd.refusing import refusable
 from coordd_tensorflow.exchange import name_of
 from coordd_tensorflow.operations import broadcast_
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables"]
 
 
+@collective("broadcast_variables")
 def broadcast_variables(
-    variables: Sequence[Any],
+    _call: CollectiveCall,
+    variables: Iterable[Any],
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
@@ -29,16 +38,38 @@ def broadcast_variables(
         inplace: not needed.
 
     Raises:
+        ArgumentError: what is given is no list of variables, or the root is no member.
         MismatchError: the ranks have given different variables; nothing is copied then.
+        RefusedError: another rank has raised an error here.
     """
+    check_process_set(process_set, api.size())
+    variables = _listed(variables)
     lines = [f"{index}. {name_of(variable, index)} {variable.shape}" for index, variable in enumerate(variables)]
     name = "broadcast.variables"
+    inventory = Inventory(api.operations(), lines, caller="broadcast_variables", name=name, process_set=process_set)
+    inventory.check()
     if variables:
-        inventory = Inventory(api.operations(), lines, caller="broadcast_variables", name=name, process_set=process_set)
-        inventory.check()
         broadcast_(variables, root_rank, name=name, process_set=process_set)
 
 
+def _listed(variables: Any) -> list[Any]:
+    if not isinstance(variables, Iterable) or isinstance(variables, (str, bytes, Mapping, tf.Tensor, tf.Variable)):
+        text = f"broadcast_variables wants a list of variables, such as model.variables, not {type(variables).__name__}"
+        raise ArgumentError(text)
+    found = list(variables)
+    for variable in found:
+        if not hasattr(variable, "assign") or not hasattr(variable, "shape"):
+            text = f"broadcast_variables wants variables, and a {type(variable).__name__} is none"
+            raise ArgumentError(text)
+    return found
+
+
+def _current(*_: Any) -> Operations:
+    """Returns the operations of the default daemon, whatever the arguments."""
+    return api.operations()
+
+
+@refusable(objects.sizes_of(Kind.BROADCAST), _current)
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -58,6 +89,7 @@ def broadcast_object(
     return objects.broadcast_object(obj, root_rank, name, process_set)
 
 
+@refusable(objects.sizes_of(Kind.ALLGATHER), _current)
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:

@@ -84,6 +84,20 @@ def test_what_is_refused_says_in_one_sentence_what_to_do(module: str, name: str)
         getattr(importlib.import_module(module), name)(0)
 
 
+@pytest.mark.parametrize("module", ["horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras"])
+def test_exceptions_are_made_as_horovods(module: str) -> None:
+    hvd = importlib.import_module(module)
+    for given in ((), ("lost a rank",), (ValueError("lost a rank"),), ("lost", "a rank")):
+        error = hvd.HorovodInternalError(*given)
+        assert isinstance(error, RuntimeError)
+        assert error.args == given
+    assert hvd.HostsUpdatedInterrupt(skip_sync=True).skip_sync
+    assert not hvd.HostsUpdatedInterrupt().skip_sync
+    told = str(hvd.HorovodVersionMismatchError("tensorflow", "2.18", "2.19"))
+    assert "2.18" in told
+    assert "2.19" in told
+
+
 SCRIPTS = {
     "tape": """
         import numpy as np

@@ -12,6 +12,7 @@ import coordd.tensorflow as cd
 from coordd import api
 from tests.local_ranks import each_rank
 
+SLICES = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))
 INTEGERS = [tf.uint8, tf.int8, tf.int32, tf.int64]
 FORMS = {
     "allreduce": lambda tensor, **how: cd.allreduce(tensor, **how),  # noqa: PLW0108 - as the others
@@ -48,6 +49,21 @@ def test_integers_are_averaged_and_scaled_and_truncated():
     assert each_rank(2, body, as_horovod=True) == [[], []]
 
 
+def test_averages_of_integer_slices_are_floats():
+    """Horovod divides the values as TensorFlow does."""
+
+    def body(rank):
+        slices = tf.IndexedSlices(tf.constant([[rank + 1, 4]]), tf.constant([rank]), tf.constant([3, 2]))
+
+        def average():
+            return cd.allreduce(slices, name="slices")
+
+        found = [average(), tf.function(average)()]
+        return [(each.values.dtype, each.values.numpy().tolist(), each.indices.numpy().tolist()) for each in found]
+
+    assert each_rank(2, body, as_horovod=True) == [[(tf.float64, [[0.5, 2.0], [1.0, 2.0]], [0, 1])] * 2] * 2
+
+
 def call(operation, **by_rank):
     def body(rank):
         try:
@@ -67,6 +83,10 @@ CAUSES = {
     ),
     "roots": (
         call("broadcast", tensor=(tf.ones(2), tf.ones(2)), root_rank=(0, 1), name="aa"),
+        tf.errors.FailedPreconditionError,
+    ),
+    "reductions of slices": (
+        call("allreduce", tensor=(SLICES, SLICES), op=(cd.Sum, cd.Average), name="aa"),
         tf.errors.FailedPreconditionError,
     ),
     "root": (call("broadcast", tensor=(tf.ones(2), tf.ones(2)), root_rank=(7, 7)), tf.errors.InvalidArgumentError),

@@ -1,0 +1,109 @@
+"""Sums of `tf.IndexedSlices`: those of all ranks, joined; an index that several have is there several times.
+
+Values and indices travel as two operations, one after the other, and are checked before the first. That one has the
+name, or the number, that a dense reduction would have, so that ranks of which only some have slices hear of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from coordd import api
+from coordd.arguments import check_reducible
+from coordd.differentiable import Allgather, Source
+from coordd.errors import ArgumentError
+from coordd.messages import Kind, ReduceOp
+from coordd.operations import Operations
+from coordd.process_sets import ProcessSet
+from coordd.refusing import refusable
+from coordd_tensorflow.differentiable import differentiable
+from coordd_tensorflow.tensors import check_dense
+
+__all__ = ["checked_slices", "join_slices"]
+
+
+def checked_slices(slices: tf.IndexedSlices, op: ReduceOp, factors: tuple[Any, Any]) -> tf.IndexedSlices:
+    """Refuses what cannot be done with slices, before anything is announced.
+
+    Raises:
+        ArgumentError: such as another reduction, or a factor.
+    """
+    if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
+        text = f"{op.name.capitalize()} of tf.IndexedSlices is not supported: use Sum or Average, or convert_to_tensor"
+        raise ArgumentError(text)
+    if factors != (1.0, 1.0):
+        text = "prescale and postscale factors are not supported with tf.IndexedSlices: scale the values"
+        raise ArgumentError(text)
+    return tf.IndexedSlices(check_dense(slices.values), check_dense(slices.indices), slices.dense_shape)
+
+
+def join_slices(slices: tf.IndexedSlices, name: str | None, op: ReduceOp, process_set: ProcessSet) -> tf.IndexedSlices:
+    """Adds up slices by joining those of all ranks."""
+    joining = _Joining(api.source(), [name], process_set, op=op)
+    (values,), kept = differentiable(joining, [slices.values], [slices.indices])
+    indices = tf.cast(kept[2:], slices.indices.dtype)
+    members = process_set.count(api.size())
+    if op is ReduceOp.AVERAGE and members != 1:
+        values = values / tf.cast(members, values.dtype)  # integers become floats, as in Horovod
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+class _Joining(Allgather):
+    """Joins the values, which have gradients; the indices of all ranks are what it keeps, behind this rank's place."""
+
+    def __init__(self, source: Source, names: list[str | None], process_set: ProcessSet, *, op: ReduceOp) -> None:
+        super().__init__(source, names, process_set)
+        self._op = op
+
+    def forward(self, *arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+        """Joins values and indices."""
+        values, indices = arrays
+        rows, sizes, joined = _gathered(
+            self._source(), values, indices, op=self._op, name=self._names[0], process_set=self._process_set
+        )
+        start = sizes[: self._place()].sum()
+        return (rows,), np.concatenate([[start, start + len(values)], joined]).astype(np.int64)
+
+    def backward(self, kept: np.ndarray, *gradients: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Averages the gradients of the values and takes this rank's rows."""
+        return super().backward(kept[:2, None], *gradients)
+
+
+def _itself(operations: Operations, *_: Any) -> Operations:
+    return operations
+
+
+@refusable(Kind.ALLREDUCE, _itself, announces=True)
+def _gathered(
+    operations: Operations,
+    values: np.ndarray,
+    indices: np.ndarray,
+    *,
+    op: ReduceOp,
+    name: str | None,
+    process_set: ProcessSet,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Joins values and indices; with the values, how many rows the members had.
+
+    Raises:
+        ArgumentError: these are no slices, or their type does not allow the reduction.
+    """
+    check_reducible(values.dtype, op, scaled=False, truncate=operations.as_horovod)
+    if not values.ndim or indices.ndim != 1 or len(values) != len(indices) or indices.dtype.kind not in "iu":
+        text = (
+            "tf.IndexedSlices have as many indices, integers in one dimension, as values have rows, not indices "
+            f"{indices.dtype}{list(indices.shape)} and values {values.dtype}{list(values.shape)}"
+        )
+        raise ArgumentError(text)
+    name = operations.take_number(Kind.ALLREDUCE, process_set) if name is None else name
+    rows, sizes = operations.allgather(
+        values, name=name, process_set=process_set, op=op, sized=True, land=_pair
+    ).result()
+    return rows, sizes, operations.allgather(indices, name=f"{name}.indices", process_set=process_set).result()
+
+
+def _pair(rows: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return rows, sizes
