@@ -8,7 +8,7 @@ from coordd.launch.tracebacks import TESTIMONY, traceback_at
 __all__ = ["LastWords"]
 
 _MEMORY = 60  # lines after which an exception was survived, and so is not how the process ended
-_CONSEQUENCES = {"PeerError", "ShutdownError"}
+_CONSEQUENCES = {"PeerError", "RefusedError", "ShutdownError"}
 _CONFESSION = "the job has failed: this rank "  # what `coordd.api` says on the rank that is to blame
 _OUTRIGHT = ("Fatal Python error:", TESTIMONY.decode())  # what needs no traceback before it
 

@@ -18,8 +18,8 @@ from coordd.launch.outcome import Outcome, signal_name
 
 __all__ = ["Record", "Verdict", "judge"]
 
-_NAMED = re.compile(r"\bPeerError: rank (\d+) (.+)")
-"""How a rank that fails because of another one names that one and its failure."""
+_NAMED = re.compile(r".*\b(?:PeerError|RefusedError): rank (\d+) (.+)")
+"""How a rank that fails because of another one names that one and its failure; the innermost is the cause."""
 _ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+).*?[Ee]rrorcode:? (-?\d+)", re.DOTALL)
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from coordd.errors import PeerError, ShutdownError
+from coordd.errors import PeerError, RefusedError, ShutdownError
 from coordd.launch.lastwords import LastWords
 from coordd.launch.lines import Lines, Piece
 from coordd.testimony import in_brief
@@ -98,6 +98,11 @@ def test_who_says_in_brief_that_another_rank_has_failed_is_not_the_cause():
 def test_who_waited_in_vain_for_a_rank_that_left_is_not_the_cause():
     error = ShutdownError("w", (1,))
     words = heard(f"Traceback (most recent call last):\n  File\ncoordd.errors.ShutdownError: {error}\n")
+    assert words.consequence
+
+
+def test_a_rank_that_has_heard_of_a_refusal_is_not_the_cause():
+    words = heard(f"Traceback (most recent call last):\n  File\ncoordd.errors.RefusedError: {RefusedError(1, 'no')}\n")
     assert words.consequence
 
 

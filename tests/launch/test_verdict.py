@@ -11,6 +11,8 @@ from coordd.launch.verdict import Record, Verdict, judge
 FINE = Outcome()
 BAD = Outcome(3, exception="ValueError: bad sample")
 PEER = Outcome(1, consequence=True, exception="PeerError: rank 1 raised ValueError: bad sample")
+WHY = "RefusedError: rank 1 refused allreduce 'a' at x.py:3: no type"
+REFUSED = Outcome(1, consequence=True, exception=f"coordd.errors.{WHY}")
 KILLED = Outcome(signal=signal.SIGKILL)
 TERMINATED = Outcome(signal=signal.SIGTERM, last="epoch 3")
 LEFT = Outcome(left=True)
@@ -42,6 +44,12 @@ def record(*ends: tuple[int, Outcome], size: int = 2, hosts: str = "aa", **more)
         (record((1, BAD), (0, FINE), hosts="ab"), 3, "rank 1 (host b) exited with code 3: ValueError: bad sample"),
         (record((0, PEER), (1, BAD)), 3, "rank 1 exited with code 3: ValueError: bad sample"),
         (record((0, PEER)), 1, "rank 1 raised ValueError: bad sample; rank 0 exited with code 1 because of that"),
+        (record((0, REFUSED), (1, BAD)), 3, "rank 1 exited with code 3: ValueError: bad sample"),
+        (
+            record((0, REFUSED), (1, Outcome(1, consequence=True, exception=f"PeerError: rank 0 failed: {WHY}"))),
+            1,
+            "rank 1 refused allreduce 'a' at x.py:3: no type; rank 0 exited with code 1 because of that",
+        ),
         (record((1, LEFT), (0, DIED)), 1, "rank 1 exited with code 0 but without shutdown(), as os._exit(0) does"),
         (record((0, LEFT), (1, LEFT), (2, DIED), size=3, hosts="aaa"), 1, "rank 1 exited with code 0 but without"),
         (record((1, LEFT), (0, STOPPED)), 1, "rank 1 exited with code 0 but without shutdown()"),
