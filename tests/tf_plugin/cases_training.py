@@ -363,7 +363,7 @@ def case_reductions_run_beside_backward_and_the_timeline_shows_it() -> None:
     daemon.set_window(daemon.config.cycle_ms / 1e3)
     events = json.loads((folder / f"rank.{cd.rank()}.json").read_text())
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    moved = [event for event in events if event["name"] == "ALLREDUCE"]
+    moved = [event for event in events if event["name"] == "ALLREDUCE" and "gradients" in rows[event["tid"]]]
     spans = sorted((event["ts"], event["ts"] + event["dur"], rows[event["tid"]]) for event in moved)
     steps = [spans[first : first + 8] for first in range(0, len(spans), 8)]
     assert len(steps) == 10
