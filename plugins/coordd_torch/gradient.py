@@ -20,6 +20,7 @@ from coordd_torch.tensors import check_dense, view
 if TYPE_CHECKING:
     from coordd_torch.bucket import Bucket
     from coordd_torch.reducer import Reducer
+    from coordd_torch.underway import Underway
 
 __all__ = ["Gradient", "nested", "release"]
 
@@ -66,6 +67,11 @@ class Gradient:
     def owner(self) -> torch.Tensor:
         """By which the user's groups name it."""
         return self.parameter
+
+    @property
+    def underway(self) -> Underway:
+        """What waits for it once it has been submitted."""
+        return self.reducer.underway
 
     @property
     def turn(self) -> tuple[int, int]:

@@ -9,11 +9,25 @@ from typing import Any
 import numpy as np
 
 from coordd.errors import CoorddError
-from coordd.handles import check_may_wait
+from coordd.handles import Handle, check_may_wait
 from coordd.table import Entry, Site
 from coordd_torch.channel import Channel
 
 __all__ = ["Underway"]
+
+
+class _Landing(Handle[None]):
+    """That everything has landed: what a thread waits for, made only where one has to."""
+
+    __slots__ = ("_underway",)
+
+    def __init__(self, underway: Underway) -> None:
+        super().__init__("gradients", underway.channel.daemon.hurry, underway.channel.daemon.note_broken_wait)
+        self._underway = underway
+
+    def waits_for(self, promise: object) -> bool:
+        """Says whether it is not done before this one is."""
+        return getattr(promise, "underway", None) is self._underway
 
 
 class Underway:
@@ -32,7 +46,8 @@ class Underway:
         # Each counter has one writer, so they need no lock: this thread starts, the daemon's lands.
         self._started = 0
         self._landed = 0
-        self._all_landed = threading.Event()
+        self._lock = threading.Lock()
+        self._awaited: _Landing | None = None
 
     def submit(self, entry: Entry) -> None:
         """Announces one of them."""
@@ -63,8 +78,9 @@ class Underway:
     def landed(self) -> None:
         """Counts what is done, one way or another; on the daemon's thread."""
         self._landed += 1
-        if self._landed == self._started:
-            self._all_landed.set()
+        if self._awaited is not None and self._landed == self._started:
+            awaited, self._awaited = self._awaited, None
+            awaited.resolve(None)
 
     def wait(self) -> None:
         """Waits until everything that was started is done.
@@ -74,12 +90,13 @@ class Underway:
         """
         while self._landed < self._started:
             check_may_wait("waiting for gradients")
-            self._all_landed.clear()
+            with self._lock:
+                awaited = self._awaited
+                if awaited is None:
+                    awaited = self._awaited = _Landing(self)
+            # The order matters: either this look sees the last one land, or that sees what is awaited.
             if self._landed < self._started:
-                over = self.channel.daemon.hurry("gradients")
-                self._all_landed.wait()
-                if over is not None:
-                    over()
+                awaited.wait()
 
     def settle(self) -> None:
         """Waits for what was started; raises the error of what has failed."""
