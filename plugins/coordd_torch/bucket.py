@@ -268,6 +268,13 @@ class Bucket:
         """Whether all gradients are there, and the reduction has not started."""
         return self.open and not self._missing
 
+    def take_back(self, lost: list[object]) -> bool:
+        """Counts as not started if it is among those promises that are lost; says whether it is."""
+        found = self in lost or (self._courier is not None and self._courier in lost)
+        if found:
+            self._given = False
+        return found
+
     def discard(self) -> None:
         """Starts the reduction with nothing, and tells all ranks that this step does not count."""
         if self._given:
@@ -406,7 +413,7 @@ class Bucket:
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when the reduction has failed."""
-        self.underway.fail(error)
+        self.underway.fail(error, self)
 
 
 def _shaped(room: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,7 @@ class Courier:
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when a round has failed."""
-        self.underway.fail(error)
+        self.underway.fail(error, self)
 
 
 def _shape(place: Tensor) -> tuple[int, ...]:

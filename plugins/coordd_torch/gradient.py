@@ -258,6 +258,11 @@ class Gradient:
             self.parameter.grad = value
         self.remember()
 
+    def take_back(self, lost: list[object]) -> None:
+        """Counts as not started if it is among those promises that are lost."""
+        if self in lost or self.scattered in lost:
+            self.started = False
+
     def reset(self) -> None:
         """Gets ready for the next step."""
         self.passes = 0
@@ -279,7 +284,7 @@ class Gradient:
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when the reduction has failed."""
-        self.reducer.underway.fail(error)
+        self.reducer.underway.fail(error, self)
 
     def _start(self, value: torch.Tensor, *, filler: bool) -> None:
         reducer = self.reducer

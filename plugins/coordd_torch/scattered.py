@@ -107,4 +107,4 @@ class Scattered:
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when it has failed."""
-        self.underway.fail(error)
+        self.underway.fail(error, self)

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from coordd.errors import CoorddError
-from coordd.handles import Handle, check_may_wait
+from coordd.errors import CoorddError, is_deadlock
+from coordd.handles import Handle, check_may_wait, hear_of
 from coordd.table import Entry, Site
 from coordd_torch.channel import Channel
 
-__all__ = ["Underway"]
+__all__ = ["Told", "Underway"]
 
 
 class _Landing(Handle[None]):
@@ -37,12 +37,14 @@ class Underway:
         channel: the way that they take.
         site: the line of the user's script for which they are reduced.
         failed: why one of them has failed.
+        lost: those that have failed because ranks have waited for each other.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.site: Site = None
         self.failed: BaseException | None = None
+        self.lost: list[object] = []
         # Each counter has one writer, so they need no lock: this thread starts, the daemon's lands.
         self._started = 0
         self._landed = 0
@@ -70,8 +72,10 @@ class Underway:
             self.failed = self.failed or error
         self.landed()
 
-    def fail(self, error: BaseException) -> None:
-        """Notes the first failure; on the daemon's thread."""
+    def fail(self, error: BaseException, promise: object = None) -> None:
+        """Notes the first failure, of this promise; on the daemon's thread."""
+        if is_deadlock(error):
+            self.lost.append(promise)
         self.failed = self.failed or error
         self.landed()
 
@@ -98,9 +102,48 @@ class Underway:
             if self._landed < self._started:
                 awaited.wait()
 
+    def take_lost(self) -> list[object]:
+        """Returns what ranks have lost because they have waited for each other, and forgets that it has failed."""
+        found = [self.lost.pop() for _ in range(len(self.lost))]  # the daemon's thread may add to it
+        if found:
+            self.failed = None
+        return found
+
     def settle(self) -> None:
         """Waits for what was started; raises the error of what has failed."""
         self.wait()
         error, self.failed = self.failed, None
         if error is not None:
             raise error
+
+
+class Told:
+    """What a rank tells the others of a step that it discards."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[Callable[[], Handle[Any]], Handle[Any]]] = []
+
+    def tell(self, start: Callable[[], Handle[Any]]) -> None:
+        """Starts to tell something."""
+        handle = start()
+        handle.add_done_callback(hear_of)  # if it fails, this rank has told of a worse error
+        self._told.append((start, handle))
+
+    def tell_again(self) -> None:
+        """Tells what the others have not heard because ranks have waited for each other."""
+        told, self._told = self._told, []
+        for start, handle in told:
+            if is_deadlock(handle.error()):
+                self.tell(start)
+            else:
+                self._told.append((start, handle))
+
+    def wait(self) -> BaseException | None:
+        """Waits until all is told; returns the error if ranks have waited for each other."""
+        for _, handle in self._told:
+            handle.wait()
+        return next((handle.error() for _, handle in self._told if is_deadlock(handle.error())), None)
+
+    def forget(self) -> None:
+        """Gets ready for the next step."""
+        self._told.clear()
