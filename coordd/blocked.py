@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 from coordd.handles import Handle, awaited
 from coordd.table import TensorTable
@@ -17,6 +18,9 @@ from coordd.table import TensorTable
 __all__ = ["BlockWatch"]
 
 _SECONDS = 1.0
+
+_ENGINE = "_engine_run_backward"
+"""Where the script is while PyTorch runs a backward pass, whose end may come on a thread of PyTorch's."""
 
 
 class BlockWatch:
@@ -47,6 +51,7 @@ class BlockWatch:
         self._tell = tell
         self._due: float | None = None
         self._told = ""
+        self._one_of_several = False
 
     def note_wait(self, now: float) -> None:
         """Notes that a thread has begun to wait."""
@@ -86,7 +91,8 @@ class BlockWatch:
             self._due = now
             return
         others = bool(name) and self._others_may_submit()
-        self._due = now + _SECONDS if others else None  # a thread may end, and the script still wait
+        # A thread may end, or one of several operations that the script waits for, and the script still wait.
+        self._due = now + _SECONDS if others or self._one_of_several else None
         if name and name != self._told and not others:
             self._told = name
             self._tell(name)
@@ -107,8 +113,26 @@ class BlockWatch:
         )
 
     def _awaited(self) -> str:
-        """Names the operation that the script waits for without a time limit; empty if there is none."""
-        handle = awaited(sys._current_frames().get(self._thread()))  # noqa: SLF001 - the documented way
-        if handle is None or handle.name not in self._table:
-            return ""
-        return handle.name if self._table.find(handle.name).handle is handle else ""
+        """Names the operation that the script waits for without a time limit; empty if there is none.
+
+        Of several operations it is the oldest that has not ended, as of the gradients of a step.
+        """
+        self._one_of_several = False
+        frames = sys._current_frames()  # noqa: SLF001 - the documented way
+        script = frames.get(self._thread())
+        handles = [awaited(script)]
+        if script is not None and script.f_code.co_name == _ENGINE:
+            handles = [awaited(frame) for frame in frames.values() if not _within(frame, _ENGINE)]
+        for handle in filter(None, handles):
+            for entry in self._table:
+                if handle.waits_for(entry.handle):
+                    self._one_of_several = entry.handle is not handle
+                    return entry.request.name
+        return ""
+
+
+def _within(frame: FrameType | None, function: str) -> bool:
+    """Says whether a thread is in a function of this name."""
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None

@@ -54,7 +54,7 @@ class Daemon:
         self._inbox: Inbox[Work] = Inbox(self._bell, window=config.cycle_ms / 1e3, limit=config.batch_mb * (1 << 20))
         self._loop = Loop(config, meet, inbox=self._inbox, bell=self._bell, status=self._status)
         self._thread = threading.Thread(target=self._loop.run, name="coordd", daemon=True)
-        self._on_broken_wait = self._note_broken_wait  # bound once: each gradient has a handle
+        self._on_broken_wait = self.note_broken_wait  # bound once: each gradient has a handle
 
     @property
     def world(self) -> World:
@@ -226,7 +226,7 @@ class Daemon:
             self._inbox.hurry()
         return over
 
-    def _note_broken_wait(self) -> None:
+    def note_broken_wait(self) -> None:
         """Tells the thread that an exception has ended a wait; in a forked child there is none to be told."""
         if os.getpid() == self._pid:
             self._do(self._loop.note_broken_wait)

@@ -6,6 +6,7 @@ are transient: they take no place in the cache, and neither make nor end a locke
 
 from __future__ import annotations
 
+import functools
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 
 from coordd.census import ROUNDING
-from coordd.errors import MismatchError, ranks_text
+from coordd.errors import MismatchError, is_deadlock, ranks_text
 from coordd.handles import Handle, call_site, hear_of
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
@@ -217,7 +218,13 @@ class Drift:
         self._gathering = operations.request(Kind.ALLGATHER, f"{name}.rows", np.empty((1, 1 + size)), process_set)
         self._rows: Handle[Any] | None = None
         request = operations.request(Kind.ALLREDUCE, name, both, process_set, op=ReduceOp.MAX)
-        self._handle = self._submit(request, both, self._gather)
+        self._begin = functools.partial(self._submit, request, both, self._gather)
+        self._handle = self._begin()
+
+    def begin_again(self) -> None:
+        """Takes part once more if this has failed because ranks have waited for each other."""
+        if is_deadlock(self._handle.error()):
+            self._handle = self._begin()
 
     def _submit(self, request: Any, array: np.ndarray, land: Callable[[np.ndarray], Any] | None) -> Handle[Any]:
         handle = self._operations.submit(msgspec.structs.replace(request, transient=True), array, land, site=self._site)

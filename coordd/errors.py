@@ -262,6 +262,11 @@ class RemoteTraceback(Exception):  # noqa: N818 - it carries another rank's trac
         return f'\n"""\n{self.text.rstrip()}\n"""'
 
 
+def is_deadlock(error: BaseException | None) -> bool:
+    """Says whether an operation has failed because ranks have waited for each other: some may submit it yet."""
+    return isinstance(error, MismatchError) and error.attribute == "order"
+
+
 class PeerError(CoorddError):
     """Another rank failed, so nothing that needs it can complete."""
 

@@ -114,6 +114,10 @@ class Handle(Generic[Result]):
                 self._leave(gate)
         return self._done
 
+    def waits_for(self, promise: object) -> bool:
+        """Says whether it is not done before this one is; of handles that stand for several, one that asks."""
+        return promise is self
+
     def _stand_at(self, gate: threading.Lock, timeout: float) -> None:
         """Hurries the daemon, and waits for the gate."""
         over = self._hurry(self.name) if self._hurry is not None else None

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from coordd.census import ROUNDING, alike, differences, fingerprint
-from coordd.errors import MismatchError
+from coordd.errors import MismatchError, is_deadlock
 from coordd.handles import Handle, call_site, hear_of
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
@@ -77,6 +77,11 @@ class Inventory:
         request = msgspec.structs.replace(self._gathering, shape=data.shape)
         self._everybody = self._operations.submit(request, data, site=self._site)
         self._everybody.add_done_callback(hear_of)  # a rank may not ask
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has failed because ranks have waited for each other."""
+        return is_deadlock(self._handle.error())
 
     def check(self) -> None:
         """Hears the others.

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,6 +95,59 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
         waiter = next(found for found in threading.enumerate() if found.ident == thread)
         monkeypatch.setattr(threading, "main_thread", lambda: waiter)  # this thread is another one of the script
         assert told(handle, thread) == []
+
+
+class _Part(SimpleNamespace):
+    """The handle of one operation of several."""
+
+    submitted = 0.0
+
+
+class _Several(Handle[None]):
+    """Stands for them."""
+
+    __slots__ = ()
+
+    def waits_for(self, promise: object) -> bool:
+        return isinstance(promise, _Part)
+
+
+def test_of_several_operations_that_a_script_waits_for_one_that_has_not_ended_is_told():
+    table = TensorTable()
+    messages: list[str] = []
+    other: Handle[None] = Handle("other")
+    handles = {"other": other, "x": _Part(), "y": _Part()}
+    table.admit([Entry(Request(Kind.BARRIER, name), np.empty(0), handle) for name, handle in handles.items()])
+    with waiting(_Several("both")) as thread:
+        watch = BlockWatch(
+            table, thread=lambda: thread, busy=lambda: False, submitted=lambda: False, tell=messages.append
+        )
+        watch.note_wait(0.0)
+        for when, ended, expected in ((10.0, None, ["x"]), (20.0, "x", ["x", "y"]), (30.0, "y", ["x", "y"])):
+            assert watch.remaining(when) == 0.0
+            if ended:
+                table.take(ended)
+            watch.look(when)
+            assert messages == expected
+        assert watch.remaining(40.0) is None
+
+
+def test_pytorch_may_end_a_backward_pass_on_a_thread_of_its_own():
+    over: list[bool] = []
+
+    def _engine_run_backward() -> None:
+        while not over:  # nothing that would have a frame of its own
+            pass
+
+    script = threading.Thread(target=_engine_run_backward)
+    handle: Handle[None] = Handle("x")
+    script.start()
+    try:
+        with waiting(handle):
+            assert told(handle, script.ident or 0) == ["x"]
+    finally:
+        over.append(True)
+        script.join()
 
 
 class InterruptionError(Exception):

@@ -111,7 +111,7 @@ class Bucket:
             early: whether to begin as soon as the last gradient is there; if not, when backward ends.
         """
         self._reducer = reducer
-        self._underway = reducer.underway
+        self.underway = reducer.underway
         self.name = name
         self.submitted = 0.0
         self.open, self._given = True, False
@@ -268,6 +268,13 @@ class Bucket:
         """Whether all gradients are there, and the reduction has not started."""
         return self.open and not self._missing
 
+    def take_back(self, lost: list[object]) -> bool:
+        """Counts as not started if it is among those promises that are lost; says whether it is."""
+        found = self in lost or (self._courier is not None and self._courier in lost)
+        if found:
+            self._given = False
+        return found
+
     def discard(self) -> None:
         """Starts the reduction with nothing, and tells all ranks that this step does not count."""
         if self._given:
@@ -319,10 +326,10 @@ class Bucket:
         if entry is None or self._dtype != array.dtype:
             entry = self._entry = Entry(reducer.channel.request(self.name, array), array, self)
             self._dtype = array.dtype
-        entry.array, entry.land, entry.site = array, land, self._underway.site
+        entry.array, entry.land, entry.site = array, land, self.underway.site
         self.submitted = time.monotonic()
         try:
-            self._underway.submit(entry)
+            self.underway.submit(entry)
         except CoorddError:
             self._given = True  # it never will be
             raise
@@ -387,9 +394,9 @@ class Bucket:
         """Runs on the daemon's thread when the reduced gradients have arrived."""
         if convert is None or self._reducer.channel.plain:
             self._look(value[self._memory.values :])
-            self._underway.land(value, convert)
+            self.underway.land(value, convert)
         else:
-            self._underway.land(value, self._opened(convert))
+            self.underway.land(value, self._opened(convert))
 
     def _opened(self, convert: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], None]:
         """Reads the flags after what has travelled was made gradients again."""
@@ -402,11 +409,11 @@ class Bucket:
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
         """Never runs: a bucket is no filler."""
-        self._underway.landed()
+        self.underway.landed()
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when the reduction has failed."""
-        self._underway.fail(error)
+        self.underway.fail(error, self)
 
 
 def _shaped(room: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,13 @@ class Consistency:
         elif is_due(self.steps) and self._operations.daemon.config.check_parameters:
             self._now = self._compare()
 
+    def begin_again(self) -> None:
+        """Takes part once more if the ranks have lost the comparison because they have waited for each other."""
+        if self._start is not None:
+            self._start.begin_again()
+        if self._now is not None:
+            self._now.begin_again()
+
     def check_alone(self) -> None:
         """Looks at this rank alone, in its first step.
 

@@ -51,7 +51,7 @@ class Courier:
         """
         self.name = name
         self.submitted = 0.0
-        self._underway = underway
+        self.underway = underway
         self._channel = underway.channel
         self._compressor = self._channel.compressor
         self._look = land
@@ -102,12 +102,12 @@ class Courier:
             if self._kept is not None:
                 cargo.flat += self._kept.flat
             self._journey = Journey(self._compressor, cargo)
-            self._underway.submit(self._entry(self._journey, self._journey.begin(self._tail)))
+            self.underway.submit(self._entry(self._journey, self._journey.begin(self._tail)))
 
     def _entry(self, journey: Journey, array: np.ndarray) -> Entry:
         self.submitted = time.monotonic()
         request = self._channel.round(self.name, journey.number, journey.kind, array)
-        entry = Entry(request, array, self, self._underway.site)
+        entry = Entry(request, array, self, self.underway.site)
         entry.splits = journey.splits
         return entry
 
@@ -123,10 +123,10 @@ class Courier:
                     self._channel.daemon.submit(self._entry(self._journey, following))
                     self._channel.daemon.lose_no_time()
         except BaseException as error:  # noqa: BLE001 - the thread that waits gets it
-            self._underway.fail(error)
+            self.underway.fail(error)
         else:
             if following is None:
-                self._underway.landed()
+                self.underway.landed()
 
     def _arrive(self, journey: Journey) -> None:
         """Puts the gradients in their places, and what travelled beside them."""
@@ -162,11 +162,11 @@ class Courier:
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
         """Never runs: a bucket is no filler."""
-        self._underway.landed()
+        self.underway.landed()
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when a round has failed."""
-        self._underway.fail(error)
+        self.underway.fail(error, self)
 
 
 def _shape(place: Tensor) -> tuple[int, ...]:

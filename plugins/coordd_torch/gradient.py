@@ -20,6 +20,7 @@ from coordd_torch.tensors import check_dense, view
 if TYPE_CHECKING:
     from coordd_torch.bucket import Bucket
     from coordd_torch.reducer import Reducer
+    from coordd_torch.underway import Underway
 
 __all__ = ["Gradient", "nested", "release"]
 
@@ -66,6 +67,11 @@ class Gradient:
     def owner(self) -> torch.Tensor:
         """By which the user's groups name it."""
         return self.parameter
+
+    @property
+    def underway(self) -> Underway:
+        """What waits for it once it has been submitted."""
+        return self.reducer.underway
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -252,6 +258,11 @@ class Gradient:
             self.parameter.grad = value
         self.remember()
 
+    def take_back(self, lost: list[object]) -> None:
+        """Counts as not started if it is among those promises that are lost."""
+        if self in lost or self.scattered in lost:
+            self.started = False
+
     def reset(self) -> None:
         """Gets ready for the next step."""
         self.passes = 0
@@ -273,7 +284,7 @@ class Gradient:
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when the reduction has failed."""
-        self.reducer.underway.fail(error)
+        self.reducer.underway.fail(error, self)
 
     def _start(self, value: torch.Tensor, *, filler: bool) -> None:
         reducer = self.reducer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
 
 from coordd.grouping import Grouping
 from coordd.settings import Settings
@@ -48,6 +50,31 @@ class Placement:
         yield from self._loose
         for bucket in self._buckets:
             yield from bucket
+
+    def _clear(self) -> None:
+        for gradient in self._gradients():
+            gradient.parameter.grad = None
+
+    def _start(self, gradients: Iterable[Gradient], *, wanted: bool) -> None:
+        """Starts what has not started yet, on behalf of other ranks where this one has nothing."""
+        for gradient in gradients:
+            if not gradient.started:
+                if wanted and gradient.given:
+                    gradient.submit()
+                else:
+                    gradient.fill(kept=wanted or not gradient.changed)
+
+    def _sums(self) -> Iterator[torch.Tensor]:
+        """What has been reduced."""
+        for bucket in self._buckets:
+            yield bucket.sums
+        for gradient in self._loose:
+            if gradient.started and (value := gradient.parameter.grad) is not None:
+                yield value if value.layout is torch.strided else value.coalesce().values()
+
+    def passes(self) -> dict[torch.Tensor, int]:
+        """Counts each parameter's backward passes of this step."""
+        return {gradient.parameter: gradient.passes for gradient in self._gradients()}
 
     def signal(self, bucket: Bucket) -> None:
         """Lets autotune speak behind the gradients of the first bucket."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from coordd.discarding import error_of, given_up, of_step, reduced_already
-from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, brief
+from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, brief, is_deadlock
 from coordd.grouping import Grouping
-from coordd.handles import Handle, call_site, hear_of
+from coordd.handles import Handle, call_site
 from coordd.messages import ReduceOp
 from coordd.table import show_site
 from coordd_torch.accumulation import Accumulated, not_all_have_repeated, too_many
@@ -33,6 +33,7 @@ from coordd_torch.consistency import Consistency
 from coordd_torch.finiteness import Finiteness
 from coordd_torch.gradient import Gradient, nested, release
 from coordd_torch.placement import Placement
+from coordd_torch.underway import Told
 
 __all__ = ["Reducer"]
 
@@ -74,7 +75,7 @@ class Reducer(Placement):
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self._replaced = False
         self._counted = self._answered = False
         self._discarded: CoorddError | None = None
-        self._told: list[Handle[Any]] = []
+        self._told = Told()
         self.touched = False
         """Whether anything has been given to be reduced since the last round."""
         self._adrift: list[Gradient] = []
@@ -235,10 +236,6 @@ class Reducer(Placement):
         """Whether all gradients of the present step are reduced."""
         return self._begun and self._finished
 
-    def passes(self) -> dict[torch.Tensor, int]:
-        """Counts each parameter's backward passes of this step."""
-        return {gradient.parameter: gradient.passes for gradient in self._gradients()}
-
     def end_of_backward(self, task: int) -> None:
         """Reduces what this pass was the last for, and waits."""
         self.expected.discard(task)
@@ -314,14 +311,30 @@ class Reducer(Placement):
         self._answered = False
         self._clear()
         first, self._gone_round = not self._gone_round, True
+        again = self._discard_all()
+        if not ((first or again) and self._buckets):
+            self._told.tell(lambda: self._question(discard=True))
+        self._told.tell(lambda: self.channel.tell("discarded", reason))
+
+    def _discard_all(self) -> bool:
+        """Takes part with a flag, or nothing, in what has not begun, and in what ranks have lost by a deadlock.
+
+        Those that did not come before may come yet, in a step of their own, which is discarded then: who has taken part
+        in more than they have would pair one step with another ever after.
+
+        Returns:
+            whether a bucket was lost.
+        """
+        lost = self.underway.take_lost()
+        again = [bucket for bucket in self._buckets if bucket.take_back(lost)]
         for bucket in self._buckets:
             bucket.discard()
-        self._start([*self._loose, *self._adrift], wanted=False)
-        if not (first and self._buckets):
-            self._told.append(self._question(discard=True))
-        self._told.append(self.channel.tell("discarded", reason))
-        for handle in self._told:
-            handle.add_done_callback(hear_of)  # if it fails, this rank has told of a worse error
+        alone = [*self._loose, *self._adrift]
+        for gradient in alone:
+            gradient.take_back(lost)
+        self._start(alone, wanted=False)
+        self.consistency.begin_again()
+        return bool(again)
 
     def discard_step(self) -> None:
         """Discards the present step on all ranks, also where this rank has begun nothing of it; does not wait.
@@ -334,9 +347,9 @@ class Reducer(Placement):
         """
         error = sys.exception()
         answered, self._answered = self._answered, True
-        if isinstance(error, DiscardedStepError) or (
-            self._discarded is not None and not answered and (error is None or of_step(error))
-        ):
+        if isinstance(error, DiscardedStepError) or (self._abandoned and is_deadlock(error)):
+            return
+        if self._discarded is not None and not answered and (error is None or of_step(error)):
             return
         if self._abandoned:
             self.drop()
@@ -348,16 +361,17 @@ class Reducer(Placement):
         self.abandon(given_up(self.underway.site, error))
         self._answered = True
 
-    def _clear(self) -> None:
-        for gradient in self._gradients():
-            gradient.parameter.grad = None
-
     def _end_abandoned(self) -> None:
         """Waits until the other ranks have discarded the step, too."""
         self.underway.wait()
-        told, self._told = self._told, []
-        for handle in told if self.underway.failed is None else ():
-            handle.wait()
+        error = self.underway.failed
+        if error is None or self.underway.lost:
+            error = self._told.wait() or error
+        if error is not None and is_deadlock(error):
+            self._discard_all()
+            self._told.tell_again()
+            raise error
+        self.consistency.begin_again()  # it may have failed only after the rest
         self.reset()
 
     def _discard(self, reason: str = "") -> None:
@@ -460,6 +474,9 @@ class Reducer(Placement):
             raise
         self._gone_round = True
         self.underway.wait()
+        if self.underway.lost and (failed := self.underway.failed) is not None:
+            self.abandon(f"could not reduce its gradients: {brief(failed)}")
+            raise failed
         if any(bucket.refused for bucket in self._buckets):
             self._discard()
         if self.underway.failed is not None and not (first and self._buckets):
@@ -482,7 +499,11 @@ class Reducer(Placement):
         Raises:
             DiscardedStepError: a rank has abandoned the step.
         """
-        others_more, again, discard, present = self._question(more=more).result().tolist()
+        try:
+            others_more, again, discard, present = self._question(more=more).result().tolist()
+        except MismatchError as error:
+            self.abandon(f"could not end its step: {brief(error)}")
+            raise
         if discard:
             self._discard()
         if again and self.channel.op is ReduceOp.AVERAGE and present < self.channel.members:
@@ -490,29 +511,12 @@ class Reducer(Placement):
             self._discard()
         return not others_more, bool(again)
 
-    def _start(self, gradients: Iterable[Gradient], *, wanted: bool) -> None:
-        """Starts what has not started yet, on behalf of other ranks where this one has nothing."""
-        for gradient in gradients:
-            if not gradient.started:
-                if wanted and gradient.given:
-                    gradient.submit()
-                else:
-                    gradient.fill(kept=wanted or not gradient.changed)
-
     def _settle(self, gradients: Iterable[Gradient]) -> None:
         """Takes over what has been reduced on its own, and looks at all sums if the user wants that."""
         for gradient in gradients:
             gradient.settle()
         if self.finiteness is not None:
             self.finiteness.judge(self._sums())
-
-    def _sums(self) -> Iterator[torch.Tensor]:
-        """What has been reduced."""
-        for bucket in self._buckets:
-            yield bucket.sums
-        for gradient in self._loose:
-            if gradient.started and (value := gradient.parameter.grad) is not None:
-                yield value if value.layout is torch.strided else value.coalesce().values()
 
     def reduced(self, loss: float) -> float:
         """Reduces a loss as its gradients are."""
@@ -547,6 +551,7 @@ class Reducer(Placement):
         self._passes, self._spoilt = 0, ""
         self._accumulated.forget()
         self.underway.failed = None
+        self._told.forget()
         if self.finiteness is not None:
             self.finiteness.skips = False
         for gradient in (*self._loose, *self._adrift):

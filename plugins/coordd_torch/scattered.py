@@ -50,7 +50,7 @@ class Scattered:
             )
             raise ArgumentError(text)
         self._op = op
-        self._underway = underway
+        self.underway = underway
         self._shape = like.shape
         self._sparse = like.sparse_dim()
         self._dtype = like.dtype
@@ -74,8 +74,8 @@ class Scattered:
         self._values, self._rows = array.dtype, None
         packed = np.concatenate([indices.numpy().view(np.uint8), array.view(np.uint8)], axis=1)
         self.submitted = time.monotonic()
-        self._underway.submit(
-            Entry(self._underway.channel.gathering(self.name, packed), packed, self, self._underway.site)
+        self.underway.submit(
+            Entry(self.underway.channel.gathering(self.name, packed), packed, self, self.underway.site)
         )
 
     def result(self) -> torch.Tensor | None:
@@ -90,7 +90,7 @@ class Scattered:
             return None
         values = from_array(np.ascontiguousarray(rows[:, split:]).view(self._values))
         present, kept = int((first < 0).sum()), first >= 0
-        divisor = {ReduceOp.AVERAGE: self._underway.channel.members, ReduceOp.AVERAGE_PRESENT: present}.get(self._op, 1)
+        divisor = {ReduceOp.AVERAGE: self.underway.channel.members, ReduceOp.AVERAGE_PRESENT: present}.get(self._op, 1)
         values = values[kept].reshape(-1, *self._shape[self._sparse :])
         values = values if divisor == 1 else values / divisor
         found = torch.sparse_coo_tensor(indices[kept].t(), values, self._shape, device="cpu", check_invariants=False)
@@ -99,12 +99,12 @@ class Scattered:
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Runs on the daemon's thread when all ranks' rows have arrived."""
         self._rows = value
-        self._underway.land(value, convert)
+        self.underway.land(value, convert)
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
         """Never runs: rows are no filler."""
-        self._underway.landed()
+        self.underway.landed()
 
     def fail(self, error: BaseException) -> None:
         """Runs on the daemon's thread when it has failed."""
-        self._underway.fail(error)
+        self.underway.fail(error, self)

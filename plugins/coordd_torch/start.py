@@ -78,6 +78,11 @@ class Start:
                 tell=lambda everybody: different_values(everybody, _ADVICE),
             )
 
+    def begin_again(self) -> None:
+        """Takes part once more if that has failed because ranks have waited for each other."""
+        if self._inventory is not None and self._inventory.lost:
+            self.begin()
+
     def check_alone(self) -> None:
         """Looks at this rank alone.
 

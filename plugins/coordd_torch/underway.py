@@ -8,12 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from coordd.errors import CoorddError
-from coordd.handles import check_may_wait
+from coordd.errors import CoorddError, is_deadlock
+from coordd.handles import Handle, check_may_wait, hear_of
 from coordd.table import Entry, Site
 from coordd_torch.channel import Channel
 
-__all__ = ["Underway"]
+__all__ = ["Told", "Underway"]
+
+
+class _Landing(Handle[None]):
+    """That everything has landed: what a thread waits for, made only where one has to."""
+
+    __slots__ = ("_underway",)
+
+    def __init__(self, underway: Underway) -> None:
+        super().__init__("gradients", underway.channel.daemon.hurry, underway.channel.daemon.note_broken_wait)
+        self._underway = underway
+
+    def waits_for(self, promise: object) -> bool:
+        """Says whether it is not done before this one is."""
+        return getattr(promise, "underway", None) is self._underway
 
 
 class Underway:
@@ -23,16 +37,19 @@ class Underway:
         channel: the way that they take.
         site: the line of the user's script for which they are reduced.
         failed: why one of them has failed.
+        lost: those that have failed because ranks have waited for each other.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.site: Site = None
         self.failed: BaseException | None = None
+        self.lost: list[object] = []
         # Each counter has one writer, so they need no lock: this thread starts, the daemon's lands.
         self._started = 0
         self._landed = 0
-        self._all_landed = threading.Event()
+        self._lock = threading.Lock()
+        self._awaited: _Landing | None = None
 
     def submit(self, entry: Entry) -> None:
         """Announces one of them."""
@@ -55,16 +72,19 @@ class Underway:
             self.failed = self.failed or error
         self.landed()
 
-    def fail(self, error: BaseException) -> None:
-        """Notes the first failure; on the daemon's thread."""
+    def fail(self, error: BaseException, promise: object = None) -> None:
+        """Notes the first failure, of this promise; on the daemon's thread."""
+        if is_deadlock(error):
+            self.lost.append(promise)
         self.failed = self.failed or error
         self.landed()
 
     def landed(self) -> None:
         """Counts what is done, one way or another; on the daemon's thread."""
         self._landed += 1
-        if self._landed == self._started:
-            self._all_landed.set()
+        if self._awaited is not None and self._landed == self._started:
+            awaited, self._awaited = self._awaited, None
+            awaited.resolve(None)
 
     def wait(self) -> None:
         """Waits until everything that was started is done.
@@ -74,12 +94,20 @@ class Underway:
         """
         while self._landed < self._started:
             check_may_wait("waiting for gradients")
-            self._all_landed.clear()
+            with self._lock:
+                awaited = self._awaited
+                if awaited is None:
+                    awaited = self._awaited = _Landing(self)
+            # The order matters: either this look sees the last one land, or that sees what is awaited.
             if self._landed < self._started:
-                over = self.channel.daemon.hurry("gradients")
-                self._all_landed.wait()
-                if over is not None:
-                    over()
+                awaited.wait()
+
+    def take_lost(self) -> list[object]:
+        """Returns what ranks have lost because they have waited for each other, and forgets that it has failed."""
+        found = [self.lost.pop() for _ in range(len(self.lost))]  # the daemon's thread may add to it
+        if found:
+            self.failed = None
+        return found
 
     def settle(self) -> None:
         """Waits for what was started; raises the error of what has failed."""
@@ -87,3 +115,35 @@ class Underway:
         error, self.failed = self.failed, None
         if error is not None:
             raise error
+
+
+class Told:
+    """What a rank tells the others of a step that it discards."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[Callable[[], Handle[Any]], Handle[Any]]] = []
+
+    def tell(self, start: Callable[[], Handle[Any]]) -> None:
+        """Starts to tell something."""
+        handle = start()
+        handle.add_done_callback(hear_of)  # if it fails, this rank has told of a worse error
+        self._told.append((start, handle))
+
+    def tell_again(self) -> None:
+        """Tells what the others have not heard because ranks have waited for each other."""
+        told, self._told = self._told, []
+        for start, handle in told:
+            if is_deadlock(handle.error()):
+                self.tell(start)
+            else:
+                self._told.append((start, handle))
+
+    def wait(self) -> BaseException | None:
+        """Waits until all is told; returns the error if ranks have waited for each other."""
+        for _, handle in self._told:
+            handle.wait()
+        return next((handle.error() for _, handle in self._told if is_deadlock(handle.error())), None)
+
+    def forget(self) -> None:
+        """Gets ready for the next step."""
+        self._told.clear()

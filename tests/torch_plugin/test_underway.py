@@ -27,6 +27,9 @@ class Daemon:
         threading.Thread(target=lambda: [self.answer() for _ in self.entries]).start()
         return self.end
 
+    def note_broken_wait(self) -> None:
+        raise AssertionError
+
     def end(self) -> None:
         self.over += 1
 
