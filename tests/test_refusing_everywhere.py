@@ -141,3 +141,30 @@ def test_a_group_of_nothing_leaves_one_of_its_name_that_is_in_flight_alone(two):
         return [each.tolist() for each in found]
 
     assert two.each(body) == [[[1.0] * 4] * 2] * 2
+
+
+@pytest.mark.parametrize("bad", [torch.ones(4, 3), torch.ones(4), [[1.0, 2.0]]])
+def test_a_batch_that_a_layer_refuses_is_counted_and_told(two, bad):
+    refused_by_last(
+        two, lambda: cd.SyncBatchNorm(2)(FOUR), lambda: cd.SyncBatchNorm(2)(bad), "rank 1 refused allgather"
+    )
+
+    def body(rank):
+        layer = cd.SyncBatchNorm(2, momentum=None)
+        with pytest.raises(Exception, match=r"."):
+            layer(bad if rank else FOUR)
+        layer(torch.full((4, 2), float(rank)))
+        return layer.running_mean.tolist()
+
+    assert two.each(body) == [[0.5, 0.5]] * 2
+
+
+def test_a_layer_that_only_evaluates_has_nothing_to_tell(two):
+    def body(rank):
+        layer = cd.SyncBatchNorm(2).eval()
+        if rank:
+            with pytest.raises(cd.ArgumentError):
+                layer(torch.ones(4))
+        return cd.allgather(torch.full((1,), float(rank))).tolist()
+
+    assert two.each(body) == [[0.0, 1.0]] * 2
