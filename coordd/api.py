@@ -39,9 +39,10 @@ from coordd.errors import (
 from coordd.exits import ExitWatch, await_own_end
 from coordd.handles import Handle, check_may_wait
 from coordd.launched import RANK_PID, identifying
-from coordd.messages import ReduceOp
+from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.refusing import refusable, telling
 from coordd.rendezvous import meet, tell
 from coordd.survey.address import identity, parent_of
 from coordd.survey.desk import Desk
@@ -75,6 +76,7 @@ log = logging.getLogger("coordd")
 
 _LINGER_SECONDS = 3.0
 _HEARD_SECONDS = 0.3
+_LEAVING = "coordd.leaving"
 
 
 class _Default:
@@ -421,6 +423,12 @@ def is_homogeneous() -> bool:
     return operations().daemon.world.is_homogeneous
 
 
+def _current(*_: Any) -> Operations:
+    """Returns the operations of the default daemon, whatever the arguments."""
+    return operations()
+
+
+@refusable(Kind.ALLREDUCE, _current)
 def allreduce(
     array: np.ndarray,
     *,
@@ -438,6 +446,7 @@ def allreduce(
     return result
 
 
+@refusable(Kind.BROADCAST, _current)
 def broadcast(
     array: np.ndarray, root: int, *, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> np.ndarray:
@@ -447,6 +456,7 @@ def broadcast(
     return result
 
 
+@refusable(Kind.ALLGATHER, _current)
 def allgather(
     array: np.ndarray, *, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> np.ndarray:
@@ -455,6 +465,7 @@ def allgather(
     return result
 
 
+@refusable(Kind.BARRIER, _current)
 def barrier(*, process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have come; raises like `allreduce`."""
     handle: Handle[Any] = operations().barrier(process_set=process_set)
@@ -469,17 +480,19 @@ def leaving() -> bool:
 
     Raises:
         ConfigError: this process's SIGTERM is handled by something else, or `init` was called in another thread.
+        RefusedError: that is so on another rank.
         PeerError, ShutdownError: see `coordd.errors`.
     """
     own = operations()
-    if _override.get() is None and not _exits.heed_sigterm():
-        text = (
-            "leaving() cannot hear SIGTERM: call init() in the main thread, and set no handler of your own before or "
-            "after it"
-        )
-        raise ConfigError(text)
+    with telling(own, Kind.ALLREDUCE, [_LEAVING]):
+        if _override.get() is None and not _exits.heed_sigterm():
+            text = (
+                "leaving() cannot hear SIGTERM: call init() in the main thread, and set no handler of your own before "
+                "or after it"
+            )
+            raise ConfigError(text)
     asked = np.array([_exits.asked], np.uint8)
-    return bool(own.allreduce(asked, name="coordd.leaving", op=ReduceOp.MAX).result()[0])
+    return bool(own.allreduce(asked, name=_LEAVING, op=ReduceOp.MAX).result()[0])
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's signature

@@ -14,13 +14,19 @@ from typing import Any
 import numpy as np
 
 from coordd import api
+from coordd.arguments import check_rank
 from coordd.errors import RefusedError, brief
 from coordd.messages import Kind
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd.refusing import Name, refusable
+from coordd.refusing import Name, refusable, telling
 
 __all__ = ["allgather_object", "broadcast_object", "gathered", "sizes_of"]
+
+
+def _sized(name: str | None) -> str | None:
+    """The name of the first of the two operations, which tells how much the second one carries."""
+    return name and f"{name}.sz"
 
 
 def _current(*_: Any) -> Operations:
@@ -32,8 +38,7 @@ def sizes_of(kind: Kind) -> Callable[[Mapping[str, Any]], Name]:
     """Makes what finds the first operation of these functions: that of the sizes."""
 
     def find(given: Mapping[str, Any]) -> Name:
-        name = given.get("name")
-        return kind, [name and f"{name}.sz"]
+        return kind, [_sized(given.get("name"))]
 
     return find
 
@@ -55,13 +60,17 @@ def broadcast_object(
         RefusedError: on the other ranks: the root's object cannot be pickled. The root raises the error of `pickle`.
     """
     operations = api.operations()
+    root_rank = check_rank(root_rank)
     root = api.rank() == root_rank
     data, error = _pickled(obj) if root else (np.empty(0, np.uint8), None)
     size = np.array([data.size])
-    operations.broadcast(size, root_rank, name=name and f"{name}.sz", process_set=process_set).result()
-    if not root:
-        data = np.empty(size[0], np.uint8)
-    operations.broadcast(data, root_rank, name=name and f"{name}.t", process_set=process_set).result()
+    operations.broadcast(size, root_rank, name=_sized(name), process_set=process_set).result()
+    second = name and f"{name}.t"
+    with telling(operations, Kind.BROADCAST, [second], process_set):
+        if not root:
+            data = np.empty(size[0], np.uint8)
+        handle = operations.broadcast(data, root_rank, name=second, process_set=process_set)
+    handle.result()
     if error is not None:
         raise error
     return obj if root else _checked([(root_rank, pickle.loads(data.data))])[0]  # noqa: S301 - see the head of this file
@@ -81,7 +90,7 @@ def gathered(operations: Operations, obj: Any, name: str | None, process_set: Pr
     """Does what `allgather_object` does, by these operations."""
     data, error = _pickled(obj)
     size = np.array([data.size])
-    sizes = operations.allgather(size, name=name and f"{name}.sz", process_set=process_set).result()
+    sizes = operations.allgather(size, name=_sized(name), process_set=process_set).result()
     joined = operations.allgather(data, name=name and f"{name}.t", process_set=process_set).result()
     if error is not None:
         raise error

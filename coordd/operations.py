@@ -511,15 +511,15 @@ class Operations:
         self._tell_refused(kind, tuple(check_name(name or "") for name in known), members, error)
 
     def _tell_refused(self, kind: Kind, names: tuple[str, ...], members: tuple[int, ...], error: BaseException) -> None:
-        daemon = self.daemon
+        daemon, said = self.daemon, refused_names(names)
         if isinstance(error, _UNTOLD) or len(members or range(daemon.world.size)) == 1:
             return
-        if daemon.failing or daemon.status.leaving or any(map(daemon.in_flight, names)):
+        if daemon.failing or daemon.status.leaving or any(map(daemon.in_flight, (*names, *said))):
             return
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         site = show_site(call_site(sys._getframe(1)))  # noqa: SLF001 - the documented way to the caller
         reason = f"refused {kind.name.lower()} {names[0]!r}{more} at {site}: {brief(error)[:_LONGEST]}"
-        daemon.refuse(Refused(daemon.world.rank, "", reason, members, refused_names(names)))
+        daemon.refuse(Refused(daemon.world.rank, "", reason, members, said))
 
     def _number(self, kind: Kind, members: tuple[int, ...]) -> str:
         """Names what has no name; every process set counts for itself, for only its members count along.

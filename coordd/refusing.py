@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from coordd.arguments import places
@@ -20,7 +21,7 @@ from coordd.process_sets import global_process_set
 if TYPE_CHECKING:
     from coordd.operations import Operations
 
-__all__ = ["Find", "Name", "refusable"]
+__all__ = ["Find", "Name", "refusable", "telling"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Name = tuple[Kind, Sequence[str | None]]
@@ -55,21 +56,14 @@ def refusable(
         def counted(*args: Any, **kwargs: Any) -> Any:
             operations = find(*args)
             before = operations.accounted
-            try:
+            with _Told(operations, lambda: _what(kind, signature, args, kwargs)):
                 found = function(*args, **kwargs)
-            except Exception as error:
-                if operations.accounted == before:
-                    with contextlib.suppress(Exception):  # a name that is none counts nothing
-                        given = _given(signature, args, kwargs)
-                        what = _named(kind, given) if isinstance(kind, Kind) else kind(given)
-                        operations.refuse(*what, given.get("process_set", global_process_set), error)
-                raise
             # An empty group takes a number as every group does, and fails on ranks whose group is not empty.
             if not announces and isinstance(kind, Kind) and operations.accounted == before:
                 given = _given(signature, args, kwargs)
-                if given.get("name") is None and isinstance(group := given.get("tensors"), Sized) and not len(group):
+                if isinstance(group := given.get("tensors"), Sized) and not len(group):
                     empty = ArgumentError("its list of tensors is empty, and that of other ranks is not")
-                    operations.refuse(kind, [None], given.get("process_set", global_process_set), empty)
+                    operations.refuse(*_named(kind, given), given.get("process_set", global_process_set), empty)
             if announces:
                 operations.account()
             return found
@@ -77,6 +71,46 @@ def refusable(
         return cast("Function", counted)
 
     return decorate
+
+
+def telling(
+    operations: Operations, kind: Kind, names: Sequence[str | None], process_set: Any = global_process_set
+) -> AbstractContextManager[None]:
+    """Does for a block what `refusable` does for a function: if it fails before it announces, the others are told.
+
+    Args:
+        operations: whose numbers count.
+        kind: of what the others announce first.
+        names: of that, or of a group; None for each without one.
+        process_set: the members.
+    """
+    return _Told(operations, lambda: (kind, names, process_set))
+
+
+class _Told:
+    """A block; no generator, whose frames would stand between what is refused and the user's line."""
+
+    def __init__(self, operations: Operations, what: Callable[[], tuple[Kind, Sequence[str | None], Any]]) -> None:
+        self._operations = operations
+        self._what = what
+        self._before = operations.accounted
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and self._operations.accounted == self._before:
+            with contextlib.suppress(Exception):  # a name that is none counts nothing
+                self._operations.refuse(*self._what(), error)
+
+
+def _what(
+    kind: Kind | Find, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Kind, Sequence[str | None], Any]:
+    """What a call would have announced: the kind, the names and the process set."""
+    given = _given(signature, args, kwargs)
+    what = _named(kind, given) if isinstance(kind, Kind) else kind(given)
+    return *what, given.get("process_set", global_process_set)
 
 
 def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from coordd.cache import ResponseCache
 from coordd.errors import DuplicateNameError
+from coordd.group_names import covers, is_group
 from coordd.messages import Announcement, Report, Request
 from coordd.wire import mask
 
@@ -135,8 +136,8 @@ class TensorTable:
             raise _duplicate(entry, first)
 
     def reserved(self, name: str) -> bool:
-        """Says whether a name is claimed; for any thread."""
-        return name in self._names
+        """Says whether a name, or one of a group that a refusal names, is claimed; for any thread."""
+        return name in self._names or (is_group(name) and any(covers(name, each) for each in list(self._names)))
 
     def reserve_all(self, entries: Sequence[Entry]) -> None:
         """Claims the names of several entries, or of none of them; raises like `reserve`."""

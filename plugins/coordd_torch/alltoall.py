@@ -55,6 +55,7 @@ def alltoall_async(
     return api.operations().alltoall(array, given, name=name, process_set=process_set, land=land)
 
 
+@refusable(Kind.ALLTOALL, current)
 def alltoall(
     tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:

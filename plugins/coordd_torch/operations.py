@@ -163,6 +163,7 @@ def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle[Tensor]
     return allreduce_async_(_copy(tensor), *args, **kwargs)
 
 
+@refusable(Kind.ALLREDUCE, current, allreduce_async_)
 def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Reduces a tensor in place and returns it; arguments as in `allreduce_async_`."""
     return allreduce_async_(tensor, *args, **kwargs).result()
@@ -225,6 +226,7 @@ def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -
     return broadcast_async_(_copy(tensor), root_rank, *args, **kwargs)
 
 
+@refusable(Kind.BROADCAST, current, broadcast_async_)
 def broadcast_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Tensor:
     """Copies the root's tensor into everybody's and returns it; arguments as in `broadcast_async_`."""
     return broadcast_async_(tensor, root_rank, *args, **kwargs).result()
@@ -261,6 +263,7 @@ def grouped_allreduce_async(tensors: Tensors, *args: Any, **kwargs: Any) -> Grou
     return grouped_allreduce_async_([_copy(tensor) for tensor in tensors], *args, **kwargs)
 
 
+@refusable(Kind.ALLREDUCE, current, grouped_allreduce_async_)
 def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Reduces several tensors in place and returns them; arguments as in `grouped_allreduce_async_`."""
     return grouped_allreduce_async_(tensors, *args, **kwargs).result()
@@ -274,11 +277,13 @@ def grouped_allgather_async(
     return each(allgather_async, tensors, places(name, len(tensors)), process_set=process_set)
 
 
+@refusable(Kind.BARRIER, current)
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have come."""
     api.barrier(process_set=process_set)
 
 
+@refusable(Kind.JOIN, current)
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:  # noqa: ARG001 - Horovod's signature
     """Waits until all ranks have joined, and takes part with nothing in whatever the others still do.
 

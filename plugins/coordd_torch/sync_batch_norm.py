@@ -10,7 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from coordd import api
 from coordd.errors import ArgumentError
+from coordd.messages import Kind
 from coordd.process_sets import ProcessSet, global_process_set
+from coordd.refusing import telling
 from coordd_torch.operations import Sum, Tensor, allgather_async, allreduce_async
 
 __all__ = ["SyncBatchNorm"]
@@ -55,8 +57,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - as PyTor
         ranks = self.process_set.count(api.size())
         if ranks == 1 or not (self.training or self.running_mean is None):
             return super().forward(input)
-        self._check_input_dim(input)
-        found: tuple[Tensor, ...] = _Normalise.apply(input, self.eps, self.process_set)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...]
+        with telling(api.operations(), Kind.ALLGATHER, [None], self.process_set):
+            self._check_input_dim(input)
+            found = _Normalise.apply(input, self.eps, self.process_set)  # type: ignore[no-untyped-call]
         normalised, mean, variance, count = found
         if self.training and self.track_running_stats:
             self._track(mean, variance, count)
@@ -97,9 +101,11 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None]:
         normalised, scale, count = ctx.saved_tensors
-        exact = gradient.to(normalised.dtype)
-        sums = torch.stack([exact.sum(ctx.dims), (exact * normalised).sum(ctx.dims)])
-        total = allreduce_async(sums, op=Sum, process_set=ctx.process_set).result() / count
+        with telling(api.operations(), Kind.ALLREDUCE, [None], ctx.process_set):
+            exact = gradient.to(normalised.dtype)
+            sums = torch.stack([exact.sum(ctx.dims), (exact * normalised).sum(ctx.dims)])
+            handle = allreduce_async(sums, op=Sum, process_set=ctx.process_set)
+        total = handle.result() / count
         shape = [1, -1, *[1] * (gradient.ndim - 2)]
         centred = exact - total[0].view(shape) - normalised * total[1].view(shape)
         return (centred * scale.view(shape)).to(gradient.dtype), None, None

@@ -130,3 +130,28 @@ def test_sent_to_all_ranks_at_once_ends_the_job_with_one_line(train):
         assert job.wait() == 143
         (told,) = job.err.splitlines()[1:]
         assert told in {f"coordd: rank {rank} ended by SIGTERM (rank {1 - rank} too)" for rank in range(2)}
+
+
+def test_a_rank_whose_leaving_is_refused_tells_the_others(tmp_path):
+    script = tmp_path / "refused.py"
+    script.write_text(
+        """
+import signal, sys, time
+import coordd
+from coordd.errors import ConfigError, RefusedError
+coordd.init()
+if coordd.rank() == 0:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+begun = time.monotonic()
+try:
+    coordd.leaving()
+except (ConfigError, RefusedError) as error:
+    print(type(error).__name__, time.monotonic() - begun < 2, flush=True)
+time.sleep(3)
+coordd.barrier()
+"""
+    )
+    with Started("-n", 2, sys.executable, script, PYTHONFAULTHANDLER="1") as job:
+        assert job.wait() == 0
+        found = sorted(line.split()[-2:] for line in job.out.splitlines())
+    assert found == [["ConfigError", "True"], ["RefusedError", "True"]]
