@@ -2,7 +2,8 @@
 
 It looks at the innermost frame of the script's thread, a moment after any thread has begun to wait; so a wait costs
 nothing, and neither does a daemon that has nothing to do. A rank is never called blocked while something else of it
-could submit an operation: another thread, a done callback, or an operation under way whose result the script may use.
+could submit an operation: a done callback, an operation under way whose result the script may use, or another thread
+that has submitted one before. Threads that never have, such as those of progress bars, get some seconds to do it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from types import FrameType
 from coordd.handles import Handle, awaited
 from coordd.table import TensorTable
 
-__all__ = ["BlockWatch"]
+__all__ = ["BlockWatch", "note_submitter"]
 
 _SECONDS = 1.0
+_WITH_THREADS = 8.0
+_submitters: set[int] = set()
 
 _ENGINE = "_engine_run_backward"
 """Where the script is while PyTorch runs a backward pass, whose end may come on a thread of PyTorch's."""
+
+
+def note_submitter() -> None:
+    """Notes that the calling thread submits operations."""
+    _submitters.add(threading.get_ident())
 
 
 class BlockWatch:
@@ -52,6 +60,8 @@ class BlockWatch:
         self._due: float | None = None
         self._told = ""
         self._one_of_several = False
+        self._first = ("", 0.0)
+        """What the script was found to wait for, and when first."""
 
     def note_wait(self, now: float) -> None:
         """Notes that a thread has begun to wait."""
@@ -90,7 +100,9 @@ class BlockWatch:
         if self._submitted():  # before it began to wait; asked for after the look, which may have come later
             self._due = now
             return
-        others = bool(name) and self._others_may_submit()
+        if name != self._first[0]:
+            self._first = name, now
+        others = bool(name) and (self._others_may_submit() or now - self._first[1] < self._patience())
         # A thread may end, or one of several operations that the script waits for, and the script still wait.
         self._due = now + _SECONDS if others or self._one_of_several else None
         if name and name != self._told and not others:
@@ -105,12 +117,20 @@ class BlockWatch:
         """Whether anything but the script's thread could submit an operation of this rank."""
         if any(isinstance(entry.handle, Handle) and entry.handle.has_callbacks for entry in self._table):
             return True
+        return any(thread.ident in _submitters for thread in self._other_threads())
+
+    def _patience(self) -> float:
+        """Seconds for which threads that have never submitted anything get the benefit of the doubt."""
+        return _WITH_THREADS if self._other_threads() else 0.0
+
+    def _other_threads(self) -> list[threading.Thread]:
         if self._thread() != threading.main_thread().ident:  # ranks are threads of one process
-            return False
-        return any(
-            thread is not threading.main_thread() and not thread.name.startswith("coordd")
+            return []
+        return [
+            thread
             for thread in threading.enumerate()
-        )
+            if thread is not threading.main_thread() and not thread.name.startswith("coordd")
+        ]
 
     def _awaited(self) -> str:
         """Names the operation that the script waits for without a time limit; empty if there is none.

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from coordd.arguments import check_name, check_op, check_rank, check_reducible, check_rows, check_splits, name_of
+from coordd.blocked import note_submitter
 from coordd.checks import finite
 from coordd.daemon import Daemon
 from coordd.errors import (
@@ -95,6 +96,9 @@ class _Thread(threading.local):
     accounted = 0
     group: _Group | None = None
     part: Part | None = None
+
+    def __init__(self) -> None:
+        note_submitter()  # once for each thread
 
 
 def _itself(operations: Operations, *_: Any) -> Operations:

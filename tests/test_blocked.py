@@ -89,12 +89,26 @@ def test_an_operation_under_way_may_end_and_the_script_go_on():
         assert told(handle, thread, busy=True) == []
 
 
-def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch):
+@pytest.mark.parametrize("has_submitted", [True, False])
+def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch, has_submitted):
+    """One that has submitted before may do so again; others, such as those of progress bars, get some seconds."""
     handle: Handle[None] = Handle("x")
+    table = TensorTable()
+    table.admit([Entry(Request(Kind.BARRIER, handle.name), np.empty(0), handle)])
+    messages: list[str] = []
     with waiting(handle) as thread:
         waiter = next(found for found in threading.enumerate() if found.ident == thread)
         monkeypatch.setattr(threading, "main_thread", lambda: waiter)  # this thread is another one of the script
-        assert told(handle, thread) == []
+        monkeypatch.setattr(blocked, "_submitters", {threading.get_ident()} if has_submitted else set())
+        watch = BlockWatch(
+            table, thread=lambda: thread, busy=lambda: False, submitted=lambda: False, tell=messages.append
+        )
+        watch.note_wait(0.0)
+        watch.look(2.0)
+        assert not messages
+        assert watch.remaining(2.0)
+        watch.look(2.0 + blocked._WITH_THREADS)
+        assert messages == ([] if has_submitted else ["x"])
 
 
 class _Part(SimpleNamespace):
