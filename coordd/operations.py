@@ -30,7 +30,7 @@ from coordd.errors import (
     brief,
     spans,
 )
-from coordd.group_names import names_in_group, refused_names
+from coordd.group_names import is_numbered, names_in_group, refused_names
 from coordd.handles import Handle, call_site
 from coordd.mailbox import Letter
 from coordd.messages import Kind, ReduceOp, Refused, Request
@@ -457,7 +457,7 @@ class Operations:
             name_of(array.dtype),
             (array.size,) if loose else array.shape,
             members=members,
-            transient=name is None,
+            transient=name is None or is_numbered(name),
             **details,
         )
 
@@ -533,6 +533,11 @@ class Operations:
         which = f"({spans(members)})." if members else ""
         after = f"{joins}." if joins else ""
         return f"{kind.name.lower()}.noname.{which}{after}{number}"
+
+    def number(self, kind: Kind, process_set: ProcessSet) -> str:
+        """Takes the name that the next operation without a name would get; for one that consists of several."""
+        members, part = self._members(process_set), self._thread.part
+        return self._number(kind, members) if part is None else part.name(kind, None)
 
     def _letter(
         self, array: np.ndarray | None, peer: int, name: str, *, outgoing: bool, land: Land | None = None
