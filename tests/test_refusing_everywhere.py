@@ -13,6 +13,7 @@ import torch
 
 import coordd
 import coordd.torch as cd
+from coordd.calls import CollectiveCall
 from coordd_torch.rounds import Gather, Mean
 from tests.local_ranks import local_ranks
 from tests.test_refusing import BAD, ONE, refused_by_last
@@ -228,3 +229,46 @@ def test_what_is_refused_of_an_operation_in_rounds_is_counted_and_told(two, what
         return again.round().tolist(), cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
 
     assert two.each(body) == [([3.0] * 4, 3.0)] * 2
+
+
+@pytest.mark.parametrize("name", ["c", None])
+def test_what_is_refused_within_a_call_and_caught_is_counted_and_told_before_the_next(two, name):
+    def body(rank):
+        with CollectiveCall("fit"):
+            with pytest.raises((cd.RefusedError, cd.ArgumentError), match=r"rank 0 refused allreduce|bool"):
+                cd.allreduce(ONE if rank else BAD, name=name)
+            found = cd.allreduce(torch.full((1,), 200.0 + rank), op=cd.Sum).item()
+        return found, cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
+
+    assert two.each(body) == [(401.0, 3.0)] * 2
+
+
+def test_what_is_refused_within_a_call_at_its_end_fails_it_where_nobody_catches_it(two):
+    def fit(rank):
+        with CollectiveCall("fit"):
+            if rank:
+                cd.allreduce(ONE)
+            else:
+                with pytest.raises(cd.ArgumentError):
+                    cd.allreduce(BAD)
+
+    def body(rank):
+        with pytest.raises(cd.RefusedError):
+            fit(rank)
+        return cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
+
+    assert two.each(body) == [3.0] * 2
+
+
+def test_a_group_of_nothing_within_a_call(two):
+    def body(rank):
+        with CollectiveCall("fit"):
+            if rank:
+                with pytest.raises(cd.RefusedError, match="its list of tensors is empty"):
+                    cd.grouped_allreduce([ONE, ONE], name="e")
+            else:
+                assert not cd.grouped_allreduce([], name="e")
+            assert not cd.grouped_allreduce([])
+            return cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
+
+    assert two.each(body) == [3.0] * 2
