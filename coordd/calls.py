@@ -85,6 +85,7 @@ class CollectiveCall:
             return
         try:
             if error is None:
+                self._operations.tell_refused_of_part()
                 self._compare()
         except BaseException as found:
             error = found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["covers", "group_of", "is_group", "is_unnamed", "names_in_group", "refused_names"]
+__all__ = ["covers", "first_alone", "group_of", "is_group", "is_unnamed", "names_in_group", "refused_names"]
 
 _MARK = ".noname."
 _WHOLE = "_*"
@@ -42,6 +42,11 @@ def group_of(name: str) -> tuple[str, int]:
         base, _, size = found.groups()
         return base + _WHOLE, int(size)
     return (name + _WHOLE if is_unnamed(name) else ""), 1
+
+
+def first_alone(name: str | None) -> str | None:
+    """Renames the first operation of a group as if it were the only one: for what is done one after the other."""
+    return name and _IN_GROUP.sub(r"\1_0of1", name)
 
 
 def is_group(said: str) -> bool:

@@ -31,7 +31,7 @@ from coordd.errors import (
     brief,
     spans,
 )
-from coordd.group_names import names_in_group, refused_names
+from coordd.group_names import is_unnamed, names_in_group, refused_names
 from coordd.handles import Handle, call_site
 from coordd.mailbox import Letter
 from coordd.messages import Kind, ReduceOp, Refused, Request
@@ -72,12 +72,15 @@ class Part:
     Attributes:
         call: the id of the call.
         steady: whether operations with a name keep it, because they come again and again.
+        refused: what this rank has refused of it, and nobody was told yet: if the error ends the call, all of it is
+            refused; but if the script goes on, the others must hear before what it does next.
     """
 
     def __init__(self, title: str, call: str, *, steady: bool = False) -> None:
         self._title = title
         self.call = call
         self.steady = steady
+        self.refused: list[Refused] = []
         self._numbers: Counter[Kind] = Counter()
 
     def name(self, kind: Kind, name: str | None) -> str:
@@ -424,6 +427,8 @@ class Operations:
         part, group = self._thread.part, self._thread.group
         if part is None and (name is not None or group is None):
             return self.request(kind, name, array, process_set, **details)
+        if part is not None:
+            self.tell_refused_of_part()
         once = True
         if name is None and group is not None:
             members = self._members(process_set)
@@ -463,7 +468,7 @@ class Operations:
             name_of(array.dtype),
             (array.size,) if loose else array.shape,
             members=members,
-            transient=name is None,
+            transient=name is None or is_unnamed(name),
             **details,
         )
 
@@ -504,26 +509,46 @@ class Operations:
         Raises:
             ArgumentError: a name is none.
         """
-        members, group = self._concerned(process_set), self._thread.group
-        if members is None or self._thread.part is not None or not names:  # a collective call is refused as a whole
+        members, group, part = self._concerned(process_set), self._thread.group, self._thread.part
+        if members is None or not names:
             return
         if group is not None:
             group.refused = kind, process_set
             return
         self._thread.accounted += 1
-        known = [*names] if None not in names else names_in_group(self._number(kind, members), names)
-        self._tell_refused(kind, tuple(check_name(name or "") for name in known), members, error)
+        if None in names:
+            known = names_in_group(self._number(kind, members) if part is None else part.name(kind, None), names)
+        else:
+            known = [*names] if part is None else [part.name(kind, name) for name in names]
+        refused = self._refused(kind, tuple(check_name(name or "") for name in known), members, error)
+        if part is None:
+            self._tell(refused)
+        elif None in names or not part.steady:  # what comes again would be refused the next time, if this call fails
+            part.refused += refused
 
-    def _tell_refused(self, kind: Kind, names: tuple[str, ...], members: tuple[int, ...], error: BaseException) -> None:
+    def tell_refused_of_part(self) -> None:
+        """Tells what this thread has refused of the call that it makes, and goes on with."""
+        if (part := self._thread.part) is not None and part.refused:
+            told, part.refused = part.refused, []
+            self._tell(told)
+
+    def _tell(self, refused: Sequence[Refused]) -> None:
+        for each in refused:
+            self.daemon.refuse(each)
+
+    def _refused(
+        self, kind: Kind, names: tuple[str, ...], members: tuple[int, ...], error: BaseException
+    ) -> list[Refused]:
+        """Makes what others are to be told, if they are."""
         daemon, said = self.daemon, refused_names(names)
         if isinstance(error, _UNTOLD) or len(members or range(daemon.world.size)) == 1:
-            return
+            return []
         if daemon.failing or daemon.status.leaving or any(map(daemon.in_flight, (*names, *said))):
-            return
+            return []
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         site = show_site(call_site(sys._getframe(1)))  # noqa: SLF001 - the documented way to the caller
         reason = f"refused {kind.name.lower()} {names[0]!r}{more} at {site}: {brief(error)[:_LONGEST]}"
-        daemon.refuse(Refused(daemon.world.rank, "", reason, members, said))
+        return [Refused(daemon.world.rank, "", reason, members, said)]
 
     def _number(self, kind: Kind, members: tuple[int, ...]) -> str:
         """Names what has no name; every process set counts for itself, for only its members count along.
@@ -540,9 +565,10 @@ class Operations:
         after = f"{joins}." if joins else ""
         return f"{kind.name.lower()}.noname.{which}{after}{number}"
 
-    def take_number(self, kind: Kind, process_set: ProcessSet) -> str:
-        """Returns the name that the next operation without a name would have, for one that is made of others."""
-        return self._number(kind, self._members(process_set))
+    def number(self, kind: Kind, process_set: ProcessSet) -> str:
+        """Takes the name that the next operation without a name would get; for one that consists of several."""
+        members, part = self._members(process_set), self._thread.part
+        return self._number(kind, members) if part is None else part.name(kind, None)
 
     def _letter(
         self, array: np.ndarray | None, peer: int, name: str, *, outgoing: bool, land: Land | None = None

@@ -74,17 +74,20 @@ def refusable(
 
 
 def telling(
-    operations: Operations, kind: Kind, names: Sequence[str | None], process_set: Any = global_process_set
+    operations: Operations,
+    kind: Kind,
+    names: Sequence[str | None] | Callable[[], Sequence[str | None]],
+    process_set: Any = global_process_set,
 ) -> AbstractContextManager[None]:
     """Does for a block what `refusable` does for a function: if it fails before it announces, the others are told.
 
     Args:
         operations: whose numbers count.
         kind: of what the others announce first.
-        names: of that, or of a group; None for each without one.
+        names: of that, or of a group; None for each without one. Or what finds them, when something has failed.
         process_set: the members.
     """
-    return _Told(operations, lambda: (kind, names, process_set))
+    return _Told(operations, lambda: (kind, names() if callable(names) else names, process_set))
 
 
 class _Told:

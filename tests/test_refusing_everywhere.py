@@ -13,6 +13,8 @@ import torch
 
 import coordd
 import coordd.torch as cd
+from coordd.calls import CollectiveCall
+from coordd_torch.rounds import Gather, Mean
 from tests.local_ranks import local_ranks
 from tests.test_refusing import BAD, ONE, refused_by_last
 
@@ -168,3 +170,105 @@ def test_a_layer_that_only_evaluates_has_nothing_to_tell(two):
         return cd.allgather(torch.full((1,), float(rank))).tolist()
 
     assert two.each(body) == [[0.0, 1.0]] * 2
+
+
+class Twice(cd.Compressor):
+    """Needs two rounds, and fails where and when it is told to."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails = fails
+
+    def exchange(self, cargo):
+        if self.fails == 0:
+            raise MemoryError("too large")
+        found = torch.stack([own for (own,) in (yield Gather(cargo.flat))]).mean(0)
+        if self.fails == 1:
+            raise MemoryError("too large")
+        found = (yield Mean(found))[0]
+        cargo.flat.zero_()
+        return found
+
+
+INT8 = cd.Compression.int8
+ROUNDS = {
+    "an operation": (INT8, {"compression": INT8, "op": cd.Max}),
+    "an unknown argument": (INT8, {"compression": INT8, "bogus": 1}),
+    "a factor": (INT8, {"compression": INT8, "prescale_factor": "x"}),
+    "a compressor": (INT8, {"compression": 7}),
+    "a type": (INT8, {"compression": INT8, "bad": BAD}),
+    "a compressor of one's own": (Twice(None), {"compression": Twice(0)}),
+    "between its rounds": (Twice(None), {"compression": Twice(1)}),
+}
+
+
+@pytest.mark.parametrize("name", ["r", None])
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("what", ROUNDS)
+def test_what_is_refused_of_an_operation_in_rounds_is_counted_and_told(two, what, name, group):
+    compression, wrong = ROUNDS[what]
+    function = cd.grouped_allreduce if group else cd.allreduce
+
+    def call(tensor, **more):
+        found = function([ONE, tensor, ONE] if group else tensor, name=name, **more)
+        return found[1] if group else found
+
+    def bad():
+        more = dict(wrong)
+        return call(more.pop("bad", ONE), **more)
+
+    if what != "a type" or not group:
+        refused_by_last(two, lambda: call(ONE, compression=compression), bad, "rank 1 refused")
+
+    def body(rank):
+        """The rank that catches the error goes on at once."""
+        with pytest.raises(Exception, match=r".*") as caught:
+            bad() if rank else call(ONE, compression=compression)
+        assert rank or isinstance(caught.value, (cd.RefusedError, cd.MismatchError))
+        again = call(torch.full((4,), rank + 1.0), compression=compression, op=cd.Sum)
+        return again.round().tolist(), cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
+
+    assert two.each(body) == [([3.0] * 4, 3.0)] * 2
+
+
+@pytest.mark.parametrize("name", ["c", None])
+def test_what_is_refused_within_a_call_and_caught_is_counted_and_told_before_the_next(two, name):
+    def body(rank):
+        with CollectiveCall("fit"):
+            with pytest.raises((cd.RefusedError, cd.ArgumentError), match=r"rank 0 refused allreduce|bool"):
+                cd.allreduce(ONE if rank else BAD, name=name)
+            found = cd.allreduce(torch.full((1,), 200.0 + rank), op=cd.Sum).item()
+        return found, cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
+
+    assert two.each(body) == [(401.0, 3.0)] * 2
+
+
+def test_what_is_refused_within_a_call_at_its_end_fails_it_where_nobody_catches_it(two):
+    def fit(rank):
+        with CollectiveCall("fit"):
+            if rank:
+                cd.allreduce(ONE)
+            else:
+                with pytest.raises(cd.ArgumentError):
+                    cd.allreduce(BAD)
+
+    def body(rank):
+        with pytest.raises(cd.RefusedError):
+            fit(rank)
+        return cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
+
+    assert two.each(body) == [3.0] * 2
+
+
+def test_a_group_of_nothing_within_a_call(two):
+    def body(rank):
+        with CollectiveCall("fit"):
+            if rank:
+                with pytest.raises(cd.RefusedError, match="its list of tensors is empty"):
+                    cd.grouped_allreduce([ONE, ONE], name="e")
+            else:
+                assert not cd.grouped_allreduce([], name="e")
+            assert not cd.grouped_allreduce([])
+            return cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
+
+    assert two.each(body) == [3.0] * 2

@@ -98,7 +98,7 @@ def _gathered(
             f"{indices.dtype}{list(indices.shape)} and values {values.dtype}{list(values.shape)}"
         )
         raise ArgumentError(text)
-    name = operations.take_number(Kind.ALLREDUCE, process_set) if name is None else name
+    name = operations.number(Kind.ALLREDUCE, process_set) if name is None else name
     rows, sizes = operations.allgather(
         values, name=name, process_set=process_set, op=op, sized=True, land=_pair
     ).result()

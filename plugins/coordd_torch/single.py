@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 
 from coordd import api
+from coordd.checks import finite
 from coordd.errors import ArgumentError
+from coordd.group_names import first_alone
 from coordd.handles import Handle
 from coordd.messages import Kind, ReduceOp
 from coordd.process_sets import ProcessSet
+from coordd.refusing import telling
 from coordd_torch.channel import check_combines, share
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.journey import Journey, calmly
@@ -49,40 +53,76 @@ def in_rounds(
     process_set: ProcessSet,
 ) -> tuple[Tensor, ...]:
     """Returns the reductions of tensors, one after the other, on the user's thread; other types travel as they are."""
+    prescale_factor = finite(prescale_factor, "prescale_factor")
+    postscale_factor = finite(postscale_factor, "postscale_factor")
     members = process_set.count(api.size())
-    api.operations().account()  # from now on parts of it may be under way
+    turns = _Turns(names, process_set)
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     found = []
     for tensor, name in zip(tensors, names, strict=True):
         if not tensor.is_floating_point() or not tensor.numel():
-            found.append(allreduce_async(tensor, None, name, op, process_set=process_set, **scales).result())
+            with turns.telling():
+                handle = allreduce_async(tensor, None, turns.take(), op, process_set=process_set, **scales)
+            found.append(handle.result())
             continue
         with calmly(tensor):
-            flat = tensor.detach().flatten().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-            place = {name or "": (0, tuple(tensor.shape))}
-            journey = Journey(compressor, Cargo(flat, place, dtype=tensor.dtype, size=members, memory={}))
-            mean = _carried(journey, name, process_set)
+            with turns.telling():
+                flat = tensor.detach().flatten().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+                place = {name or "": (0, tuple(tensor.shape))}
+                journey = Journey(compressor, Cargo(flat, place, dtype=tensor.dtype, size=members, memory={}))
+            mean = _carried(journey, turns)
             factor = share(op, present=journey.present, members=members) * prescale_factor * postscale_factor
             found.append(mean.mul(factor).to(tensor.dtype).view_as(tensor))
     return tuple(found)
 
 
-def _carried(journey: Journey, name: str | None, process_set: ProcessSet) -> Tensor:
+class _Turns:
+    """Names the rounds of one operation, of whatever kinds they are.
+
+    The first round has the name, or the number, of the operation itself: so whoever refuses that, and cannot know what
+    its rounds are, refuses what the others announce first.
+    """
+
+    def __init__(self, names: Sequence[str | None], process_set: ProcessSet) -> None:
+        self._base = names[0] if len(names) == 1 else first_alone(names[0])
+        self._number = 0
+        self.process_set = process_set
+
+    def take(self) -> str:
+        """Returns the name of the next round."""
+        if self._base is None:
+            self._base = api.operations().number(Kind.ALLREDUCE, self.process_set)
+        name = self._next() or ""
+        self._number += 1
+        return name
+
+    def telling(self) -> AbstractContextManager[None]:
+        """What fails in the block, before it announces the next round, is told to those who wait in that round."""
+        return telling(api.operations(), Kind.ALLREDUCE, lambda: [self._next()], self.process_set)
+
+    def _next(self) -> str | None:
+        return f"{self._base}.round{self._number}" if self._base and self._number else self._base
+
+
+def _carried(journey: Journey, turns: _Turns) -> Tensor:
     """Carries out all rounds, and returns the mean over the members."""
-    array: np.ndarray | None = journey.begin(torch.empty(0, device="cpu"))
+    array: np.ndarray | None
+    with turns.telling():
+        array = journey.begin(torch.empty(0, device="cpu"))
     while array is not None:
-        array = journey.land(_exchanged(array, journey, name, process_set))
+        with turns.telling():
+            handle = _announced(array, journey, turns)
+        arrived = handle.result()
+        with turns.telling():
+            array = journey.land(arrived)
     return torch.full_like(journey.cargo.flat, math.nan) if journey.mean is None else journey.mean
 
 
-def _exchanged(array: np.ndarray, journey: Journey, name: str | None, process_set: ProcessSet) -> np.ndarray:
+def _announced(array: np.ndarray, journey: Journey, turns: _Turns) -> Handle[np.ndarray]:
     operations = api.operations()
-    where: dict[str, Any] = {"name": name and f"{name}.round{journey.number}", "process_set": process_set}
-    handle: Handle[np.ndarray]
+    where: dict[str, Any] = {"name": turns.take(), "process_set": turns.process_set}
     if journey.kind is Kind.ALLREDUCE:
-        handle = operations.allreduce(array, op=ReduceOp.AVERAGE, **where)
-    elif journey.kind is Kind.ALLGATHER:
-        handle = operations.allgather(array, **where)
-    else:
-        handle = operations.alltoall(array, journey.splits, land=lambda found, _: found, **where)
-    return handle.result()
+        return operations.allreduce(array, op=ReduceOp.AVERAGE, **where)
+    if journey.kind is Kind.ALLGATHER:
+        return operations.allgather(array, **where)
+    return operations.alltoall(array, journey.splits, land=lambda found, _: found, **where)
