@@ -131,3 +131,30 @@ def test_a_rank_that_joins_keeps_nobody_waiting():
         return net.state_dict()
 
     same(each_rank(2, body))
+
+
+def test_a_step_that_is_discarded_while_others_are_in_a_collective_of_their_forward_pass():
+    """Of a name, so that operations pair again afterwards."""
+
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        heard = []
+        for number in range(6 - rank):  # rank 0's next batch is lost as well
+            try:
+                optimizer.zero_grad()
+                if rank == 0 and number == 2:
+                    raise ValueError
+                cd.allreduce(torch.ones(1), name="z")
+                loss_of(net, factor_of(rank, number)).backward()
+            except (ValueError, cd.MismatchError, cd.DiscardedStepError) as error:
+                heard.append((number, type(error)))
+                optimizer.discard_step()
+                continue
+            optimizer.step()
+        return heard, net.state_dict()
+
+    (first, values), (second, others) = each_rank(2, body)
+    assert first == [(2, ValueError), (3, cd.MismatchError)]
+    assert second == [(2, cd.MismatchError)]
+    same([values, others])
