@@ -77,6 +77,8 @@ log = logging.getLogger("coordd")
 _LINGER_SECONDS = 3.0
 _HEARD_SECONDS = 0.3
 _LEAVING = "coordd.leaving"
+_TOLD_SECONDS = 10.0
+"""So long others may take to come to the step that this rank has discarded last."""
 
 
 class _Default:
@@ -122,6 +124,8 @@ class _Default:
         if self.operations.uneven and not self.daemon.failing:
             with contextlib.suppress(CoorddError):  # what is wrong is told by leaving
                 self.operations.join().result()
+        if not self.daemon.failing:
+            self.daemon.await_told(_TOLD_SECONDS)
         if self.daemon.failing or not self.daemon.stop():
             self._leave_the_wreck()
         self._desk.close()

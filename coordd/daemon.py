@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ class Daemon:
         self._inbox: Inbox[Work] = Inbox(self._bell, window=config.cycle_ms / 1e3, limit=config.batch_mb * (1 << 20))
         self._loop = Loop(config, meet, inbox=self._inbox, bell=self._bell, status=self._status)
         self._thread = threading.Thread(target=self._loop.run, name="coordd", daemon=True)
+        self._told: list[Handle[Any]] = []
         self._on_broken_wait = self.note_broken_wait  # bound once: each gradient has a handle
 
     @property
@@ -283,6 +285,16 @@ class Daemon:
         if not isinstance(error, CoorddError):
             text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
             self.fail(text)
+
+    def note_told(self, handle: Handle[Any]) -> None:
+        """Notes what other ranks should hear before this one leaves."""
+        self._told = [*(each for each in self._told if not each.poll()), handle]
+
+    def await_told(self, seconds: float) -> None:
+        """Waits until other ranks have heard that, but no longer: they may never ask."""
+        end = time.monotonic() + seconds
+        for handle in self._told if os.getpid() == self._pid else ():
+            handle.wait(max(0.0, end - time.monotonic()))
 
     def stop(self) -> bool:
         """Leaves in step with the other ranks: blocks until all have left, or the job has failed.

@@ -29,7 +29,11 @@ def tell(operations: Operations, name: str, reason: str, process_set: ProcessSet
         process_set: the ranks that take part.
     """
     line = json.dumps([operations.daemon.world.rank, reason]) + "\n"
-    return operations.allgather(np.frombuffer(bytearray(line, "ascii"), np.uint8), name=name, process_set=process_set)
+    data = np.frombuffer(bytearray(line, "ascii"), np.uint8)
+    handle = operations.allgather(data, name=name, process_set=process_set)
+    if reason:
+        operations.daemon.note_told(handle)
+    return handle
 
 
 def error_of(handle: Handle[Any]) -> DiscardedStepError:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -212,3 +213,24 @@ def case_a_closure_is_reduced_each_time() -> None:
     optimizer.step(closure(model, _share))
     reference.step(closure(alone, lambda tensor: tensor))
     _assert_same(model, alone, tolerance=1e-3)
+
+
+def case_a_rank_with_one_batch_more_than_others_that_go_on_is_told() -> None:
+    """The last rank is in an allreduce while the others reduce gradients; the steps after that one count again."""
+    model = _network()
+    optimizer = cd.DistributedOptimizer(_momentum(model), model.named_parameters())
+    for step in range(5):
+        if step == 2 and cd.size() > 1 and cd.rank() == cd.size() - 1:
+            with pytest.raises(cd.MismatchError, match="ranks wait for each other"):
+                cd.allreduce(torch.ones(1), name="metric")
+        inputs, targets = map(_share, _batch(step))
+        optimizer.zero_grad()
+        try:
+            mse_loss(model(inputs), targets).backward()
+        except (cd.MismatchError, cd.DiscardedStepError):
+            assert step == 2
+            continue
+        assert step != 2 or cd.size() == 1
+        optimizer.step()
+    wanted = cd.broadcast_object(model.state_dict())
+    assert_close(model.state_dict(), wanted, rtol=0, atol=0)

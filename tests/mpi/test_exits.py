@@ -46,6 +46,28 @@ for _ in range(20 + (cd.rank() == int(sys.argv[1]))):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 """
+# One rank cannot make the last step, says so, and ends at once.
+_LAST = """
+import time
+import torch
+import coordd.torch as cd
+
+cd.init()
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 1)
+optimizer = cd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+for step in range(4):
+    try:
+        optimizer.zero_grad()
+        if step == 3:
+            time.sleep(1.0 * cd.rank())
+            1 / cd.rank()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    except (ZeroDivisionError, cd.CoorddError) as error:
+        print(step, type(error).__name__, flush=True)
+        optimizer.discard_step()
+"""
 # Whichever rank is first, and has the others' barrier fail.
 _ALIKE = """
 import coordd as cd
@@ -99,6 +121,13 @@ def test_an_exception_is_raised_on_all_ranks(launcher: str, size: int, culprit: 
     each = outcome.stderr.count(told) == size - 1
     assert each or (launcher == "coordd" and told in outcome.stderr and "the same on rank" in outcome.stderr)
     assert "the job has failed" not in outcome.stderr, str(outcome)
+
+
+def test_others_hear_of_the_last_step_that_a_rank_discards_before_it_leaves() -> None:
+    outcome = launch(2, _LAST, launcher="coordd")
+    assert outcome.returncode == 0, str(outcome)
+    assert outcome.stdout.count("3 ZeroDivisionError") == 1, str(outcome)
+    assert outcome.stdout.count("3 DiscardedStepError") == 1, str(outcome)
 
 
 @pytest.mark.parametrize("end", ["raise ValueError('two  spaces' * 1000)", "sys.exit('two  spaces')"])
