@@ -20,6 +20,7 @@ THREAD = "coordd"
 
 _DEPTH = 8
 _OURS = ("coordd", "threading")
+_DECORATORS = frozenset({"coordd.calls", "coordd.refusing"})
 
 
 class Place(NamedTuple):
@@ -63,12 +64,13 @@ def _outside(frame: FrameType) -> FrameType:
 
 
 def _inside(frame: FrameType, outside: FrameType) -> str:
-    """Names the outermost call of coordd further in than a frame; not a lambda, which has no name to tell."""
+    """Names the outermost call of coordd further in than a frame; lambdas and decorators have no name to tell."""
     found = ""
     inner: FrameType | None = frame
     while inner is not None and inner is not outside:
         module, name = inner.f_globals.get("__name__", ""), inner.f_code.co_name
-        found = f"{module}.{name}" if module.startswith(THREAD) and name[0] != "<" else found
+        telling = module.startswith(THREAD) and module not in _DECORATORS and name[0] != "<"
+        found = f"{module}.{name}" if telling else found
         inner = inner.f_back
     return found
 
