@@ -101,7 +101,7 @@ PURE = (
     tally,
     verdict,
 )
-RARE = (517, 157, 66, 44, 114, 186, 695)  # for one, a rank speaks of what is locked before it knows of the lock
+RARE = (517, 157, 66, 44, 114, 186, 695, 272)  # for one, a rank speaks of what is locked before it knows of the lock
 # Signs of life come after 256 plans; the long run has them.
 SIGNS_OF_LIFE = ("report = Report(self._seen)", "out = [self._report()]")
 # `coordd status` looks at these from outside; the protocol itself does not.
@@ -109,17 +109,16 @@ LOOKS = ("return self._seen", "return self._lock", "return len(self._lines)")
 # In scripts in which ranks leave in the middle none joins, and none refuses a call; `test_member_join` has the one, and
 # `test_refusals` the other.
 LEAVERS = ("self._end_absence(entry)", "del self._calls[name]", "self._refuse_part(refused, name)")
-# An operation of which one rank refuses its part is not part of the programs that are simulated; `test_refusing` and
-# `test_calls` have it; nor is what a rank has submitted of a call that it refuses and would announce anew, which
-# `test_member_refusals` has. A lock that breaks while a script polls is the loop's affair; `test_liveness` has it.
-NOT_SIMULATED = {"held_since", "_refuse_part", "_not_refused", "_fail_refused"}
-REFUSED_PARTS = "RefusedParts."
+# What a rank has submitted of a call that it refuses and would announce anew is rare; `test_member_refusals` has it. So
+# are refusals of what has been failed before, of which `test_refusing` has some. A lock that breaks while a script polls
+# is the loop's affair; `test_liveness` has it.
+NOT_SIMULATED = {"held_since", "_fail_refused", "_refuse_part"}
 
 
 def test_a_few_seeds_reach_every_line_of_the_protocol():
     """Else the thousand would show little: a line that is never run is never wrong."""
     functions = [code for module in PURE for code in _functions(module) if code.co_name not in NOT_SIMULATED]
-    missed = {code: set(_lines(code)) for code in functions if not code.co_qualname.startswith(REFUSED_PARTS)}
+    missed = {code: set(_lines(code)) for code in functions}
 
     def enter(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
         return visit if missed.get(frame.f_code) else None  # what has been reached is not watched any longer
