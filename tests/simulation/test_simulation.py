@@ -110,8 +110,8 @@ LOOKS = ("return self._seen", "return self._lock", "return len(self._lines)")
 # `test_refusals` the other.
 LEAVERS = ("self._end_absence(entry)", "del self._calls[name]", "self._refuse_part(refused, name)")
 # What a rank has submitted of a call that it refuses and would announce anew is rare; `test_member_refusals` has it. So
-# are refusals of what has been failed before, of which `test_refusing` has some. A lock that breaks while a script polls
-# is the loop's affair; `test_liveness` has it.
+# are refusals of what has failed before, of which `test_refusing` has some. A lock that breaks while a script polls is
+# the loop's affair; `test_liveness` has it.
 NOT_SIMULATED = {"held_since", "_fail_refused", "_refuse_part"}
 
 
