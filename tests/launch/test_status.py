@@ -162,7 +162,7 @@ def test_a_stopped_rank_is_named_whichever_it_is(stopped):
     with job(BEGIN + TRAIN) as running:
         pid = running.pid(stopped)
         os.kill(pid, signal.SIGSTOP)
-        told = running.told_when(long)
+        told = running.told_when(lambda told: long(told) and told["ranks"][1 - stopped]["waits_for"] == [stopped])
         assert told["verdict"][0].startswith(f"Rank {1 - stopped} has waited for rank {stopped} for ")
         assert f"Rank {stopped}: stopped; `kill -CONT {pid}` on " in told["verdict"][1]
         assert told["ranks"][stopped]["standing"] is None
