@@ -266,7 +266,7 @@ def _await_unfinished() -> None:
 
 
 def _take_variables() -> None:
-    """Takes out of the environment what an MPI launcher has told this process, which nobody else is to read."""
+    """Takes out of the environment what an MPI launcher has told this process: libraries must not read it."""
     found = identifying(os.environ)
     _launcher_variables.update(found)
     for name in found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "check_reducible",
     "check_rows",
     "check_splits",
+    "listed",
     "name_of",
     "no_gradient",
     "places",
@@ -203,3 +204,25 @@ def no_gradient(op: ReduceOp) -> ArgumentError:
     return ArgumentError(
         f"{name} has no gradient here: reduce tensor.detach() or tf.stop_gradient(tensor), or use Sum or Average"
     )
+
+
+def listed(variables: Any, attributes: Sequence[str], *single: type) -> list[Any]:
+    """Lists the variables that a user has given, for plugins.
+
+    Args:
+        variables: anything that yields them.
+        attributes: those that a variable has.
+        single: types of what is iterable, but no list of variables.
+
+    Raises:
+        ArgumentError: it is no list of variables.
+    """
+    if not isinstance(variables, Iterable) or isinstance(variables, (str, bytes, Mapping, *single)):
+        text = f"broadcast_variables wants a list of variables, such as model.variables, not {type(variables).__name__}"
+        raise ArgumentError(text)
+    found = list(variables)
+    for variable in found:
+        if not all(hasattr(variable, attribute) for attribute in attributes):
+            text = f"broadcast_variables wants variables, and a {type(variable).__name__} is none"
+            raise ArgumentError(text)
+    return found

@@ -291,7 +291,7 @@ class Gradients:
         self._consistency.note(settings)
 
     def abandon(self, reason: str) -> None:
-        """Discards this step on all ranks, if it has begun; waits for nobody.
+        """Discards this step on all ranks, if it has begun; does not wait for them.
 
         Args:
             reason: what this rank has done, as the end of a sentence.

@@ -180,7 +180,7 @@ class Handle(Generic[Result]):
         """Completes the operation with what ``convert`` makes of a value; its error fails this operation alone."""
         try:
             result = value if convert is None else convert(value)
-        except BaseException as error:  # noqa: BLE001 - who waits gets it; ``sys.exit()`` must not end the daemon
+        except BaseException as error:  # noqa: BLE001 - the waiting thread gets it; ``sys.exit()`` must not end the daemon
             self.fail(error)
         else:
             self.resolve(result)

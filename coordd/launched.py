@@ -142,7 +142,7 @@ def _workers(text: str) -> int:
         found = json.loads(text)
         workers = [*found["cluster"].get("chief", ()), *found["cluster"].get("worker", ())]
         return len(workers) if found["task"]["type"] in {"chief", "worker"} else 0
-    except (ValueError, LookupError, TypeError, AttributeError):  # none, or somebody else's
+    except (ValueError, LookupError, TypeError, AttributeError):  # none, or another library's
         return 0
 
 

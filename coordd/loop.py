@@ -462,7 +462,7 @@ class Loop:
             log.exception("the other ranks could not be told")
 
     def _finish(self) -> None:
-        """Closes the link; nobody waits any more, whatever fails on the way."""
+        """Closes the link; no rank waits any more, whatever fails on the way."""
         self._status.leaving = True
         try:
             with contextlib.ExitStack() as steps:  # the last one comes first, and none keeps another from its turn

@@ -72,7 +72,7 @@ class Part:
     Attributes:
         call: the id of the call.
         steady: whether operations with a name keep it, because they come again and again.
-        refused: what this rank has refused of it, and nobody was told yet: if the error ends the call, all of it is
+        refused: what this rank has refused of it, and has not told yet: if the error ends the call, all of it is
             refused; but if the script goes on, the others must hear before what it does next.
     """
 

@@ -48,7 +48,7 @@ class _Part:
 
 
 class Refusals:
-    """By the id of a call, who has refused it.
+    """By the id of a call, the ranks that have refused it.
 
     A call is forgotten once every member has left it by an error or has left the job: none announces anything of it
     after that.

@@ -231,7 +231,7 @@ def _refuse_free_threads() -> None:
 
 
 def _warn_of_order(rank: int) -> None:
-    """Says once a job that nobody has tried common memory on such a processor."""
+    """Says once a job that common memory is not tested on such a processor."""
     if rank == 0 and not ORDERED:
         log.warning(
             "common memory is tested on x86-64 processors only, and this one is %s: set COORDD_SHARED_MEMORY=0 if "

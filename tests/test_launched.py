@@ -1,4 +1,4 @@
-"""What the environment tells of other ranks, and who is refused for it."""
+"""What the environment tells of other ranks, and which processes are refused for it."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class ZmqControl:
         return public
 
     def _shut_door(self) -> None:
-        """Lets nobody in any more: all who are to come have come."""
+        """Accepts no more ranks: all that were to come have come."""
         self._expected = 0
         if self._folder is not None:
             self._folder.remove()

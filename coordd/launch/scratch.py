@@ -22,7 +22,7 @@ _PREFIX = "coordd-run-"
 _LOCK = "lock"
 _ATTEMPTS = 5
 _MEMORY = Path("/dev/shm")  # noqa: S108 - where Open MPI keeps segments by default
-_SESSION = ("PRTE_MCA_prte_tmpdir_base",)  # from version 5 on; before, nobody reads it
+_SESSION = ("PRTE_MCA_prte_tmpdir_base",)  # from version 5 on; earlier ones do not read it
 _SEGMENTS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 
 

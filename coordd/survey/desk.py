@@ -123,7 +123,7 @@ class Desk:
                 if not self._failing:
                     log.exception("`coordd status` gets no answer")
                 self._failing = True
-                time.sleep(_STEP)  # without a file descriptor, who asks cannot be let in, and so asks again at once
+                time.sleep(_STEP)  # no file descriptor is left to accept the caller, which asks again at once
             else:
                 self._failing = False
         for listener in self._sockets:

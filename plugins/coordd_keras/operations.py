@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from coordd import api
-from coordd.arguments import check_op, places, reduce_op
+from coordd.arguments import check_op, listed, places, reduce_op
 from coordd.calls import CollectiveCall, collective
-from coordd.errors import ArgumentError
 from coordd.handles import wait_all
 from coordd.inventory import Inventory
 from coordd.messages import Kind, ReduceOp
@@ -142,7 +141,7 @@ def broadcast_variables(
         RefusedError: another rank has raised an error here.
     """
     check_process_set(process_set, api.size())
-    copy_variables(_listed(variables), root_rank, process_set)
+    copy_variables(listed(variables, ("assign", "name"), keras.Variable), root_rank, process_set)
 
 
 def copy_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -156,18 +155,6 @@ def copy_variables(variables: Sequence[Any], root_rank: int, process_set: Proces
     if api.rank() != root_rank:
         for variable, array in zip(variables, arrays, strict=True):
             variable.assign(array)
-
-
-def _listed(variables: Any) -> list[Any]:
-    if not isinstance(variables, Iterable) or isinstance(variables, (str, bytes, Mapping, keras.Variable)):
-        text = f"broadcast_variables wants a list of variables, such as model.variables, not {type(variables).__name__}"
-        raise ArgumentError(text)
-    found = list(variables)
-    for variable in found:
-        if not hasattr(variable, "assign") or not hasattr(variable, "name"):
-            text = f"broadcast_variables wants variables, and a {type(variable).__name__} is none"
-            raise ArgumentError(text)
-    return found
 
 
 @collective("broadcast_global_variables", everywhere=True)

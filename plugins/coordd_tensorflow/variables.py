@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from coordd import api, objects
+from coordd.arguments import listed
 from coordd.calls import CollectiveCall, collective
-from coordd.errors import ArgumentError
 from coordd.inventory import Inventory
 from coordd.messages import Kind
 from coordd.operations import Operations
@@ -43,25 +43,13 @@ def broadcast_variables(
         RefusedError: another rank has raised an error here.
     """
     check_process_set(process_set, api.size())
-    variables = _listed(variables)
+    variables = listed(variables, ("assign", "shape"), tf.Tensor, tf.Variable)
     lines = [f"{index}. {name_of(variable, index)} {variable.shape}" for index, variable in enumerate(variables)]
     name = "broadcast.variables"
     inventory = Inventory(api.operations(), lines, caller="broadcast_variables", name=name, process_set=process_set)
     inventory.check()
     if variables:
         broadcast_(variables, root_rank, name=name, process_set=process_set)
-
-
-def _listed(variables: Any) -> list[Any]:
-    if not isinstance(variables, Iterable) or isinstance(variables, (str, bytes, Mapping, tf.Tensor, tf.Variable)):
-        text = f"broadcast_variables wants a list of variables, such as model.variables, not {type(variables).__name__}"
-        raise ArgumentError(text)
-    found = list(variables)
-    for variable in found:
-        if not hasattr(variable, "assign") or not hasattr(variable, "shape"):
-            text = f"broadcast_variables wants variables, and a {type(variable).__name__} is none"
-            raise ArgumentError(text)
-    return found
 
 
 def _current(*_: Any) -> Operations:

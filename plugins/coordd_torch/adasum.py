@@ -128,7 +128,7 @@ class AdasumStep:
                     self._named.append((f"param.{index}.{place}", parameter))
 
     def _agree(self, optimizer: Any, found: torch.Tensor | None) -> bool:
-        """Finds out whether any rank's gradients are not finite; takes the loss scale off them, if nobody else does.
+        """Finds out whether any rank's gradients are not finite; takes the loss scale off them, unless others do.
 
         Raises:
             DiscardedStepError: a rank has discarded the step.

@@ -27,7 +27,7 @@ def writes_state(node: fx.Node) -> bool:
 
 
 def impure(node: fx.Node) -> bool:
-    """Whether the node matters though nobody reads its result."""
+    """Whether the node matters although no other node reads its result."""
     return node.is_impure() or bool(_written(node))
 
 

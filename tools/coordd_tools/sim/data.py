@@ -292,7 +292,7 @@ class _Rank:
         )
 
     def look_back(self) -> None:
-        """Insists that everything has ended, and that nobody has written to this rank's memory afterwards."""
+        """Insists that everything has ended, and that no rank has written to this one's memory afterwards."""
         refused = {job.key for line in self._world.lines for word in line if word.unwilling for job in word.jobs}
         for result in self._results:
             if result.job.key in refused:

@@ -43,7 +43,7 @@ class _Result:
         self._turn = turn
 
     def land(self, value: np.ndarray, _: object) -> None:
-        """Compares the result; who has joined gets none."""
+        """Compares the result; a rank that has joined gets none."""
         self._payload.landed += 1
         if self._turn is not None and not self._payload.right(self._turn, self._rank, value):
             wanted = self._payload.wanted(self._turn, self._rank)
