@@ -3,7 +3,8 @@
 It looks at the innermost frame of the script's thread, a moment after any thread has begun to wait; so a wait costs
 nothing, and neither does a daemon that has nothing to do. A rank is never called blocked while something else of it
 could submit an operation: a done callback, an operation under way whose result the script may use, or another thread
-that has submitted one before. Threads that never have, such as those of progress bars, get some seconds to do it.
+that has submitted one before. Threads that never have, such as those of progress bars, get some seconds to do it. So
+do the other branches of a graph of TensorFlow's in which the script waits: each submission gives them as many again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from coordd.table import TensorTable
 __all__ = ["BlockWatch", "note_submitter"]
 
 _SECONDS = 1.0
-_WITH_THREADS = 8.0
+_WITH_OTHERS = 8.0
 _submitters: set[int] = set()
 
 _ENGINE = "_engine_run_backward"
 """Where the script is while PyTorch runs a backward pass, whose end may come on a thread of PyTorch's."""
+_GRAPH = "quick_execute"
+"""Where it is while TensorFlow runs a graph, whose operations wait on threads of TensorFlow's."""
 
 
 def note_submitter() -> None:
@@ -60,6 +63,7 @@ class BlockWatch:
         self._due: float | None = None
         self._told = ""
         self._one_of_several = False
+        self._in_graph = False
         self._first = ("", 0.0)
         """What the script was found to wait for, and when first."""
 
@@ -78,6 +82,7 @@ class BlockWatch:
 
         So it is not blocked, or not in the way that was told; whether it is again, the next look finds out.
         """
+        self._first = "", now
         if self._told:
             self._told = ""
             self._tell("")
@@ -120,8 +125,8 @@ class BlockWatch:
         return any(thread.ident in _submitters for thread in self._other_threads())
 
     def _patience(self) -> float:
-        """Seconds for which threads that have never submitted anything get the benefit of the doubt."""
-        return _WITH_THREADS if self._other_threads() else 0.0
+        """Seconds for which what may submit, but has not done so before, gets the benefit of the doubt."""
+        return _WITH_OTHERS if self._in_graph or self._other_threads() else 0.0
 
     def _other_threads(self) -> list[threading.Thread]:
         if self._thread() != threading.main_thread().ident:  # ranks are threads of one process
@@ -141,8 +146,10 @@ class BlockWatch:
         frames = sys._current_frames()  # noqa: SLF001 - the documented way
         script = frames.get(self._thread())
         handles = [awaited(script)]
-        if script is not None and script.f_code.co_name == _ENGINE:
-            handles = [awaited(frame) for frame in frames.values() if not _within(frame, _ENGINE)]
+        place = script.f_code.co_name if script is not None else ""
+        self._in_graph = place == _GRAPH
+        if place in {_ENGINE, _GRAPH}:
+            handles = [awaited(frame) for frame in frames.values() if not _within(frame, place)]
         for handle in filter(None, handles):
             for entry in self._table:
                 if handle.waits_for(entry.handle):

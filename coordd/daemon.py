@@ -207,6 +207,13 @@ class Daemon:
         """Says whether this rank has an operation of this name in flight."""
         return self._status.parts is not None and self._status.parts.member.table.reserved(name)
 
+    def last_deadlock(self, members: tuple[int, ...]) -> int:
+        """The last plan by which operations of a process set failed because ranks waited for each other; -1 if none.
+
+        It is equal on all members that know of it, and they know of it before their own operations have failed.
+        """
+        return self._status.parts.member.deadlocks.get(members, -1) if self._status.parts is not None else -1
+
     def hurry(self, name: str, *, heralded: bool = False) -> Callable[[], None] | None:
         """Ends the batching window: somebody waits for an operation.
 

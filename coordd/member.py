@@ -11,7 +11,7 @@ reach the other ranks, and has no outcome here. Words come in no common order, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -70,6 +70,8 @@ class Member:
         self._refused_names: set[str] = set()
         self._refused_calls: dict[str, Refused] = {}
         self.stopped = False
+        self.deadlocks: dict[tuple[int, ...], int] = {}
+        """By process set, the last plan by which operations of it failed because ranks waited for each other."""
 
     @property
     def seen(self) -> int:
@@ -95,6 +97,7 @@ class Member:
         agreed = [Response(self._cache.request(slot), slot=slot) for slot in slots]
         for slot in bits(int.from_bytes(plan.voids, "little")):
             self._void(Response(self._cache.request(slot)))
+        self._note_deadlocks(plan.responses)
         for response in plan.responses:
             if response.recipients:
                 self._refuse(response)
@@ -296,6 +299,14 @@ class Member:
         request = response.request
         if (not request.members or self.rank in request.members) and self.rank not in response.absent:
             self.table.take(request.name).handle.resolve(None)
+
+    def _note_deadlocks(self, responses: Sequence[Response]) -> None:
+        """Notes the process sets of what a deadlock has failed, before the script hears of it from its own part."""
+        told = {response.deadlock for response in responses if self.rank in response.recipients} - {-1}
+        for response in responses:
+            if response.deadlock in told:
+                members = response.request.members
+                self.deadlocks[members] = max(response.deadlock, self.deadlocks.get(members, -1))
 
     def _refuse(self, response: Response) -> None:
         if self.rank not in response.recipients:

@@ -143,6 +143,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     of an allgather. ``recipients`` are the ranks that fail; a response without any is for all members. A void response
     ends an operation that all members would only have filled up. Those who are ``absent`` have joined, and take part
     with nothing. ``refuser`` is the rank that has refused the collective call of which the operation is part.
+    ``deadlock`` is the plan that has ended a deadlock by errors, of which this is one; -1 of other responses.
     """
 
     request: Request
@@ -155,6 +156,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     void: bool = False
     absent: tuple[int, ...] = ()
     refuser: int = -1
+    deadlock: int = -1
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):

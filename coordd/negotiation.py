@@ -233,7 +233,8 @@ class Negotiator:
                 self._end_absence(entry)
             told = tuple(bits(entry.told))
             text = f"{error}; {entry.name!r} was submitted by {ranks_text(told)} at {', '.join(sites(entry.parts))}"
-            refusal = Response(entry.first.request, error=text, attribute="order", recipients=told)
+            plan = self._sequence + 1
+            refusal = Response(entry.first.request, error=text, attribute="order", recipients=told, deadlock=plan)
             self._refused.append(refusal)
             for rank in bits(missing & ~(informed | self._left)):
                 self._owed.enter(rank, refusal, self._left)

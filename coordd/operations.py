@@ -118,10 +118,10 @@ class Operations:
         """Whether to join before leaving."""
         self.memo: dict[Any, Any] = {}
         """What plugins keep for as long as this daemon runs."""
-        self._namespaces: Counter[tuple[int, ...]] = Counter()
-        self._calls: Counter[tuple[tuple[int, ...], int]] = Counter()
+        self._namespaces: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._calls: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._thread = _Thread()
-        self._numbers: dict[tuple[Kind, tuple[int, ...], int], Iterator[int]] = {}
+        self._numbers: dict[tuple[Kind, tuple[int, ...], str], Iterator[int]] = {}
 
     @property
     def as_horovod(self) -> bool:
@@ -398,18 +398,18 @@ class Operations:
         Args:
             members: of the process set; none for the whole world.
         """
-        number = self._namespaces[members]
-        self._namespaces[members] += 1
+        era = self._era(members, joins=False)
+        number = self._namespaces[members, era]
+        self._namespaces[members, era] += 1
         which = f"({spans(members)})." if members else ""
-        return f"{which}opt{number}." if number or members else ""
+        return f"{which}{era}opt{number}." if number or members or era else ""
 
     def number_call(self, members: tuple[int, ...]) -> str:
         """Returns the id of one more call that the members of a process set make together; equal on all of them."""
-        joins = self.joins(members)
-        self._calls[members, joins] += 1
-        after = f"{joins}." if joins else ""
+        era = self._era(members)
+        self._calls[members, era] += 1
         which = f"({spans(members)})" if members else ""
-        return f"{after}{self._calls[members, joins]}{which}"
+        return f"{era}{self._calls[members, era]}{which}"
 
     @property
     def part(self) -> Part | None:
@@ -557,13 +557,22 @@ class Operations:
         when all have joined: those that fail, because ranks wait for each other, have not been submitted by all.
         """
         if kind is Kind.JOIN:
-            joins, number = 0, self._joins[members]
+            era, number = "", self._joins[members]
         else:
-            joins = self.joins(members)
-            number = next(self._numbers.setdefault((kind, members, joins), count()))
+            era = self._era(members)
+            number = next(self._numbers.setdefault((kind, members, era), count()))
         which = f"({spans(members)})." if members else ""
-        after = f"{joins}." if joins else ""
-        return f"{kind.name.lower()}.noname.{which}{after}{number}"
+        return f"{kind.name.lower()}.noname.{which}{era}{number}"
+
+    def _era(self, members: tuple[int, ...], *, joins: bool = True) -> str:
+        """What the names begin with that count what a process set does; ranks that differ in it match nothing.
+
+        The count begins anew, with another prefix, when all have joined, and when operations have failed because ranks
+        waited for each other: the ranks have then counted differently.
+        """
+        joined = self.joins(members) if joins else 0
+        deadlock = self.daemon.last_deadlock(members)
+        return (f"{joined}." if joined else "") + (f"after{deadlock}." if deadlock >= 0 else "")
 
     def number(self, kind: Kind, process_set: ProcessSet) -> str:
         """Takes the name that the next operation without a name would get; for one that consists of several."""

@@ -33,9 +33,11 @@ def waiting(handle: Handle[None], timeout: float | None = None) -> Iterator[int]
     begun.wait()
     while thread.ident not in _waiting_threads():
         pass
-    yield thread.ident or 0
-    handle.resolve(None)
-    thread.join()
+    try:
+        yield thread.ident or 0
+    finally:
+        handle.resolve(None)
+        thread.join()
 
 
 def _waiting_threads() -> set[int]:
@@ -107,7 +109,7 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
         watch.look(2.0)
         assert not messages
         assert watch.remaining(2.0)
-        watch.look(2.0 + blocked._WITH_THREADS)
+        watch.look(2.0 + blocked._WITH_OTHERS)
         assert messages == ([] if has_submitted else ["x"])
 
 
@@ -159,6 +161,37 @@ def test_pytorch_may_end_a_backward_pass_on_a_thread_of_its_own():
     try:
         with waiting(handle):
             assert told(handle, script.ident or 0) == ["x"]
+    finally:
+        over.append(True)
+        script.join()
+
+
+def test_other_branches_of_a_graph_in_which_a_script_waits_may_submit_what_others_wait_for():
+    over: list[bool] = []
+
+    def quick_execute() -> None:
+        while not over:  # nothing that would have a frame of its own
+            pass
+
+    script = threading.Thread(target=quick_execute)
+    handle: Handle[None] = Handle("x")
+    table = TensorTable()
+    table.admit([Entry(Request(Kind.BARRIER, handle.name), np.empty(0), handle)])
+    messages: list[str] = []
+    watch = BlockWatch(
+        table, thread=lambda: script.ident or 0, busy=lambda: False, submitted=lambda: False, tell=messages.append
+    )
+    script.start()
+    try:
+        with waiting(handle):
+            watch.note_wait(0.0)
+            watch.look(2.0)
+            watch.note_news(4.0)  # another branch has submitted something
+            watch.look(5.0)
+            watch.look(4.5 + blocked._WITH_OTHERS)
+            assert messages == []
+            watch.look(6.0 + blocked._WITH_OTHERS)
+            assert messages == ["x"]
     finally:
         over.append(True)
         script.join()

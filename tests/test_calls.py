@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 
 import numpy as np
 import pytest
@@ -95,6 +96,35 @@ def test_groups_of_different_sizes_are_told_to_all_and_later_names_match(name):
         return cd.allreduce(torch.full((2,), float(rank))).tolist()
 
     assert each_rank(2, body) == [[0.5, 0.5]] * 2
+
+
+@WAYS
+def test_operations_without_names_match_after_ranks_have_waited_for_each_other(settings):
+    def body(rank):
+        with pytest.raises(cd.MismatchError, match="ranks wait for each other"):
+            api.allreduce(one()) if rank == 0 else api.broadcast(one(), 0, name="other")
+        cd.barrier()
+        pending = [cd.allreduce_async(torch.full((2,), 10.0**power * (rank + 1))) for power in range(3)]
+        found = [cd.synchronize(handle)[0].item() for handle in pending]
+        with pytest.raises(cd.MismatchError, match="ranks wait for each other"):
+            cd.barrier() if rank == 0 else cd.allgather_object(7)
+        return found, cd.allgather_object(rank)
+
+    assert each_rank(3, body, **settings) == [([2.0, 20.0, 200.0], [0, 1, 2])] * 3
+
+
+def test_a_rank_that_comes_later_to_what_has_failed_counts_as_the_others_from_then_on():
+    failed = threading.Event()
+
+    def body(rank):
+        if rank == 2:
+            assert failed.wait(60)
+        with pytest.raises(cd.MismatchError, match="ranks wait for each other"):
+            api.allreduce(one(), process_set=cd.ProcessSet([0, 1]) if rank == 1 else cd.global_process_set)
+        failed.set()
+        return api.allreduce(one() * rank)[0]
+
+    assert each_rank(3, body) == [1.0] * 3
 
 
 class Unpicklable:

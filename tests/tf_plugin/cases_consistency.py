@@ -40,6 +40,16 @@ def case_ranks_that_part_are_told() -> None:
         assert cd.allreduce(np.array([float(cd.rank())])).numpy().tolist() == [0.5]
 
 
+@ranks(2, deadline=60)
+def case_a_graph_of_one_rank_and_another_operation_of_the_other_wait_for_each_other() -> None:
+    held = weights()
+    train = ways(trainer(held))[1]
+    train()
+    with pytest.raises(Exception, match=r"ranks wait for each other"):
+        train() if cd.rank() == 0 else cd.allreduce(tf.ones(2), name="evaluation")
+    assert cd.allreduce(np.array([float(cd.rank())])).numpy().tolist() == [0.5]
+
+
 @ranks(2, 4, deadline=60)
 def case_usual_training_is_left_alone() -> None:
     """Past the 128th step, and with another model of the same names that is broadcast after its first step."""
