@@ -100,6 +100,7 @@ class Consistency:
         self._name = f"{prefix}start"
         self._process_set = process_set
         self._joins = operations.joins(process_set.ranks)
+        self._era = operations.era(process_set.ranks)
         self._drifts = Drifts(operations, framework=reading.framework, prefix=prefix, process_set=process_set)
         self._steps = 0
         self._anew = -_AGE
@@ -114,10 +115,9 @@ class Consistency:
 
     def begin(self) -> None:
         """Counts a step, and takes part in the comparison that belongs to it, without waiting for the other ranks."""
-        joins = self._operations.joins(self._process_set.ranks)
-        if joins != self._joins:  # all ranks have, and go on with one rank's values; they may have counted other steps
-            self._joins, self._steps, self._anew = joins, 0, -_AGE
-            self._starts, self._drift, self._used = False, None, None
+        era = self._operations.era(self._process_set.ranks)
+        if era != self._era:
+            self._begin_era(era)
         self._steps += 1
         if not self._operations.daemon.config.check_parameters:
             return
@@ -132,6 +132,16 @@ class Consistency:
             )
         elif self._steps > _START and is_due(self._steps):
             self._compare()
+
+    def _begin_era(self, era: str) -> None:
+        """Counts steps from the start again, as all ranks do: they may have counted different ones.
+
+        Once all have joined they go on with one rank's values, which may not be those that were compared at the start.
+        """
+        joins = self._operations.joins(self._process_set.ranks)
+        self._starts = self._starts and joins == self._joins
+        self._era, self._joins, self._steps, self._anew = era, joins, 0, -_AGE
+        self._start = self._drift = self._used = None
 
     def _compare(self) -> None:
         """Starts a later comparison: of the values now, and of the settings with which the step before was made."""

@@ -291,6 +291,16 @@ class Operations:
             times for joined, times in list(self._joins.items()) if not joined or (members and {*members} <= {*joined})
         )
 
+    def era(self, members: tuple[int, ...], *, joins: bool = True) -> str:
+        """What the names begin with that count what a process set does; ranks that differ in it match nothing.
+
+        The count begins anew, with another prefix, when all have joined, and when operations have failed because ranks
+        waited for each other: the ranks have then counted differently.
+        """
+        joined = self.joins(members) if joins else 0
+        deadlock = self.daemon.last_deadlock(members)
+        return (f"{joined}." if joined else "") + (f"after{deadlock}." if deadlock >= 0 else "")
+
     def _joined(self, members: tuple[int, ...], last: np.ndarray) -> np.ndarray:
         """Notes that all have joined, so that names that count operations are those of all members again."""
         self._joins[members] += 1
@@ -398,7 +408,7 @@ class Operations:
         Args:
             members: of the process set; none for the whole world.
         """
-        era = self._era(members, joins=False)
+        era = self.era(members, joins=False)
         number = self._namespaces[members, era]
         self._namespaces[members, era] += 1
         which = f"({spans(members)})." if members else ""
@@ -406,7 +416,7 @@ class Operations:
 
     def number_call(self, members: tuple[int, ...]) -> str:
         """Returns the id of one more call that the members of a process set make together; equal on all of them."""
-        era = self._era(members)
+        era = self.era(members)
         self._calls[members, era] += 1
         which = f"({spans(members)})" if members else ""
         return f"{era}{self._calls[members, era]}{which}"
@@ -559,20 +569,10 @@ class Operations:
         if kind is Kind.JOIN:
             era, number = "", self._joins[members]
         else:
-            era = self._era(members)
+            era = self.era(members)
             number = next(self._numbers.setdefault((kind, members, era), count()))
         which = f"({spans(members)})." if members else ""
         return f"{kind.name.lower()}.noname.{which}{era}{number}"
-
-    def _era(self, members: tuple[int, ...], *, joins: bool = True) -> str:
-        """What the names begin with that count what a process set does; ranks that differ in it match nothing.
-
-        The count begins anew, with another prefix, when all have joined, and when operations have failed because ranks
-        waited for each other: the ranks have then counted differently.
-        """
-        joined = self.joins(members) if joins else 0
-        deadlock = self.daemon.last_deadlock(members)
-        return (f"{joined}." if joined else "") + (f"after{deadlock}." if deadlock >= 0 else "")
 
     def number(self, kind: Kind, process_set: ProcessSet) -> str:
         """Takes the name that the next operation without a name would get; for one that consists of several."""

@@ -21,6 +21,8 @@ __all__ = ["Record", "Verdict", "judge"]
 _NAMED = re.compile(r".*\b(?:PeerError|RefusedError): rank (\d+) (.+)")
 """How a rank that fails because of another one names that one and its failure; the innermost is the cause."""
 _ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+).*?[Ee]rrorcode:? (-?\d+)", re.DOTALL)
+_APART = "the ranks did not find each other"
+"""How a rank fails in `init` that waits for others in vain."""
 
 
 @dataclass
@@ -142,6 +144,8 @@ def _blamed(cause: _Cause, record: Record) -> Verdict:
         text += " (if nobody sent it, the kernel did for want of memory: see 'dmesg')"
     if "No module named 'horovod'" in cause.outcome.exception:
         text += " (to run scripts of Horovod on coordd: coordd run --as-horovod)"
+    if _APART in cause.outcome.exception and (gone := [end.rank for end in record.ended if not end.outcome.failed]):
+        text += f" (rank{'s' * (len(gone) > 1)} {spans(gone)} ended with exit code 0 without meeting the others)"
     alike = [end.rank for end in record.ended if end.rank != cause.rank and _alike(end.outcome, cause.outcome)]
     if alike and not cause.text:
         text += f" (rank{'s' * (len(alike) > 1)} {spans(alike)} too)"

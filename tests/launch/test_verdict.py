@@ -105,6 +105,12 @@ def test_a_kill_from_nowhere_hints_at_memory_and_is_not_said_of_others():
     assert "too" not in verdict.text
 
 
+def test_a_rank_that_ends_before_init_is_named_beside_the_one_that_waits_for_it():
+    alone = Outcome(1, exception="coordd.errors.StartError: the ranks did not find each other within 60 s")
+    text = judge(record((1, FINE), (0, alone))).text
+    assert text.endswith("within 60 s (rank 1 ended with exit code 0 without meeting the others)")
+
+
 def test_a_script_that_wants_horovod_is_told_how_to_get_it():
     lost = Outcome(1, exception="ModuleNotFoundError: No module named 'horovod'")
     assert judge(record((0, lost))).text.endswith("(to run scripts of Horovod on coordd: coordd run --as-horovod)")
