@@ -15,7 +15,7 @@ from coordd.messages import Kind
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd.refusing import refusable
 from coordd_torch.operations import current
-from coordd_torch.tensors import borrow, from_array
+from coordd_torch.tensors import borrow, check_dense, from_array
 
 __all__ = ["alltoall", "alltoall_async"]
 
@@ -63,6 +63,7 @@ def alltoall(
 
     With splits it returns also how many rows each rank has sent; arguments as in `alltoall_async`.
     """
+    check_dense(tensor)
     rows, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     return rows if splits is None else (rows, received)
 

@@ -26,7 +26,7 @@ from coordd_torch.operations import (
     each,
     gathered_async,
 )
-from coordd_torch.tensors import borrow, from_array
+from coordd_torch.tensors import borrow, check_dense, from_array
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
 
@@ -127,6 +127,8 @@ def _scattered(
     if not compressor.simple:
         text = f"{type(compressor).__name__} reduces whole tensors: use Compression.fp16 or bf16, or allreduce"
         raise ArgumentError(text)
+    for tensor in tensors:
+        check_dense(tensor)
     small = [compressor.compress(tensor) for tensor in tensors]
     found = _Reducescatter.apply(names, details, *(tensor for tensor, _ in small))  # type: ignore[no-untyped-call]
     return tuple(compressor.decompress(tensor, context) for tensor, (_, context) in zip(found, small, strict=True))

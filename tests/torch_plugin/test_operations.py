@@ -317,6 +317,8 @@ def test_conjugated_views_travel_by_value():
     ("call", "text"),
     [
         (lambda: cd.allreduce(0.5), "a tensor is wanted, not a float"),
+        (lambda: cd.alltoall([1.0]), "a tensor is wanted, not a list"),
+        (lambda: cd.reducescatter([1.0]), "a tensor is wanted, not a list"),
         (lambda: cd.allreduce(torch.ones(1), process_set=[0]), r"process_set is a list, and must be a ProcessSet"),
         (lambda: cd.allreduce(torch.ones(1), op="sum"), "op is 'sum', and must be Average, Sum, "),
     ],
