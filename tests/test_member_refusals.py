@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coordd.messages import Blocked
 from tests.star import Star, allreduce, outcome
 from tests.test_member_lock import X, locked, run, submit
 
@@ -93,3 +94,23 @@ def test_no_lock_holds_an_operation_of_a_call_that_is_refused():
     handle = star.submit(2, inside)
     run(star)
     assert outcome(handle).startswith("RefusedError: rank 0 refused fit #1")
+
+
+def test_ranks_that_have_waited_for_each_other_know_all_sets_of_which_something_failed():
+    """Also those of which their own part is still to come; a rank that was not told of it knows once it is."""
+    star = Star(3)
+    world, pair = allreduce("w", 2), allreduce("p", 2, members=(0, 1))
+    waits = {0: star.submit(0, world), 1: star.submit(1, pair)}
+    star.each(star.report)
+    star.each(star.hear)
+    for rank, request in enumerate((world, pair)):
+        star.coordinator.hear(rank, Blocked(request.name, 0), now=star.now)
+    plan = star.decide()
+    star.each(star.follow)
+    assert [outcome(handle).split(":")[0] for handle in waits.values()] == ["MismatchError"] * 2
+    known = {(): plan.sequence, (0, 1): plan.sequence}
+    assert [star.members[rank].deadlocks for rank in star.ranks] == [known, known, {}]
+    late = star.submit(2, world)
+    run(star)
+    assert outcome(late).startswith("MismatchError")
+    assert star.members[2].deadlocks == {(): plan.sequence}
