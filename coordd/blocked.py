@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 
 from coordd.handles import Handle, awaited
 from coordd.table import TensorTable
 
-__all__ = ["BlockWatch", "note_submitter"]
+__all__ = ["BlockWatch", "Submitter"]
 
 _SECONDS = 1.0
 _WITH_OTHERS = 8.0
-_submitters: set[int] = set()
+_submitters: Counter[int] = Counter()
+"""Threads that submit operations, by their numbers, which are given again once a thread has ended."""
 
 _ENGINE = "_engine_run_backward"
 """Where the script is while PyTorch runs a backward pass, whose end may come on a thread of PyTorch's."""
@@ -29,9 +31,15 @@ _GRAPH = "quick_execute"
 """Where it is while TensorFlow runs a graph, whose operations wait on threads of TensorFlow's."""
 
 
-def note_submitter() -> None:
-    """Notes that the calling thread submits operations."""
-    _submitters.add(threading.get_ident())
+class Submitter:
+    """Stands for the calling thread, which submits operations, in something that ends with it."""
+
+    def __init__(self) -> None:
+        self._ident = threading.get_ident()
+        _submitters[self._ident] += 1
+
+    def __del__(self) -> None:
+        _submitters[self._ident] -= 1
 
 
 class BlockWatch:
@@ -122,7 +130,9 @@ class BlockWatch:
         """Whether anything but the script's thread could submit an operation of this rank."""
         if any(isinstance(entry.handle, Handle) and entry.handle.has_callbacks for entry in self._table):
             return True
-        return any(thread.ident in _submitters for thread in self._other_threads())
+        # One that is not Python's own is listed for ever once it has asked which it is, as TensorFlow's do that log.
+        own = (thread for thread in self._other_threads() if not isinstance(thread, threading._DummyThread))  # noqa: SLF001
+        return any(_submitters[thread.ident or 0] for thread in own)
 
     def _patience(self) -> float:
         """Seconds for which what may submit, but has not done so before, gets the benefit of the doubt."""

@@ -97,11 +97,9 @@ class Consistency:
         self._operations = operations
         self._parameters: Sequence[Described] = [*parameters, *reading.others]
         self._reading = reading
-        self._name = f"{prefix}start"
         self._process_set = process_set
         self._joins = operations.joins(process_set.ranks)
-        self._era = operations.era(process_set.ranks)
-        self._drifts = Drifts(operations, framework=reading.framework, prefix=prefix, process_set=process_set)
+        self._name, self._drifts = self._names(prefix)
         self._steps = 0
         self._anew = -_AGE
         self._starts = True
@@ -115,9 +113,10 @@ class Consistency:
 
     def begin(self) -> None:
         """Counts a step, and takes part in the comparison that belongs to it, without waiting for the other ranks."""
-        era = self._operations.era(self._process_set.ranks)
-        if era != self._era:
-            self._begin_era(era)
+        joins = self._operations.joins(self._process_set.ranks)
+        if joins != self._joins:  # all ranks have, and go on with one rank's values; they may have counted other steps
+            self._joins, self._starts = joins, False
+            self._count_anew()
         self._steps += 1
         if not self._operations.daemon.config.check_parameters:
             return
@@ -133,14 +132,17 @@ class Consistency:
         elif self._steps > _START and is_due(self._steps):
             self._compare()
 
-    def _begin_era(self, era: str) -> None:
-        """Counts steps from the start again, as all ranks do: they may have counted different ones.
+    def restart(self, prefix: str) -> None:
+        """Counts steps from the start again, and takes other names: the ranks may have counted different steps."""
+        self._name, self._drifts = self._names(prefix)
+        self._count_anew()
 
-        Once all have joined they go on with one rank's values, which may not be those that were compared at the start.
-        """
-        joins = self._operations.joins(self._process_set.ranks)
-        self._starts = self._starts and joins == self._joins
-        self._era, self._joins, self._steps, self._anew = era, joins, 0, -_AGE
+    def _names(self, prefix: str) -> tuple[str, Drifts]:
+        framework, process_set = self._reading.framework, self._process_set
+        return f"{prefix}start", Drifts(self._operations, framework=framework, prefix=prefix, process_set=process_set)
+
+    def _count_anew(self) -> None:
+        self._steps, self._anew = 0, -_AGE
         self._start = self._drift = self._used = None
 
     def _compare(self) -> None:

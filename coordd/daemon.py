@@ -208,11 +208,11 @@ class Daemon:
         return self._status.parts is not None and self._status.parts.member.table.reserved(name)
 
     def last_deadlock(self, members: tuple[int, ...]) -> int:
-        """The last plan by which operations of a process set failed because ranks waited for each other; -1 if none.
+        """The last plan that has failed operations of a process set because ranks waited for each other; -1 if none.
 
-        It is equal on all members that know of it, and they know of it before their own operations have failed.
+        It is one of which the script has heard, since all members have last joined.
         """
-        return self._status.parts.member.deadlocks.get(members, -1) if self._status.parts is not None else -1
+        return self._status.parts.member.deadlocks.last(members) if self._status.parts is not None else -1
 
     def hurry(self, name: str, *, heralded: bool = False) -> Callable[[], None] | None:
         """Ends the batching window: somebody waits for an operation.

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from coordd.errors import ranks_text
-from coordd.messages import Blocked, Plan, Waiting
+from coordd.messages import Blocked, Plan, Response, Waiting
 from coordd.wire import bits, mask
 
-__all__ = ["BlockedRanks", "BlockedSums", "Wait", "deadlock_text", "deadlocked", "members_of"]
+__all__ = ["BlockedRanks", "BlockedSums", "HeardDeadlocks", "Wait", "deadlock_text", "deadlocked", "members_of"]
 
 _SHOWN = 6
 """So many waits are listed in an error."""
@@ -105,6 +105,40 @@ class BlockedSums:
         """Says which ranks are blocked, once."""
         ranks, self._ranks = self._ranks, {}
         return [Blocked(name, self._since, mask(there)) for name, there in ranks.items()]
+
+
+class HeardDeadlocks:
+    """Of which deadlocks the script of this rank has heard: by process set, the last plan that has ended one.
+
+    Until it hears, from an operation of its own that has failed, what it submits belongs to what has failed.
+    """
+
+    def __init__(self) -> None:
+        self._unheard: dict[int, set[tuple[int, ...]]] = {}
+        self._heard: dict[tuple[int, ...], int] = {}
+
+    def note(self, rank: int, responses: Iterable[Response]) -> None:
+        """Notes the process sets of what deadlocks have failed, if any of it was submitted by this rank."""
+        for plan in {response.deadlock for response in responses if rank in response.recipients} - {-1}:
+            sets = {response.request.members for response in responses if response.deadlock == plan}
+            self._unheard.setdefault(plan, set()).update(sets)
+
+    def hear(self, plan: int) -> None:
+        """Notes that the script has heard of the deadlock that a plan has ended; on any thread."""
+        for members in self._unheard.pop(plan, ()):
+            self._heard[members] = max(plan, self.last(members))
+
+    def forget(self, joined: tuple[int, ...]) -> None:
+        """Forgets the deadlocks in sets all of whose members have joined: those that joined early know of none."""
+        for members in list(self._heard):
+            if not joined or (members and {*members} <= {*joined}):
+                self._heard.pop(members, None)
+        for sets in list(self._unheard.values()):
+            sets -= {members for members in sets if not joined or (members and {*members} <= {*joined})}
+
+    def last(self, members: tuple[int, ...]) -> int:
+        """The last plan that has ended a deadlock of which the script has heard; -1 if there was none."""
+        return self._heard.get(members, -1)
 
 
 def deadlocked(waits: Iterable[Wait]) -> list[Wait]:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from coordd.census import ROUNDING
-from coordd.errors import MismatchError, is_deadlock, ranks_text
+from coordd.errors import MismatchError, ranks_text
 from coordd.handles import Handle, call_site, hear_of
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
@@ -223,7 +223,7 @@ class Drift:
 
     def begin_again(self) -> None:
         """Takes part once more if this has failed because ranks have waited for each other."""
-        if is_deadlock(self._handle.error()):
+        if self._handle.lost:
             self._handle = self._begin()
 
     def _submit(self, request: Any, array: np.ndarray, land: Callable[[np.ndarray], Any] | None) -> Handle[Any]:

@@ -6,7 +6,7 @@ Every exception takes data and composes its own text. All of them are `CoorddErr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 __all__ = [
@@ -237,6 +237,7 @@ class MismatchError(CoorddError):
         """
         self.name = name
         self.attribute = attribute
+        self.when_heard: Callable[[], None] | None = None
         told = "; ".join(
             f"{ranks_text(ranks)}: {value}" + (f" at {', '.join(sites)}" if sites else "")
             for value, ranks, sites in values
@@ -265,6 +266,12 @@ class RemoteTraceback(Exception):  # noqa: N818 - it carries another rank's trac
 def is_deadlock(error: BaseException | None) -> bool:
     """Says whether an operation has failed because ranks have waited for each other: some may submit it yet."""
     return isinstance(error, MismatchError) and error.attribute == "order"
+
+
+def note_heard(error: BaseException | None) -> None:
+    """Notes that the script has heard of an error; if ranks have waited for each other, it counts anew from now on."""
+    if isinstance(error, MismatchError) and error.when_heard is not None:
+        error.when_heard()
 
 
 class PeerError(CoorddError):

@@ -17,9 +17,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from coordd.arguments import check_reducible, name_of
+from coordd.arguments import check_name, check_reducible, name_of
 from coordd.checks import finite
 from coordd.config import MIB
 from coordd.consistency import NUMPY, Consistency, Reading
@@ -153,7 +154,7 @@ class Gradients:
         last = min(limit, _LAST_BUCKET_BYTES)
         groups = choices.grouping.buckets(order, limit=limit, last=last)
         self._buckets = [
-            _Bucket(operations, f"{prefix}gradients.{number}", group, choices) for number, group in enumerate(groups)
+            _Bucket(operations, f"gradients.{number}", group, choices) for number, group in enumerate(groups)
         ]
         self._home = {place.index: bucket for bucket in self._buckets for place in bucket.places}
         self._prefix = prefix
@@ -166,15 +167,40 @@ class Gradients:
         self._putting = 0
         self._ending = False
         self._owners: dict[int, weakref.finalize[..., Any]] = {}
-        lines = [*sorted(map(str, self._parameters)), f"{choices.op.name} in {len(groups)} buckets"]
-        caller, name = "DistributedOptimizer", f"{prefix}inventory"
-        self._inventory: Inventory | None = Inventory(
-            operations, lines, caller=caller, name=name, process_set=choices.process_set
-        )
+        self._lines = [*sorted(map(str, self._parameters)), f"{choices.op.name} in {len(groups)} buckets"]
+        self._inventory: Inventory | None = None
         self._counted = False
         self._consistency = Consistency(
             operations, self._parameters, reading=reading, prefix=prefix, process_set=choices.process_set
         )
+        self._era = ""
+        self._name(operations.era(choices.process_set.ranks, joins=False))
+
+    def _name(self, era: str) -> None:
+        """Names all operations, and asks again whether all ranks have the same parameters."""
+        if era != self._era:
+            self._consistency.restart(self._prefix + era)
+        self._era = era
+        for bucket in self._buckets:
+            bucket.begin_name(self._prefix + era)
+        self._inventory = Inventory(
+            self._operations,
+            self._lines,
+            caller="DistributedOptimizer",
+            name=f"{self._prefix}{era}inventory",
+            process_set=self._process_set,
+        )
+
+    def _follow(self) -> None:
+        """Takes other names before a step if ranks have waited for each other.
+
+        What a rank that had not heard of that has left of an earlier step must not be paired with this one.
+        """
+        era = self._operations.era(self._process_set.ranks, joins=False)
+        if era != self._era:
+            with self._lock:
+                if era != self._era and not (self._counted or any(bucket.begun for bucket in self._buckets)):
+                    self._name(era)
 
     @property
     def buckets(self) -> list[tuple[int, ...]]:
@@ -249,6 +275,7 @@ class Gradients:
         """
         if self._told is not None:
             self._end_abandoned()
+        self._follow()
         if self._looks != "ignore":
             self._look(self._parameters[index].name, gradient)
         bucket = self._home[index]
@@ -256,7 +283,7 @@ class Gradients:
             with self._lock:
                 sends = self._unsent > 1
                 self._unsent -= sends
-            if sends:
+            if sends and not self._lost:
                 bucket.submit()
 
     def wait(self) -> Reduced:
@@ -268,6 +295,7 @@ class Gradients:
         """
         if self._told is not None:
             self._end_abandoned()
+        self._follow()
         try:
             inventory, self._inventory = self._inventory, None
             if inventory is not None:
@@ -275,7 +303,8 @@ class Gradients:
             self._count_step()
             different = self._consistency.different()
             for bucket in self._buckets:
-                bucket.close()
+                if not self._lost:
+                    bucket.close()
             wait_all([bucket.handle for bucket in self._buckets if bucket.handle is not None])
             if different is not None:  # raised now, for ranks that have begun more of the step than others must end it
                 raise different
@@ -285,6 +314,11 @@ class Gradients:
             return Reduced([(bucket, bucket.lend()) for bucket in self._buckets])
         finally:
             self._reset()
+
+    @property
+    def _lost(self) -> bool:
+        """Whether some of this step has failed because ranks have waited for each other: the rest is not started."""
+        return any(bucket.handle is not None and bucket.handle.lost for bucket in self._buckets)
 
     def note(self, settings: Callable[[], Iterable[tuple[str, Any]]]) -> None:
         """Notes with which hyperparameters the step is made whose gradients are reduced, to compare them."""
@@ -297,6 +331,7 @@ class Gradients:
             reason: what this rank has done, as the end of a sentence.
         """
         if self._told is None:
+            self._follow()
             self._count_step()
             for bucket in self._buckets:
                 bucket.discard()
@@ -328,7 +363,7 @@ class Gradients:
         self._counted = False
 
     def _tell(self, reason: str) -> Handle[Any]:
-        return tell(self._operations, f"{self._prefix}discarded", reason, self._process_set)
+        return tell(self._operations, f"{self._prefix}{self._era}discarded", reason, self._process_set)
 
     def _count_step(self) -> None:
         """Counts this step, once; before the second one is made, and now and then later, values are compared."""
@@ -395,6 +430,7 @@ class _Bucket:
 
     def __init__(self, operations: Operations, name: str, places: Sequence[_Place], choices: Choices) -> None:
         self._operations = operations
+        self._name = name
         large = [place for place in places if place.nbytes >= _SMALL_BYTES]
         self.places = (*large, *(place for place in places if place.nbytes < _SMALL_BYTES))
         self.large = len(large)
@@ -427,6 +463,10 @@ class _Bucket:
         self._flat: np.ndarray = np.empty(0, self._dtype)
         self._missing = len(places)
         self.handle: Handle[Any] | None = None
+
+    def begin_name(self, prefix: str) -> None:
+        """Has the name of its operation begin with this."""
+        self._request = msgspec.structs.replace(self._request, name=check_name(prefix + self._name))
 
     @property
     def begun(self) -> bool:

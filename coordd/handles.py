@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar
 
 from coordd.checks import finite
-from coordd.errors import DeadlockError, PeerError, RefusedError, ShutdownError
+from coordd.errors import DeadlockError, PeerError, RefusedError, ShutdownError, is_deadlock, note_heard
 
 __all__ = [
     "Handle",
@@ -203,14 +203,27 @@ class Handle(Generic[Result]):
         if self._callbacks:
             self._call_back()
 
+    @property
+    def lost(self) -> bool:
+        """Whether it has failed because ranks have waited for each other; the script has not heard of it by that."""
+        if is_deadlock(self._error):
+            self._mute()
+            return True
+        return False
+
     def _hear(self) -> None:
-        """Notes that somebody knows of the failure."""
+        """Notes that the script knows of the failure."""
+        self._mute()
+        note_heard(self._error)
+
+    def _mute(self) -> None:
+        """Has the log not say that nobody has asked."""
         if self._unheard is not None:
             self._unheard.detach()
 
     def _call_back(self) -> None:
         if self._error is not None:
-            self._hear()
+            self._mute()
         with _guard:
             callbacks, self._callbacks = self._callbacks, None
         with _unable_to_wait():

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from coordd.census import ROUNDING, alike, differences, fingerprint
-from coordd.errors import MismatchError, is_deadlock
+from coordd.errors import MismatchError
 from coordd.handles import Handle, call_site, hear_of
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
@@ -81,7 +81,7 @@ class Inventory:
     @property
     def lost(self) -> bool:
         """Whether it has failed because ranks have waited for each other."""
-        return is_deadlock(self._handle.error())
+        return self._handle.lost
 
     def check(self) -> None:
         """Hears the others.
@@ -132,6 +132,7 @@ class NearlyEqual:
         mine = np.concatenate([np.empty(0), *(part.astype(np.float64) for part in values.values())])
         both = np.stack([mine, -mine])
         self._handle = operations.allreduce(both, name=name, op=ReduceOp.MAX, process_set=process_set)
+        self._handle.add_done_callback(hear_of)  # the step may fail before this is asked
 
     def check(self) -> None:
         """Hears the others.

@@ -11,12 +11,14 @@ reach the other ranks, and has no outcome here. Words come in no common order, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable
 
 import msgspec
 
 from coordd.bucket import Bucket, Locked
 from coordd.cache import ResponseCache
+from coordd.deadlock import HeardDeadlocks
 from coordd.errors import CoorddError, MismatchError, RefusedError, ShutdownError
 from coordd.fusion import buckets
 from coordd.lock import Lock
@@ -70,8 +72,7 @@ class Member:
         self._refused_names: set[str] = set()
         self._refused_calls: dict[str, Refused] = {}
         self.stopped = False
-        self.deadlocks: dict[tuple[int, ...], int] = {}
-        """By process set, the last plan by which operations of it failed because ranks waited for each other."""
+        self.deadlocks = HeardDeadlocks()
 
     @property
     def seen(self) -> int:
@@ -97,7 +98,7 @@ class Member:
         agreed = [Response(self._cache.request(slot), slot=slot) for slot in slots]
         for slot in bits(int.from_bytes(plan.voids, "little")):
             self._void(Response(self._cache.request(slot)))
-        self._note_deadlocks(plan.responses)
+        self.deadlocks.note(self.rank, plan.responses)
         for response in plan.responses:
             if response.recipients:
                 self._refuse(response)
@@ -109,7 +110,7 @@ class Member:
             if response.slot >= 0:
                 self._cache.store(response)
         found = self._buckets(agreed, plan.fusion_bytes)
-        self._joined -= {response.request.members for response in agreed if response.request.kind is Kind.JOIN}
+        self._end_joins({response.request.members for response in agreed if response.request.kind is Kind.JOIN})
         if self._lock is not None and self._lock.number == plan.unlock:
             self._break()
             self._unlock = None  # the coordinator knows
@@ -238,6 +239,12 @@ class Member:
             self._untold += self._joining
             self._joining = []
 
+    def _end_joins(self, sets: set[tuple[int, ...]]) -> None:
+        """Notes that all members of these process sets have joined, and go on with the same counts."""
+        self._joined -= sets
+        for members in sets:
+            self.deadlocks.forget(members)
+
     def _enter(self, lock: Lock) -> None:
         """Begins a lock: what this rank has announced of it, and no plan has released, counts as submitted just now.
 
@@ -300,21 +307,16 @@ class Member:
         if (not request.members or self.rank in request.members) and self.rank not in response.absent:
             self.table.take(request.name).handle.resolve(None)
 
-    def _note_deadlocks(self, responses: Sequence[Response]) -> None:
-        """Notes the process sets of what a deadlock has failed, before the script hears of it from its own part."""
-        told = {response.deadlock for response in responses if self.rank in response.recipients} - {-1}
-        for response in responses:
-            if response.deadlock in told:
-                members = response.request.members
-                self.deadlocks[members] = max(response.deadlock, self.deadlocks.get(members, -1))
-
     def _refuse(self, response: Response) -> None:
         if self.rank not in response.recipients:
             return
         entry = self.table.take(response.request.name)
         if entry.request.kind is Kind.JOIN:
             self._joined.discard(entry.request.members)
-        entry.handle.fail(_error(entry.request.name, response))
+        error = _error(entry.request.name, response)
+        if isinstance(error, MismatchError) and response.deadlock >= 0:
+            error.when_heard = functools.partial(self.deadlocks.hear, response.deadlock)
+        entry.handle.fail(error)
 
 
 def _error(name: str, response: Response) -> CoorddError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -62,7 +62,7 @@ def broadcast_object(
     operations = api.operations()
     root_rank = check_rank(root_rank)
     root = api.rank() == root_rank
-    data, error = _pickled(obj) if root else (np.empty(0, np.uint8), None)
+    data, error = _pickled(obj, root_rank) if root else (np.empty(0, np.uint8), None)
     size = np.array([data.size])
     operations.broadcast(size, root_rank, name=_sized(name), process_set=process_set).result()
     second = name and f"{name}.t"
@@ -73,7 +73,7 @@ def broadcast_object(
     handle.result()
     if error is not None:
         raise error
-    return obj if root else _checked([(root_rank, pickle.loads(data.data))])[0]  # noqa: S301 - see the head of this file
+    return obj if root else _checked([pickle.loads(data.data)])[0]  # noqa: S301 - see the head of this file
 
 
 @refusable(sizes_of(Kind.ALLGATHER), _current)
@@ -88,7 +88,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 def gathered(operations: Operations, obj: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
     """Does what `allgather_object` does, by these operations."""
-    data, error = _pickled(obj)
+    data, error = _pickled(obj, operations.daemon.world.rank)
     size = np.array([data.size])
     sizes = operations.allgather(size, name=_sized(name), process_set=process_set).result()
     joined = operations.allgather(data, name=name and f"{name}.t", process_set=process_set).result()
@@ -96,24 +96,25 @@ def gathered(operations: Operations, obj: Any, name: str | None, process_set: Pr
         raise error
     stops = itertools.accumulate(sizes.tolist(), initial=0)
     found = [pickle.loads(joined[start:stop].data) for start, stop in itertools.pairwise(stops)]  # noqa: S301 - as above
-    return _checked(zip(process_set.ranks or range(len(found)), found, strict=True))
+    return _checked(found)
 
 
 class _Refusal:
     """Travels in the place of an object that could not be pickled."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, rank: int, reason: str) -> None:
+        self.rank = rank
         self.reason = reason
 
 
-def _pickled(obj: Any) -> tuple[np.ndarray, Exception | None]:
+def _pickled(obj: Any, rank: int) -> tuple[np.ndarray, Exception | None]:
     """Pickles an object; or, if that is impossible, the reason, which travels in its place, and returns the error."""
     error = None
     try:
         data = _dumped(obj)
     except Exception as found:  # noqa: BLE001 - whatever a class's own pickling raises
         error = found
-        data = pickle.dumps(_Refusal(f"has an object that cannot be pickled: {brief(found)}"))
+        data = pickle.dumps(_Refusal(rank, f"has an object that cannot be pickled: {brief(found)}"))
     return np.frombuffer(bytearray(data), np.uint8), error
 
 
@@ -129,15 +130,13 @@ def _dumped(obj: Any) -> bytes:
     return bytes(cloudpickle.dumps(obj))
 
 
-def _checked(objects: Iterable[tuple[int, Any]]) -> list[Any]:
+def _checked(objects: list[Any]) -> list[Any]:
     """Returns the objects that have come from some ranks.
 
     Raises:
         RefusedError: one of them could not be pickled.
     """
-    found = []
-    for rank, obj in objects:
+    for obj in objects:
         if isinstance(obj, _Refusal):
-            raise RefusedError(rank, obj.reason)
-        found.append(obj)
-    return found
+            raise RefusedError(obj.rank, obj.reason)
+    return objects

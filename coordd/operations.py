@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from coordd.arguments import check_name, check_op, check_rank, check_reducible, check_rows, check_splits, name_of
-from coordd.blocked import note_submitter
+from coordd.blocked import Submitter
 from coordd.checks import finite
 from coordd.daemon import Daemon
 from coordd.errors import (
@@ -101,7 +101,7 @@ class _Thread(threading.local):
     part: Part | None = None
 
     def __init__(self) -> None:
-        note_submitter()  # once for each thread
+        self._submitter = Submitter()  # once for each thread
 
 
 def _itself(operations: Operations, *_: Any) -> Operations:
@@ -118,7 +118,7 @@ class Operations:
         """Whether to join before leaving."""
         self.memo: dict[Any, Any] = {}
         """What plugins keep for as long as this daemon runs."""
-        self._namespaces: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._namespaces: Counter[tuple[int, ...]] = Counter()
         self._calls: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._thread = _Thread()
         self._numbers: dict[tuple[Kind, tuple[int, ...], str], Iterator[int]] = {}
@@ -294,8 +294,8 @@ class Operations:
     def era(self, members: tuple[int, ...], *, joins: bool = True) -> str:
         """What the names begin with that count what a process set does; ranks that differ in it match nothing.
 
-        The count begins anew, with another prefix, when all have joined, and when operations have failed because ranks
-        waited for each other: the ranks have then counted differently.
+        The count begins anew, with another prefix, when all have joined, and when the script has heard that operations
+        have failed because ranks waited for each other: the ranks have then counted differently.
         """
         joined = self.joins(members) if joins else 0
         deadlock = self.daemon.last_deadlock(members)
@@ -408,11 +408,10 @@ class Operations:
         Args:
             members: of the process set; none for the whole world.
         """
-        era = self.era(members, joins=False)
-        number = self._namespaces[members, era]
-        self._namespaces[members, era] += 1
+        number = self._namespaces[members]
+        self._namespaces[members] += 1
         which = f"({spans(members)})." if members else ""
-        return f"{which}{era}opt{number}." if number or members or era else ""
+        return f"{which}opt{number}." if number or members else ""
 
     def number_call(self, members: tuple[int, ...]) -> str:
         """Returns the id of one more call that the members of a process set make together; equal on all of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -101,7 +102,7 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
     with waiting(handle) as thread:
         waiter = next(found for found in threading.enumerate() if found.ident == thread)
         monkeypatch.setattr(threading, "main_thread", lambda: waiter)  # this thread is another one of the script
-        monkeypatch.setattr(blocked, "_submitters", {threading.get_ident()} if has_submitted else set())
+        monkeypatch.setattr(blocked, "_submitters", Counter([threading.get_ident()] * has_submitted))
         watch = BlockWatch(
             table, thread=lambda: thread, busy=lambda: False, submitted=lambda: False, tell=messages.append
         )

@@ -244,7 +244,12 @@ class _Dense:
         key = (replace(choices, grouping=_ANY), grouped, prefix, *map(str, self._parameters))
         place = place_in_graph(key)
         others = [
-            Parameter(name_of(variable, index), variable.shape, dtype_of(variable.dtype.name), variable_of(variable))
+            Parameter(
+                name_of(variable, index),
+                variable.shape,
+                dtype_of(tf.as_dtype(variable.dtype).name),
+                variable_of(variable),
+            )
             for index, variable in enumerate(sparse)
             if tf.TensorShape(variable.shape).is_fully_defined()
         ]

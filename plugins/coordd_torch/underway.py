@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from coordd.errors import CoorddError, is_deadlock
+from coordd.errors import CoorddError, is_deadlock, note_heard
 from coordd.handles import Handle, check_may_wait, hear_of
 from coordd.table import Entry, Site
 from coordd_torch.channel import Channel
@@ -45,6 +45,7 @@ class Underway:
         self.site: Site = None
         self.failed: BaseException | None = None
         self.lost: list[object] = []
+        self._unheard: list[BaseException] = []
         # Each counter has one writer, so they need no lock: this thread starts, the daemon's lands.
         self._started = 0
         self._landed = 0
@@ -75,6 +76,7 @@ class Underway:
     def fail(self, error: BaseException, promise: object = None) -> None:
         """Notes the first failure, of this promise; on the daemon's thread."""
         if is_deadlock(error):
+            self._unheard.append(error)
             self.lost.append(promise)
         self.failed = self.failed or error
         self.landed()
@@ -103,7 +105,12 @@ class Underway:
                 awaited.wait()
 
     def take_lost(self) -> list[object]:
-        """Returns what ranks have lost because they have waited for each other, and forgets that it has failed."""
+        """Returns what ranks have lost because they have waited for each other, and forgets that it has failed.
+
+        The script hears of it now, if it has not had an error of this step before.
+        """
+        while self._unheard:
+            note_heard(self._unheard.pop())
         found = [self.lost.pop() for _ in range(len(self.lost))]  # the daemon's thread may add to it
         if found:
             self.failed = None
@@ -133,7 +140,7 @@ class Told:
         """Tells what the others have not heard because ranks have waited for each other."""
         told, self._told = self._told, []
         for start, handle in told:
-            if is_deadlock(handle.error()):
+            if handle.lost:
                 self.tell(start)
             else:
                 self._told.append((start, handle))
@@ -142,7 +149,7 @@ class Told:
         """Waits until all is told; returns the error if ranks have waited for each other."""
         for _, handle in self._told:
             handle.wait()
-        return next((handle.error() for _, handle in self._told if is_deadlock(handle.error())), None)
+        return next((handle.error() for _, handle in self._told if handle.lost), None)
 
     def forget(self) -> None:
         """Gets ready for the next step."""
