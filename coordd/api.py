@@ -111,6 +111,9 @@ class _Default:
     def fail(self, reason: str, traceback: str, error: BaseException | None) -> bool:
         """Tells the others, unless this failure is but a consequence of another rank's; says whether it does."""
         news = not self.daemon.failing
+        wrapped = self.operations.raised_in_graph
+        if wrapped is not None and error is not None and str(wrapped) in str(error):
+            error = wrapped
         if isinstance(error, ShutdownError) and error.ranks:
             self.daemon.fail(error.reason, culprit=error.ranks[0])
         elif isinstance(error, PeerError):

@@ -184,8 +184,9 @@ def _advice(name: str) -> str:
             "to ranks, and none may stop before the others"
         )
     return (
-        "give all ranks the same number of batches (DistributedSampler, drop_last=True) and steps, or end the loop "
-        "with optimizer.join(); where a rank alone skips a batch that has failed, call optimizer.discard_step() there"
+        "give all ranks the same number of batches and operations (in PyTorch by DistributedSampler, drop_last=True), "
+        "or end the loop with join(); where a rank of PyTorch skips a batch that has failed, call "
+        "optimizer.discard_step() there"
     )
 
 

@@ -116,6 +116,8 @@ class Operations:
         self._joins: Counter[tuple[int, ...]] = Counter()
         self.uneven = False
         """Whether to join before leaving."""
+        self.raised_in_graph: Exception | None = None
+        """The last error that a framework has wrapped in one of its own."""
         self.memo: dict[Any, Any] = {}
         """What plugins keep for as long as this daemon runs."""
         self._namespaces: Counter[tuple[int, ...]] = Counter()

@@ -114,6 +114,37 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
         assert messages == ([] if has_submitted else ["x"])
 
 
+def test_a_thread_that_has_ended_submits_nothing_whatever_else_gets_its_number(monkeypatch):
+    monkeypatch.setattr(blocked, "_submitters", Counter())
+    local = threading.local()
+    thread = threading.Thread(target=lambda: setattr(local, "submitter", blocked.Submitter()))
+    thread.start()
+    thread.join()
+    assert blocked._submitters[thread.ident] == 0
+
+
+def test_a_thread_that_is_not_pythons_own_is_listed_for_ever_but_gets_some_seconds_only(monkeypatch):
+    """One of TensorFlow's, say, that has logged something."""
+    handle: Handle[None] = Handle("x")
+    table = TensorTable()
+    table.admit([Entry(Request(Kind.BARRIER, handle.name), np.empty(0), handle)])
+    messages: list[str] = []
+    with waiting(handle) as thread:
+        waiter = next(found for found in threading.enumerate() if found.ident == thread)
+        foreign = threading._DummyThread()
+        monkeypatch.setattr(threading, "main_thread", lambda: waiter)
+        monkeypatch.setattr(threading, "enumerate", lambda: [waiter, foreign])
+        monkeypatch.setattr(blocked, "_submitters", Counter([foreign.ident]))
+        watch = BlockWatch(
+            table, thread=lambda: thread, busy=lambda: False, submitted=lambda: False, tell=messages.append
+        )
+        watch.note_wait(0.0)
+        watch.look(2.0)
+        assert messages == []
+        watch.look(2.0 + blocked._WITH_OTHERS)
+        assert messages == ["x"]
+
+
 class _Part(SimpleNamespace):
     """The handle of one operation of several."""
 

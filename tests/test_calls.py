@@ -127,6 +127,49 @@ def test_a_rank_that_comes_later_to_what_has_failed_counts_as_the_others_from_th
     assert each_rank(3, body) == [1.0] * 3
 
 
+def test_what_a_rank_still_starts_of_what_has_failed_is_not_paired_with_what_comes_later():
+    """It has not heard of the failure yet, as it has not waited."""
+    failed = threading.Event()
+
+    def body(rank):
+        if rank == 0:
+            with pytest.raises(cd.MismatchError, match="ranks wait for each other"):
+                cd.barrier()
+        else:
+            pending = [cd.allreduce_async(torch.ones(2))]
+            assert rank == 1 or failed.wait(60)
+            pending.append(cd.allreduce_async(torch.ones(2)))
+            with pytest.raises(cd.MismatchError, match="ranks wait for each other"):
+                cd.synchronize(pending[0])
+        failed.set()
+        while not come_together():
+            pass
+        return [cd.allreduce(torch.full((2,), float(rank + 3 * step)))[0].item() for step in range(3)]
+
+    assert each_rank(3, body) == [[1.0, 4.0, 7.0]] * 3
+
+
+def come_together() -> bool:
+    try:
+        cd.barrier()
+    except cd.MismatchError:
+        return False
+    return True
+
+
+def test_objects_are_gathered_from_the_members_that_have_not_joined():
+    some = cd.ProcessSet([0, 1, 2])
+
+    def body(rank):
+        found = cd.allgather_object(("from", rank), process_set=some) if rank in {0, 2} else None
+        if rank < 3:
+            cd.join(process_set=some)
+        return found
+
+    both = [("from", 0), ("from", 2)]
+    assert each_rank(4, body) == [both, None, both, None]
+
+
 class Unpicklable:
     def __reduce__(self):
         raise TypeError("never")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordd.messages import Blocked
+from coordd.messages import Blocked, Kind, Request
 from tests.star import Star, allreduce, outcome
 from tests.test_member_lock import X, locked, run, submit
 
@@ -107,10 +107,16 @@ def test_ranks_that_have_waited_for_each_other_know_all_sets_of_which_something_
         star.coordinator.hear(rank, Blocked(request.name, 0), now=star.now)
     plan = star.decide()
     star.each(star.follow)
+    heard = [star.members[rank].deadlocks for rank in star.ranks]
+    assert heard[0].last(()) == -1  # the script has not asked yet
     assert [outcome(handle).split(":")[0] for handle in waits.values()] == ["MismatchError"] * 2
-    known = {(): plan.sequence, (0, 1): plan.sequence}
-    assert [star.members[rank].deadlocks for rank in star.ranks] == [known, known, {}]
+    number = plan.sequence
+    assert [(each.last(()), each.last((0, 1))) for each in heard] == [(number, number), (number, number), (-1, -1)]
     late = star.submit(2, world)
     run(star)
     assert outcome(late).startswith("MismatchError")
-    assert star.members[2].deadlocks == {(): plan.sequence}
+    assert heard[2].last(()) == number
+    joins = [star.submit(rank, Request(Kind.JOIN, "join", transient=True)) for rank in star.ranks]
+    run(star)
+    assert [outcome(handle) for handle in joins] == ["done"] * 3
+    assert [each.last(()) for each in heard] == [-1] * 3

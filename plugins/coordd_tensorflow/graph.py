@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import config
 from tensorflow.python.ops import control_flow_util
 
+from coordd import api
 from coordd.errors import ArgumentError, CoorddError
 from coordd.handles import call_site, called_from
 from coordd_tensorflow.as_horovod import as_raised
@@ -53,7 +54,11 @@ def call(
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         with called_from(site):
-            return [*function(*arrays)]
+            try:
+                return [*function(*arrays)]
+            except CoorddError as error:
+                api.operations().raised_in_graph = error
+                raise
 
     if waits:
         found = tf.numpy_function(run, tensors, dtypes)

@@ -27,6 +27,26 @@ def case_fit_equals_one_process_with_all_batches() -> None:
         same(together(cd.DistributedOptimizer(make()), 5), alone(make(), 5))
 
 
+def case_sparse_gradients_beside_dense_ones_train_alike() -> None:
+    """As those of an embedding are in TensorFlow, whose variables are Keras's own."""
+    x = np.arange(24).reshape(4, 6) % 5 + cd.rank()
+    found = []
+    alike = len({*cd.allgather_object(keras.backend.backend())}) == 1  # PyTorch's gradients are dense
+    for dense in (not alike, True):
+        keras.utils.set_random_seed(1)
+        layers = keras.layers.Embedding(9, 4), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(2)
+        net = keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
+        net.compile(cd.DistributedOptimizer(keras.optimizers.SGD(0.1), sparse_as_dense=dense), "mse")
+        begin = [cd.callbacks.BroadcastGlobalVariablesCallback(0)]  # backends draw other numbers from the same seed
+        net.fit(x, np.ones((4, 2)), batch_size=2, epochs=5, shuffle=False, verbose=0, callbacks=begin)
+        found.append(net.get_weights())
+    for sparse, dense in zip(found[0], found[-1], strict=True):
+        np.testing.assert_allclose(sparse, dense, rtol=1e-5)
+    for theirs in cd.allgather_object(found[0]):
+        for one, other in zip(found[0], theirs, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def case_the_optimizer_stays_what_it_was() -> None:
     plain = keras.optimizers.Adam(0.5, name="mine")
     found = cd.DistributedOptimizer(plain)

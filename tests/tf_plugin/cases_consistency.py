@@ -1,5 +1,7 @@
 """Ranks whose variables part while they train with tapes are told; usual training is left alone."""
 
+import time
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -53,6 +55,35 @@ def case_a_graph_of_one_rank_and_another_operation_of_the_other_wait_for_each_ot
         first, second = cd.allgather(variable[None]).numpy()
         np.testing.assert_array_equal(first, second)
     assert cd.allreduce(np.array([float(cd.rank())])).numpy().tolist() == [0.5]
+
+
+@ranks(3, deadline=60)
+def case_a_step_that_ranks_have_lost_while_they_waited_for_each_other_leaves_nothing_behind() -> None:
+    """One rank fails before its first gradient, and so before it has named anything; another is still at work."""
+    held = weights()
+    step = trainer(held)
+    with pytest.raises(Exception, match=r"ranks wait for each other"):  # noqa: PT012
+        if cd.rank() == 0:
+            cd.barrier()
+        if cd.rank() == 2:
+            time.sleep(3)  # it computes, and hears of nothing meanwhile
+        step()
+    while not come_together():
+        pass
+    for _ in range(9):
+        step()
+    for variable in held:
+        first, *others = cd.allgather(variable[None]).numpy()
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
+def come_together() -> bool:
+    try:
+        cd.barrier()
+    except cd.MismatchError:
+        return False
+    return True
 
 
 @ranks(2, 4, deadline=60)
