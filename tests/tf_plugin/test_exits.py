@@ -1,4 +1,4 @@
-"""How training in TensorFlow's graphs ends when a rank leaves: the rank that left is the cause, in the last line too."""
+"""How training in TensorFlow's graphs ends when a rank leaves: that rank is the cause."""
 
 from __future__ import annotations
 
