@@ -35,8 +35,8 @@ _OF_SETTINGS = 1e-4
 """Other processors may compute a schedule's cosine otherwise in the last bits."""
 _CAUSES = (
     "usual causes are a learning rate scheduler that follows a metric of one rank only, gradients that one rank clips, "
-    "scales or replaces, a step that was made or failed on one rank only, and a checkpoint that one rank has loaded "
-    "alone. Do the same on all ranks, or call"
+    "scales or replaces, a layer that one rank freezes (requires_grad), a step that was made or failed on one rank "
+    "only, and a checkpoint that one rank has loaded alone. Do the same on all ranks, or call"
 )
 UNSEEN = object()
 """Stands for a setting whose value cannot be seen on this rank."""
