@@ -114,27 +114,26 @@ class HeardDeadlocks:
     """
 
     def __init__(self) -> None:
-        self._unheard: dict[int, set[tuple[int, ...]]] = {}
+        self._unheard: dict[int, dict[tuple[int, ...], int]] = {}  # by plan what `_heard` will take over
         self._heard: dict[tuple[int, ...], int] = {}
 
     def note(self, rank: int, responses: Iterable[Response]) -> None:
         """Notes the process sets of what deadlocks have failed, if any of it was submitted by this rank."""
         for plan in {response.deadlock for response in responses if rank in response.recipients} - {-1}:
-            sets = {response.request.members for response in responses if response.deadlock == plan}
-            self._unheard.setdefault(plan, set()).update(sets)
+            sets = {response.request.members: plan for response in responses if response.deadlock == plan}
+            self._unheard.setdefault(plan, {}).update(sets)
 
     def hear(self, plan: int) -> None:
         """Notes that the script has heard of the deadlock that a plan has ended; on any thread."""
-        for members in self._unheard.pop(plan, ()):
+        for members in list(self._unheard.pop(plan, {})):
             self._heard[members] = max(plan, self.last(members))
 
     def forget(self, joined: tuple[int, ...]) -> None:
         """Forgets the deadlocks in sets all of whose members have joined: those that joined early know of none."""
-        for members in list(self._heard):
-            if not joined or (members and {*members} <= {*joined}):
-                self._heard.pop(members, None)
-        for sets in list(self._unheard.values()):
-            sets -= {members for members in sets if not joined or (members and {*members} <= {*joined})}
+        for known in (self._heard, *list(self._unheard.values())):
+            for members in list(known):  # the script may hear of another one meanwhile
+                if not joined or (members and {*members} <= {*joined}):
+                    known.pop(members, None)
 
     def last(self, members: tuple[int, ...]) -> int:
         """The last plan that has ended a deadlock of which the script has heard; -1 if there was none."""

@@ -120,3 +120,18 @@ def test_ranks_that_have_waited_for_each_other_know_all_sets_of_which_something_
     run(star)
     assert [outcome(handle) for handle in joins] == ["done"] * 3
     assert [each.last(()) for each in heard] == [-1] * 3
+
+
+def test_what_a_script_has_not_heard_of_when_all_have_joined_is_forgotten():
+    star = Star(2)
+    alone = [star.submit(rank, allreduce(name, 2)) for rank, name in enumerate("ab")]
+    star.each(star.report)
+    star.each(star.hear)
+    for rank, name in enumerate("ab"):
+        star.coordinator.hear(rank, Blocked(name, 0), now=star.now)
+    run(star)
+    for rank in star.ranks:
+        star.submit(rank, Request(Kind.JOIN, "join", transient=True))
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in alone)
+    assert [member.deadlocks.last(()) for member in star.members] == [-1, -1]
