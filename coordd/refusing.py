@@ -51,26 +51,36 @@ def refusable(
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(like or function)
+        group = isinstance(kind, Kind) and "tensors" in signature.parameters
 
         @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:  # each operation passes some of these, so it does little itself
             operations = find(*args)
             before = operations.accounted
-            with _Told(operations, lambda: _what(kind, signature, args, kwargs)):
+            try:
                 found = function(*args, **kwargs)
-            # An empty group takes a number as every group does, and fails on ranks whose group is not empty.
-            if not announces and isinstance(kind, Kind) and operations.accounted == before:
-                given = _given(signature, args, kwargs)
-                if isinstance(group := given.get("tensors"), Sized) and not len(group):
-                    empty = ArgumentError("its list of tensors is empty, and that of other ranks is not")
-                    operations.refuse(*_named(kind, given), given.get("process_set", global_process_set), empty)
+            except Exception as error:
+                if operations.accounted == before:
+                    with contextlib.suppress(Exception):  # a name that is none counts nothing
+                        operations.refuse(*_what(kind, signature, args, kwargs), error)
+                raise
             if announces:
                 operations.account()
+            elif group and operations.accounted == before:
+                _refuse_empty(operations, kind, _given(signature, args, kwargs))
             return found
 
         return cast("Function", counted)
 
     return decorate
+
+
+def _refuse_empty(operations: Operations, kind: Any, given: Mapping[str, Any]) -> None:
+    """Gives an empty group its number, as every group takes one; it fails on ranks whose group is not empty."""
+    tensors = given.get("tensors")
+    if isinstance(tensors, Sized) and not len(tensors):
+        empty = ArgumentError("its list of tensors is empty, and that of other ranks is not")
+        operations.refuse(*_named(kind, given), given.get("process_set", global_process_set), empty)
 
 
 def telling(
