@@ -517,6 +517,9 @@ class Loop:
             if self._mailbox.unheralded or (self._flights and not self._flights.heralded):
                 self._patience.doze(self._bell, awaited=self._inbox.awaited)
             else:
+                # A script that has just got its result may submit the next operation before this thread sleeps, which
+                # saves it a ring: where both share a core, as each rank does on a full host, it gets to run only now.
+                os.sched_yield()
                 self._inbox.sleep(self._deadline())
         self._flights.wake_up()
 
