@@ -28,7 +28,7 @@ _submitters: Counter[int] = Counter()
 _ENGINE = "_engine_run_backward"
 """Where the script is while PyTorch runs a backward pass, whose end may come on a thread of PyTorch's."""
 _GRAPH = "quick_execute"
-"""Where it is while TensorFlow runs a graph, whose operations wait on threads of TensorFlow's."""
+"""Where it is while TensorFlow runs a graph: the graph's operations wait on TensorFlow's own threads."""
 
 
 class Submitter:
@@ -130,7 +130,8 @@ class BlockWatch:
         """Whether anything but the script's thread could submit an operation of this rank."""
         if any(isinstance(entry.handle, Handle) and entry.handle.has_callbacks for entry in self._table):
             return True
-        # One that is not Python's own is listed for ever once it has asked which it is, as TensorFlow's do that log.
+        # Python never removes a foreign thread from its list, such as one of TensorFlow's that has logged; no public
+        # function tells such a thread from the others.
         own = (thread for thread in self._other_threads() if not isinstance(thread, threading._DummyThread))  # noqa: SLF001
         return any(_submitters[thread.ident or 0] for thread in own)
 

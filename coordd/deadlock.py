@@ -129,7 +129,7 @@ class HeardDeadlocks:
             self._heard[members] = max(plan, self.last(members))
 
     def forget(self, joined: tuple[int, ...]) -> None:
-        """Forgets the deadlocks in sets all of whose members have joined: those that joined early know of none."""
+        """Forgets the deadlocks of process sets whose members have all joined: ranks that joined early know of none."""
         for known in (self._heard, *list(self._unheard.values())):
             for members in list(known):  # the script may hear of another one meanwhile
                 if not joined or (members and {*members} <= {*joined}):

@@ -174,15 +174,15 @@ class Gradients:
             operations, self._parameters, reading=reading, prefix=prefix, process_set=choices.process_set
         )
         self._era = ""
-        self._name(operations.era(choices.process_set.ranks, joins=False))
+        self._rename(operations.era(choices.process_set.ranks, joins=False))
 
-    def _name(self, era: str) -> None:
+    def _rename(self, era: str) -> None:
         """Names all operations, and asks again whether all ranks have the same parameters."""
         if era != self._era:
             self._consistency.restart(self._prefix + era)
         self._era = era
         for bucket in self._buckets:
-            bucket.begin_name(self._prefix + era)
+            bucket.set_prefix(self._prefix + era)
         self._inventory = Inventory(
             self._operations,
             self._lines,
@@ -191,16 +191,16 @@ class Gradients:
             process_set=self._process_set,
         )
 
-    def _follow(self) -> None:
-        """Takes other names before a step if ranks have waited for each other.
+    def _rename_after_deadlock(self) -> None:
+        """Takes other names before a step if ranks have waited for each other since the step before.
 
-        What a rank that had not heard of that has left of an earlier step must not be paired with this one.
+        A rank may still announce buckets of the failed step; under the old names they match none of this step.
         """
         era = self._operations.era(self._process_set.ranks, joins=False)
         if era != self._era:
             with self._lock:
                 if era != self._era and not (self._counted or any(bucket.begun for bucket in self._buckets)):
-                    self._name(era)
+                    self._rename(era)
 
     @property
     def buckets(self) -> list[tuple[int, ...]]:
@@ -275,7 +275,7 @@ class Gradients:
         """
         if self._told is not None:
             self._end_abandoned()
-        self._follow()
+        self._rename_after_deadlock()
         if self._looks != "ignore":
             self._look(self._parameters[index].name, gradient)
         bucket = self._home[index]
@@ -295,7 +295,7 @@ class Gradients:
         """
         if self._told is not None:
             self._end_abandoned()
-        self._follow()
+        self._rename_after_deadlock()
         try:
             inventory, self._inventory = self._inventory, None
             if inventory is not None:
@@ -331,7 +331,7 @@ class Gradients:
             reason: what this rank has done, as the end of a sentence.
         """
         if self._told is None:
-            self._follow()
+            self._rename_after_deadlock()
             self._count_step()
             for bucket in self._buckets:
                 bucket.discard()
@@ -464,8 +464,8 @@ class _Bucket:
         self._missing = len(places)
         self.handle: Handle[Any] | None = None
 
-    def begin_name(self, prefix: str) -> None:
-        """Has the name of its operation begin with this."""
+    def set_prefix(self, prefix: str) -> None:
+        """Sets what the name of its operation begins with."""
         self._request = msgspec.structs.replace(self._request, name=check_name(prefix + self._name))
 
     @property

@@ -217,7 +217,7 @@ class Handle(Generic[Result]):
         note_heard(self._error)
 
     def _mute(self) -> None:
-        """Has the log not say that nobody has asked."""
+        """Keeps the log from warning that the failure was never looked at."""
         if self._unheard is not None:
             self._unheard.detach()
 

@@ -117,7 +117,7 @@ class Operations:
         self.uneven = False
         """Whether to join before leaving."""
         self.raised_in_graph: Exception | None = None
-        """The last error that a framework has wrapped in one of its own."""
+        """The error by which a graph heard of the job's end; the framework wraps it in one of its own."""
         self.memo: dict[Any, Any] = {}
         """What plugins keep for as long as this daemon runs."""
         self._namespaces: Counter[tuple[int, ...]] = Counter()

@@ -76,7 +76,7 @@ def refusable(
 
 
 def _refuse_empty(operations: Operations, kind: Any, given: Mapping[str, Any]) -> None:
-    """Gives an empty group its number, as every group takes one; it fails on ranks whose group is not empty."""
+    """Counts an empty group, as every group is counted; the group fails on ranks where it is not empty."""
     tensors = given.get("tensors")
     if isinstance(tensors, Sized) and not len(tensors):
         empty = ArgumentError("its list of tensors is empty, and that of other ranks is not")

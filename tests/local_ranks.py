@@ -22,7 +22,7 @@ from coordd.bell import Bell
 from coordd.config import Config
 from coordd.control.notes import join as join_notes
 from coordd.daemon import Daemon
-from coordd.errors import PeerError
+from coordd.errors import MismatchError, PeerError
 from coordd.rendezvous import Link, Rendezvous, local_world
 from coordd.transport.commons import join
 
@@ -128,6 +128,15 @@ def each_rank(count: int, function: Function, **settings: Any) -> list[Any]:
     """Calls ``function(rank)`` on every rank of a new world."""
     with local_ranks(count, **settings) as ranks:
         return ranks.each(function)
+
+
+def come_together() -> bool:
+    """Tries to bring all ranks to one point, as after an error that all have caught; says whether they are there."""
+    try:
+        api.barrier()
+    except MismatchError:
+        return False
+    return True
 
 
 def _settled(way: Rendezvous, config: Config) -> Rendezvous:

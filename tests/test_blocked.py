@@ -41,6 +41,25 @@ def waiting(handle: Handle[None], timeout: float | None = None) -> Iterator[int]
         thread.join()
 
 
+@contextmanager
+def script_in(function: str) -> Iterator[int]:
+    """Has a thread run in a function of this name; yields the thread's id."""
+    over: list[bool] = []
+
+    def spin() -> None:
+        while not over:  # nothing that would have a frame of its own
+            pass
+
+    spin.__code__ = spin.__code__.replace(co_name=function)
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        yield thread.ident or 0
+    finally:
+        over.append(True)
+        thread.join()
+
+
 def _waiting_threads() -> set[int]:
     return {ident for ident, frame in sys._current_frames().items() if frame.f_code is Handle._stand_at.__code__}
 
@@ -181,52 +200,28 @@ def test_of_several_operations_that_a_script_waits_for_one_that_has_not_ended_is
 
 
 def test_pytorch_may_end_a_backward_pass_on_a_thread_of_its_own():
-    over: list[bool] = []
-
-    def _engine_run_backward() -> None:
-        while not over:  # nothing that would have a frame of its own
-            pass
-
-    script = threading.Thread(target=_engine_run_backward)
     handle: Handle[None] = Handle("x")
-    script.start()
-    try:
-        with waiting(handle):
-            assert told(handle, script.ident or 0) == ["x"]
-    finally:
-        over.append(True)
-        script.join()
+    with script_in("_engine_run_backward") as script, waiting(handle):
+        assert told(handle, script) == ["x"]
 
 
 def test_other_branches_of_a_graph_in_which_a_script_waits_may_submit_what_others_wait_for():
-    over: list[bool] = []
-
-    def quick_execute() -> None:
-        while not over:  # nothing that would have a frame of its own
-            pass
-
-    script = threading.Thread(target=quick_execute)
     handle: Handle[None] = Handle("x")
     table = TensorTable()
     table.admit([Entry(Request(Kind.BARRIER, handle.name), np.empty(0), handle)])
     messages: list[str] = []
-    watch = BlockWatch(
-        table, thread=lambda: script.ident or 0, busy=lambda: False, submitted=lambda: False, tell=messages.append
-    )
-    script.start()
-    try:
-        with waiting(handle):
-            watch.note_wait(0.0)
-            watch.look(2.0)
-            watch.note_news(4.0)  # another branch has submitted something
-            watch.look(5.0)
-            watch.look(4.5 + blocked._WITH_OTHERS)
-            assert messages == []
-            watch.look(6.0 + blocked._WITH_OTHERS)
-            assert messages == ["x"]
-    finally:
-        over.append(True)
-        script.join()
+    with script_in("quick_execute") as script, waiting(handle):
+        watch = BlockWatch(
+            table, thread=lambda: script, busy=lambda: False, submitted=lambda: False, tell=messages.append
+        )
+        watch.note_wait(0.0)
+        watch.look(2.0)
+        watch.note_news(4.0)  # another branch has submitted something
+        watch.look(5.0)
+        watch.look(4.5 + blocked._WITH_OTHERS)
+        assert messages == []
+        watch.look(6.0 + blocked._WITH_OTHERS)
+        assert messages == ["x"]
 
 
 class InterruptionError(Exception):

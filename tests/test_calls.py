@@ -12,7 +12,7 @@ import torch
 import coordd.torch as cd
 from coordd import api
 from coordd.calls import CollectiveCall
-from tests.local_ranks import each_rank
+from tests.local_ranks import come_together, each_rank
 
 WAYS = pytest.mark.parametrize("settings", [{}, {"stall_check": False}, {"fan_in": 2, "simulate_hosts": 2}])
 
@@ -147,14 +147,6 @@ def test_what_a_rank_still_starts_of_what_has_failed_is_not_paired_with_what_com
         return [cd.allreduce(torch.full((2,), float(rank + 3 * step)))[0].item() for step in range(3)]
 
     assert each_rank(3, body) == [[1.0, 4.0, 7.0]] * 3
-
-
-def come_together() -> bool:
-    try:
-        cd.barrier()
-    except cd.MismatchError:
-        return False
-    return True
 
 
 def test_objects_are_gathered_from_the_members_that_have_not_joined():

@@ -15,7 +15,7 @@ from tensorflow.python.autograph.core import config
 from tensorflow.python.ops import control_flow_util
 
 from coordd import api
-from coordd.errors import ArgumentError, CoorddError
+from coordd.errors import ArgumentError, CoorddError, PeerError, ShutdownError
 from coordd.handles import call_site, called_from
 from coordd_tensorflow.as_horovod import as_raised
 from coordd_tensorflow.tensors import to_tensor, view
@@ -56,8 +56,9 @@ def call(
         with called_from(site):
             try:
                 return [*function(*arrays)]
-            except CoorddError as error:
-                api.operations().raised_in_graph = error
+            except (PeerError, ShutdownError) as error:  # TensorFlow's own error names neither the class nor the rank
+                if api.is_initialized():
+                    api.operations().raised_in_graph = error
                 raise
 
     if waits:

@@ -28,7 +28,7 @@ def case_fit_equals_one_process_with_all_batches() -> None:
 
 
 def case_sparse_gradients_beside_dense_ones_train_alike() -> None:
-    """As those of an embedding are in TensorFlow, whose variables are Keras's own."""
+    """In TensorFlow the gradient of an embedding is sparse."""
     x = np.arange(24).reshape(4, 6) % 5 + cd.rank()
     found = []
     alike = len({*cd.allgather_object(keras.backend.backend())}) == 1  # PyTorch's gradients are dense

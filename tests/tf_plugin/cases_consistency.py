@@ -1,12 +1,14 @@
 """Ranks whose variables part while they train with tapes are told; usual training is left alone."""
 
-import time
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import coordd.tensorflow as cd
+from tests.local_ranks import come_together
 from tests.mpi.cases import ranks
 from tests.tf_plugin.cases_training import batch, loss_of, weights
 from tests.tf_plugin.reference import ways
@@ -62,12 +64,12 @@ def case_a_step_that_ranks_have_lost_while_they_waited_for_each_other_leaves_not
     """One rank fails before its first gradient, and so before it has named anything; another is still at work."""
     held = weights()
     step = trainer(held)
-    with pytest.raises(Exception, match=r"ranks wait for each other"):  # noqa: PT012
-        if cd.rank() == 0:
-            cd.barrier()
-        if cd.rank() == 2:
-            time.sleep(3)  # it computes, and hears of nothing meanwhile
-        step()
+    failed = Path(cd.broadcast_object(tempfile.mkdtemp())) / "failed"
+    while cd.rank() == 2 and not failed.exists():  # it computes, and hears of nothing meanwhile
+        pass
+    with pytest.raises(Exception, match=r"ranks wait for each other"):
+        cd.barrier() if cd.rank() == 0 else step()
+    failed.touch()
     while not come_together():
         pass
     for _ in range(9):
@@ -76,14 +78,6 @@ def case_a_step_that_ranks_have_lost_while_they_waited_for_each_other_leaves_not
         first, *others = cd.allgather(variable[None]).numpy()
         for other in others:
             np.testing.assert_array_equal(first, other)
-
-
-def come_together() -> bool:
-    try:
-        cd.barrier()
-    except cd.MismatchError:
-        return False
-    return True
 
 
 @ranks(2, 4, deadline=60)
