@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from coordd.errors import ranks_text
-from coordd.messages import Blocked, Plan, Response, Waiting
+from coordd.messages import Blocked, Plan, Request, Response, Waiting
 from coordd.wire import bits, mask
 
 __all__ = ["BlockedRanks", "BlockedSums", "HeardDeadlocks", "Wait", "deadlock_text", "deadlocked", "members_of"]
@@ -111,20 +111,45 @@ class HeardDeadlocks:
     """Of which deadlocks the script of this rank has heard: by process set, the last plan that has ended one.
 
     Until it hears, from an operation of its own that has failed, what it submits belongs to what has failed.
+
+    Attributes:
+        missed: by plan, and by name and process set, what has failed before this rank submitted its part, as long as
+            the script has not heard of that deadlock.
     """
 
     def __init__(self) -> None:
         self._unheard: dict[int, dict[tuple[int, ...], int]] = {}  # by plan what `_heard` will take over
         self._heard: dict[tuple[int, ...], int] = {}
+        self.missed: dict[int, dict[tuple[str, tuple[int, ...]], Response]] = {}
 
-    def note(self, rank: int, responses: Iterable[Response]) -> None:
-        """Notes the process sets of what deadlocks have failed, if any of it was submitted by this rank."""
-        for plan in {response.deadlock for response in responses if rank in response.recipients} - {-1}:
-            sets = {response.request.members: plan for response in responses if response.deadlock == plan}
-            self._unheard.setdefault(plan, {}).update(sets)
+    def note(self, rank: int, plan: Plan) -> None:
+        """Notes what deadlocks have failed, and its process sets, if any of it was submitted by this rank."""
+        for number in {response.deadlock for response in plan.responses if rank in response.recipients} - {-1}:
+            failed = [response for response in plan.responses if response.deadlock == number]
+            sets = {response.request.members: number for response in failed}
+            self._unheard.setdefault(number, {}).update(sets)
+            missed = self.missed.setdefault(number, {})
+            for response in failed:
+                request = response.request
+                if rank in response.recipients:
+                    missed.pop((request.name, request.members), None)
+                elif number == plan.sequence and (not request.members or rank in request.members):
+                    missed[request.name, request.members] = response
+            if not missed:
+                self.missed.pop(number, None)  # the script may have heard meanwhile
+
+    def claim(self, request: Request) -> Response | None:
+        """Takes the failure of which what this rank submits is a part; None if there is none."""
+        for number, missed in list(self.missed.items()):
+            if (response := missed.pop((request.name, request.members), None)) is not None:
+                if not missed:
+                    self.missed.pop(number, None)
+                return response
+        return None
 
     def hear(self, plan: int) -> None:
         """Notes that the script has heard of the deadlock that a plan has ended; on any thread."""
+        self.missed.pop(plan, None)
         for members in list(self._unheard.pop(plan, {})):
             self._heard[members] = max(plan, self.last(members))
 
@@ -132,12 +157,21 @@ class HeardDeadlocks:
         """Forgets the deadlocks of process sets whose members have all joined: ranks that joined early know of none."""
         for known in (self._heard, *list(self._unheard.values())):
             for members in list(known):  # the script may hear of another one meanwhile
-                if not joined or (members and {*members} <= {*joined}):
+                if _within(members, joined):
                     known.pop(members, None)
+        for missed in list(self.missed.values()):
+            for name, members in list(missed):
+                if _within(members, joined):
+                    missed.pop((name, members), None)
 
     def last(self, members: tuple[int, ...]) -> int:
         """The last plan that has ended a deadlock of which the script has heard; -1 if there was none."""
         return self._heard.get(members, -1)
+
+
+def _within(members: tuple[int, ...], joined: tuple[int, ...]) -> bool:
+    """Whether a process set is part of another one; both are () for the world."""
+    return not joined or (bool(members) and {*members} <= {*joined})
 
 
 def deadlocked(waits: Iterable[Wait]) -> list[Wait]:

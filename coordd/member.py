@@ -87,7 +87,10 @@ class Member:
     def announce(self, entries: Iterable[Entry]) -> Due:
         """Takes new tensors in."""
         for entry in self.table.admit(entries):
-            self._sort(entry)
+            if self.deadlocks.missed and (failed := self.deadlocks.claim(entry.request)) is not None:
+                self._fail(entry, failed)
+            else:
+                self._sort(entry)
         return self._due()
 
     def follow(self, plan: Plan) -> Due:
@@ -98,7 +101,7 @@ class Member:
         agreed = [Response(self._cache.request(slot), slot=slot) for slot in slots]
         for slot in bits(int.from_bytes(plan.voids, "little")):
             self._void(Response(self._cache.request(slot)))
-        self.deadlocks.note(self.rank, plan.responses)
+        self.deadlocks.note(self.rank, plan)
         for response in plan.responses:
             if response.recipients:
                 self._refuse(response)
@@ -310,7 +313,11 @@ class Member:
     def _refuse(self, response: Response) -> None:
         if self.rank not in response.recipients:
             return
-        entry = self.table.take(response.request.name)
+        self._fail(self.table.find(response.request.name), response)
+
+    def _fail(self, entry: Entry, response: Response) -> None:
+        """Fails an entry with the error that a plan has told."""
+        self.table.take(entry.request.name)
         if entry.request.kind is Kind.JOIN:
             self._joined.discard(entry.request.members)
         error = _error(entry.request.name, response)

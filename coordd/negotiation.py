@@ -217,7 +217,9 @@ class Negotiator:
     def _fail_between(self, ranks: int, error: str) -> None:
         """Fails what some of these ranks, a bit mask, have announced and others of them have not.
 
-        A rank that gets no error now, because it has announced nothing of that, gets one when it does.
+        A rank that gets no error now, because it has announced nothing of that, gets one when it does. One that gets an
+        error, and has yet to announce another of these operations, gets one for that if it announces it before it has
+        carried out the plan that tells: it has not gone on yet.
         """
         for slot in bits(self._announced_by_any()):
             self._spell_out(slot)
@@ -236,8 +238,8 @@ class Negotiator:
             plan = self._sequence + 1
             refusal = Response(entry.first.request, error=text, attribute="order", recipients=told, deadlock=plan)
             self._refused.append(refusal)
-            for rank in bits(missing & ~(informed | self._left)):
-                self._owed.enter(rank, refusal, self._left)
+            for rank in bits(missing & ~self._left):
+                self._owed.enter(rank, refusal, self._left, before=plan if informed >> rank & 1 else -1)
 
     def _end_absence(self, entry: Ballot) -> int:
         """Ends that ranks have joined a set; returns the last of them. Others may wait for them from now on."""
@@ -354,7 +356,7 @@ class Negotiator:
             self._note_site(slot, ranks, announcement.site)
         if self._latch.overtakes(request, seen):
             return
-        if (self._owed or self._refusals or self._parts) and not (ranks := self._not_refused(ranks, request)):
+        if (self._owed or self._refusals or self._parts) and not (ranks := self._not_refused(ranks, request, seen)):
             return
         if slot >= 0 and not (self._left or self._absence) and request.name not in self._table:
             if known:
@@ -437,8 +439,13 @@ class Negotiator:
         for rank in bits(members & ~told):
             self._owed.enter(rank, refusal, self._left)
 
-    def _not_refused(self, ranks: int, request: Request) -> int:
+    def _not_refused(self, ranks: int, request: Request, seen: int) -> int:
         """Fails announcements of what was refused, or that would have contradicted what was failed before they came.
+
+        Args:
+            ranks: bit mask of those that announce.
+            request: what.
+            seen: the last plan that they had carried out.
 
         Returns:
             the other ranks.
@@ -451,7 +458,7 @@ class Negotiator:
             ranks &= ~concerned
         members = self._mask(request.members)
         for rank in bits(ranks):
-            if (refusal := self._owed.claim(rank, request.name, members)) is not None:
+            if (refusal := self._owed.claim(rank, request.name, members, seen)) is not None:
                 self._refused.append(refusal)
                 ranks &= ~(1 << rank)
         return ranks
@@ -524,3 +531,5 @@ class Negotiator:
         while self._replaced and self._replaced[0].sequence <= oldest:
             self._replaced.popleft()
         self._latch.forget(oldest)
+        if self._owed:
+            self._owed.forget(oldest)

@@ -15,10 +15,14 @@ __all__ = ["Owed"]
 
 
 class _Refusal(NamedTuple):
-    """What a rank will be told, and who had left when it was due."""
+    """What a rank will be told, and the ranks that had left when it was due, as a bit mask.
+
+    One with a plan ``before`` is only for what the rank announces before it has carried out that plan; -1 for all.
+    """
 
     response: Response
     left: int
+    before: int
 
 
 class Owed:
@@ -35,9 +39,16 @@ class Owed:
         """The operations of which a refusal is owed."""
         return {name for name, _ in self._refusals}
 
-    def enter(self, rank: int, refusal: Response, left: int) -> None:
-        """Notes that a rank will get a refusal; ``left`` is the bit mask of those who have left."""
-        self._refusals.setdefault((refusal.request.name, rank), deque()).append(_Refusal(refusal, left))
+    def enter(self, rank: int, refusal: Response, left: int, *, before: int = -1) -> None:
+        """Notes that a rank will get a refusal.
+
+        Args:
+            rank: which.
+            refusal: what it gets.
+            left: bit mask of the ranks that have left.
+            before: the refusal is only for what the rank announces before it has carried out this plan; -1 for all.
+        """
+        self._refusals.setdefault((refusal.request.name, rank), deque()).append(_Refusal(refusal, left, before))
 
     def discharge(self, rank: int, name: str, members: int) -> bool:
         """Drops what a rank is owed that refuses its part of an operation or a group; says whether there was anything.
@@ -45,15 +56,39 @@ class Owed:
         The other members have been told of that part already.
         """
         names = [each for each in self.names if covers(name, each)]
-        dropped = [each for each in names if self.claim(rank, each, members) is not None]
+        dropped = [each for each in names if self._take(rank, each, members) is not None]
         return bool(dropped)
 
-    def claim(self, rank: int, name: str, members: int) -> Response | None:
-        """Takes what a rank is owed that announces its part, if its members, a bit mask, would have contradicted."""
-        owed = self._refusals.get((name, rank))
-        if owed is None or not members & members_mask(owed[0].response.recipients) or members & owed[0].left:
-            return None
-        response = owed.popleft().response
-        if not owed:
-            del self._refusals[name, rank]
-        return msgspec.structs.replace(response, recipients=(rank,))
+    def claim(self, rank: int, name: str, members: int, seen: int) -> Response | None:
+        """Takes what a rank is owed that announces its part.
+
+        Args:
+            rank: which.
+            name: of the operation.
+            members: of the process set, as a bit mask; the rank gets what they would have contradicted.
+            seen: the last plan that the rank had carried out when it announced.
+        """
+        return self._take(rank, name, members, seen)
+
+    def forget(self, oldest: int) -> None:
+        """Drops what is only for announcements of before a plan that all ranks have carried out; ``oldest`` is one."""
+        for key, owed in [*self._refusals.items()]:
+            kept = deque(refusal for refusal in owed if not 0 <= refusal.before <= oldest)
+            if not kept:
+                del self._refusals[key]
+            elif len(kept) < len(owed):
+                self._refusals[key] = kept
+
+    def _take(self, rank: int, name: str, members: int, seen: int | None = None) -> Response | None:
+        """Takes the oldest that fits; without ``seen`` none that is only for what was announced before some plan."""
+        owed = self._refusals.get((name, rank), deque())
+        for place, (response, left, before) in enumerate(owed):
+            if before >= 0 and (seen is None or seen >= before):
+                continue
+            if not members & members_mask(response.recipients) or members & left:
+                return None
+            del owed[place]
+            if not owed:
+                del self._refusals[name, rank]
+            return msgspec.structs.replace(response, recipients=(rank,))
+        return None

@@ -82,7 +82,7 @@ class Tally:
         self._due: dict[Key, _Tensor] = {}
         self._turn = 0
         self._joins: set[str] = set()
-        self._locked = 0
+        self._dated = 0
         self._unlocked = 0
         self._out: list[Report] = []
 
@@ -108,8 +108,9 @@ class Tally:
             self._out.append(self._report(seen=report.seen, unlock=report.unlock, lasted=report.lasted, ranks=ranks))
         if any(told.request.kind is Kind.JOIN for told in report.fresh):
             self._join(ranks, report)
-        elif report.fresh and report.seen < self._locked:
-            # Of what is locked they speak in vain, and only the date says so.
+        elif report.fresh and report.seen < self._dated:
+            # What they say of what is locked, or has failed because ranks waited for each other, does not count, and
+            # only the date tells.
             self._out.append(self._report(seen=report.seen, fresh=report.fresh, ranks=ranks))
         elif len(report.fresh) >= self._batch:
             self._add(ranks, report.fresh)
@@ -128,7 +129,8 @@ class Tally:
         What was said before the plan is reported first if it could be misunderstood afterwards.
         """
         slots = sum(1 << slot for slot in {response.slot for response in plan.responses if response.slot >= 0})
-        if plan.lock or slots & self._held:
+        failed = [response.request.name for response in plan.responses if response.deadlock >= 0]
+        if plan.lock or failed or slots & self._held:
             self._flush()
         hits = int.from_bytes(plan.hits, "little") | int.from_bytes(plan.voids, "little")
         for slot in bits(hits) if self._tensors else ():
@@ -141,6 +143,10 @@ class Tally:
             self._forget(response)
             if response.slot >= 0:
                 self._learn(response.slot, response.request)
+        if failed:
+            self._dated = self._seen
+            for slot in {self._slots[name] for name in failed if name in self._slots}:
+                self._changed[slot] = self._last_change = self._seen
         if plan.lock:
             self._lock([slot for group in plan.lock for slot in group])
 
@@ -221,7 +227,7 @@ class Tally:
 
     def _lock(self, slots: list[int]) -> None:
         """Forgets who has announced what is locked now: they take it back, and will say nothing more of it."""
-        self._locked = self._last_change = self._seen
+        self._dated = self._last_change = self._seen
         for slot in slots:
             self._changed[slot] = self._seen
             self._tensors.pop((self._requests[slot].name, self._requests[slot].members), None)

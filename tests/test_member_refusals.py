@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from coordd.errors import MismatchError
 from coordd.messages import Blocked, Kind, Request
 from tests.star import Star, allreduce, outcome
 from tests.test_member_lock import X, locked, run, submit
@@ -120,6 +123,51 @@ def test_ranks_that_have_waited_for_each_other_know_all_sets_of_which_something_
     run(star)
     assert [outcome(handle) for handle in joins] == ["done"] * 3
     assert [each.last(()) for each in heard] == [-1] * 3
+
+
+def waiting_for_each_other(late: bool):
+    """Rank 0 waits for "a", rank 1 for "b"; ranks 1 and 2 have submitted "c", and rank 2's "a" is on its way or ``late``."""
+    star = Star(3)
+    for request in map(lambda name: allreduce(name, 2), "abc"):  # known to all, so that bits are told as well
+        submit(star, request)
+        run(star)
+    handles = [star.submit(rank, allreduce(name, 2)) for rank, name in ((0, "a"), (1, "b"), (1, "c"), (2, "c"))]
+    star.each(star.report)
+    star.each(star.hear)
+    if not late:
+        handles.append(star.submit(2, allreduce("a", 2)))
+        star.report(2)
+    for rank, name in enumerate("ab"):
+        star.coordinator.hear(rank, Blocked(name, star.members[rank].seen), now=star.now)
+    star.decide()
+    return star, handles
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_rank_submits_before_it_has_heard_of_a_deadlock_belongs_to_what_has_failed(late):
+    """Else the next operation of that name on the others would be paired with it."""
+    star, handles = waiting_for_each_other(late)
+    star.each(star.follow)
+    if late:
+        handles.append(star.submit(2, allreduce("a", 2)))
+    run(star)
+    again = star.submit(0, allreduce("a", 2))
+    run(star)
+    assert [handle.poll() and type(handle.error()) for handle in handles] == [MismatchError] * 5
+    assert "'a' was submitted by rank 0" in str(handles[4].error())
+    assert outcome(again) == "pending"
+    others = [star.submit(rank, allreduce("a", 2)) for rank in (1, 2)]
+    run(star)
+    assert [outcome(handle) for handle in (again, *others)] == ["done"] * 3
+
+
+def test_what_a_rank_submits_once_it_has_heard_of_a_deadlock_is_new():
+    star, handles = waiting_for_each_other(late=True)
+    star.each(star.follow)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    fresh = submit(star, allreduce("a", 2))
+    run(star)
+    assert [outcome(handle) for handle in fresh] == ["done"] * 3
 
 
 def test_what_a_script_has_not_heard_of_when_all_have_joined_is_forgotten():
