@@ -172,12 +172,26 @@ class Negotiator:
         if rank & functools.reduce(operator.or_, (entry.told for entry in entries), gone):
             return
         for entry in entries:
-            self._drop(entry)
-            if entry.first.request.kind is Kind.JOIN:
-                self._end_absence(entry)
+            self._drop_unfinished(entry)
             self._refused.append(answer(refused, entry.first.request, entry.told))
         told = {entry.name: entry.told for entry in entries}
         self._parts.enter(refused, name, wanted, wanted & ~(gone | rank), told)
+        for entry in [entry for each in names for entry in self._table.get(each, {}).values()]:
+            self._refuse_elsewhere(entry.name, entry.members, entry.told)
+
+    def _refuse_elsewhere(self, name: str, members: tuple[int, ...], told: int) -> None:
+        """Refuses an operation also with the process set with which other ranks announce it.
+
+        The rank that refuses it names another set, to which those ranks belong as well, and will announce it with none.
+
+        Args:
+            name: of the operation.
+            members: the set with which it is announced.
+            told: bit mask of the ranks that have announced it.
+        """
+        if (found := self._parts.take_over(name, members, self._mask(members), told)) is not None:
+            refused, said = found
+            self._refuse_part(msgspec.structs.replace(refused, members=members), said)
 
     def _slots_of_refused(self, name: str) -> list[int]:
         """The slots of an operation, or a group, that a rank refuses."""
@@ -230,9 +244,7 @@ class Negotiator:
                 failing.append((entry, missing))
         informed = functools.reduce(operator.or_, (entry.told for entry, _ in failing), 0)
         for entry, missing in failing:
-            self._drop(entry)
-            if entry.first.request.kind is Kind.JOIN:
-                self._end_absence(entry)
+            self._drop_unfinished(entry)
             told = tuple(bits(entry.told))
             text = f"{error}; {entry.name!r} was submitted by {ranks_text(told)} at {', '.join(sites(entry.parts))}"
             plan = self._sequence + 1
@@ -397,15 +409,19 @@ class Negotiator:
         if not sets:
             del self._table[entry.name]
 
+    def _drop_unfinished(self, entry: Ballot) -> None:
+        """Drops what fails before all members have announced it; a join that fails has not happened."""
+        self._drop(entry)
+        if entry.first.request.kind is Kind.JOIN:
+            self._end_absence(entry)
+
     def _settled(self, entry: Ballot) -> bool:
         """Marks an entry ready when all have announced it, and fails it when one never will; says whether it did."""
         entry.absent = self._absent(entry)
         if entry.told | entry.absent == entry.wanted:
             self._complete.append(entry)
         elif gone := entry.wanted & self._left:
-            self._drop(entry)
-            if entry.first.request.kind is Kind.JOIN:
-                self._end_absence(entry)
+            self._drop_unfinished(entry)
             ranks = tuple(bits(entry.told))
             self._refused.append(Response(entry.first.request, left=tuple(bits(gone)), recipients=ranks))
         else:
@@ -453,6 +469,9 @@ class Negotiator:
         if request.call in self._refusals:
             self._refused.append(self._refusals.response(request, ranks))
             return 0
+        if self._parts:
+            before = self._table.get(request.name, {}).get(request.members)
+            self._refuse_elsewhere(request.name, request.members, ranks | (before.told if before else 0))
         for refused, concerned in self._parts.claim(request.name, request.members, ranks):
             self._refused.append(answer(refused, request, concerned))
             ranks &= ~concerned

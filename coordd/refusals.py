@@ -102,14 +102,14 @@ class RefusedParts:
 
     def __init__(self) -> None:
         self._parts: dict[_Key, list[_Part]] = {}
-        self._named: dict[_Key, None] = {}
+        self._sets: dict[str, dict[tuple[int, ...], None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
     def __iter__(self) -> Iterator[str]:
         """Lists the names of operations and groups, but for those without names, which never come again."""
-        return (name for name, _ in self._named)
+        return iter(self._sets)
 
     def enter(self, refused: Refused, name: str, wanted: int, inside: int, told: Mapping[str, int]) -> None:
         """Notes that a rank has refused its part of an operation or a group.
@@ -128,7 +128,7 @@ class RefusedParts:
             key = name, refused.members
             self._parts.setdefault(key, []).append(part)
             if not is_unnamed(name):
-                self._named[key] = None
+                self._sets.setdefault(name, {})[refused.members] = None
 
     def claim(self, name: str, members: tuple[int, ...], ranks: int) -> list[tuple[Refused, int]]:
         """Takes what ranks, a bit mask, get that announce or refuse their part: refusals, and the ranks of each."""
@@ -145,6 +145,29 @@ class RefusedParts:
             self._forget(key)
         return found
 
+    def take_over(self, name: str, members: tuple[int, ...], wanted: int, told: int) -> tuple[Refused, str] | None:
+        """Finds what a rank has refused with another process set than the one with which others announce it.
+
+        They announce nothing of it with that set any more.
+
+        Args:
+            name: of the operation.
+            members: the set with which it is announced.
+            wanted: the same, as a bit mask.
+            told: bit mask of the ranks that have announced it.
+
+        Returns:
+            what that rank has said, and the name of the operation or group in it.
+        """
+        for said in (name, group_of(name)[0]) if self._sets else ():
+            for other in [*self._sets.get(said, ())]:
+                for part in self._parts[said, other] if other != members else ():
+                    if part.inside & told and wanted & ~told & 1 << part.first.rank:
+                        part.inside &= ~wanted
+                        self._forget((said, other))
+                        return part.first, said
+        return None
+
     def leave(self, ranks: int, wide: int) -> None:
         """Notes that ranks will announce nothing more for now in the sets within ``wide``; both are bit masks."""
         for parts in self._parts.values():
@@ -158,7 +181,11 @@ class RefusedParts:
             parts[:] = [part for part in parts if part.inside]
             if not parts:
                 del self._parts[key]
-                self._named.pop(key, None)
+                name, members = key
+                if (sets := self._sets.get(name)) is not None:
+                    sets.pop(members, None)
+                    if not sets:
+                        del self._sets[name]
 
 
 def answer(refused: Refused, request: Request, ranks: int) -> Response:

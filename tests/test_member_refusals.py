@@ -126,10 +126,10 @@ def test_ranks_that_have_waited_for_each_other_know_all_sets_of_which_something_
 
 
 def waiting_for_each_other(late: bool):
-    """Rank 0 waits for "a", rank 1 for "b"; ranks 1 and 2 have submitted "c", and rank 2's "a" is on its way or ``late``."""
+    """Rank 0 waits for "a", rank 1 for "b"; ranks 1 and 2 have submitted "c"; rank 2's "a" is under way or ``late``."""
     star = Star(3)
-    for request in map(lambda name: allreduce(name, 2), "abc"):  # known to all, so that bits are told as well
-        submit(star, request)
+    for name in "abc":  # known to all, so that bits are told as well
+        submit(star, allreduce(name, 2))
         run(star)
     handles = [star.submit(rank, allreduce(name, 2)) for rank, name in ((0, "a"), (1, "b"), (1, "c"), (2, "c"))]
     star.each(star.report)

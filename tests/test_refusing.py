@@ -327,3 +327,45 @@ def test_a_join_may_follow_one_that_a_rank_has_refused(two):
         return total, cd.join(), cd.allreduce(torch.full((1,), rank + 1.0), op=cd.Sum).item()
 
     assert two.each(body) == [(4.0, 0, 3.0), (3.0, 0, 3.0)]
+
+
+def begin(tensor, process_set, *, group):
+    """Submits a sum named "x", or a group of two."""
+    if group:
+        return cd.grouped_allreduce_async([ONE, tensor], name="x", process_set=process_set, op=cd.Sum)
+    return cd.allreduce_async(tensor, name="x", process_set=process_set, op=cd.Sum)
+
+
+@pytest.mark.parametrize("refuses_first", [False, True])
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize(("announced", "refused"), [((0, 1, 2), (0, 2)), ((0, 2), (0, 1, 2))])
+def test_a_refusal_with_another_process_set_is_heard_by_those_that_announce_that_name(
+    announced, refused, group, refuses_first
+):
+    """Rank 0 belongs to both sets; the name can be used again."""
+    others, is_announced, is_refused = Others(len(announced)), threading.Event(), threading.Event()
+    (is_announced if refuses_first else is_refused).set()
+    wanted = cd.ProcessSet(announced)
+
+    def refuse():
+        assert is_announced.wait(15)
+        with pytest.raises(ValueError, match="bool"):
+            begin(BAD, cd.ProcessSet(refused), group=group)
+        is_refused.set()
+
+    def announce():
+        assert is_refused.wait(15)
+        handle = begin(ONE, wanted, group=group)
+        is_announced.set()
+        with pytest.raises(cd.RefusedError, match="rank 2 refused allreduce 'x"):
+            cd.synchronize(handle)
+
+    def body(rank):
+        if rank in announced:
+            refuse() if rank == 2 else announce()
+            others.wait()
+            found = cd.synchronize(begin(ONE, wanted, group=group))
+            assert (found[1] if group else found).tolist() == [float(len(announced))] * 4
+
+    with local_ranks(3) as ranks:
+        ranks.each(body)
