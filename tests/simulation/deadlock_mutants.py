@@ -116,6 +116,11 @@ def forgets_a_refused_group_with_its_last_operation(monkeypatch):
 
 
 @mutant
+def keeps_a_refusal_to_the_process_set_that_it_names(monkeypatch):
+    monkeypatch.setattr(RefusedParts, "take_over", lambda self, name, members, wanted, told: None)
+
+
+@mutant
 def lets_ranks_stay_joined_after_a_refused_join(monkeypatch):
     refuse, end = Negotiator._refuse_part, Negotiator._end_absence
 

@@ -135,7 +135,7 @@ def counts_new_tensors_that_a_lock_has_overtaken(monkeypatch):
     hear = Tally.hear
 
     def _hear(self, child, report):
-        self._locked = 0
+        self._dated = 0
         hear(self, child, report)
 
     monkeypatch.setattr(Tally, "hear", _hear)

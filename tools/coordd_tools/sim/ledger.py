@@ -81,7 +81,8 @@ class Submission(Handle[object]):
         """Ends badly; the ledger has a look at it."""
         self.ledger.settle(self, error)
         super().fail(error)
-        self.error()  # it is heard of
+        if not self.turn.free:
+            self.error()  # the script hears of it at once
 
     def __repr__(self) -> str:
         return f"round {self.turn.number} ({self.turn.name}) on rank {self.rank}"

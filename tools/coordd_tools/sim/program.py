@@ -151,7 +151,14 @@ def _cross(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]
         yield [*made]
         if worker.busy_beside:
             yield _THREAD
+    _hear(made)
     yield from _agree(worker, scene.agreement)
+
+
+def _hear(made: Sequence[Submission]) -> None:
+    """Asks for the errors: only now the script knows of them, whenever they have come."""
+    for one in made:
+        one.error()
 
 
 def _agree(worker: Worker, turn: Round) -> Iterator[Pause]:

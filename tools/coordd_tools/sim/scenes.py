@@ -81,7 +81,7 @@ def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
         refusing = _Author(side, size, author.number)
         for step in range(len(script.orders)):
             if step not in found and side.random() < 0.2:
-                found[step] = refusing.group() if side.random() < 0.7 else refusing.refused_join()
+                found[step] = refusing.refusal()
     return Scenes(found)
 
 
@@ -163,6 +163,10 @@ class _Author:
         orders = tuple(((chosen[rank], True),) if rank in chosen else () for rank in range(self._size))
         return Crossing(orders, {}, frozenset(), self._agreement(mark))
 
+    def refusal(self) -> Crossing:
+        """Draws what some members refuse, and others announce."""
+        return self._rng.choices([self.group, self.refused_join, self.refused_elsewhere], [3, 1, 1])[0]()
+
     def group(self) -> Crossing:
         """Draws a group of operations that some members refuse; without names, or steady. Its size may differ."""
         mark, members = self.number, self._members()
@@ -197,6 +201,21 @@ class _Author:
         orders = tuple(((turn, True),) if rank in {*ranks} - {*chosen} else () for rank in range(self._size))
         refused = dict.fromkeys(chosen, request.name)
         return Crossing(orders, {}, frozenset(), self._agreement(mark), refused, members)
+
+    def refused_elsewhere(self) -> Crossing:
+        """Draws an operation that a rank refuses with another process set than the one with which others submit it."""
+        mark, ranks = self.number, range(self._size)
+        refuser, *common = self._rng.sample(ranks, 2)
+        sets = [{refuser, *common, *self._rng.sample(ranks, self._rng.randrange(self._size))} for _ in range(2)]
+        announced, refused = (() if len(each) == self._size else tuple(sorted(each)) for each in sets)
+        name = f"e{announced}{refused}" if self._rng.random() < 0.5 else f"e{mark}"
+        rounds: dict[int, Round] = {}
+        for members, there in ((refused, sets[1] - sets[0]), (announced, sets[0] - {refuser})):
+            request = _request(name, members, transient=name == f"e{mark}")
+            turn = self._round(request, refusers=[refuser], free=True)
+            rounds |= dict.fromkeys(there, replace(turn, parts={rank: turn.parts[rank] for rank in sorted(there)}))
+        orders = tuple(((rounds[rank], True),) if rank in rounds else () for rank in ranks)
+        return Crossing(orders, {}, frozenset(), self._agreement(mark), {refuser: name}, refused)
 
     def _agreement(self, mark: int) -> Round:
         return self._round(Request(Kind.BARRIER, f"agree{mark}", transient=True), free=True)
