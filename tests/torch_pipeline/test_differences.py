@@ -95,6 +95,45 @@ class Straight(Exported):
         return Rounded.apply(super().forward(x) * 5)
 
 
+class Rounding(nn.Module):
+    """Calls such a function on parts of what it gets."""
+
+    def forward(self, x):
+        return torch.cat([Rounded.apply(x[:, :2] * 5), x[:, 2:] * 2], 1)
+
+
+class ScaledRounding(Rounding):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 5.0))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+class Roundings(Exported):
+    """Calls one module with such a function twice in a row, and another one between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.once = ScaledRounding(), Rounding()
+
+    def forward(self, x):
+        return self.once(super().forward(self.twice(self.twice(x))))
+
+
+class SilentRounding(Exported):
+    def __init__(self):
+        super().__init__()
+        self.rounding = Rounding()
+
+    def forward(self, x):
+        x = super().forward(x)
+        with torch.no_grad():
+            factor = self.rounding(x)
+        return self.rounding(x) * factor
+
+
 class Watched(Exported):
     def forward(self, x):
         x = super().forward(x)
@@ -159,6 +198,7 @@ SAME = {
     "a buffer written to": Averaging,
     "a buffer written to and read": Counting,
     "constants of a mode": Constants,
+    "modules with a backward pass of their own": Roundings,
 }
 
 REFUSED = {
@@ -172,6 +212,7 @@ REFUSED = {
     "a Sequential's own forward": (replaced(chain, ""), "replaced on the instance of the model itself"),
     "own forward, exported": (replaced(Exported, "last"), "replaced on the instance of 'last'"),
     "a function with its own backward pass": (Straight, "backward pass of the torch.autograd.Function Rounded"),
+    "a module with its own backward pass under no_grad": (SilentRounding, "'rounding' has a backward pass of its own"),
     "a hook on what forward computes": (Watched, "registers a hook on a tensor"),
     "assignment to data": (Moved, "data = ...` would be lost"),
     "assignment to data, exported": (MovedExported, "assigns to `tensor.data`"),

@@ -14,13 +14,14 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from coordd_torch.pipeline.aliases import renamed
 from coordd_torch.pipeline.batch_norms import restored
 from coordd_torch.pipeline.constancy import refuse_luck
+from coordd_torch.pipeline.custom_backward import called_whole, opaque, restored_calls
 from coordd_torch.pipeline.hooks import refuse_backward_hooks, refuse_own_forwards
 from coordd_torch.pipeline.hush import hushed
 from coordd_torch.pipeline.inputs import Call
 from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.purity import attribute
 from coordd_torch.pipeline.trace import Trace
-from coordd_torch.pipeline.trial import refuse_change, refuse_custom_backward
+from coordd_torch.pipeline.trial import refuse_change
 from coordd_torch.pipeline.twin import Stand
 
 __all__ = ["trace"]
@@ -57,12 +58,13 @@ def trace(model: nn.Module, call: Call, norms: Collection[str], *, number: int =
     _name_keywords(stand.model, args, kwargs)
     open_ = shapes.dynamic_shapes(stand.model, args, kwargs)
     refuse_change(model, call)
-    refuse_custom_backward(model, call)
-    with warnings.catch_warnings(), hushed(*_TALKERS), untouched() as drawn:
+    whole = called_whole(model, call)
+    with opaque(stand.model, whole), warnings.catch_warnings(), hushed(*_TALKERS), untouched() as drawn:
         warnings.simplefilter("ignore")  # what it dislikes is for those who keep the program
         program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=open_, strict=False)
         refuse_luck(drawn=drawn())
     module = _tidied(program, norms)
+    restored_calls(module, model, whole)
     _rename_constants(module, model, number)
     fixed = {name: leaf for name, leaf in call.values.items() if not isinstance(leaf, torch.Tensor)}
     guards = _Guards(program, module.graph, call.names)

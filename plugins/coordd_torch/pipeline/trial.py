@@ -13,24 +13,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._ops import OpOverload
-from torch.autograd.function import BackwardCFunction
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordd_torch.pipeline.constancy import InconstantError
-from coordd_torch.pipeline.hooks import LostError
 from coordd_torch.pipeline.inputs import Call
 from coordd_torch.pipeline.luck import untouched
 from coordd_torch.pipeline.trace import Trace
 from coordd_torch.pipeline.twin import Stand
 from coordd_torch.pipeline.views import tensors_in
 
-__all__ = ["Trial", "TrialError", "refuse_change", "refuse_custom_backward", "versions"]
+__all__ = ["Trial", "TrialError", "refuse_change", "versions"]
 
 
-_SHOWN: Any = torch.Tensor
-_LOST = (_SHOWN.register_hook, _SHOWN.register_post_accumulate_grad_hook, _SHOWN.data.__set__)
 _HANDED_ON = ("aten::lift_fresh", "aten::detach", "aten::alias", "prim::")
 
 
@@ -104,62 +99,6 @@ def refuse_change(model: nn.Module, call: Call) -> None:
     for first, second in itertools.zip_longest(*(record.told for record in records)):
         if first != second:
             raise InconstantError(f"forward does not do the same each time it is called: {first}, then {second}")
-
-
-def refuse_custom_backward(model: nn.Module, call: Call) -> None:
-    """Refuses what a graph of forward operators differentiates in another way than the model does.
-
-    That are functions with a backward pass of their own (`torch.autograd.Function`), and hooks that forward registers
-    on what it has computed.
-
-    Raises:
-        LostError: there are some; nothing is found out about a model that needs to see data.
-    """
-    stand = Stand(model, call.leaves)
-    args, kwargs = call.arguments(stand.leaves)
-    hooks = _Hooks()
-    found: Any = None
-    with untouched(), stand.mode, torch.set_grad_enabled(model.training), suppress(Exception), hooks:
-        found = stand.model(*args, **kwargs)
-    if hooks.seen:
-        raise LostError(
-            "forward registers a hook on a tensor, or assigns to `tensor.data`, which torch.export loses: do so in a "
-            "layer that torch.fx calls as a whole, or not at all (`tensor.copy_()` under `no_grad` is kept)"
-        )
-    if names := sorted(_custom(found)):
-        raise LostError(
-            f"torch.export would lose the backward pass of the torch.autograd.Function {', '.join(names)}: write it as "
-            "a torch.library.custom_op with register_autograd, or change what keeps torch.fx from calling the layers "
-            "that use it as a whole (for `checkpoint`, set use_reentrant=False)"
-        )
-
-
-def _custom(outputs: Any) -> set[str]:
-    """The names of the functions with a backward pass of their own that the outputs depend on."""
-    leaves = pytree.tree_leaves(outputs)
-    open_ = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-    found: set[str] = set()
-    known = set(open_)
-    while open_:
-        node = open_.pop()
-        if isinstance(node, BackwardCFunction):
-            found.add(type(node).__name__.removesuffix("Backward"))
-        new = {each for each, _ in node.next_functions if each is not None} - known
-        known |= new
-        open_ += new
-    return found
-
-
-class _Hooks(TorchFunctionMode):
-    """Notes whether a hook is registered on a tensor, or another memory put in its place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= func in _LOST
-        return func(*args, **(kwargs or {}))
 
 
 def _shown(leaf: Any) -> str:
