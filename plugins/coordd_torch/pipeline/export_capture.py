@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from coordd_torch.pipeline.aliases import renamed
 from coordd_torch.pipeline.batch_norms import restored
 from coordd_torch.pipeline.constancy import refuse_luck
 from coordd_torch.pipeline.custom_backward import called_whole, opaque, restored_calls
-from coordd_torch.pipeline.hooks import refuse_backward_hooks, refuse_own_forwards
+from coordd_torch.pipeline.fakes import known
+from coordd_torch.pipeline.hooks import LostError, refuse_backward_hooks, refuse_own_forwards
 from coordd_torch.pipeline.hush import hushed
 from coordd_torch.pipeline.inputs import Call
 from coordd_torch.pipeline.luck import untouched
@@ -59,7 +61,7 @@ def trace(model: nn.Module, call: Call, norms: Collection[str], *, number: int =
     open_ = shapes.dynamic_shapes(stand.model, args, kwargs)
     refuse_change(model, call)
     whole = called_whole(model, call)
-    with opaque(stand.model, whole), warnings.catch_warnings(), hushed(*_TALKERS), untouched() as drawn:
+    with opaque(stand.model, whole), warnings.catch_warnings(), hushed(*_TALKERS), known(), untouched() as drawn:
         warnings.simplefilter("ignore")  # what it dislikes is for those who keep the program
         program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=open_, strict=False)
         refuse_luck(drawn=drawn())
@@ -101,13 +103,19 @@ def _tidied(program: ExportedProgram, norms: Collection[str]) -> fx.GraphModule:
 
 
 def _rename_constants(module: fx.GraphModule, model: nn.Module, number: int) -> None:
-    """Gives what is no part of the model a name of this trace: each trace calls its first constant the same."""
+    """Gives what is no part of the model a name of this trace: each trace calls its first constant the same.
+
+    Raises:
+        LostError: a constant has no data, as it is none.
+    """
     new: dict[str, str] = {}
     for node in module.graph.nodes:
         old = str(node.target)
         if node.op == "get_attr" and old not in new and attribute(model, old) is None:
             new[old] = f"_trace{number}_{old.replace('.', '_')}"
             value = attribute(module, old)
+            if isinstance(value, FakeTensor) and node.users:
+                raise LostError(f"torch.export does not know how a tensor is computed that is read by {_reader(node)}")
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                 module.register_buffer(new[old], value, persistent=False)
             else:
@@ -115,6 +123,13 @@ def _rename_constants(module: fx.GraphModule, model: nn.Module, number: int) -> 
     for node in module.graph.nodes:
         if node.op == "get_attr":
             node.target = new.get(str(node.target), node.target)
+
+
+def _reader(node: fx.Node) -> str:
+    """The first operator that reads a value, with the line of forward that calls it if that is known."""
+    user = next(iter(node.users))
+    lines = user.meta.get("stack_trace", "").strip().splitlines()[-2:]
+    return " ".join([f"{user.name!r}:", *map(str.strip, lines)])
 
 
 class _Guards:
