@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
@@ -55,7 +58,7 @@ def drawn(draw, ghosts: Ghosts | None) -> torch.Tensor:
         with torch.no_grad():
             draw(nn.Parameter(torch.zeros(24, 30)))
     else:
-        with ghosts, torch.no_grad():
+        with ghosts.entered(), torch.no_grad():
             draw(nn.Parameter(torch.zeros(24, 30)))
     return torch.get_rng_state()
 
@@ -71,13 +74,13 @@ def test_what_is_kept_is_real(draw) -> None:
 
 def test_without_drawing_nothing_is_drawn() -> None:
     before = torch.get_rng_state()
-    with Ghosts(frozenset(), draw=False):
+    with Ghosts(frozenset(), draw=False).entered():
         nn.init.normal_(nn.Parameter(torch.empty(30, 30)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_ghost_says_what_it_stands_for() -> None:
-    with Ghosts(frozenset(), draw=True):
+    with Ghosts(frozenset(), draw=True).entered():
         weight = nn.Parameter(torch.empty(2, 3))
         shown = (
             weight.device,
@@ -91,7 +94,7 @@ def test_a_ghost_says_what_it_stands_for() -> None:
 
 
 def test_a_ghost_that_is_moved_stands_for_what_is_there() -> None:
-    with Ghosts(frozenset(), draw=True):
+    with Ghosts(frozenset(), draw=True).entered():
         weight = nn.Parameter(torch.empty(2, 3))
         moved = torch.ops.aten._to_copy(weight, device=torch.device("cuda"))
         assert moved.device.type == moved.clone()[0].device.type == "cuda"
@@ -101,7 +104,7 @@ def test_a_ghost_that_is_moved_stands_for_what_is_there() -> None:
 
 
 def test_values_are_gone_when_the_next_parameter_is_drawn() -> None:
-    with Ghosts(frozenset(), draw=True) as ghosts, torch.no_grad():
+    with Ghosts(frozenset(), draw=True).entered() as ghosts, torch.no_grad():
         first, second = nn.Linear(2, 2).weight, nn.Parameter(torch.empty(3))
         assert first.normal_().max().item() > -9
         second.normal_()
@@ -113,7 +116,7 @@ def test_values_are_gone_when_the_next_parameter_is_drawn() -> None:
 
 
 def test_real_ones_do_not_take_values_that_are_not_there() -> None:
-    with Ghosts({1}, draw=True), torch.no_grad():
+    with Ghosts({1}, draw=True).entered(), torch.no_grad():
         ghost, real = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
         with pytest.raises(ArgumentError, match=r"uses the values of a parameter \(number 0"):
             real.copy_(ghost)
@@ -127,7 +130,7 @@ def test_real_ones_do_not_take_values_that_are_not_there() -> None:
 
 
 def test_ghosts_take_what_is_real() -> None:
-    with Ghosts(frozenset(), draw=True), torch.no_grad():
+    with Ghosts(frozenset(), draw=True).entered(), torch.no_grad():
         ghost = nn.Parameter(torch.ones(2, 2))
         ghost.copy_(torch.eye(2))
         ghost[0] = torch.ones(2)
@@ -140,9 +143,39 @@ def test_ghosts_take_what_is_real() -> None:
 
 
 def test_sources_are_what_values_were_computed_from() -> None:
-    with Ghosts(frozenset(), draw=False) as ghosts, torch.no_grad():
+    with Ghosts(frozenset(), draw=False).entered() as ghosts, torch.no_grad():
         one, two, three = (nn.Parameter(torch.ones(2)) for _ in range(3))
         product = nn.Parameter(one * 2 + two)
         three[0] = product[1]
         assert [sorted(ghosts.sources(tensor)) for tensor in (one, two, three)] == [[0], [1], [0, 1, 2, 3]]
         assert ghosts.sources(torch.ones(2)) == frozenset()
+
+
+def test_wherever_an_error_comes_nothing_stays_patched():
+    """Say of a signal, at any line until the block begins: later parameters of this thread would be ghosts."""
+    plain = nn.Parameter.__dict__["__new__"]
+
+    def failing(lines: int) -> int:
+        """Enters, with an error at the line after so many; returns how many lines there were."""
+        left = [lines]
+
+        def trace(frame, event, _argument):
+            ours = frame.f_code is Ghosts.entered.__wrapped__.__code__
+            if ours and event == "line":
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyboardInterrupt
+            return trace if ours else None
+
+        sys.settrace(trace)
+        try:
+            with suppress(KeyboardInterrupt), Ghosts(frozenset(), draw=True).entered():
+                sys.settrace(None)
+        finally:
+            sys.settrace(None)
+        return lines - left[0]
+
+    for lines in range(failing(1000) + 1):
+        failing(lines)
+        assert nn.Parameter.__dict__["__new__"] is plain
+        assert not nn.Linear(2, 2).weight.is_meta

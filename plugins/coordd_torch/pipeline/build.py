@@ -63,7 +63,7 @@ def materialise(builder: Builder, wanted: Wanted) -> nn.Module:
         rehearsal = _rehearse(builder)
         names = _select(rehearsal.needs, wanted)
         kept = frozenset().union(*(rehearsal.needs[name] for name in names))
-        with Ghosts(kept, draw=True) as ghosts:
+        with Ghosts(kept, draw=True).entered() as ghosts:
             model = builder()
     shapes = [tensor.shape for tensor in ghosts.made]
     if shapes != rehearsal.shapes:
@@ -126,7 +126,7 @@ def _rehearse(builder: Builder) -> _Rehearsal:
 
 
 def _rehearsed(builder: Builder, *, draw: bool) -> _Rehearsal:
-    with Ghosts(frozenset(), draw=draw) as ghosts:
+    with Ghosts(frozenset(), draw=draw).entered() as ghosts:
         model = builder()
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"the builder returned {type(model).__name__}, not a torch.nn.Module")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -46,7 +46,7 @@ class UnreadableError(ArgumentError):
 
 
 class Ghosts(TorchDispatchMode):
-    """While it is entered, the parameters and buffers that this thread makes are numbered, and are ghosts unless kept.
+    """While `entered`, the parameters and buffers that this thread makes are numbered, and are ghosts unless kept.
 
     Only one is entered at a time in a process. Parameters are numbered when they are made, buffers when they are
     registered, in one sequence.
@@ -70,14 +70,15 @@ class Ghosts(TorchDispatchMode):
         self._owners: dict[int, str] = {}
         self._guise = _Guise(self)
         self._plain_new: Any = None
-        self._leaving = ExitStack()
         self._turns: set[StorageWeakRef] = set()  # the storages of parameters
         self._sources: dict[StorageWeakRef, frozenset[int]] = {}
         self._homes: dict[StorageWeakRef, torch.device] = {}
         self._lent: dict[StorageWeakRef, tuple[_Layout, torch.Tensor]] = {}
 
-    def __enter__(self) -> Self:
-        with ExitStack() as leaving:  # what has been entered is left, whatever fails
+    @contextmanager
+    def entered(self) -> Iterator[Self]:
+        """Has this thread make ghosts in a block; nothing of it stays, wherever an error or a signal comes."""
+        with ExitStack() as leaving:
             leaving.callback(self._lent.clear)
             # Copying a module makes parameters, too, which no hook of PyTorch's shows before they have been registered.
             leaving.callback(setattr, nn.Parameter, "__new__", nn.Parameter.__dict__["__new__"])
@@ -86,13 +87,7 @@ class Ghosts(TorchDispatchMode):
             leaving.callback(register_module_buffer_registration_hook(self._register).remove)  # type: ignore[arg-type]
             leaving.callback(register_module_parameter_registration_hook(self._own).remove)
             leaving.enter_context(self._guise)
-            super().__enter__()  # type: ignore[no-untyped-call]
-            leaving.push(super().__exit__)
-            self._leaving = leaving.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._leaving.__exit__(*exception)  # type: ignore[arg-type]
+            yield leaving.enter_context(self)
 
     def sources(self, tensor: torch.Tensor) -> frozenset[int]:
         """Tells by number from which parameters and buffers a tensor's values were computed; itself included."""
