@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from coordd.errors import ranks_text
+from coordd.group_names import covers
 from coordd.messages import Blocked, Plan, Request, Response, Waiting
 from coordd.wire import bits, mask
 
-__all__ = ["BlockedRanks", "BlockedSums", "HeardDeadlocks", "Wait", "deadlock_text", "deadlocked", "members_of"]
+__all__ = [
+    "BlockedRanks",
+    "BlockedSums",
+    "Heard",
+    "HeardDeadlocks",
+    "Wait",
+    "deadlock_text",
+    "deadlocked",
+    "members_of",
+]
 
 _SHOWN = 6
 """So many waits are listed in an error."""
@@ -107,6 +117,12 @@ class BlockedSums:
         return [Blocked(name, self._since, mask(there)) for name, there in ranks.items()]
 
 
+class Heard(NamedTuple):
+    """The script has heard of the deadlock that a plan has ended."""
+
+    plan: int
+
+
 class HeardDeadlocks:
     """Of which deadlocks the script of this rank has heard: by process set, the last plan that has ended one.
 
@@ -115,12 +131,14 @@ class HeardDeadlocks:
     Attributes:
         missed: by plan, and by name and process set, what has failed before this rank submitted its part, as long as
             the script has not heard of that deadlock.
+        later: gets what the script has heard, and calls `settle` after all that was submitted before.
     """
 
     def __init__(self) -> None:
         self._unheard: dict[int, dict[tuple[int, ...], int]] = {}  # by plan what `_heard` will take over
         self._heard: dict[tuple[int, ...], int] = {}
         self.missed: dict[int, dict[tuple[str, tuple[int, ...]], Response]] = {}
+        self.later: Callable[[Heard], None] = self.settle
 
     def note(self, rank: int, plan: Plan) -> None:
         """Notes what deadlocks have failed, and its process sets, if any of it was submitted by this rank."""
@@ -147,11 +165,31 @@ class HeardDeadlocks:
                 return response
         return None
 
+    def claim_refused(self, said: str, members: tuple[int, ...]) -> bool:
+        """Takes the failures of which an operation or group that this rank refuses is a part; says if there are any.
+
+        Args:
+            said: what the refusal says of it.
+            members: of its process set.
+        """
+        found = False
+        for number, missed in list(self.missed.items()):
+            for name, there in list(missed):
+                if there == members and covers(said, name):
+                    found = missed.pop((name, there), None) is not None or found
+            if not missed:
+                self.missed.pop(number, None)
+        return found
+
     def hear(self, plan: int) -> None:
         """Notes that the script has heard of the deadlock that a plan has ended; on any thread."""
-        self.missed.pop(plan, None)
         for members in list(self._unheard.pop(plan, {})):
             self._heard[members] = max(plan, self.last(members))
+        self.later(Heard(plan))
+
+    def settle(self, heard: Heard) -> None:
+        """Notes that what comes now was submitted after the script has heard."""
+        self.missed.pop(heard.plan, None)
 
     def forget(self, joined: tuple[int, ...]) -> None:
         """Forgets the deadlocks of process sets whose members have all joined: ranks that joined early know of none."""

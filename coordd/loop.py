@@ -25,6 +25,7 @@ from coordd.config import Config
 from coordd.control.protocol import Lost
 from coordd.coordinator import Coordinator
 from coordd.crowd import Crowd, oversubscribed
+from coordd.deadlock import Heard
 from coordd.departures import Departures
 from coordd.errors import ShutdownError, StartError, brief
 from coordd.execution import Flights
@@ -62,7 +63,7 @@ __all__ = ["Loop", "Work"]
 
 log = logging.getLogger("coordd")
 
-Work = Entry | Letter | Refused | Callable[[], None]
+Work = Entry | Letter | Refused | Heard | Callable[[], None]
 
 _SHORTEST_SLEEP = 1e-3
 _LOOKS = 16
@@ -124,7 +125,8 @@ class Loop:
         """Tells what this rank has refused; no lock may keep that from being negotiated."""
         if self._status.failure is None:
             self._carry_out(self._member.refuse(refused))
-            self._tell(refused)
+            if (told := self._member.told(refused)) is not None:
+                self._tell(told)
 
     def note_broken_wait(self) -> None:
         """Notes that an exception has ended a wait, so the script goes on though the operation is under way."""
@@ -204,6 +206,7 @@ class Loop:
         self._bell.watch(self._control.descriptors)
         self._status.world = World(transport.rank, link.hosts, machines=link.machines)
         self._member = Member(transport.rank, cache_capacity=self._config.cache_capacity)
+        self._member.deadlocks.later = self._inbox.put
         plane = Plane(
             transport.collective,
             link.commons,
@@ -294,17 +297,20 @@ class Loop:
         for item in items:
             if isinstance(item, Letter):
                 self._post(item)
-            elif not isinstance(item, Entry | Refused):
+            elif not isinstance(item, Entry | Refused | Heard):
                 item()
 
     def _take_in(self, items: list[Work]) -> None:
         """Announces tensors and refusals, in the order in which they were left: a refusal may precede a second try."""
         entries = [item for item in items if isinstance(item, Entry)]
         if len(entries) < len(items):
-            for refused in [item for item in items if isinstance(item, Refused)]:
-                place = items.index(refused)
+            for between in [item for item in items if isinstance(item, Refused | Heard)]:
+                place = items.index(between)
                 self._admit([item for item in items[:place] if isinstance(item, Entry)])
-                self.refuse(refused)
+                if isinstance(between, Refused):
+                    self.refuse(between)
+                else:
+                    self._member.deadlocks.settle(between)
                 items = items[place + 1 :]
             entries = [item for item in items if isinstance(item, Entry)]
         self._admit(entries)

@@ -219,7 +219,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     ``call`` is the call's id, equal on all members, and ``members`` its process set, empty for the whole world. Each
     member that leaves the call by an exception says so once, after all that it has announced as part of the call.
     Without a call, ``names`` are operations and groups: the message stands in place of the rank's announcement of each.
-    ``reason`` is a sentence about the rank, without its number.
+    ``reason`` is a sentence about the rank, without its number. ``seen`` is the last plan that it had carried out.
     """
 
     rank: int
@@ -227,6 +227,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     reason: str
     members: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    seen: int = 0
 
 
 class Loss(msgspec.Struct, frozen=True, array_like=True, tag="loss"):

@@ -89,6 +89,7 @@ class Negotiator:
         self._owed = Owed()
         self._refusals = Refusals()
         self._parts = RefusedParts()
+        self._restarts: deque[tuple[int, int]] = deque()  # plans by which ranks got errors, the latest one first
         self._blocked = BlockedRanks()
         self._replaced: deque[_Former] = deque()
         self._seen = [0] * len(self._voices)
@@ -160,9 +161,9 @@ class Negotiator:
     def _refuse_part(self, refused: Refused, name: str) -> None:
         """Fails an operation of which a rank refuses its part, for those that have announced it and those that will."""
         rank, wanted = 1 << refused.rank, self._mask(refused.members)
-        if self._parts.claim(name, refused.members, rank):  # another one had refused it before
+        if self._parts.claim(name, refused.members, rank, self._sequence):  # another one had refused it before
             return
-        if self._owed and self._owed.discharge(refused.rank, name, wanted):
+        if self._owed and self._owed.discharge(refused.rank, name, wanted, refused.seen):
             return
         for slot in self._slots_of_refused(name):
             self._spell_out(slot)
@@ -175,7 +176,8 @@ class Negotiator:
             self._drop_unfinished(entry)
             self._refused.append(answer(refused, entry.first.request, entry.told))
         told = {entry.name: entry.told for entry in entries}
-        self._parts.enter(refused, name, wanted, wanted & ~(gone | rank), told)
+        before = {each: plan for plan, ranks in self._restarts if refused.seen < plan for each in bits(ranks)}
+        self._parts.enter(refused, name, wanted, wanted & ~(gone | rank), told, before=before)
         for entry in [entry for each in names for entry in self._table.get(each, {}).values()]:
             self._refuse_elsewhere(entry.name, entry.members, entry.told)
 
@@ -243,6 +245,10 @@ class Negotiator:
             if entry.told & ranks and missing & ranks:
                 failing.append((entry, missing))
         informed = functools.reduce(operator.or_, (entry.told for entry, _ in failing), 0)
+        if informed:
+            self._restarts.appendleft((self._sequence + 1, informed))
+        self._owed.restart(informed, self._sequence + 1)
+        self._parts.restart(informed, self._sequence + 1)
         for entry, missing in failing:
             self._drop_unfinished(entry)
             told = tuple(bits(entry.told))
@@ -472,7 +478,7 @@ class Negotiator:
         if self._parts:
             before = self._table.get(request.name, {}).get(request.members)
             self._refuse_elsewhere(request.name, request.members, ranks | (before.told if before else 0))
-        for refused, concerned in self._parts.claim(request.name, request.members, ranks):
+        for refused, concerned in self._parts.claim(request.name, request.members, ranks, seen):
             self._refused.append(answer(refused, request, concerned))
             ranks &= ~concerned
         members = self._mask(request.members)
@@ -487,6 +493,8 @@ class Negotiator:
         if response.request.kind is Kind.JOIN and not response.error:
             last = self._end_absence(entry)
             return msgspec.structs.replace(response, request=msgspec.structs.replace(response.request, root=last))
+        if response.request.kind is Kind.BARRIER and not response.error and self._owed:
+            self._owed.meet(entry.wanted & ~entry.absent, self._sequence)
         if not response.error and all(told.filler for told in entry.parts.values()):
             return msgspec.structs.replace(response, void=True)
         pinned = self._announced_by_any() | self._latch.slots
@@ -550,5 +558,9 @@ class Negotiator:
         while self._replaced and self._replaced[0].sequence <= oldest:
             self._replaced.popleft()
         self._latch.forget(oldest)
+        while self._restarts and self._restarts[-1][0] <= oldest:
+            self._restarts.pop()
         if self._owed:
             self._owed.forget(oldest)
+        if self._parts:
+            self._parts.expire(oldest)

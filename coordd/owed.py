@@ -50,13 +50,13 @@ class Owed:
         """
         self._refusals.setdefault((refusal.request.name, rank), deque()).append(_Refusal(refusal, left, before))
 
-    def discharge(self, rank: int, name: str, members: int) -> bool:
+    def discharge(self, rank: int, name: str, members: int, seen: int) -> bool:
         """Drops what a rank is owed that refuses its part of an operation or a group; says whether there was anything.
 
-        The other members have been told of that part already.
+        The other members have been told of that part already. The arguments are those of `claim`.
         """
         names = [each for each in self.names if covers(name, each)]
-        dropped = [each for each in names if self._take(rank, each, members) is not None]
+        dropped = [each for each in names if self.claim(rank, each, members, seen) is not None]
         return bool(dropped)
 
     def claim(self, rank: int, name: str, members: int, seen: int) -> Response | None:
@@ -68,7 +68,42 @@ class Owed:
             members: of the process set, as a bit mask; the rank gets what they would have contradicted.
             seen: the last plan that the rank had carried out when it announced.
         """
-        return self._take(rank, name, members, seen)
+        owed = self._refusals.get((name, rank), deque())
+        for place, (response, left, before) in enumerate(owed):
+            if 0 <= before <= seen:
+                continue
+            if not members & members_mask(response.recipients) or members & left:
+                return None
+            del owed[place]
+            if not owed:
+                del self._refusals[name, rank]
+            return msgspec.structs.replace(response, recipients=(rank,))
+        return None
+
+    def restart(self, ranks: int, plan: int) -> None:
+        """Notes that ranks get errors by a plan, and begin anew: what they are owed is not for what they announce then.
+
+        Args:
+            ranks: their bit mask.
+            plan: its number.
+        """
+        for (_, rank), owed in self._refusals.items():
+            for place, refusal in enumerate(owed):
+                if ranks >> rank & 1 and refusal.before < 0:
+                    owed[place] = refusal._replace(before=plan)
+
+    def meet(self, ranks: int, plan: int) -> None:
+        """Notes that ranks have come together by a plan: what they announce later has not failed in an older deadlock.
+
+        Args:
+            ranks: those of a barrier, as a bit mask.
+            plan: its number.
+        """
+        for (_, rank), owed in self._refusals.items():
+            for place, (response, _, before) in enumerate(owed):
+                others = members_mask(response.recipients) & ranks
+                if before < 0 and response.deadlock >= 0 and ranks >> rank & 1 and others:
+                    owed[place] = owed[place]._replace(before=plan)
 
     def forget(self, oldest: int) -> None:
         """Drops what is only for announcements of before a plan that all ranks have carried out; ``oldest`` is one."""
@@ -78,17 +113,3 @@ class Owed:
                 del self._refusals[key]
             elif len(kept) < len(owed):
                 self._refusals[key] = kept
-
-    def _take(self, rank: int, name: str, members: int, seen: int | None = None) -> Response | None:
-        """Takes the oldest that fits; without ``seen`` none that is only for what was announced before some plan."""
-        owed = self._refusals.get((name, rank), deque())
-        for place, (response, left, before) in enumerate(owed):
-            if before >= 0 and (seen is None or seen >= before):
-                continue
-            if not members & members_mask(response.recipients) or members & left:
-                return None
-            del owed[place]
-            if not owed:
-                del self._refusals[name, rank]
-            return msgspec.structs.replace(response, recipients=(rank,))
-        return None

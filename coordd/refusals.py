@@ -34,12 +34,21 @@ class _Part:
         wanted: the members, as a bit mask.
         inside: those that have yet to announce theirs, or all of it.
         heard: by rank, how many operations of the group it has announced.
+        before: by rank, the plan from which on what it announces is something new.
     """
 
     first: Refused
     wanted: int
     inside: int
     heard: Counter[int] = field(default_factory=Counter)
+    before: dict[int, int] = field(default_factory=dict)
+
+    def expire(self, ranks: int, seen: int) -> None:
+        """Notes that ranks, a bit mask, have carried out a plan, from which on some have nothing to do with this."""
+        for rank, plan in [*self.before.items()]:
+            if ranks >> rank & 1 and plan <= seen:
+                self.inside &= ~(1 << rank)
+                del self.before[rank]
 
     def hear(self, ranks: int, size: int) -> None:
         """Notes that ranks have announced one operation of a group of some size; merged reports change their order."""
@@ -111,7 +120,16 @@ class RefusedParts:
         """Lists the names of operations and groups, but for those without names, which never come again."""
         return iter(self._sets)
 
-    def enter(self, refused: Refused, name: str, wanted: int, inside: int, told: Mapping[str, int]) -> None:
+    def enter(  # noqa: PLR0913 - all that is known of it
+        self,
+        refused: Refused,
+        name: str,
+        wanted: int,
+        inside: int,
+        told: Mapping[str, int],
+        *,
+        before: Mapping[int, int],
+    ) -> None:
         """Notes that a rank has refused its part of an operation or a group.
 
         Args:
@@ -120,8 +138,9 @@ class RefusedParts:
             wanted: bit mask of its members.
             inside: bit mask of those that may announce theirs.
             told: by name, bit masks of those that have.
+            before: by rank, the plan from which on what it announces is something new; for those of which that holds.
         """
-        part = _Part(refused, wanted, inside)
+        part = _Part(refused, wanted, inside, before=dict(before))
         for each, ranks in told.items():
             part.hear(ranks, 1 if each == name else group_of(each)[1])
         if part.inside:
@@ -130,14 +149,22 @@ class RefusedParts:
             if not is_unnamed(name):
                 self._sets.setdefault(name, {})[refused.members] = None
 
-    def claim(self, name: str, members: tuple[int, ...], ranks: int) -> list[tuple[Refused, int]]:
-        """Takes what ranks, a bit mask, get that announce or refuse their part: refusals, and the ranks of each."""
+    def claim(self, name: str, members: tuple[int, ...], ranks: int, seen: int) -> list[tuple[Refused, int]]:
+        """Takes what ranks get that announce or refuse their part: refusals, and the ranks of each.
+
+        Args:
+            name: of the operation, or of the group.
+            members: of the process set.
+            ranks: those that announce or refuse it, as a bit mask.
+            seen: the last plan that they had carried out by then.
+        """
         if not self._parts:
             return []
         found = []
         group, size = group_of(name)
         for key, count in (((name, members), 1), ((group, members), size)):
             for part in self._parts.get(key, ()):
+                part.expire(ranks, seen)
                 if concerned := part.inside & ranks:
                     found.append((part.first, concerned))
                     part.hear(concerned, count)
@@ -148,7 +175,7 @@ class RefusedParts:
     def take_over(self, name: str, members: tuple[int, ...], wanted: int, told: int) -> tuple[Refused, str] | None:
         """Finds what a rank has refused with another process set than the one with which others announce it.
 
-        They announce nothing of it with that set any more.
+        It is forgotten: that set was a mistake, and may have members that have nothing to do with the operation.
 
         Args:
             name: of the operation.
@@ -163,10 +190,29 @@ class RefusedParts:
             for other in [*self._sets.get(said, ())]:
                 for part in self._parts[said, other] if other != members else ():
                     if part.inside & told and wanted & ~told & 1 << part.first.rank:
-                        part.inside &= ~wanted
+                        part.inside = 0  # no rank announces it with that set
                         self._forget((said, other))
                         return part.first, said
         return None
+
+    def restart(self, ranks: int, plan: int) -> None:
+        """Notes that ranks get errors by a plan, and begin anew: then they announce nothing of what was refused before.
+
+        Args:
+            ranks: their bit mask.
+            plan: its number.
+        """
+        for parts in self._parts.values():
+            for part in parts:
+                part.before |= {rank: plan for rank in bits(part.inside & ranks) if rank not in part.before}
+
+    def expire(self, oldest: int) -> None:
+        """Notes that all ranks have carried out a plan."""
+        for parts in self._parts.values():
+            for part in parts:
+                part.expire(-1, oldest)
+        for key in [*self._parts]:
+            self._forget(key)
 
     def leave(self, ranks: int, wide: int) -> None:
         """Notes that ranks will announce nothing more for now in the sets within ``wide``; both are bit masks."""

@@ -79,7 +79,8 @@ class Star:
         """Has a rank refuse a call, or its part of the operations with these names."""
         refused = Refused(rank, "" if names else what, f"refused {what}", names=names)
         self._do(rank, self.members[rank].refuse(refused))
-        self.up[rank].append(refused)
+        if (told := self.members[rank].told(refused)) is not None:
+            self.up[rank].append(told)
 
     def leave(self, rank: int) -> Report | None:
         """Has a rank say goodbye; returns what it says before."""

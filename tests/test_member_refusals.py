@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from coordd.errors import MismatchError
@@ -168,6 +170,89 @@ def test_what_a_rank_submits_once_it_has_heard_of_a_deadlock_is_new():
     fresh = submit(star, allreduce("a", 2))
     run(star)
     assert [outcome(handle) for handle in fresh] == ["done"] * 3
+
+
+def in_a_circle(star: Star, waits: dict[int, str], before: Callable[[], object] = lambda: None):
+    """Has ranks wait for each other, each for an operation of its own; ``before`` happens before that is found out."""
+    handles = [star.submit(rank, allreduce(name, 2)) for rank, name in waits.items()]
+    star.each(star.report)
+    before()
+    star.each(star.hear)
+    for rank, name in waits.items():
+        star.coordinator.hear(rank, Blocked(name, star.members[rank].seen), now=star.now)
+    star.decide()
+    return handles
+
+
+def assert_in_step(star: Star, name: str):
+    """The next operations of a name pair rightly."""
+    for _ in range(2):
+        first = star.submit(0, allreduce(name, 2))
+        run(star)
+        assert outcome(first) == "pending"
+        rest = [star.submit(rank, allreduce(name, 2)) for rank in star.ranks[1:]]
+        run(star)
+        assert [outcome(handle) for handle in (first, *rest)] == ["done"] * len(star.ranks)
+
+
+def meet(star: Star):
+    handles = submit(star, Request(Kind.BARRIER, "meet", transient=True))
+    run(star)
+    assert [outcome(handle) for handle in handles] == ["done"] * len(star.ranks)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_rank_has_refused_before_ranks_waited_for_each_other_is_over_then(late):
+    """Also if the refusal comes only after the verdict."""
+    star = Star(2)
+
+    def refuse():
+        star.refuse(0, "d", "d")
+        held.extend([star.up[0].pop()] if late else [])
+
+    held = []
+    handles = in_a_circle(star, {0: "a", 1: "b"}, refuse)
+    star.up[0].extend(held)
+    star.hear(0)
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    assert_in_step(star, "d")
+
+
+def test_a_refusal_before_the_script_has_heard_that_ranks_waited_for_each_other_is_part_of_that():
+    star = Star(2)
+    first = star.submit(0, allreduce("x", 2))
+    handles = in_a_circle(star, {0: "a", 1: "b"})
+    star.each(star.follow)
+    star.refuse(1, "x", "x")
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in (first, *handles))
+    assert_in_step(star, "x")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_rank_that_comes_late_gets_the_error_of_a_deadlock_unless_it_has_met_the_others_since(together):
+    star = Star(3)
+    handles = in_a_circle(star, {0: "x", 1: "y"})
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    if together:
+        meet(star)
+        assert_in_step(star, "x")
+    else:
+        late = star.submit(2, allreduce("x", 2))
+        run(star)
+        assert outcome(late).startswith("MismatchError")
+
+
+def test_ranks_outside_the_set_with_which_others_announce_it_have_nothing_to_do_with_a_refusal():
+    """One rank names a larger set by mistake."""
+    star = Star(3)
+    star.refuse(0, "x", "x")
+    handle = star.submit(1, allreduce("x", 2, members=(0, 1)))
+    run(star)
+    assert outcome(handle).startswith("RefusedError")
+    assert_in_step(star, "x")
 
 
 def test_what_a_script_has_not_heard_of_when_all_have_joined_is_forgotten():

@@ -24,11 +24,11 @@ def test_ranks_that_have_left_before_are_not_waited_for():
 def test_a_refused_group_is_forgotten_when_each_rank_has_announced_all_of_its_own_in_any_order():
     parts = RefusedParts()
     said = Refused(0, "", "refused it", (), ("g_*",))
-    parts.enter(said, "g_*", 0b111, 0b110, {"g_1of2": 0b010})
-    assert parts.claim("g_2of3", (), 0b100) == [(said, 0b100)]
-    assert parts.claim("g_0of2", (), 0b010) == [(said, 0b010)]
-    assert parts.claim("g_0of2", (), 0b010) == []  # the next group of this name
-    assert parts.claim("g_0of3", (), 0b100) == [(said, 0b100)]
+    parts.enter(said, "g_*", 0b111, 0b110, {"g_1of2": 0b010}, before={})
+    assert parts.claim("g_2of3", (), 0b100, 0) == [(said, 0b100)]
+    assert parts.claim("g_0of2", (), 0b010, 0) == [(said, 0b010)]
+    assert parts.claim("g_0of2", (), 0b010, 0) == []  # the next group of this name
+    assert parts.claim("g_0of3", (), 0b100, 0) == [(said, 0b100)]
     assert parts
-    assert parts.claim("g_1of3", (), 0b100) == [(said, 0b100)]
+    assert parts.claim("g_1of3", (), 0b100, 0) == [(said, 0b100)]
     assert not parts

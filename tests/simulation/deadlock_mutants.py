@@ -104,8 +104,8 @@ def keeps_a_refused_operation_for_the_next_round(monkeypatch):
 def forgets_a_refused_group_with_its_last_operation(monkeypatch):
     claim = RefusedParts.claim
 
-    def claimed(self, name, members, ranks):
-        found = claim(self, name, members, ranks)
+    def claimed(self, name, members, ranks, seen):
+        found = claim(self, name, members, ranks, seen)
         group, size = group_of(name)
         last = name.endswith(f"_{size - 1}of{size}")
         for part in self._parts.get((group, members), ()) if last else ():

@@ -105,7 +105,7 @@ def takes_a_dead_rank_for_one_that_has_left(monkeypatch):
 
 @mutant
 def refuses_contradicting_sets_only_to_those_who_came_first(monkeypatch):
-    monkeypatch.setattr(Owed, "claim", lambda self, rank, name, members: None)
+    monkeypatch.setattr(Owed, "claim", lambda self, rank, name, members, seen: None)
 
 
 @mutant

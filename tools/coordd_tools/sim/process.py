@@ -8,6 +8,7 @@ from functools import partial
 
 from coordd.blocked import BlockWatch
 from coordd.control.protocol import Lost
+from coordd.deadlock import Heard
 from coordd.errors import PeerError, ShutdownError
 from coordd.foreman import Hub
 from coordd.member import Bucket, Due, Locked, Member
@@ -67,7 +68,8 @@ class Process:
         self._hub = hub
         self._post = setting.settings.posts[rank]
         self._neighbours = [peer for peer in (*self._post.children, self._post.parent) if peer != NOBODY]
-        self._inbox: list[Entry | Refused | Callable[[], None]] = []
+        self._inbox: list[Entry | Refused | Heard | Callable[[], None]] = []
+        self.member.deadlocks.later = self._hear
         self._mail: deque[tuple[int, Message | Lost]] = deque()
         self._landed: list[Bucket] = []
         self._active_at = 0.0
@@ -175,6 +177,9 @@ class Process:
         self._inbox.append(refused)
         self._wake(0.0)
 
+    def _hear(self, heard: Heard) -> None:
+        self._inbox.append(heard)
+
     def say_goodbye(self) -> None:
         """Leaves the job."""
         self._inbox.append(self._leave)
@@ -218,16 +223,19 @@ class Process:
         for item in items:  # in the order in which they were left, as in the daemon
             if isinstance(item, Entry):
                 before.append(item)
-            elif isinstance(item, Refused):
+            elif isinstance(item, Refused | Heard):
                 self._admit(before)
-                self._refuse(item)
                 before = []
+                if isinstance(item, Refused):
+                    self._refuse(item)
+                else:
+                    self.member.deadlocks.settle(item)
         self._admit(before)
         if self._hurried and self.failure is None:
             self._carry_out(self.member.awaited())
         self._hurried = False
         for item in items:
-            if not isinstance(item, Entry | Refused):
+            if not isinstance(item, Entry | Refused | Heard):
                 item()
 
     def _admit(self, entries: list[Entry]) -> None:
@@ -453,7 +461,8 @@ class Process:
     def _refuse(self, refused: Refused) -> None:
         if self.failure is None:
             self._carry_out(self.member.refuse(refused))
-            self.tell(refused)
+            if (told := self.member.told(refused)) is not None:
+                self.tell(told)
 
     def _report_failure(self, failure: Failure) -> None:
         if self.failure is None:

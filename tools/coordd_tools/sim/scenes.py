@@ -142,7 +142,21 @@ class _Author:
                 if self._rng.random() < 0.6:
                     limits[rank, turn] = self._rng.expovariate(1 / _PATIENCE)
         threads = frozenset(rank for rank in range(self._size) if self._rng.random() < 0.15)
-        return Crossing(tuple(orders), limits, threads, self._agreement(mark))
+        found = Crossing(tuple(orders), limits, threads, self._agreement(mark))
+        return self._partly_refused(found, rounds) if self._rng.random() < 0.3 else found
+
+    def _partly_refused(self, crossing: Crossing, rounds: list[Round]) -> Crossing:
+        """Has a rank refuse one of its rounds, before it submits the others."""
+        turn = self._rng.choice(rounds)
+        refuser = self._rng.choice(turn.members)
+        changed = replace(turn, refusers=frozenset([refuser]))
+        orders = tuple(
+            tuple((changed if one is turn else one, waits) for one, waits in mine if rank != refuser or one is not turn)
+            for rank, mine in enumerate(crossing.orders)
+        )
+        limits = {(rank, changed if one is turn else one): limit for (rank, one), limit in crossing.limits.items()}
+        members = turn.parts[refuser].request.members
+        return replace(crossing, orders=orders, limits=limits, refused={refuser: turn.name}, members=members)
 
     def joins(self) -> Crossing:
         """Draws process sets, each of which some of its members join; none is the world, whose barrier comes after."""
@@ -209,12 +223,9 @@ class _Author:
         sets = [{refuser, *common, *self._rng.sample(ranks, self._rng.randrange(self._size))} for _ in range(2)]
         announced, refused = (() if len(each) == self._size else tuple(sorted(each)) for each in sets)
         name = f"e{announced}{refused}" if self._rng.random() < 0.5 else f"e{mark}"
-        rounds: dict[int, Round] = {}
-        for members, there in ((refused, sets[1] - sets[0]), (announced, sets[0] - {refuser})):
-            request = _request(name, members, transient=name == f"e{mark}")
-            turn = self._round(request, refusers=[refuser], free=True)
-            rounds |= dict.fromkeys(there, replace(turn, parts={rank: turn.parts[rank] for rank in sorted(there)}))
-        orders = tuple(((rounds[rank], True),) if rank in rounds else () for rank in ranks)
+        request = _request(name, announced, transient=name == f"e{mark}")
+        turn = self._round(request, refusers=[refuser], free=True)
+        orders = tuple(((turn, True),) if rank in sets[0] - {refuser} else () for rank in ranks)
         return Crossing(orders, {}, frozenset(), self._agreement(mark), {refuser: name}, refused)
 
     def _agreement(self, mark: int) -> Round:
