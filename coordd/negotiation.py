@@ -475,17 +475,23 @@ class Negotiator:
         if request.call in self._refusals:
             self._refused.append(self._refusals.response(request, ranks))
             return 0
-        if self._parts:
+        ranks = self._claim_refusals(ranks, request, seen)
+        if self._parts and ranks:
             before = self._table.get(request.name, {}).get(request.members)
             self._refuse_elsewhere(request.name, request.members, ranks | (before.told if before else 0))
-        for refused, concerned in self._parts.claim(request.name, request.members, ranks, seen):
-            self._refused.append(answer(refused, request, concerned))
-            ranks &= ~concerned
+            ranks = self._claim_refusals(ranks, request, seen)
         members = self._mask(request.members)
         for rank in bits(ranks):
             if (refusal := self._owed.claim(rank, request.name, members, seen)) is not None:
                 self._refused.append(refusal)
                 ranks &= ~(1 << rank)
+        return ranks
+
+    def _claim_refusals(self, ranks: int, request: Request, seen: int) -> int:
+        """Fails announcements of what a rank has refused; returns the other ranks."""
+        for refused, concerned in self._parts.claim(request.name, request.members, ranks, seen):
+            self._refused.append(answer(refused, request, concerned))
+            ranks &= ~concerned
         return ranks
 
     def _release(self, entry: Ballot) -> Response:
