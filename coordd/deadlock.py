@@ -154,16 +154,12 @@ class HeardDeadlocks:
                 elif number == plan.sequence and (not request.members or rank in request.members):
                     missed[request.name, request.members] = response
             if not missed:
-                self.missed.pop(number, None)  # the script may have heard meanwhile
+                del self.missed[number]
 
     def claim(self, request: Request) -> Response | None:
         """Takes the failure of which what this rank submits is a part; None if there is none."""
-        for number, missed in list(self.missed.items()):
-            if (response := missed.pop((request.name, request.members), None)) is not None:
-                if not missed:
-                    self.missed.pop(number, None)
-                return response
-        return None
+        key = (request.name, request.members)
+        return next((missed for missed in self.missed.values() if key in missed), {}).pop(key, None)
 
     def claim_refused(self, said: str, members: tuple[int, ...]) -> bool:
         """Takes the failures of which an operation or group that this rank refuses is a part; says if there are any.
@@ -172,14 +168,11 @@ class HeardDeadlocks:
             said: what the refusal says of it.
             members: of its process set.
         """
-        found = False
-        for number, missed in list(self.missed.items()):
-            for name, there in list(missed):
-                if there == members and covers(said, name):
-                    found = missed.pop((name, there), None) is not None or found
-            if not missed:
-                self.missed.pop(number, None)
-        return found
+        keys = {key for missed in self.missed.values() for key in missed if key[1] == members and covers(said, key[0])}
+        for missed in self.missed.values():
+            for key in keys & missed.keys():
+                del missed[key]
+        return bool(keys)
 
     def hear(self, plan: int) -> None:
         """Notes that the script has heard of the deadlock that a plan has ended; on any thread."""
@@ -197,10 +190,10 @@ class HeardDeadlocks:
             for members in list(known):  # the script may hear of another one meanwhile
                 if _within(members, joined):
                     known.pop(members, None)
-        for missed in list(self.missed.values()):
-            for name, members in list(missed):
-                if _within(members, joined):
-                    missed.pop((name, members), None)
+        self.missed = {
+            number: {key: response for key, response in missed.items() if not _within(key[1], joined)}
+            for number, missed in self.missed.items()
+        }
 
     def last(self, members: tuple[int, ...]) -> int:
         """The last plan that has ended a deadlock of which the script has heard; -1 if there was none."""

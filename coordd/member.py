@@ -158,9 +158,8 @@ class Member:
         They do of what has failed because ranks waited for each other, as long as the script has not heard of that.
         """
         names = tuple(name for name in refused.names if not self.deadlocks.claim_refused(name, refused.members))
-        if refused.names and not names:
-            return None
-        return msgspec.structs.replace(refused, names=names, seen=self._seen)
+        known = refused.names and not names
+        return None if known else msgspec.structs.replace(refused, names=names, seen=self._seen)
 
     def _fail_refused(self, entries: Iterable[Entry]) -> list[Entry]:
         """Fails what is part of a call that this rank has refused; returns the rest."""

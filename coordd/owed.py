@@ -69,16 +69,13 @@ class Owed:
             seen: the last plan that the rank had carried out when it announced.
         """
         owed = self._refusals.get((name, rank), deque())
-        for place, (response, left, before) in enumerate(owed):
-            if 0 <= before <= seen:
-                continue
-            if not members & members_mask(response.recipients) or members & left:
-                return None
-            del owed[place]
-            if not owed:
-                del self._refusals[name, rank]
-            return msgspec.structs.replace(response, recipients=(rank,))
-        return None
+        found = next((each for each in owed if not 0 <= each.before <= seen), None)
+        if found is None or not members & members_mask(found.response.recipients) or members & found.left:
+            return None
+        owed.remove(found)
+        if not owed:
+            del self._refusals[name, rank]
+        return msgspec.structs.replace(found.response, recipients=(rank,))
 
     def restart(self, ranks: int, plan: int) -> None:
         """Notes that ranks get errors by a plan, and begin anew: what they are owed is not for what they announce then.
@@ -107,9 +104,5 @@ class Owed:
 
     def forget(self, oldest: int) -> None:
         """Drops what is only for announcements of before a plan that all ranks have carried out; ``oldest`` is one."""
-        for key, owed in [*self._refusals.items()]:
-            kept = deque(refusal for refusal in owed if not 0 <= refusal.before <= oldest)
-            if not kept:
-                del self._refusals[key]
-            elif len(kept) < len(owed):
-                self._refusals[key] = kept
+        kept = {key: [each for each in owed if not 0 <= each.before <= oldest] for key, owed in self._refusals.items()}
+        self._refusals = {key: deque(owed) for key, owed in kept.items() if owed}

@@ -144,9 +144,8 @@ class Tally:
             if response.slot >= 0:
                 self._learn(response.slot, response.request)
         if failed:
-            self._dated = self._seen
-            for slot in {self._slots[name] for name in failed if name in self._slots}:
-                self._changed[slot] = self._last_change = self._seen
+            self._dated = self._last_change = self._seen
+            self._changed |= {self._slots[name]: self._seen for name in failed if name in self._slots}
         if plan.lock:
             self._lock([slot for group in plan.lock for slot in group])
 

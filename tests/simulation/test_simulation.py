@@ -101,7 +101,21 @@ PURE = (
     tally,
     verdict,
 )
-RARE = (517, 157, 66, 44, 114, 186, 695, 272)  # for one, a rank speaks of what is locked before it knows of the lock
+RARE = (
+    517,
+    157,
+    66,
+    44,
+    114,
+    186,
+    695,
+    272,
+    22,
+    274,
+    321,
+    339,
+    609,
+)  # for one, a rank speaks of what is locked before it knows of the lock
 # Signs of life come after 256 plans; the long run has them.
 SIGNS_OF_LIFE = ("report = Report(self._seen)", "out = [self._report()]")
 # `coordd status` looks at these from outside; the protocol itself does not.
@@ -110,9 +124,9 @@ LOOKS = ("return self._seen", "return self._lock", "return len(self._lines)")
 # `test_refusals` the other.
 LEAVERS = ("self._end_absence(entry)", "del self._calls[name]", "self._refuse_part(refused, name)")
 # What a rank has submitted of a call that it refuses and would announce anew is rare; `test_member_refusals` has it. So
-# are refusals of what has failed before, of which `test_refusing` has some. A lock that breaks while a script polls is
-# the loop's affair; `test_liveness` has it.
-NOT_SIMULATED = {"held_since", "_fail_refused", "_refuse_part"}
+# are refusals of what has failed before, of which `test_refusing` and `test_member_refusals` have some. A lock that
+# breaks while a script polls is the loop's affair; `test_liveness` has it.
+NOT_SIMULATED = {"held_since", "_fail_refused", "_refuse_part", "claim_refused", "discharge"}
 
 
 def test_a_few_seeds_reach_every_line_of_the_protocol():
