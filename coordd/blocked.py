@@ -59,7 +59,7 @@ class BlockWatch:
         Args:
             table: the operations of this rank.
             thread: says which thread the script runs in.
-            busy: whether operations or messages of this rank are under way.
+            busy: whether data or messages of this rank are under way, or have moved since it was asked last.
             submitted: whether the script has submitted something that is not announced yet.
             tell: tells the coordinator for which operation the script waits; with "" that it does not.
         """
@@ -79,6 +79,7 @@ class BlockWatch:
         """Notes that a thread has begun to wait."""
         if self._due is None:
             self._due = now + _SECONDS
+            self._busy()  # what has moved until now does not count when it is asked next
 
     @property
     def told(self) -> bool:
@@ -116,8 +117,10 @@ class BlockWatch:
         if name != self._first[0]:
             self._first = name, now
         others = bool(name) and (self._others_may_submit() or now - self._first[1] < self._patience())
-        # A thread may end, or one of several operations that the script waits for, and the script still wait.
-        self._due = now + _SECONDS if others or self._one_of_several else None
+        # A thread may end, or one of several operations that the script waits for, and the script still wait. Where it
+        # is not seen to wait, it may have been in a handler of a signal, say, or in a debugger.
+        again = others or self._one_of_several or (not name and len(self._table) > 0)
+        self._due = now + _SECONDS if again else None
         if name and name != self._told and not others:
             self._told = name
             self._tell(name)

@@ -75,6 +75,11 @@ class Flights:
         """Whether the bell rings when anything in flight can go on."""
         return self._plane.heralded
 
+    @property
+    def progress(self) -> tuple[bool, int]:
+        """Whether data of negotiated buckets is under way, and a number that grows whenever any data moves."""
+        return bool(self._active or self._queues), self._plane.pulse.beats
+
     def start(self, bucket: Bucket) -> None:
         """Puts a negotiated bucket in line, behind those of its process set."""
         if (tape := self._plane.deck.tape) is not None:

@@ -216,6 +216,7 @@ class Loop:
             deck=self.recorder.deck,
         )
         self._flights = Flights(plane, self)
+        self._beats = 0
         self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck, notes=link.notes)
         self._lookout = Lookout(
             self._config, self._member.table, self._elsewhere, ask=self._complain, give_up=self.report_failure
@@ -223,7 +224,7 @@ class Loop:
         self._blocks = BlockWatch(
             self._member.table,
             thread=lambda: self._status.script,
-            busy=lambda: bool(self._flights) or bool(self._mailbox),
+            busy=self._is_moving,
             submitted=lambda: bool(self._inbox),
             tell=lambda name: self._tell(Blocked(name, self._member.seen)),
         )
@@ -247,6 +248,16 @@ class Loop:
         """Whether the process of a rank is known to be stopped; nothing is known of other hosts'."""
         status = self._status
         return bool(status.pids) and status.world.hosts[rank] == status.world.host and is_stopped(status.pids[rank])
+
+    def _is_moving(self) -> bool:
+        """Whether data is under way, or has moved since this was asked last.
+
+        What only waits for other ranks' words on a locked bucket is not: they may never come, if those ranks wait for
+        operations that this one does not submit.
+        """
+        before = self._beats
+        negotiated, self._beats = self._flights.progress
+        return negotiated or self._beats != before or bool(self._mailbox)
 
     def _elsewhere(self) -> list[Delay]:
         """What waits for other ranks without the coordinator knowing, and since when."""

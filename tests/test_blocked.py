@@ -196,7 +196,27 @@ def test_of_several_operations_that_a_script_waits_for_one_that_has_not_ended_is
                 table.take(ended)
             watch.look(when)
             assert messages == expected
-        assert watch.remaining(40.0) is None
+        assert watch.remaining(40.0) == 0.0  # the other one is under way, and the script may come to wait for it
+        table.take("other")
+        watch.look(40.0)
+        assert watch.remaining(50.0) is None
+
+
+def test_a_script_that_is_elsewhere_at_the_first_look_is_looked_for_again():
+    """As in a signal's handler that runs while it waits."""
+    table, handle, messages = TensorTable(), Handle[None]("x"), list[str]()
+    table.admit([Entry(Request(Kind.BARRIER, "x"), np.empty(0), handle)])
+    script = [0]
+    watch = BlockWatch(
+        table, thread=lambda: script[0], busy=lambda: False, submitted=lambda: False, tell=messages.append
+    )
+    watch.note_wait(0.0)
+    watch.look(_LATER)
+    assert messages == []
+    with waiting(handle) as script[0]:
+        assert watch.remaining(_LATER) is not None
+        watch.look(2 * _LATER)
+    assert messages == ["x"]
 
 
 def test_pytorch_may_end_a_backward_pass_on_a_thread_of_its_own():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from coordd import api
+from coordd.errors import MismatchError
 from coordd.messages import ReduceOp
 from tests.local_ranks import local_ranks
 
@@ -131,3 +132,27 @@ def test_leaving_does_not_wait_for_messages_that_nobody_takes(what):
             return time.monotonic() - since
 
         assert max(ranks.each(body)) < 4.0
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["memory", "lane"])
+def test_ranks_that_wait_for_each_others_words_on_locked_buckets_are_told(shared_memory):
+    """Each has given its word on the bucket that it waits for, so no bucket is partly filled."""
+
+    def begin(name: str):
+        return api.operations().allreduce(np.ones(40_000), name=name, op=ReduceOp.SUM)
+
+    with local_ranks(2, stall_check=False, shared_memory=shared_memory) as ranks:
+
+        def body(rank):
+            for _ in range(3 * STEPS):
+                for handle in [begin("a"), begin("b")]:
+                    handle.result(WAIT)
+            lock = ranks.daemons[rank].status.parts.member.lock
+            assert lock is not None
+            assert lock.buckets == 2
+            with pytest.raises(MismatchError, match="ranks wait for each other"):
+                begin("ab"[rank]).result()
+            api.operations().barrier().result()
+            return [handle.result(WAIT)[0] for handle in [begin("a"), begin("b")]]
+
+        assert ranks.each(body) == [[2.0, 2.0]] * 2
