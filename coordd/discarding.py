@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from coordd.errors import CoorddError, DiscardedStepError, brief
+from coordd.errors import CoorddError, DiscardedStepError, brief, is_deadlock
 from coordd.handles import Handle
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
 from coordd.table import Site, show_site
 
-__all__ = ["error_of", "given_up", "of_step", "reduced_already", "tell"]
+__all__ = ["error_of", "given_up", "of_step", "past_deadlocks", "reduced_already", "tell"]
 
 _LONGEST = 500
 
@@ -70,6 +71,16 @@ def _origins(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+@contextmanager
+def past_deadlocks() -> Iterator[None]:
+    """Goes on after an error because ranks have waited for each other."""
+    try:
+        yield
+    except CoorddError as error:
+        if not is_deadlock(error):
+            raise
 
 
 def reduced_already() -> CoorddError:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from coordd.discarding import error_of, given_up, of_step, reduced_already
+from coordd.discarding import error_of, given_up, of_step, past_deadlocks, reduced_already
 from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, brief, is_deadlock
 from coordd.grouping import Grouping
 from coordd.handles import Handle, call_site
@@ -337,7 +337,7 @@ class Reducer(Placement):
         return bool(again)
 
     def discard_step(self) -> None:
-        """Discards the present step on all ranks, also where this rank has begun nothing of it; does not wait.
+        """Discards the present step on all ranks; waits only until they have discarded the one before, if it was, too.
 
         If the step is discarded already, because a backward pass has failed here or on another rank, there is nothing
         to do: that is so if no error is being handled, or one that has come out of the step's backward pass.
@@ -348,11 +348,13 @@ class Reducer(Placement):
         error = sys.exception()
         answered, self._answered = self._answered, True
         if isinstance(error, DiscardedStepError) or (self._abandoned and is_deadlock(error)):
+            self._clear()  # a gradient that was made when the error came
             return
         if self._discarded is not None and not answered and (error is None or of_step(error)):
             return
-        if self._abandoned:
-            self.drop()
+        while self._abandoned:  # others that were in another operation, and got an error, discard it only now
+            with past_deadlocks():
+                self.drop()
         if self.complete:
             raise reduced_already()
         if not self._begun:
@@ -574,10 +576,7 @@ class Reducer(Placement):
             self._tuning.step_done()
 
     def drop(self) -> None:
-        """Lets what is under way end, whatever comes of it, before its memory is used for something else.
-
-        Other ranks may still be in this step, so it is made to its end.
-        """
+        """Lets what is under way end, as other ranks may be in this step, before its memory is used for another one."""
         if self._begun and (self._owed or self.touched) and not self._abandoned:
             self._take_part_without_gradients()
         if self._abandoned:

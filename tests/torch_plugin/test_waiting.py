@@ -157,3 +157,57 @@ def test_a_step_that_is_discarded_while_others_are_in_a_collective_of_their_forw
     assert first == [(2, ZeroDivisionError), (3, cd.MismatchError)]
     assert second == [(2, cd.MismatchError)]
     same([values, others])
+
+
+def test_no_gradient_of_a_pass_that_could_not_begin_is_left():
+    """Its first gradient was made when the error came; the script clears gradients after steps only."""
+
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        made = []
+        for number in range(5 + rank):  # rank 1's next batch is lost as well
+            try:
+                _ = 1 / (1 - rank or number - 2)
+                with optimizer.no_sync():
+                    loss_of(net, 1.0).backward()
+                cd.allreduce(torch.ones(1), name="z")
+                loss_of(net, 1.0).backward()
+            except (ZeroDivisionError, cd.MismatchError, cd.DiscardedStepError):
+                optimizer.discard_step()
+                assert all(parameter.grad is None for parameter in net.parameters())
+                continue
+            made.append([parameter.grad.flatten()[0].item() for parameter in net.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        return made, net.state_dict()
+
+    (first, values), (second, others) = each_rank(2, body)
+    assert first == second == [first[0]] * 4
+    same([values, others])
+
+
+def test_two_steps_in_a_row_are_discarded_while_others_are_in_a_collective_of_their_forward_pass():
+    """The second call waits until the first step is discarded, and raises nothing, whatever the others were told."""
+
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        heard = []
+        for number in range(7):
+            try:
+                _ = 1 / (1 - rank or (number - 2) * (number - 3))
+                cd.allreduce(torch.ones(1), name="z")
+                loss_of(net, factor_of(rank, number)).backward()
+            except (ZeroDivisionError, cd.MismatchError, cd.DiscardedStepError) as error:
+                heard.append(type(error))
+                optimizer.discard_step()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        return heard, net.state_dict()
+
+    (first, values), (second, others) = each_rank(2, body)
+    assert second == [ZeroDivisionError, ZeroDivisionError, cd.MismatchError]
+    assert first == [cd.MismatchError, cd.DiscardedStepError, cd.MismatchError]
+    same([values, others])
