@@ -7,6 +7,7 @@ logging between the two are right without anybody having to know.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from numbers import Real
@@ -35,6 +36,8 @@ from coordd_torch.state import broadcast_optimizer_state, broadcast_parameters
 from coordd_torch.wrappers import check_parallel
 
 __all__ = ["DistributedOptimizer"]
+
+_log = logging.getLogger("coordd")
 
 _COMBINE = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM, ReduceOp.ADASUM})
 
@@ -80,7 +83,13 @@ class _Distributed(torch.optim.Optimizer):
         self.set_backward_passes_per_step(passes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Is copied and pickled as the plain optimizer that it was: nobody reduces a copy's parameters."""
+        """Is copied and pickled as the plain optimizer that it was, and says so: no gradients of a copy are reduced."""
+        if self._coordd is not None or self._adasum is not None:
+            _log.warning(
+                "a copy of an optimizer of DistributedOptimizer is the plain %s, which reduces nothing: to train with "
+                "it on all ranks, wrap the copy",
+                type(self).__bases__[1].__name__,
+            )
         return object.__new__, (type(self).__bases__[1],), self.__getstate__()
 
     def synchronize(self) -> None:

@@ -199,7 +199,7 @@ def test_an_optimizer_may_be_made_anew_in_the_midst_of_training():
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))])  # noqa: S301
-def test_a_copy_is_the_plain_optimizer(count, duplicate):
+def test_a_copy_is_the_plain_optimizer(count, duplicate, caplog):
     def body(rank):
         net = model()
         optimizer = cd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.1), net.named_parameters())
@@ -217,6 +217,7 @@ def test_a_copy_is_the_plain_optimizer(count, duplicate):
         return trained(net, optimizer, [batch(rank, 1)])
 
     same(each_rank(count, body))
+    assert ("is the plain Adam, which reduces nothing" in caplog.text) == (count == 2)
 
 
 def test_a_step_as_it_is_waits_for_what_is_under_way():
