@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from coordd.launch.lines import Piece
 from coordd.launch.tracebacks import TESTIMONY, traceback_at
 
 __all__ = ["LastWords"]
 
+_RANK = re.compile(rb"^\[rank\d+\]:\s?")
+"""What PyTorch puts before each line of a traceback in a process of a process group."""
 _MEMORY = 60  # lines after which an exception was survived, and so is not how the process ended
 _CONSEQUENCES = {"PeerError", "RefusedError", "ShutdownError"}
 _CONFESSION = "the job has failed: this rank "  # what `coordd.api` says on the rank that is to blame
@@ -41,6 +45,7 @@ class LastWords:
     def _read(self, said: bytes) -> None:
         if not said:
             return
+        said = _RANK.sub(b"", said)
         self.last = line = said.decode(errors="replace")
         self._age += 1
         if self._age > _MEMORY:
@@ -53,7 +58,7 @@ class LastWords:
             self._name(line)
         elif self._margin is not None and line.startswith(self._margin):
             text = line.removeprefix(self._margin)
-            if not text[0].isspace():
+            if text.strip("^~ ") and not text[0].isspace():
                 self._name(text)
 
     def _name(self, exception: str) -> None:

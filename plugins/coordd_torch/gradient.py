@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from coordd.errors import ArgumentError
 from coordd.messages import Request
 from coordd.table import Entry
 from coordd_torch.scattered import Scattered
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from coordd_torch.reducer import Reducer
     from coordd_torch.underway import Underway
 
-__all__ = ["Gradient", "nested", "release"]
+__all__ = ["Gradient", "check_unreduced", "nested", "release"]
 
 _NOTHING = np.empty(0, np.uint8)
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no public way; FSDP uses it, too
@@ -309,10 +311,30 @@ class Gradient:
 
 def release(parameter: torch.Tensor) -> None:
     """Takes a parameter from the optimizer that had it; that may be one which is about to be replaced by this one."""
-    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):  # noqa: SLF001 - no public way
-        gradient = getattr(hook, "__self__", None)
-        if isinstance(gradient, Gradient):
-            gradient.reducer.replace()
+    for gradient in _reduced(parameter):
+        gradient.reducer.replace()
+
+
+def check_unreduced(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuses parameters, by name, of which a `DistributedOptimizer` reduces the gradients, for a pipeline.
+
+    Raises:
+        ArgumentError: there are some; a pipeline reduces what its ranks have in common itself.
+    """
+    if any(map(_reduced, parameters.values())):
+        gc.collect()  # an optimizer that the script has deleted may still be there
+    if found := [name for name, parameter in parameters.items() if _reduced(parameter)]:
+        raise ArgumentError(
+            f"a DistributedOptimizer reduces the gradients of {found[0]!r}, and a pipeline reduces them itself where "
+            "needed: let `optimizer` make a plain one, and delete an earlier DistributedOptimizer of this model"
+        )
+
+
+def _reduced(parameter: torch.Tensor) -> list[Gradient]:
+    """The gradient of a parameter that an optimizer reduces, if one does."""
+    hooks = list((parameter._post_accumulate_grad_hooks or {}).values())  # noqa: SLF001 - no public way
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return [owner for owner in owners if isinstance(owner, Gradient)]
 
 
 def nested() -> bool:

@@ -77,6 +77,27 @@ def test_what_comes_after_the_exception_does_not_hide_it():
     assert (words.exception, words.last) == ("ValueError: bad", "resource_tracker: a warning")
 
 
+def test_what_pytorch_puts_before_the_lines_of_a_process_group_is_no_part_of_them():
+    traceback = [
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1, in <module>',
+        "    f()",
+        "ValueError: bad",
+    ]
+    words = LastWords()
+    for line in traceback:
+        words.hear(Piece(f"[rank0]: {line}".encode(), b"\n"))
+    assert words.exception == "ValueError: bad"
+
+
+def test_marks_below_a_line_are_no_exception():
+    """Some libraries shorten tracebacks, and indent these differently."""
+    words = LastWords()
+    for line in ("Traceback (most recent call last):", "    raise different", "^^^^^^^~~~^^", "ValueError: bad"):
+        words.hear(Piece(line.encode(), b"\n"))
+    assert words.exception == "ValueError: bad"
+
+
 def test_an_exception_that_was_survived_is_forgotten():
     words = heard("Traceback (most recent call last):\nValueError: logged\n" + "epoch\n" * 100)
     assert (words.exception, words.last) == ("", "epoch")

@@ -61,3 +61,22 @@ def test_the_others_hear_of_a_rank_that_fails_before_the_first_pass_of_a_step():
 
     with local_ranks(2, stall_check=False) as ranks:
         ranks.each(body)
+
+
+def test_a_model_whose_gradients_an_optimizer_reduces_is_refused_until_that_is_deleted():
+    """Its backward passes would wait for all ranks, and other stages wait for theirs."""
+
+    def body(rank):
+        model = builder()
+        cd.broadcast_parameters(model.state_dict())
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        with pytest.raises(cd.ArgumentError if rank == 0 else (cd.ArgumentError, cd.RefusedError), match="Distributed"):
+            made(model)
+        del optimizer
+        return made(model).train_batch(torch.ones(4, 2), torch.zeros(4, 2))
+
+    with local_ranks(2) as ranks:
+        first, second = ranks.each(body)
+    assert first == second

@@ -30,6 +30,7 @@ from coordd.pipeline.recording import Recording
 from coordd.pipeline.simulate import Span
 from coordd.pipeline.versions import Versions
 from coordd.process_sets import ProcessSet
+from coordd_torch.gradient import check_unreduced
 from coordd_torch.pipeline.alike import materialised, structure, title, values
 from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.boundary import Boundary
@@ -428,6 +429,7 @@ class Pipeline:
             optimizers[number] = made = optimizer(own.values()) if own else None
             if made is not None:
                 check_step(made)
+                check_unreduced(own)
         self._replica_settings = ReplicaSettings(placed, list(self.layout.tied), held, optimizers)
         if self._replica_settings.nothing:
             self._accord.check("Pipeline", {}, parts=self._replica_settings.texts())
