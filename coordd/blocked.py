@@ -69,6 +69,7 @@ class BlockWatch:
         self._submitted = submitted
         self._tell = tell
         self._due: float | None = None
+        self._pause = _SECONDS
         self._told = ""
         self._one_of_several = False
         self._in_graph = False
@@ -77,7 +78,8 @@ class BlockWatch:
 
     def note_wait(self, now: float) -> None:
         """Notes that a thread has begun to wait."""
-        if self._due is None:
+        self._pause = _SECONDS
+        if self._due is None or self._due > now + _SECONDS:
             self._due = now + _SECONDS
             self._busy()  # what has moved until now does not count when it is asked next
 
@@ -117,10 +119,11 @@ class BlockWatch:
         if name != self._first[0]:
             self._first = name, now
         others = bool(name) and (self._others_may_submit() or now - self._first[1] < self._patience())
-        # A thread may end, or one of several operations that the script waits for, and the script still wait. Where it
-        # is not seen to wait, it may have been in a handler of a signal, say, or in a debugger.
-        again = others or self._one_of_several or (not name and len(self._table) > 0)
-        self._due = now + _SECONDS if again else None
+        # A thread may end, or one of several operations that the script waits for, and the script still wait.
+        self._due = now + _SECONDS if others or self._one_of_several else None
+        if not name and len(self._table) > 0:  # it may have been in a handler of a signal, say, or in a debugger
+            self._due = now + self._pause
+            self._pause *= 2
         if name and name != self._told and not others:
             self._told = name
             self._tell(name)

@@ -16,17 +16,17 @@ FIRST = {
     "keeps_a_refused_call_for_ever": 17,
     "never_judges": 3,
     "lets_joins_wait_for_ever": 113,
-    "takes_every_two_blocked_ranks_for_a_circle": 3,
+    "takes_every_two_blocked_ranks_for_a_circle": 22,
     "does_not_tell_that_it_is_blocked_no_more": 343,
-    "takes_a_rank_with_threads_for_blocked": 3,
-    "lets_a_join_overtake_a_refusal": 1177,
+    "takes_a_rank_with_threads_for_blocked": 161,
+    "lets_a_join_overtake_a_refusal": 285,
     "forgets_a_refused_operation_at_once": 0,
     "keeps_a_refused_operation_for_the_next_round": 0,
-    "forgets_a_refused_group_with_its_last_operation": 396,
+    "forgets_a_refused_group_with_its_last_operation": 274,
     "keeps_a_refusal_to_the_process_set_that_it_names": 274,
-    "lets_ranks_stay_joined_after_a_refused_join": 38,
+    "lets_ranks_stay_joined_after_a_refused_join": 396,
     "takes_a_refused_operation_for_the_call_of_all_that_have_none": 285,
-    "locks_what_a_rank_has_refused": 0,
+    "locks_what_a_rank_has_refused": 93,
 }
 """The first seeds that find them; others do, too, but some take long."""
 

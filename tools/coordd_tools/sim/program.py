@@ -7,7 +7,7 @@ from typing import Protocol
 
 from coordd.errors import PeerError
 from coordd.messages import Kind, Refused
-from coordd_tools.sim.ledger import Submission
+from coordd_tools.sim.ledger import Submission, demand
 from coordd_tools.sim.scenes import Call, Crossing
 from coordd_tools.sim.script import Round
 from coordd_tools.sim.setting import Setting
@@ -17,6 +17,7 @@ __all__ = ["Pause", "Worker", "program"]
 _COMPUTE, _BURST, _STALL = 5e-4, 5e-6, 20.0
 _DUPLICATED, _STALLED = 0.15, 0.02
 _THREAD = 0.1
+_TRIES = 200
 
 Pause = float | list[Submission] | tuple[Submission, float]
 """Seconds of computing, what the thread waits for, or that and the seconds after which an exception ends the wait."""
@@ -162,9 +163,10 @@ def _hear(made: Sequence[Submission]) -> None:
 
 
 def _agree(worker: Worker, turn: Round) -> Iterator[Pause]:
-    """Repeats a barrier until it succeeds."""
-    while True:
+    """Repeats a barrier until it succeeds; a violation if it never does."""
+    for _ in range(_TRIES):
         agreed = worker.submit(turn)
         yield [agreed]
         if not agreed.failed or isinstance(agreed.error(), PeerError):
             return
+    demand(holds=False, text=f"rank {worker.rank} has not come together with the others in {_TRIES} tries")
