@@ -1,4 +1,7 @@
-"""Gradients that one rank has accumulated alone: whether they are as backward left them, and what is said if not."""
+"""Gradients that one rank has accumulated alone: whether they are as backward left them, and what is said if not.
+
+The other errors of an optimizer that is used wrongly are here, too.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coordd.errors import CoorddError
+from coordd.errors import ArgumentError, CoorddError
 from coordd.table import Site, show_site
 from coordd_torch.gradient import nested
 
 if TYPE_CHECKING:
     from coordd_torch.gradient import Gradient
 
-__all__ = ["Accumulated", "not_all_have_repeated", "too_many"]
+__all__ = ["Accumulated", "inside_backward", "not_all_have_repeated", "replaced", "too_many"]
 
 
 class Accumulated:
@@ -67,6 +70,24 @@ def too_many(gradient: Gradient, passes: int) -> CoorddError:
             "optimizer.no_sync(); to skip a step, clear them by optimizer.zero_grad()."
         )
     return CoorddError(text)
+
+
+def inside_backward() -> CoorddError:
+    """Says that a step cannot be made while backward runs."""
+    text = (
+        "step() was called inside a backward pass, by a hook of a gradient: gradients are those of all ranks when "
+        "backward() returns, so call step() after it (an optimizer inside the backward pass is not supported)"
+    )
+    return CoorddError(text)
+
+
+def replaced() -> ArgumentError:
+    """Says that an optimizer has lost its parameters to another one."""
+    text = (
+        "another DistributedOptimizer was made for parameters of this one, and reduces their gradients now; use one "
+        "for all parameters, or let each have its own"
+    )
+    return ArgumentError(text)
 
 
 def not_all_have_repeated(site: Site) -> str:

@@ -12,12 +12,13 @@ import torch
 from coordd import api
 from coordd.discarding import error_of, given_up, of_step, tell
 from coordd.errors import ArgumentError, DiscardedStepError, brief
-from coordd.handles import Handle, call_site, hear_of
+from coordd.handles import Handle, call_site
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet
 from coordd_torch.compressor import Compressor
 from coordd_torch.consistency import Consistency
 from coordd_torch.operations import allreduce_async_
+from coordd_torch.underway import Told
 
 __all__ = ["AdasumStep"]
 
@@ -52,7 +53,8 @@ class AdasumStep:
         self._consistency = consistency
         self._answered = False
         self._discarded: DiscardedStepError | None = None
-        self._told: list[Handle[Any]] = []
+        self._told = Told()
+        self._counted = False
         self._prefix = f"{prefix}adasum."
         self._named = list(named)
         self._compressor = compressor
@@ -67,7 +69,7 @@ class AdasumStep:
         optimizer.register_step_post_hook(self._combine)
 
     def discard_step(self) -> None:
-        """Discards the present step on all ranks; does not wait. See `Reducer.discard_step`."""
+        """Discards the present step on all ranks. See `Reducer.discard_step`."""
         error = sys.exception()
         answered, self._answered = self._answered, True
         if isinstance(error, DiscardedStepError) or (
@@ -80,18 +82,26 @@ class AdasumStep:
     def _abandon(self, reason: str) -> None:
         """Takes part in the step for the sake of the others, and has all ranks discard it."""
         self._end_abandoned()
-        self._consistency.begin()
-        self._told = [self._ask(np.array([0.0, 1.0])), self._tell(reason)]
-        for handle in self._told:
-            handle.add_done_callback(hear_of)
+        self._count()
+        self._consistency.begin_again()  # the step may have begun before ranks waited for each other
+        self._told.tell(lambda: self._ask(np.array([0.0, 1.0])))
+        self._told.tell(lambda: self._tell(reason))
+        self._counted = False
         for _, parameter in self._named:
             parameter.grad = None
 
     def _end_abandoned(self) -> None:
-        """Waits until the other ranks have discarded the step, too."""
-        told, self._told = self._told, []
-        for handle in told:
-            handle.wait()
+        """Waits until the other ranks have discarded the step, too, however often ranks wait for each other first."""
+        while self._told.wait() is not None:
+            self._consistency.begin_again()
+            self._told.tell_again()
+        self._told.forget()
+
+    def _count(self) -> None:
+        """Counts this step, once."""
+        counted, self._counted = self._counted, True
+        if not counted:
+            self._consistency.begin()
 
     def _ask(self, flags: np.ndarray) -> Handle[Any]:
         """Starts to exchange what concerns this step: whether gradients are not finite, and whether it is discarded."""
@@ -109,7 +119,7 @@ class AdasumStep:
         except ArgumentError as error:
             self._abandon(f"could not begin it: {brief(error)}")
             raise
-        self._consistency.begin()
+        self._count()
         self._take_late(optimizer)
         found = getattr(optimizer, "found_inf", None)
         if self._agree(optimizer, found):
@@ -135,6 +145,7 @@ class AdasumStep:
             MismatchError: the ranks do not have the same parameters.
         """
         infinite, discard = self._ask(np.array([0.0 if found is None else found.item(), 0.0])).result().tolist()
+        self._counted = False
         if discard:
             self._discarded, self._answered = error_of(self._tell("")), False
             for _, parameter in self._named:

@@ -138,6 +138,9 @@ class _Distributed(torch.optim.Optimizer):
     def discard_step(self) -> None:
         """Discards the present step on all ranks, because this rank cannot complete it; does not wait for them.
 
+        It waits only where the other ranks have yet to discard an earlier step that this rank has discarded. If ranks
+        wait for each other meanwhile, that is no error here.
+
         Call it once for each step that fails on this rank, in the ``except`` block. It is needed where a forward pass
         fails, or anything else before ``backward()`` has made a gradient: the other ranks hear of nothing else. Where
         the step is discarded already it does nothing. All other ranks get `DiscardedStepError` by ``backward()`` or

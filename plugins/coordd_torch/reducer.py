@@ -21,12 +21,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from coordd.discarding import error_of, given_up, of_step, past_deadlocks, reduced_already
-from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, brief, is_deadlock
+from coordd.errors import CoorddError, DiscardedStepError, MismatchError, brief, is_deadlock
 from coordd.grouping import Grouping
 from coordd.handles import Handle, call_site
 from coordd.messages import ReduceOp
 from coordd.table import show_site
-from coordd_torch.accumulation import Accumulated, not_all_have_repeated, too_many
+from coordd_torch.accumulation import Accumulated, inside_backward, not_all_have_repeated, replaced, too_many
 from coordd_torch.backward_pass import BackwardPass
 from coordd_torch.channel import Channel
 from coordd_torch.consistency import Consistency
@@ -121,11 +121,7 @@ class Reducer(Placement):
             ArgumentError: another optimizer has taken them.
         """
         if self._replaced:
-            text = (
-                "another DistributedOptimizer was made for parameters of this one, and reduces their gradients now; "
-                "use one for all parameters, or let each have its own"
-            )
-            raise ArgumentError(text)
+            raise replaced()
 
     def check_outside(self) -> None:
         """Refuses a step that a hook makes while backward runs.
@@ -134,12 +130,7 @@ class Reducer(Placement):
             CoorddError: gradients are not reduced before the pass ends.
         """
         if self.expected:
-            text = (
-                "step() was called inside a backward pass, by a hook of a gradient: gradients are those of all ranks "
-                "when backward() returns, so call step() after it (an optimizer inside the backward pass is not "
-                "supported)"
-            )
-            raise CoorddError(text)
+            raise inside_backward()
 
     def expect_end_of_backward(self, task: int, first: Gradient) -> bool:
         """Has autograd call us when the backward pass with this number ends; it has made this gradient first.
@@ -150,7 +141,9 @@ class Reducer(Placement):
         if task in self._failed:
             return False
         if not self.expected:
+            self._failed.add(task)  # if it cannot begin: autograd may make more of its gradients on other threads
             self._begin_pass(first)
+            self._failed.discard(task)
         self.expected.add(task)
         self._finished = False
         self.underway.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
@@ -160,7 +153,9 @@ class Reducer(Placement):
     def _begin_pass(self, first: Gradient) -> None:
         """Finds out to which step a backward pass belongs, and whether its gradients are to be reduced."""
         if self._abandoned or (self._begun and self._given_up(first)):
+            fresh = first.parameter.grad
             self.drop()
+            first.parameter.grad = fresh  # of this pass; it was cleared if another rank has discarded the earlier step
         if not self._begun:
             self._begin_step()
         elif self._reduced and not self._adds:
@@ -273,6 +268,8 @@ class Reducer(Placement):
         """Runs when a backward pass has failed, before its error reaches the script."""
         self.expected.discard(task)
         self._failed.add(task)
+        if self._abandoned:
+            self._clear()  # what it has made since
         if self._abandoned or self._replaced:
             return
         reason = f"has not completed its backward pass at {show_site(self.underway.site)}, which has failed"
@@ -347,8 +344,9 @@ class Reducer(Placement):
         """
         error = sys.exception()
         answered, self._answered = self._answered, True
-        if isinstance(error, DiscardedStepError) or (self._abandoned and is_deadlock(error)):
-            self._clear()  # a gradient that was made when the error came
+        if isinstance(error, DiscardedStepError) or (self._abandoned and not answered and is_deadlock(error)):
+            if self._discarded is not None:
+                self._clear()
             return
         if self._discarded is not None and not answered and (error is None or of_step(error)):
             return
@@ -364,12 +362,14 @@ class Reducer(Placement):
         self._answered = True
 
     def _end_abandoned(self) -> None:
-        """Waits until the other ranks have discarded the step, too."""
+        """Waits until the other ranks have discarded the step, too; raises the error if ranks wait for each other."""
         self.underway.wait()
         error = self.underway.failed
         if error is None or self.underway.lost:
             error = self._told.wait() or error
         if error is not None and is_deadlock(error):
+            self._clear()  # a pass may have begun since
+            self._answered = False
             self._discard_all()
             self._told.tell_again()
             raise error

@@ -288,3 +288,159 @@ def test_sparse_gradients(fails):
         return net.state_dict()
 
     same(each_rank(2, body))
+
+
+def test_no_gradient_is_left_by_a_pass_that_meets_an_error_of_the_step_before():
+    """Not even if the script clears nothing itself, and has not called `discard_step` for this pass yet."""
+
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        loss_of(net, 1.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank:
+            optimizer.discard_step()
+        waits = loss_of(net, 1.0).backward if rank else lambda: cd.allreduce(torch.ones(1), name="metric")
+        with pytest.raises(cd.MismatchError, match="ranks wait for each other"):
+            waits()
+        left = [value.grad for value in net.values()]
+        optimizer.discard_step()
+        return left
+
+    assert each_rank(2, body) == [[None] * 3] * 2
+
+
+def test_the_next_pass_keeps_its_first_gradient_if_the_step_before_is_discarded_elsewhere():
+    """One rank clears the gradients of a step that has not ended; another one discards it."""
+
+    def body(rank):
+        net = weights({**SIZES, "unused": 2})
+        used = {name: net[name] for name in SIZES}
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        for number in range(4):
+            loss_of(used, 1.0 + rank).backward()
+            if number == 2:
+                if rank:
+                    net.zero_grad()
+                else:
+                    optimizer.discard_step()
+                continue
+            optimizer.step()
+            if number < 3:
+                net.zero_grad()
+        return [value.grad.flatten()[0].item() for value in used.values()]
+
+    assert each_rank(2, body) == [[1.5, 3.0, 4.5]] * 2
+
+
+def test_gradients_of_another_optimizer_stay_that_are_reduced():
+    def body(rank):
+        first, second = weights(SIZES), weights(SIZES)
+        one, other = (
+            cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+            for net in (first, second)
+        )
+        loss_of(second, 1.0).backward()
+        try:
+            if rank:
+                one.discard_step()
+            else:
+                loss_of(first, 1.0).backward()
+            one.step()
+        except cd.DiscardedStepError:
+            one.discard_step()
+            other.discard_step()
+        return [value.grad is None for value in second.values()]
+
+    assert each_rank(2, body) == [[False] * 3] * 2
+
+
+def test_adasum_hears_that_ranks_have_waited_for_each_other():
+    """So that operations without a name pair at once."""
+
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = cd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters(), op=cd.Adasum
+        )
+        heard = []
+        for number in range(6):
+            try:
+                _ = 1 / (1 - rank or number - 2)
+                cd.allreduce(torch.ones(1))
+                loss_of(net, 1.0 + rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            except (ZeroDivisionError, cd.MismatchError, cd.DiscardedStepError) as error:
+                heard.append((number, type(error).__name__))
+                optimizer.discard_step()
+        return heard, net.state_dict()
+
+    found = each_rank(2, body)
+    assert [heard for heard, _ in found] == [
+        [(2, "DiscardedStepError"), (3, "MismatchError")],
+        [(2, "ZeroDivisionError"), (3, "MismatchError")],
+    ]
+    same([state for _, state in found])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_pass_that_meets_an_error_of_the_step_before_is_answered_once(wrapped):
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        heard = []
+        for number in range(5 + rank):  # the pass of rank 1 that meets the error makes no step
+            try:
+                try:
+                    _ = 1 / (1 - rank or number - 2)
+                    with optimizer.no_sync():
+                        loss_of(net, 1.0).backward()
+                    cd.allreduce(torch.ones(1), name="metric")
+                    loss_of(net, 1.0).backward()
+                except cd.MismatchError as error:
+                    if wrapped:
+                        raise ValueError(number) from error
+                    raise
+            except (ZeroDivisionError, ValueError, cd.MismatchError, cd.DiscardedStepError):
+                heard.append(number)
+                optimizer.discard_step()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        return heard, net.state_dict()
+
+    (first, values), (second, others) = each_rank(2, body)
+    assert (first, second) == ([2], [2, 3])
+    same([values, others])
+
+
+def test_an_error_of_a_later_forward_pass_discards_that_step():
+    """Though the step before it was discarded, too, and nothing has been begun since."""
+
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        heard = []
+        for number in range(5):
+            try:
+                if rank == 0 and number == 1:
+                    raise BadBatchError  # noqa: TRY301 - as in a script
+                if rank == 1 and number == 2:
+                    cd.barrier()
+                if rank == 0 and number == 2:
+                    cd.allreduce(torch.ones(1), name="metric")
+                loss_of(net, factor_of(rank, number)).backward()
+            except (BadBatchError, cd.MismatchError, cd.DiscardedStepError) as error:
+                heard.append((number, type(error).__name__))
+                optimizer.discard_step()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        return heard, net.state_dict()
+
+    (first, values), (second, others) = each_rank(2, body)
+    assert first == [(1, "BadBatchError"), (2, "MismatchError")]
+    assert second == [(1, "DiscardedStepError"), (2, "MismatchError")]
+    same([values, others])
