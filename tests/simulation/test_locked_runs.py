@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from coordd.messages import Kind, Request
+from coordd_tools.sim import simulation
 from coordd_tools.sim.caches import leftovers
+from coordd_tools.sim.scenes import Crossing, Scenes
 from coordd_tools.sim.script import Part, Round, Script
 from coordd_tools.sim.setting import Settings
 from coordd_tools.sim.simulation import Simulation
@@ -16,6 +20,8 @@ from tests.simulation.lock_mutants import LOCK_MUTANTS
 from tests.simulation.planting import found
 
 RANKS, NAMES = 3, "abcdefg"
+STEPS = 20
+LOCKS = Swarm(locks=True)
 ENOUGH = 2000
 LATE = {"holds_back_what_is_waited_for": 1189, "lets_fillers_in": 300, "lets_other_shapes_in": 157}
 
@@ -33,18 +39,26 @@ def turn(step: int, name: str, length: int) -> Round:
     return Round(step, name, dict.fromkeys(range(RANKS), part), "")
 
 
-def run(job: Script, *, lock_steps: int = 3, seed: int = 0) -> Simulation:
+def run(
+    job: Script,
+    *,
+    lock_steps: int = 3,
+    seed: int = 0,
+    swarm: Swarm = LOCKS,
+    stall_seconds: float = 5.0,
+    show: Callable[[str], None] | None = None,
+) -> Simulation:
     settings = Settings(
         size=RANKS,
         cache_capacity=64,
         fusion_bytes=16,
-        stall_seconds=5.0,
+        stall_seconds=stall_seconds,
         abort_seconds=0.0,
         lock_steps=lock_steps,
         early=0.0,
         steps=len(job.steps),
     )
-    made = Simulation(settings, Swarm(locks=True), job, Random(seed))
+    made = Simulation(settings, swarm, job, Random(seed), show=show)
     made.run()
     return made
 
@@ -69,6 +83,24 @@ def test_memory_is_flat_while_locks_come_and_go():
     assert made.hub.locks == 30
     assert leftovers(made.hub)["locks"] <= 1
     assert not any(process.member._locks for process in made.ranks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_that_wait_for_each_others_words_are_told(seed, monkeypatch):
+    """Each has given its word on the bucket that it waits for; the stall check, which breaks locks too, is too late."""
+    first, second = (replace(turn(STEPS, name, 5), free=True) for name in "ab")  # 20 bytes, a bucket of its own
+    ahead, back = ((first, True), (second, True)), ((second, True), (first, True))
+    barrier = Part(Request(Kind.BARRIER, "agreement", transient=True), 1, filler=False)
+    agreement = Round(STEPS + 1, "agreement", dict.fromkeys(range(RANKS), barrier), "", free=True)
+    crossing = Crossing((ahead, back, ahead), {}, frozenset(), agreement)
+    monkeypatch.setattr(simulation, "draw", lambda *_: Scenes({STEPS - 1: crossing}))
+    steps = tuple(tuple(turn(step, name, 5) for name in "ab") for step in range(STEPS))
+    job = Script(steps, tuple((step,) * RANKS for step in steps), {})
+    shown: list[str] = []
+    made = run(job, seed=seed, swarm=Swarm(locks=True, blocks=True), stall_seconds=1e4, show=shown.append)
+    assert made.hub.locks == 1
+    assert any("attribute='order'" in line for line in shown)
+    assert made.agenda.now < 10.0
 
 
 @pytest.mark.parametrize("plant", LOCK_MUTANTS.values(), ids=LOCK_MUTANTS.keys())
