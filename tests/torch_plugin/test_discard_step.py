@@ -9,7 +9,7 @@ from torch import nn
 import coordd.torch as cd
 from tests.local_ranks import each_rank
 from tests.torch_plugin.test_discarded import loss_of
-from tests.torch_plugin.training import LARGE, WAYS, same, weights
+from tests.torch_plugin.training import LARGE, WAYS, attempts, same, weights
 
 SIZES = {"a": 3, "b": LARGE, "c": 2}
 STEPS = 7
@@ -389,30 +389,24 @@ def test_adasum_hears_that_ranks_have_waited_for_each_other():
 def test_a_pass_that_meets_an_error_of_the_step_before_is_answered_once(wrapped):
     def body(rank):
         net = weights(SIZES)
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
-        heard = []
-        for number in range(5 + rank):  # the pass of rank 1 that meets the error makes no step
+
+        def attempt(optimizer, number):
             try:
-                try:
-                    _ = 1 / (1 - rank or number - 2)
-                    with optimizer.no_sync():
-                        loss_of(net, 1.0).backward()
-                    cd.allreduce(torch.ones(1), name="metric")
+                _ = 1 / (1 - rank or number - 2)
+                with optimizer.no_sync():
                     loss_of(net, 1.0).backward()
-                except cd.MismatchError as error:
-                    if wrapped:
-                        raise ValueError(number) from error
-                    raise
-            except (ZeroDivisionError, ValueError, cd.MismatchError, cd.DiscardedStepError):
-                heard.append(number)
-                optimizer.discard_step()
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-        return heard, net.state_dict()
+                cd.allreduce(torch.ones(1), name="metric")
+                loss_of(net, 1.0).backward()
+            except cd.MismatchError as error:
+                if wrapped:
+                    raise ValueError(number) from error
+                raise
+
+        # The pass of rank 1 that meets the error makes no step.
+        return attempts(net, 5 + rank, attempt, ZeroDivisionError, ValueError)
 
     (first, values), (second, others) = each_rank(2, body)
-    assert (first, second) == ([2], [2, 3])
+    assert [[number for number, _ in heard] for heard in (first, second)] == [[2], [2, 3]]
     same([values, others])
 
 
@@ -421,26 +415,17 @@ def test_an_error_of_a_later_forward_pass_discards_that_step():
 
     def body(rank):
         net = weights(SIZES)
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
-        heard = []
-        for number in range(5):
-            try:
-                if rank == 0 and number == 1:
-                    raise BadBatchError  # noqa: TRY301 - as in a script
-                if rank == 1 and number == 2:
-                    cd.barrier()
-                if rank == 0 and number == 2:
-                    cd.allreduce(torch.ones(1), name="metric")
-                loss_of(net, factor_of(rank, number)).backward()
-            except (BadBatchError, cd.MismatchError, cd.DiscardedStepError) as error:
-                heard.append((number, type(error).__name__))
-                optimizer.discard_step()
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-        return heard, net.state_dict()
+
+        def attempt(_, number):
+            if (rank, number) == (0, 1):
+                raise BadBatchError
+            if number == 2:
+                cd.barrier() if rank else cd.allreduce(torch.ones(1), name="metric")
+            loss_of(net, factor_of(rank, number)).backward()
+
+        return attempts(net, 5, attempt, BadBatchError)
 
     (first, values), (second, others) = each_rank(2, body)
-    assert first == [(1, "BadBatchError"), (2, "MismatchError")]
-    assert second == [(1, "DiscardedStepError"), (2, "MismatchError")]
+    assert first == [(1, BadBatchError), (2, cd.MismatchError)]
+    assert second == [(1, cd.DiscardedStepError), (2, cd.MismatchError)]
     same([values, others])

@@ -11,7 +11,7 @@ import coordd.torch as cd
 from tests.local_ranks import each_rank
 from tests.torch_plugin.test_courier import MAKERS
 from tests.torch_plugin.test_discarded import loss_of
-from tests.torch_plugin.training import LARGE, same, weights
+from tests.torch_plugin.training import LARGE, attempts, same, weights
 
 WAYS = [{}, {"simulate_hosts": 2, "fusion_mb": 0.1}, {"lock_steps": 2, "fusion_mb": 0.1}, {"overlap": False}]
 
@@ -192,22 +192,15 @@ def test_two_steps_in_a_row_are_discarded_while_others_are_in_a_collective_of_th
 
     def body(rank):
         net = weights(SIZES)
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
-        heard = []
-        for number in range(7):
-            try:
-                _ = 1 / (1 - rank or (number - 2) * (number - 3))
-                cd.allreduce(torch.ones(1), name="z")
-                loss_of(net, factor_of(rank, number)).backward()
-            except (ZeroDivisionError, cd.MismatchError, cd.DiscardedStepError) as error:
-                heard.append(type(error))
-                optimizer.discard_step()
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-        return heard, net.state_dict()
+
+        def attempt(_, number):
+            _ = 1 / (1 - rank or (number - 2) * (number - 3))
+            cd.allreduce(torch.ones(1), name="z")
+            loss_of(net, factor_of(rank, number)).backward()
+
+        return attempts(net, 7, attempt, ZeroDivisionError)
 
     (first, values), (second, others) = each_rank(2, body)
-    assert second == [ZeroDivisionError, ZeroDivisionError, cd.MismatchError]
-    assert first == [cd.MismatchError, cd.DiscardedStepError, cd.MismatchError]
+    assert second == [(2, ZeroDivisionError), (3, ZeroDivisionError), (4, cd.MismatchError)]
+    assert first == [(2, cd.MismatchError), (3, cd.DiscardedStepError), (4, cd.MismatchError)]
     same([values, others])

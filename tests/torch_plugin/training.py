@@ -17,6 +17,7 @@ __all__ = [
     "STEPS",
     "WAYS",
     "alone",
+    "attempts",
     "batch",
     "home",
     "model",
@@ -123,6 +124,34 @@ def settled(net: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
     sum(value.real.sum() for value in net.parameters()).backward()
     optimizer.step()
+
+
+def attempts(
+    net: nn.ParameterDict, numbers: int, attempt: Callable[[Any, int], object], *errors: type[Exception]
+) -> tuple[list[tuple[int, type[Exception]]], Weights]:
+    """Makes steps, and discards those that fail; gradients are cleared after a step only.
+
+    Args:
+        net: what is trained.
+        numbers: how many times it is tried.
+        attempt: makes the passes of a step, with the optimizer and the number of the try.
+        errors: what it may raise besides what coordd tells of steps.
+
+    Returns:
+        the errors, with their numbers, and the weights at the end.
+    """
+    optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+    heard: list[tuple[int, type[Exception]]] = []
+    for number in range(numbers):
+        try:
+            attempt(optimizer, number)
+        except (*errors, cd.MismatchError, cd.DiscardedStepError) as error:
+            heard.append((number, type(error)))
+            optimizer.discard_step()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    return heard, net.state_dict()
 
 
 def home(gradient: torch.Tensor) -> int:

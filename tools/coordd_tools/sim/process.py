@@ -275,11 +275,6 @@ class Process:
 
     @property
     def moving(self) -> bool:
-        """Whether data or words are on the way."""
-        return bool(self._active or self._queue or self._open)
-
-    @property
-    def moving_data(self) -> bool:
         """Whether data is on the way; words of other ranks may never come."""
         words = self._setting.words
         return bool(self._active or self._queue or any(not words.missing(word) for word in self._open))
@@ -520,7 +515,7 @@ class _Watch(BlockWatch):
         super().__init__(
             process.member.table,
             thread=lambda: 0,
-            busy=lambda: process.moving_data,
+            busy=lambda: process.moving,
             submitted=lambda: any(isinstance(item, Entry) for item in process._inbox),  # noqa: SLF001 - its own part
             tell=lambda name: process.tell(Blocked(name, process.member.seen)),
         )
