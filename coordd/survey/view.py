@@ -56,15 +56,17 @@ def missing(operation: Operation, standings: Mapping[int, Standing], size: int) 
     """Finds out whom an operation waits for.
 
     What the waiting rank knows itself comes first. Else it is those of its members that have told what they have
-    submitted, and this is not among it; or, if all of these have it, those that have told nothing.
+    submitted, and this is not among it; or, if all of these have it, those that have told nothing: they may have been
+    stopped before or while they moved its data.
     """
-    if operation.stage == "agreed":
-        return ()
-    if operation.missing:
+    if operation.missing and operation.stage != "agreed":
         return operation.missing
     members = operation.members or range(size)
+    silent = tuple(rank for rank in members if rank not in standings)
+    if operation.stage == "agreed":
+        return silent
     late = [rank for rank in members if rank in standings and not _has(standings[rank], operation.name)]
-    return tuple(late or [rank for rank in members if rank not in standings])
+    return tuple(late) or silent
 
 
 def _has(standing: Standing, name: str) -> bool:
@@ -120,6 +122,8 @@ def _reason(operation: Operation, late: tuple[int, ...]) -> str:
     if operation.stage == "matched":
         preposition = "to" if operation.kind == "send" else "from"
         return f"{preposition} {_ranks(late)}"
+    if late and operation.stage == "agreed":
+        return f"all ranks have it, the data is on the way, and {_whom(late, 'does', 'do')} not answer"
     if late:
         return f"{_whom(late, 'has', 'have')} not submitted it"
     if operation.stage == "held":

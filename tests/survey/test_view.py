@@ -32,8 +32,18 @@ def test_whoever_is_missing_has_not_got_it_and_nobody_else_does_while_somebody_i
 
 def test_a_rank_that_knows_better_is_believed():
     has = {0: standing(0, operation("w")), 1: standing(1)}
-    assert missing(operation("w", stage="agreed"), has, 2) == ()
+    assert missing(operation("w", stage="agreed", missing=(1,)), has, 2) == ()
     assert missing(operation("w", missing=(0,)), has, 2) == (0,)
+
+
+def test_a_rank_that_was_stopped_while_its_data_moved_is_named():
+    moving = operation("w", stage="agreed", missing=(), seconds=9)
+    told = survey(standing(0, moving, waits=True), stopped(1))
+    assert [row.waits_for for row in rows(told)] == [(1,), ()]
+    assert verdict(told) == [
+        "Rank 0 has waited for rank 1 for 9.0 s.",
+        f"Rank 1: stopped; `kill -CONT 101` on {HERE} lets it go on.",
+    ]
 
 
 def test_nobody_waits_for_who_has_joined_and_he_waits_for_nobody():
@@ -115,7 +125,7 @@ def test_a_rank_that_tells_nothing_is_described_from_outside(fields, state):
         (standing(0, waits=True), "in coordd_torch.optimizer.synchronize()"),
         (
             standing(0, operation("w", stage="agreed"), waits=True),
-            "waits for 'w' (allreduce) for 2.5 s: all ranks have it, the data is on the way",
+            "waits for 'w' (allreduce) for 2.5 s: all ranks have it, the data is on the way, and rank 1 does not answer",
         ),
         (
             standing(0, operation("w", stage="held", missing=())),
