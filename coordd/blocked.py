@@ -1,10 +1,11 @@
 """Finds out whether the script of this rank is blocked in one operation, so that it can submit nothing more.
 
-It looks at the innermost frame of the script's thread, a moment after any thread has begun to wait; so a wait costs
-nothing, and neither does a daemon that has nothing to do. A rank is never called blocked while something else of it
-could submit an operation: a done callback, an operation under way whose result the script may use, or another thread
-that has submitted one before. Threads that never have, such as those of progress bars, get some seconds to do it. So
-do the other branches of a graph of TensorFlow's in which the script waits: each submission gives them as many again.
+It looks at the innermost frame of the script's thread, a moment after any thread has begun to wait, and now and then as
+long as a message is to come; so a wait costs nothing, and neither does a daemon that has nothing to do. A rank is never
+called blocked while something else of it could submit an operation: a done callback, an operation under way whose
+result the script may use, or another thread that has submitted one before. Threads that never have, such as those of
+progress bars, get some seconds to do it. So do the other branches of a graph of TensorFlow's in which the script waits:
+each submission gives them as many again.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any, NamedTuple
 
 from coordd.handles import Handle, awaited
+from coordd.mailbox import Letter
 from coordd.table import TensorTable
 
-__all__ = ["BlockWatch", "Submitter"]
+__all__ = ["Awaited", "BlockWatch", "Submitter"]
 
 _SECONDS = 1.0
 _WITH_OTHERS = 8.0
+_LONGEST_PAUSE = 8.0
 _submitters: Counter[int] = Counter()
 """Threads that submit operations, by their numbers, which are given again once a thread has ended."""
 
@@ -42,17 +46,28 @@ class Submitter:
         _submitters[self._ident] -= 1
 
 
+class Awaited(NamedTuple):
+    """The operation that a script waits for, by name, and the rank from which it receives; -1 for a collective."""
+
+    name: str = ""
+    sender: int = -1
+
+
+_NOTHING = Awaited()
+
+
 class BlockWatch:
     """Tells the coordinator when the script waits for long, and when it goes on."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its eyes
         self,
         table: TensorTable,
         *,
         thread: Callable[[], int],
         busy: Callable[[], bool],
         submitted: Callable[[], bool],
-        tell: Callable[[str], None],
+        tell: Callable[[Awaited], None],
+        wanted: Callable[[], Sequence[Letter]] = tuple,
     ) -> None:
         """Starts with nothing waited for.
 
@@ -61,23 +76,25 @@ class BlockWatch:
             thread: says which thread the script runs in.
             busy: whether data or messages of this rank are under way, or have moved since it was asked last.
             submitted: whether the script has submitted something that is not announced yet.
-            tell: tells the coordinator for which operation the script waits; with "" that it does not.
+            tell: tells the coordinator for which operation the script waits; without a name that it does not.
+            wanted: the receives of this rank for which nothing has come yet.
         """
         self._table = table
         self._thread = thread
         self._busy = busy
         self._submitted = submitted
         self._tell = tell
+        self._wanted = wanted
         self._due: float | None = None
         self._pause = _SECONDS
-        self._told = ""
+        self._told = _NOTHING
         self._one_of_several = False
         self._in_graph = False
-        self._first = ("", 0.0)
+        self._first = (_NOTHING, 0.0)
         """What the script was found to wait for, and when first."""
 
     def note_wait(self, now: float) -> None:
-        """Notes that a thread has begun to wait."""
+        """Notes that a thread has begun to wait, or to receive, for which it may wait without a word."""
         self._pause = _SECONDS
         if self._due is None or self._due > now + _SECONDS:
             self._due = now + _SECONDS
@@ -86,23 +103,24 @@ class BlockWatch:
     @property
     def told(self) -> bool:
         """Whether the coordinator takes the script for blocked."""
-        return bool(self._told)
+        return bool(self._told.name)
 
     def note_news(self, now: float) -> None:
-        """Notes that this rank is about to announce something, or that an exception has broken the script's wait off.
+        """Notes that this rank is about to announce or send something, or has received something.
 
-        So it is not blocked, or not in the way that was told; whether it is again, the next look finds out.
+        Or that an exception has broken the script's wait off. So it is not blocked, or not in the way that was told;
+        whether it is again, the next look finds out.
         """
-        self._first = "", now
-        if self._told:
-            self._told = ""
-            self._tell("")
+        self._first = _NOTHING, now
+        if self.told:
+            self._told = _NOTHING
+            self._tell(_NOTHING)
             self._due = now + _SECONDS
 
     def note_lock(self, now: float) -> None:
         """Notes that a plan is locked: with that the coordinator forgets which ranks are blocked."""
-        if self._told:
-            self._told = ""
+        if self.told:
+            self._told = _NOTHING
             self._due = now + _SECONDS
 
     def look(self, now: float) -> None:
@@ -112,21 +130,23 @@ class BlockWatch:
         if self._busy():
             self._due = now + _SECONDS
             return
-        name = self._awaited()
+        awaits = self._awaited()
         if self._submitted():  # before it began to wait; asked for after the look, which may have come later
             self._due = now
             return
-        if name != self._first[0]:
-            self._first = name, now
-        others = bool(name) and (self._others_may_submit() or now - self._first[1] < self._patience())
+        if awaits != self._first[0]:
+            self._first = awaits, now
+        patience = max(self._patience(), 0.0 if awaits.sender < 0 else _SECONDS)  # it may have begun just now
+        others = bool(awaits.name) and (self._others_may_submit() or now - self._first[1] < patience)
         # A thread may end, or one of several operations that the script waits for, and the script still wait.
         self._due = now + _SECONDS if others or self._one_of_several else None
-        if not name and len(self._table) > 0:  # it may have been in a handler of a signal, say, or in a debugger
+        if not awaits.name and (len(self._table) > 0 or self._wanted()):
+            # It may have been in a signal's handler, say, or begin to wait for a neighbour's message without a word.
             self._due = now + self._pause
-            self._pause *= 2
-        if name and name != self._told and not others:
-            self._told = name
-            self._tell(name)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        if awaits.name and awaits != self._told and not others:
+            self._told = awaits
+            self._tell(awaits)
 
     def remaining(self, now: float) -> float | None:
         """Seconds until `look` has something to do; None if that is not in sight."""
@@ -134,7 +154,7 @@ class BlockWatch:
 
     def _others_may_submit(self) -> bool:
         """Whether anything but the script's thread could submit an operation of this rank."""
-        if any(isinstance(entry.handle, Handle) and entry.handle.has_callbacks for entry in self._table):
+        if any(isinstance(handle, Handle) and handle.has_callbacks for handle, _ in self._under_way()):
             return True
         # Python never removes a foreign thread from its list, such as one of TensorFlow's that has logged; no public
         # function tells such a thread from the others.
@@ -154,8 +174,13 @@ class BlockWatch:
             if thread is not threading.main_thread() and not thread.name.startswith("coordd")
         ]
 
-    def _awaited(self) -> str:
-        """Names the operation that the script waits for without a time limit; empty if there is none.
+    def _under_way(self) -> Iterator[tuple[Any, Awaited]]:
+        """Lists the handles of what other ranks have to take part in."""
+        yield from ((entry.handle, Awaited(entry.request.name)) for entry in self._table)
+        yield from ((letter.handle, Awaited(letter.name, letter.peer)) for letter in self._wanted())
+
+    def _awaited(self) -> Awaited:
+        """Finds the operation that the script waits for without a time limit; it has no name if there is none.
 
         Of several operations it is the oldest that has not ended, as of the gradients of a step.
         """
@@ -168,11 +193,11 @@ class BlockWatch:
         if place in {_ENGINE, _GRAPH}:
             handles = [awaited(frame) for frame in frames.values() if not _within(frame, place)]
         for handle in filter(None, handles):
-            for entry in self._table:
-                if handle.waits_for(entry.handle):
-                    self._one_of_several = entry.handle is not handle
-                    return entry.request.name
-        return ""
+            for promise, operation in self._under_way():
+                if handle.waits_for(promise):
+                    self._one_of_several = promise is not handle
+                    return operation
+        return _NOTHING
 
 
 def _within(frame: FrameType | None, function: str) -> bool:

@@ -131,7 +131,7 @@ class Coordinator:
             case Hello() | Muster():
                 self._greet(message.by_rank() if isinstance(message, Muster) else {voice: message})
             case Goodbye():
-                self._negotiator.leave(self._speakers(voice, message.ranks))
+                self._negotiator.leave(self._speakers(voice, message.ranks), message.sent)
             case Abort():
                 self._fail(message.failure)
             case Overdue():
@@ -150,7 +150,7 @@ class Coordinator:
             case Refused():
                 self._negotiator.refuse(message)
             case Blocked():
-                self._negotiator.note_blocked(self._speakers(voice, message.ranks), message.name, message.seen)
+                self._negotiator.note_blocked(self._speakers(voice, message.ranks), message)
 
     def turn(self, now: float) -> Outgoing:
         """Returns what is to be sent to which voice, in order; messages to rank 0 itself included."""

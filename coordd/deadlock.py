@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from coordd.errors import ranks_text
+import msgspec
+
+from coordd.errors import CoorddError, MismatchError, ShutdownError, ranks_text
 from coordd.group_names import covers
-from coordd.messages import Blocked, Plan, Request, Response, Waiting
+from coordd.messages import Blocked, Plan, Request, Response, Unsent, Waiting
 from coordd.wire import bits, mask
 
 __all__ = [
+    "RECEIVE",
     "BlockedRanks",
     "BlockedSums",
     "Heard",
@@ -21,6 +25,7 @@ __all__ = [
     "members_of",
 ]
 
+RECEIVE = "recv"
 _SHOWN = 6
 """So many waits are listed in an error."""
 
@@ -34,34 +39,34 @@ class Wait(NamedTuple):
 
 
 class BlockedRanks:
-    """The ranks whose scripts are blocked, as bits, by the name of the operation that they wait for.
+    """The ranks whose scripts are blocked, as bits, by what they wait for.
 
-    A deadlock can only arise when a rank blocks, when an announcement of a blocked rank is counted, or when a join
-    fails. So it is looked for after these only.
+    A deadlock can only arise when a rank blocks, when an announcement of a blocked rank is counted, when a join fails,
+    or when a rank leaves. So it is looked for after these only.
     """
 
     def __init__(self) -> None:
-        self._ranks: dict[str, int] = {}
+        self._ranks: dict[Blocked, int] = {}
+        self._gone: dict[int, dict[int, int]] = {}  # by rank that has left, how many messages it had sent to whom
         self._all = 0
         self._changed = False
         self._since = 0
 
-    def enter(self, ranks: int, name: str, seen: int) -> None:
-        """Notes for which operation the scripts of ranks wait; without a name, that they wait no more.
-
-        Args:
-            ranks: their bit mask.
-            name: of the operation.
-            seen: the last plan that they had carried out, or an earlier one.
-        """
+    def enter(self, ranks: int, blocked: Blocked) -> None:
+        """Notes for which operation the scripts of ranks, a bit mask, wait; without a name, that they wait no more."""
         if self._all & ranks:
             left = {other: there & ~ranks for other, there in self._ranks.items()}
             self._ranks = {other: there for other, there in left.items() if there}
             self._all &= ~ranks
-        if name and seen >= self._since:
-            self._ranks[name] = self._ranks.get(name, 0) | ranks
+        if blocked.name and blocked.seen >= self._since:
+            self._ranks[blocked.wait] = self._ranks.get(blocked.wait, 0) | ranks
             self._all |= ranks
             self._changed = True
+
+    def leave(self, ranks: int, sent: Iterable[tuple[int, int]]) -> None:
+        """Notes that ranks, a bit mask, will send nothing more, and how many messages they have sent, by receiver."""
+        self._gone |= {rank: dict(sent) for rank in bits(ranks)}
+        self.stir()
 
     def stir(self, ranks: int = -1) -> None:
         """Notes that ranks have announced something, or that others may have to wait for them anew."""
@@ -74,17 +79,30 @@ class BlockedRanks:
         self._all = 0
         self._since = sequence
 
-    def take(self) -> dict[str, int]:
+    def take(self) -> dict[Blocked, int]:
         """Returns the blocked ranks if they are to be judged; nothing if nothing has changed since the last time."""
         changed, self._changed = self._changed, False
-        return dict(self._ranks) if changed and self._all & (self._all - 1) else {}
+        several = self._all & (self._all - 1) or any(blocked.sender >= 0 for blocked in self._ranks)
+        return dict(self._ranks) if changed and several else {}
+
+    def receives(self, blocked: Mapping[Blocked, int]) -> Iterator[tuple[int, Blocked]]:
+        """Lists the receives among what ranks wait for that will wait as long as their senders do, or have left.
+
+        No message of such a sender is under way: as many have come as it had sent when it began to wait, or left. It
+        has sent no other since, for else it would not wait for what it said, and the ranks that it waits for had to go
+        on before it.
+        """
+        sent = {rank: dict(each.sent) for each, ranks in blocked.items() for rank in bits(ranks)} | self._gone
+        for each, ranks in blocked.items():
+            if each.sender in sent:
+                yield from ((rank, each) for rank in bits(ranks) if sent[each.sender].get(rank, 0) == each.heard)
 
 
 class BlockedSums:
     """What the ranks below a foreman have said of being blocked, added up by operation."""
 
     def __init__(self) -> None:
-        self._ranks: dict[str, int] = {}
+        self._ranks: dict[Blocked, int] = {}
         self._freed = 0
         self._since = 0
 
@@ -98,7 +116,7 @@ class BlockedSums:
         if not blocked.name:
             self._freed |= ranks
         elif blocked.seen >= self._since:
-            self._ranks[blocked.name] = self._ranks.get(blocked.name, 0) | ranks
+            self._ranks[blocked.wait] = self._ranks.get(blocked.wait, 0) | ranks
 
     def follow(self, plan: Plan) -> None:
         """Forgets all at a plan that locks: the ranks will say anew that they are blocked."""
@@ -114,7 +132,7 @@ class BlockedSums:
     def told(self) -> list[Blocked]:
         """Says which ranks are blocked, once."""
         ranks, self._ranks = self._ranks, {}
-        return [Blocked(name, self._since, mask(there)) for name, there in ranks.items()]
+        return [msgspec.structs.replace(wait, seen=self._since, ranks=mask(there)) for wait, there in ranks.items()]
 
 
 class Heard(NamedTuple):
@@ -142,7 +160,9 @@ class HeardDeadlocks:
 
     def note(self, rank: int, plan: Plan) -> None:
         """Notes what deadlocks have failed, and its process sets, if any of it was submitted by this rank."""
-        for number in {response.deadlock for response in plan.responses if rank in response.recipients} - {-1}:
+        concerned = {response.deadlock for response in plan.responses if rank in response.recipients}
+        concerned |= {plan.sequence for unsent in plan.unsent if unsent.rank == rank and unsent.error}
+        for number in concerned - {-1}:
             failed = [response for response in plan.responses if response.deadlock == number]
             sets = {response.request.members: number for response in failed}
             self._unheard.setdefault(number, {}).update(sets)
@@ -173,6 +193,14 @@ class HeardDeadlocks:
             for key in keys & missed.keys():
                 del missed[key]
         return bool(keys)
+
+    def error(self, unsent: Unsent, plan: int) -> CoorddError:
+        """Makes the error of a receive that a plan fails."""
+        if not unsent.error:
+            return ShutdownError(unsent.name, (unsent.sender,))
+        error = MismatchError.told(unsent.name, "order", unsent.error)
+        error.when_heard = functools.partial(self.hear, plan)
+        return error
 
     def hear(self, plan: int) -> None:
         """Notes that the script has heard of the deadlock that a plan has ended; on any thread."""
@@ -231,7 +259,7 @@ def deadlock_text(waits: Sequence[Wait]) -> str:
     """Says which ranks wait for which, and what to do."""
     told = [
         f"{ranks_text(tuple(bits(ranks)))} for {waiting.name!r} ({waiting.operation}), "
-        f"not submitted by {ranks_text(waiting.missing)}"
+        f"not {'sent' if waiting.operation == RECEIVE else 'submitted'} by {ranks_text(waiting.missing)}"
         for ranks, _, waiting in waits
     ]
     rest = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""

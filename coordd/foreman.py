@@ -73,6 +73,7 @@ class Foreman:
         self._arrived: dict[int, Hello] = {}
         self._welcome: Welcome | None = None
         self._leaving = 0
+        self._senders: list[Goodbye] = []
         self._blocked = BlockedSums()
         self._complaints: dict[tuple[tuple[str, ...], tuple[Waiting, ...]], tuple[int, float]] = {}
         self._stopped = False
@@ -132,6 +133,8 @@ class Foreman:
         match message:
             case Goodbye():
                 self._leaving |= self._speakers(child, message.ranks)
+                if message.sent:
+                    self._senders.append(Goodbye(mask(self._speakers(child, message.ranks)), message.sent))
             case Overdue():
                 self._note_complaint(child, message)
             case Refused():  # a join that comes later, but goes up before, would complete the call
@@ -161,8 +164,10 @@ class Foreman:
     def _say_goodbye(self) -> None:
         """Comes after everything that those who leave have announced."""
         if self._leaving:
-            self._up.append(Goodbye(mask(self._leaving)))
+            rest = self._leaving & ~sum(int.from_bytes(each.ranks, "little") for each in self._senders)
+            self._up += [*self._senders, *([Goodbye(mask(rest))] if rest else [])]
             self._leaving = 0
+            self._senders = []
 
     def _complain(self) -> None:
         for (names, matched), (ranks, seconds) in self._complaints.items():

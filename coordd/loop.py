@@ -19,7 +19,7 @@ import numpy as np
 from coordd.account import Account, account, is_stopped
 from coordd.affinity import keep_to
 from coordd.bell import Bell
-from coordd.blocked import BlockWatch
+from coordd.blocked import Awaited, BlockWatch
 from coordd.bucket import Locked
 from coordd.config import Config
 from coordd.control.protocol import Lost
@@ -137,7 +137,7 @@ class Loop:
         if self._status.failure is None and not self._said_goodbye:
             self._said_goodbye = True
             self._carry_out(self._member.leave())
-            self._tell(Goodbye())
+            self._tell(Goodbye(sent=self._mailbox.sent))
 
     def landed(self, entries: Sequence[Entry]) -> None:
         """Notes that results have arrived."""
@@ -164,7 +164,7 @@ class Loop:
         self._listen()
         if self._member.stopped:
             self._part()
-        moved = self._flights.advance() | self._mailbox.advance()
+        moved = self._flights.advance() | self._deliver()
         while self._dues:
             self._carry_out(self._dues.pop(0))
         self.recorder.look()
@@ -226,7 +226,8 @@ class Loop:
             thread=lambda: self._status.script,
             busy=self._is_moving,
             submitted=lambda: bool(self._inbox),
-            tell=lambda name: self._tell(Blocked(name, self._member.seen)),
+            tell=self._tell_blocked,
+            wanted=lambda: self._mailbox.wanted,
         )
         self._status.parts = Parts(self._member, self._flights, self._mailbox, link.commons, self._inbox)
         self._own_post = post(transport.rank, link.hosts, self._config.fan_in)
@@ -253,11 +254,24 @@ class Loop:
         """Whether data is under way, or has moved since this was asked last.
 
         What only waits for other ranks' words on a locked bucket is not: they may never come, if those ranks wait for
-        operations that this one does not submit.
+        operations that this one does not submit. Nor is a send, or a receive for which nothing has come.
         """
         before = self._beats
         negotiated, self._beats = self._flights.progress
-        return negotiated or self._beats != before or bool(self._mailbox)
+        return negotiated or self._beats != before or self._mailbox.receiving
+
+    def _tell_blocked(self, awaits: Awaited) -> None:
+        """Tells the coordinator for what the script waits, and which messages may be under way."""
+        heard = self._mailbox.heard(awaits.sender) if awaits.sender >= 0 else 0
+        sent = self._mailbox.sent if awaits.name else ()
+        self._tell(Blocked(awaits.name, self._member.seen, sender=awaits.sender, heard=heard, sent=sent))
+
+    def _deliver(self) -> bool:
+        """Drives sends and receives; what has come ends a wait, or changes what was told of it."""
+        moved = self._mailbox.advance()
+        if moved:
+            self._blocks.note_news(time.monotonic())
+        return moved
 
     def _elsewhere(self) -> list[Delay]:
         """What waits for other ranks without the coordinator knowing, and since when."""
@@ -338,6 +352,8 @@ class Loop:
             letter.handle.fail(peer_error(self._status.failure))
         else:
             self._mailbox.start(letter)
+            if not letter.outgoing:
+                self._blocks.note_wait(time.monotonic())
 
     def _tell(self, message: Message) -> None:
         """Sends to the coordinator, or to who stands between."""
@@ -397,6 +413,11 @@ class Loop:
         if plan.lock:
             self._blocks.note_lock(time.monotonic())
         self._carry_out(self._member.follow(plan))
+        for unsent in plan.unsent:
+            if unsent.rank == self._member.rank:
+                self._blocks.note_news(time.monotonic())
+                for letter in self._mailbox.give_up(unsent.sender, unsent.name):
+                    _fail(letter, self._member.deadlocks.error(unsent, plan.sequence))
 
     def _enter(self, welcome: Welcome) -> None:
         self._status.world = dataclasses.replace(self._status.world, hosts=welcome.hosts)

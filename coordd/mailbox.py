@@ -8,7 +8,7 @@ memory that is lent to a rank of the same host does not travel: the header tells
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,6 +103,8 @@ class Mailbox:
         self._early: dict[tuple[int, int], tuple[np.ndarray, list[Ticket]]] = {}  # by sender and serial number
         self._moving: list[tuple[Letter, Steps]] = []
         self._abandoned: list[tuple[Letter, Steps]] = []
+        self._sent: Counter[int] = Counter()
+        self._heard: Counter[int] = Counter()
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
         self._listening: Ticket | None = None
         self.done = {"send": 0, "recv": 0}
@@ -112,6 +114,30 @@ class Mailbox:
 
     def __len__(self) -> int:
         return len(self._moving) + sum(len(queue) for queue in self._wanted.values())
+
+    @property
+    def letters(self) -> list[Letter]:
+        """All that is under way."""
+        return [*(letter for letter, _ in self._moving), *self.wanted]
+
+    @property
+    def receiving(self) -> bool:
+        """Whether the payload of a message is on the way to this rank."""
+        return any(not letter.outgoing for letter, _ in self._moving)
+
+    @property
+    def sent(self) -> tuple[tuple[int, int], ...]:
+        """How many messages this rank has begun to send, by receiver."""
+        return tuple(sorted(self._sent.items()))
+
+    def heard(self, sender: int) -> int:
+        """How many messages of a rank have come, wanted or not."""
+        return self._heard[sender]
+
+    @property
+    def wanted(self) -> list[Letter]:
+        """The receives for which nothing has come yet."""
+        return [letter for queue in self._wanted.values() for letter in queue]
 
     @property
     def unheralded(self) -> bool:
@@ -130,6 +156,7 @@ class Mailbox:
     def start(self, letter: Letter) -> None:
         """Starts a send, or a receive."""
         if letter.outgoing and letter.array is not None:
+            self._sent[letter.peer] += 1
             self._moving.append((letter, self._send(letter, letter.array)))
             return
         key = (letter.peer, letter.name)
@@ -143,6 +170,10 @@ class Mailbox:
         else:
             self._wanted.setdefault(key, deque()).append(letter)
 
+    def give_up(self, sender: int, name: str) -> list[Letter]:
+        """Drops the receives of a name for which nothing has come, and returns them."""
+        return [*self._wanted.pop((sender, name), ())]
+
     def advance(self) -> bool:
         """Drives what is under way; says whether something was completed."""
         heard = self._listen()
@@ -153,15 +184,12 @@ class Mailbox:
 
     def waiting(self) -> Iterator[tuple[float, Waiting]]:
         """Lists what is under way, with the time of its start."""
-        letters = [letter for letter, _ in self._moving]
-        letters += [letter for queue in self._wanted.values() for letter in queue]
-        for letter in letters:
+        for letter in self.letters:
             yield letter.handle.submitted, Waiting(letter.name, letter.word, (letter.peer,))
 
     def clear(self) -> list[Letter]:
         """Abandons everything, and returns what was under way."""
-        letters = [letter for letter, _ in self._moving]
-        letters += [letter for queue in self._wanted.values() for letter in queue]
+        letters = self.letters
         self._wanted.clear()
         # Their buffers live on, for the network may still write into them.
         self._abandoned += self._moving
@@ -226,6 +254,7 @@ class Mailbox:
         return heard
 
     def _sort(self, header: _Header) -> None:
+        self._heard[header.sender] += 1
         key = (header.sender, header.name)
         queue = self._wanted.get(key)
         if header.loan is None:

@@ -159,12 +159,24 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     deadlock: int = -1
 
 
+class Unsent(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank waits to receive from ``sender`` fails, because that waits, too; ``error`` says for what.
+
+    Without an error the sender has left.
+    """
+
+    rank: int
+    name: str
+    sender: int
+    error: str = ""
+
+
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """What all ranks now do, in this order: the hits by ascending slot, then the responses.
 
     ``voids`` are the slots of operations that end without a result, because all members would only have filled up.
     ``lock`` are slots by bucket that are negotiated no more; the lock is called by this plan's sequence, which the plan
-    that ends it has in ``unlock``.
+    that ends it has in ``unlock``. ``unsent`` are receives that fail.
     """
 
     sequence: int
@@ -175,6 +187,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     stop: bool = False
     lock: tuple[tuple[int, ...], ...] = ()
     unlock: int = 0
+    unsent: tuple[Unsent, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -208,9 +221,13 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
-    """A rank will submit nothing more; or some ranks will not, whose bit mask a foreman gives."""
+    """A rank will submit nothing more; or some ranks will not, whose bit mask a foreman gives.
+
+    ``sent`` is how many messages it has sent, by receiver.
+    """
 
     ranks: bytes = b""
+    sent: tuple[tuple[int, int], ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -312,11 +329,22 @@ class Blocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
 
     Without a name it does so no more. ``seen`` is the last plan that the rank had carried out, and ``ranks`` the bit
     mask of those that wait for the same, which a foreman gives.
+
+    The operation is a receive if there is a ``sender``, of which ``heard`` messages have come so far. ``sent`` is how
+    many messages the rank has sent itself, by receiver: none is under way where both numbers are equal.
     """
 
     name: str = ""
     seen: int = 0
     ranks: bytes = b""
+    sender: int = -1
+    heard: int = 0
+    sent: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def wait(self) -> Blocked:
+        """What ranks that wait for the same have in common."""
+        return msgspec.structs.replace(self, seen=0, ranks=b"")
 
 
 class StallReport(msgspec.Struct, frozen=True, array_like=True, tag="stall"):

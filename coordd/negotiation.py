@@ -17,12 +17,24 @@ import msgspec
 from coordd.absence import Absence
 from coordd.ballot import Ballot, lowest, members_mask
 from coordd.cache import ResponseCache
-from coordd.deadlock import BlockedRanks, Wait, deadlock_text, deadlocked, members_of
+from coordd.deadlock import RECEIVE, BlockedRanks, Wait, deadlock_text, deadlocked, members_of
 from coordd.errors import MismatchError, ranks_text, spans
 from coordd.fusion import buckets
 from coordd.group_names import covers, is_group
 from coordd.latch import MOST_LINES, Latch, lines
-from coordd.messages import Announcement, Kind, Plan, ReduceOp, Refused, Report, Request, Response, Waiting
+from coordd.messages import (
+    Announcement,
+    Blocked,
+    Kind,
+    Plan,
+    ReduceOp,
+    Refused,
+    Report,
+    Request,
+    Response,
+    Unsent,
+    Waiting,
+)
 from coordd.owed import Owed
 from coordd.refusals import Refusals, RefusedParts, answer
 from coordd.repetition import Slots
@@ -86,6 +98,7 @@ class Negotiator:
         self._table: dict[str, dict[tuple[int, ...], Ballot]] = {}
         self._complete: list[Ballot] = []
         self._refused: list[Response] = []
+        self._unsent: list[Unsent] = []
         self._owed = Owed()
         self._refusals = Refusals()
         self._parts = RefusedParts()
@@ -127,13 +140,15 @@ class Negotiator:
         for announcement in report.fresh:
             self._enter(voice, ranks, announcement, report.seen)
 
-    def leave(self, ranks: int) -> None:
+    def leave(self, ranks: int, sent: Sequence[tuple[int, int]] = ()) -> None:
         """Notes that ranks will announce nothing more; what they wait for, and what waits for them, fails.
 
         Args:
             ranks: their bit mask.
+            sent: how many messages they have sent, by receiver.
         """
         self._left |= ranks
+        self._blocked.leave(ranks, sent)
         self._refusals.leave(ranks)
         self._parts.leave(ranks, self._everybody)
         self._settle_all()
@@ -199,23 +214,32 @@ class Negotiator:
         """The slots of an operation, or a group, that a rank refuses."""
         return [self._cache.slot_of(each) for each in self._cache.named(name)]
 
-    def note_blocked(self, ranks: int, name: str, seen: int) -> None:
-        """Notes for which operation the scripts of ranks wait; without a name, that they do not wait any more.
-
-        Args:
-            ranks: their bit mask.
-            name: of the operation.
-            seen: the last plan that they had carried out, or an earlier one.
-        """
-        self._blocked.enter(ranks, name, seen)
-        if name:
+    def note_blocked(self, ranks: int, blocked: Blocked) -> None:
+        """Notes for which operation the scripts of ranks, a bit mask, wait, or that they do not wait any more."""
+        self._blocked.enter(ranks, blocked)
+        if blocked.name:
             self._latch.end()  # those that it waits for may wait for its word on what is locked
 
     def _end_deadlock(self) -> None:
         """Fails what ranks wait for that wait for each other: none of them will ever submit what the others need."""
-        waits = [wait for name, ranks in self._blocked.take().items() for wait in self._waits(name, ranks)]
+        blocked = self._blocked.take()
+        waits = [wait for each, ranks in blocked.items() if each.sender < 0 for wait in self._waits(each.name, ranks)]
+        for rank, each in self._blocked.receives(blocked):
+            if self._left >> each.sender & 1:
+                self._fail_receive(Unsent(rank, each.name, each.sender))
+            else:
+                waits.append(Wait(1 << rank, 1 << each.sender, Waiting(each.name, RECEIVE, (each.sender,))))
         if found := deadlocked(waits):
-            self._fail_between(members_of(found), deadlock_text(found))
+            text = deadlock_text(found)
+            receives = [wait for wait in found if wait.waiting.operation == RECEIVE]
+            for ranks, _, waiting in receives:
+                self._fail_receive(Unsent(lowest(ranks), waiting.name, waiting.missing[0], text))
+            self._fail_between(members_of(found), text, informed=members_of(receives))
+
+    def _fail_receive(self, unsent: Unsent) -> None:
+        """Fails a receive; with that its rank is not blocked any more."""
+        self._unsent.append(unsent)
+        self._blocked.enter(1 << unsent.rank, Blocked())
 
     def _waits(self, name: str, ranks: int) -> Iterator[Wait]:
         """Lists what those of some ranks that have announced an operation wait for."""
@@ -230,12 +254,12 @@ class Negotiator:
             missing = self._mask(request.members) & ~told
             yield Wait(told & ranks, missing, Waiting(name, request.kind.name.lower(), tuple(bits(missing))))
 
-    def _fail_between(self, ranks: int, error: str) -> None:
+    def _fail_between(self, ranks: int, error: str, *, informed: int = 0) -> None:
         """Fails what some of these ranks, a bit mask, have announced and others of them have not.
 
         A rank that gets no error now, because it has announced nothing of that, gets one when it does. One that gets an
         error, and has yet to announce another of these operations, gets one for that if it announces it before it has
-        carried out the plan that tells: it has not gone on yet.
+        carried out the plan that tells: it has not gone on yet. So do those that are ``informed`` by another error.
         """
         for slot in bits(self._announced_by_any()):
             self._spell_out(slot)
@@ -244,7 +268,7 @@ class Negotiator:
             missing = entry.wanted & ~(entry.told | self._absent(entry))
             if entry.told & ranks and missing & ranks:
                 failing.append((entry, missing))
-        informed = functools.reduce(operator.or_, (entry.told for entry, _ in failing), 0)
+        informed = functools.reduce(operator.or_, (entry.told for entry, _ in failing), informed)
         if informed:
             self._restarts.appendleft((self._sequence + 1, informed))
         self._owed.restart(informed, self._sequence + 1)
@@ -276,7 +300,7 @@ class Negotiator:
         """Releases everything that is ready; None when there is nothing to say."""
         self._end_deadlock()
         ready, voids = self._ready_slots()
-        if not (ready or self._complete or self._refused or self._latch.ended):
+        if not (ready or self._complete or self._refused or self._unsent or self._latch.ended):
             return None
         self._sequence += 1
         hits = ready & ~voids
@@ -284,6 +308,7 @@ class Negotiator:
         self._cache.touch(bits(hits))
         self._roll.drop(ready)
         responses, self._refused = self._refused, []
+        unsent, self._unsent = tuple(self._unsent), []
         for entry in sorted(self._complete, key=self._turn):
             self._drop(entry)
             responses.append(self._release(entry))
@@ -298,6 +323,7 @@ class Negotiator:
             fusion_bytes=self._fusion_bytes,
             lock=lock,
             unlock=self._latch.tell(),
+            unsent=unsent,
         )
 
     def waiting(self, ranks: int) -> list[Waiting]:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from coordd import api, blocked
-from coordd.blocked import BlockWatch
+from coordd.blocked import Awaited, BlockWatch
 from coordd.handles import Handle
+from coordd.mailbox import Letter
 from coordd.messages import Kind, Request
 from coordd.negotiation import Negotiator
 from coordd.table import Entry, TensorTable
@@ -69,7 +70,11 @@ def told(handle: Handle[None], thread: int, *, busy: bool = False, submitted: bo
     table.admit([Entry(Request(Kind.BARRIER, handle.name), np.empty(0), handle)])
     messages: list[str] = []
     watch = BlockWatch(
-        table, thread=lambda: thread, busy=lambda: busy, submitted=lambda: submitted, tell=messages.append
+        table,
+        thread=lambda: thread,
+        busy=lambda: busy,
+        submitted=lambda: submitted,
+        tell=lambda awaits: messages.append(awaits.name),
     )
     watch.note_wait(0.0)
     watch.look(_LATER)
@@ -123,7 +128,11 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
         monkeypatch.setattr(threading, "main_thread", lambda: waiter)  # this thread is another one of the script
         monkeypatch.setattr(blocked, "_submitters", Counter([threading.get_ident()] * has_submitted))
         watch = BlockWatch(
-            table, thread=lambda: thread, busy=lambda: False, submitted=lambda: False, tell=messages.append
+            table,
+            thread=lambda: thread,
+            busy=lambda: False,
+            submitted=lambda: False,
+            tell=lambda awaits: messages.append(awaits.name),
         )
         watch.note_wait(0.0)
         watch.look(2.0)
@@ -155,7 +164,11 @@ def test_a_thread_that_is_not_pythons_own_is_listed_for_ever_but_gets_some_secon
         monkeypatch.setattr(threading, "enumerate", lambda: [waiter, foreign])
         monkeypatch.setattr(blocked, "_submitters", Counter([foreign.ident]))
         watch = BlockWatch(
-            table, thread=lambda: thread, busy=lambda: False, submitted=lambda: False, tell=messages.append
+            table,
+            thread=lambda: thread,
+            busy=lambda: False,
+            submitted=lambda: False,
+            tell=lambda awaits: messages.append(awaits.name),
         )
         watch.note_wait(0.0)
         watch.look(2.0)
@@ -187,7 +200,11 @@ def test_of_several_operations_that_a_script_waits_for_one_that_has_not_ended_is
     table.admit([Entry(Request(Kind.BARRIER, name), np.empty(0), handle) for name, handle in handles.items()])
     with waiting(_Several("both")) as thread:
         watch = BlockWatch(
-            table, thread=lambda: thread, busy=lambda: False, submitted=lambda: False, tell=messages.append
+            table,
+            thread=lambda: thread,
+            busy=lambda: False,
+            submitted=lambda: False,
+            tell=lambda awaits: messages.append(awaits.name),
         )
         watch.note_wait(0.0)
         for when, ended, expected in ((10.0, None, ["x"]), (20.0, "x", ["x", "y"]), (30.0, "y", ["x", "y"])):
@@ -202,13 +219,65 @@ def test_of_several_operations_that_a_script_waits_for_one_that_has_not_ended_is
         assert watch.remaining(50.0) is None
 
 
+def receiving(handle: Handle[None], thread: int, messages: list[Awaited]) -> BlockWatch:
+    """A watch of a rank that receives."""
+    letter = Letter("m", 3, None, handle, outgoing=False)
+    return BlockWatch(
+        TensorTable(),
+        thread=lambda: thread,
+        busy=lambda: False,
+        submitted=lambda: False,
+        tell=messages.append,
+        wanted=lambda: [letter],
+    )
+
+
+def test_a_script_that_waits_for_a_message_is_blocked_once_it_is_found_so_twice():
+    """A receive is looked at because it has begun, and the script may wait for it without a word."""
+    handle, messages = Handle[None]("m"), list[Awaited]()
+    with waiting(handle) as thread:
+        watch = receiving(handle, thread, messages)
+        watch.note_wait(0.0)
+        watch.look(2.0)
+        assert not messages
+        watch.look(2.0 + watch.remaining(2.0))
+        assert messages == [Awaited("m", 3)]
+        watch.note_news(4.0)
+        assert messages == [Awaited("m", 3), Awaited()]
+
+
+def test_a_done_callback_of_a_receive_may_submit_what_others_wait_for():
+    handle, messages = Handle[None]("m"), list[Awaited]()
+    handle.add_done_callback(lambda _: None)
+    with waiting(handle) as thread:
+        watch = receiving(handle, thread, messages)
+        watch.note_wait(0.0)
+        for now in (2.0, 4.0, 20.0):
+            watch.look(now)
+    assert not messages
+
+
+def test_a_script_that_only_has_a_receive_under_way_is_looked_at_seldom():
+    watch = receiving(Handle[None]("m"), threading.get_ident(), [])
+    watch.note_wait(0.0)
+    now = 0.0
+    for _ in range(10):
+        now += watch.remaining(now) or 0.0
+        watch.look(now)
+    assert watch.remaining(now) == pytest.approx(blocked._LONGEST_PAUSE)
+
+
 def test_a_script_that_is_elsewhere_at_the_first_look_is_looked_for_again():
     """As in a signal's handler that runs while it waits."""
     table, handle, messages = TensorTable(), Handle[None]("x"), list[str]()
     table.admit([Entry(Request(Kind.BARRIER, "x"), np.empty(0), handle)])
     script = [0]
     watch = BlockWatch(
-        table, thread=lambda: script[0], busy=lambda: False, submitted=lambda: False, tell=messages.append
+        table,
+        thread=lambda: script[0],
+        busy=lambda: False,
+        submitted=lambda: False,
+        tell=lambda awaits: messages.append(awaits.name),
     )
     watch.note_wait(0.0)
     watch.look(_LATER)
@@ -232,7 +301,11 @@ def test_other_branches_of_a_graph_in_which_a_script_waits_may_submit_what_other
     messages: list[str] = []
     with script_in("quick_execute") as script, waiting(handle):
         watch = BlockWatch(
-            table, thread=lambda: script, busy=lambda: False, submitted=lambda: False, tell=messages.append
+            table,
+            thread=lambda: script,
+            busy=lambda: False,
+            submitted=lambda: False,
+            tell=lambda awaits: messages.append(awaits.name),
         )
         watch.note_wait(0.0)
         watch.look(2.0)
@@ -256,12 +329,12 @@ def test_a_script_that_breaks_a_wait_off_is_not_blocked(monkeypatch):
 
     def looks(watch, now):
         look(watch, now)
-        if watch._told == "x":
+        if watch._told == Awaited("x"):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
-    def notes(negotiator, ranks, name, *rest):
-        note(negotiator, ranks, name, *rest)
-        noted.append(name)
+    def notes(negotiator, ranks, message):
+        note(negotiator, ranks, message)
+        noted.append(message.name)
 
     def decides(negotiator):
         plan = decide(negotiator)

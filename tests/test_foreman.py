@@ -144,6 +144,30 @@ def test_blocked_ranks_are_added_up_and_come_after_what_they_have_announced():
     assert blocked == [Blocked("w", 0, mask(0b111000)), Blocked("v", 0, mask(0b000100))]
 
 
+def test_ranks_that_have_sent_different_messages_are_told_apart():
+    """The coordinator looks whether what they have sent has come."""
+    stand = Stand()
+    stand.hear(BELOW, Blocked("w", 3, sent=((0, 1),)))
+    stand.hear(OTHER, Blocked("w", 3, mask(0b110000)))
+    stand.hear(HERE, Blocked("w", 3, sender=BELOW))
+    blocked = [message for to, message in stand.moment() if to == ABOVE]
+    assert blocked == [
+        Blocked("w", 0, mask(0b001000), sent=((0, 1),)),
+        Blocked("w", 0, mask(0b110000)),
+        Blocked("w", 0, mask(0b000100), sender=BELOW),
+    ]
+
+
+def test_who_leaves_having_sent_messages_is_told_apart():
+    stand = Stand()
+    stand.hear(HERE, Goodbye())
+    stand.hear(OTHER, Goodbye(sent=((1, 2),)))
+    assert stand.hear(BELOW, Goodbye()) == [
+        (ABOVE, Goodbye(mask(0b110000), ((1, 2),))),
+        (ABOVE, Goodbye(mask(0b001100))),
+    ]
+
+
 def test_a_refusal_stays_between_what_the_rank_has_announced_before_and_after():
     """A join that came before it would complete the call that is refused."""
     stand, refused = Stand(), Refused(BELOW, "7", "bad")

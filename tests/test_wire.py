@@ -36,6 +36,7 @@ from coordd.messages import (
     Request,
     Response,
     StallReport,
+    Unsent,
     Waiting,
     Welcome,
 )
@@ -69,14 +70,24 @@ def some(values: st.SearchStrategy) -> st.SearchStrategy:
     return st.lists(values, max_size=3).map(tuple)
 
 
+counts = some(st.tuples(whole, whole))
 by_type = {
     Report: st.builds(Report, whole, bytes_, bytes_, some(announcements), whole, whole, bytes_, st.integers(-1, 9)),
-    Plan: st.builds(Plan, whole, bytes_, bytes_, some(responses), whole, st.booleans()),
+    Plan: st.builds(
+        Plan,
+        whole,
+        bytes_,
+        bytes_,
+        some(responses),
+        whole,
+        st.booleans(),
+        unsent=some(st.builds(Unsent, whole, texts, whole, texts)),
+    ),
     Hello: st.builds(Hello, texts, texts, whole, texts),
     Welcome: st.builds(Welcome, ranks, some(texts), texts),
-    Goodbye: st.builds(Goodbye, bytes_),
+    Goodbye: st.builds(Goodbye, bytes_, counts),
     Refused: st.builds(Refused, whole, texts, texts, ranks, some(texts)),
-    Blocked: st.builds(Blocked, texts, whole, bytes_),
+    Blocked: st.builds(Blocked, texts, whole, bytes_, st.integers(-1, 9), whole, counts),
     Loss: st.builds(Loss, whole),
     Muster: st.builds(Muster, bytes_, some(st.builds(Hello, texts, texts, whole, texts))),
     Abort: st.builds(Abort, st.builds(Failure, whole, texts, texts)),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from coordd import negotiation
 from coordd.blocked import BlockWatch
-from coordd.deadlock import BlockedRanks
+from coordd.deadlock import BlockedRanks, BlockedSums
 from coordd.foreman import Foreman
 from coordd.group_names import group_of
 from coordd.member import Member
 from coordd.messages import Kind, Refused
 from coordd.negotiation import Negotiator
 from coordd.refusals import Refusals, RefusedParts, _Part
+from coordd.wire import bits
 from coordd_tools.sim.process import _Watch
 from tests.simulation.planting import Mutants
 
@@ -39,10 +42,34 @@ def never_judges(monkeypatch):
 
 
 @mutant
+def lets_receives_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(BlockedRanks, "receives", lambda self, blocked: iter(()))
+
+
+@mutant
+def does_not_ask_what_is_under_way(monkeypatch):
+    def receives(self, blocked):
+        there = {rank for ranks in blocked.values() for rank in bits(ranks)}
+        yield from ((rank, each) for each, ranks in blocked.items() if each.sender in there for rank in bits(ranks))
+
+    monkeypatch.setattr(BlockedRanks, "receives", receives)
+
+
+@mutant
+def adds_up_ranks_that_have_sent_different_messages(monkeypatch):
+    hear = BlockedSums.hear
+
+    def heard(self, ranks, blocked):
+        hear(self, ranks, msgspec.structs.replace(blocked, sent=()))
+
+    monkeypatch.setattr(BlockedSums, "hear", heard)
+
+
+@mutant
 def lets_joins_wait_for_ever(monkeypatch):
     end = Negotiator._fail_between
 
-    def _fail_between(self, ranks, error):
+    def _fail_between(self, ranks, error, **rest):
         joins = {
             name: sets
             for name, sets in self._table.items()
@@ -50,7 +77,7 @@ def lets_joins_wait_for_ever(monkeypatch):
         }
         for name in joins:
             del self._table[name]
-        end(self, ranks, error)
+        end(self, ranks, error, **rest)
         self._table.update(joins)
 
     monkeypatch.setattr(Negotiator, "_fail_between", _fail_between)

@@ -15,6 +15,9 @@ FIRST = {
     "forgets_a_refused_call_at_once": 17,
     "keeps_a_refused_call_for_ever": 17,
     "never_judges": 3,
+    "lets_receives_wait_for_ever": 3,
+    "does_not_ask_what_is_under_way": 38,
+    "adds_up_ranks_that_have_sent_different_messages": 285,
     "lets_joins_wait_for_ever": 113,
     "takes_every_two_blocked_ranks_for_a_circle": 22,
     "does_not_tell_that_it_is_blocked_no_more": 343,
@@ -53,10 +56,11 @@ def test_seeds_have_refusals_verdicts_and_waits_that_are_broken_off():
         seen["deadlock"] += plan and "attribute='order'" in line
         seen["join"] += plan and "attribute='order'" in line and "(join)" in line
         seen["broken off"] += "breaks its wait off" in line
+        seen["receive"] += plan and "Unsent(" in line
 
     for seed in range(200):
         simulate(seed, show=show)
-        if all(seen[what] for what in ("refused", "deadlock", "join", "broken off")):
+        if all(seen[what] for what in ("refused", "deadlock", "join", "broken off", "receive")):
             return
     pytest.fail(f"{seen}")
 

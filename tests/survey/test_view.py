@@ -125,7 +125,10 @@ def test_a_rank_that_tells_nothing_is_described_from_outside(fields, state):
         (standing(0, waits=True), "in coordd_torch.optimizer.synchronize()"),
         (
             standing(0, operation("w", stage="agreed"), waits=True),
-            "waits for 'w' (allreduce) for 2.5 s: all ranks have it, the data is on the way, and rank 1 does not answer",
+            (
+                "waits for 'w' (allreduce) for 2.5 s: "
+                "all ranks have it, the data is on the way, and rank 1 does not answer"
+            ),
         ),
         (
             standing(0, operation("w", stage="held", missing=())),

@@ -17,7 +17,7 @@ from coordd.messages import Kind, Plan, StallReport
 from coordd.table import Entry, show_site
 from coordd_tools.sim.script import ROOTLESS, Part, Round, Script
 from coordd_tools.sim.verdicts import quarrel_text
-from coordd_tools.sim.waits import Waits
+from coordd_tools.sim.waits import Turn, Waits
 
 __all__ = ["LOCKED", "Ledger", "Submission", "Violation", "demand"]
 
@@ -95,6 +95,8 @@ class Ledger:
         self.failed = False
         self.submissions: list[Submission] = []
         self.waits = Waits()
+        self.sent: set[Turn] = set()
+        self.receipts: list[Handle[object]] = []
         self._leavers = frozenset(script.leavers)
         self._entries: dict[tuple[int, str], Entry] = {}
         self._by_round: dict[Round, dict[int, Submission]] = defaultdict(dict)
@@ -190,9 +192,12 @@ class Ledger:
     def judge(self, plan: Plan) -> None:
         """Insists that what a plan fails because ranks wait for each other is between ranks that do."""
         failed = [response for response in plan.responses if response.attribute == "order"]
-        if not failed or self.failed:
+        if not (failed or plan.unsent) or self.failed:
             return
         blocked = self.waits.deadlocked(self._pending)
+        for unsent in plan.unsent:
+            both = {unsent.rank, unsent.sender} <= blocked
+            demand(both, f"{unsent.name!r} fails on {unsent.rank}; {blocked or 'no'} ranks wait for each other")
         for response in failed:
             name, told = response.request.name, {*response.recipients}
             missing = {*(response.request.members or self.waits.ranks)} - told
@@ -201,8 +206,10 @@ class Ledger:
             demand(true, f"{name!r} fails on {told}; in truth {blocked or 'no'} ranks wait for each other")
             self._condemned.add(name)
 
-    def _pending(self, turn: Round) -> set[int] | None:
-        """The ranks whose submission of a round waits; None if a rank has carried it out."""
+    def _pending(self, turn: Turn) -> set[int] | None:
+        """The ranks whose submission of a round waits, or receive; None if a rank has carried it out, or sent."""
+        if not isinstance(turn, Round):
+            return None if turn in self.sent else {turn.members[-1]}
         told = self._by_round[turn]
         if any(not isinstance(made.outcome, BaseException | Submission) for made in told.values()):
             return None
@@ -243,6 +250,8 @@ class Ledger:
         """Looks back when all is over: every submission of a live rank has ended, alike on all members."""
         for made in self.submissions:
             demand(made.rank in dead or made.outcome is not made, f"{made!r} never ended")
+        for receipt in self.receipts:
+            demand(receipt.poll() or getattr(receipt, "rank", -1) in dead, f"{receipt!r} never ended")
         if not fatal:
             for turn, told in self._by_round.items():
                 kinds = {type(made.outcome).__name__ for made in told.values()}

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from coordd.blocked import BlockWatch
+from coordd.blocked import Awaited, BlockWatch
 from coordd.control.protocol import Lost
 from coordd.deadlock import Heard
 from coordd.errors import PeerError, ShutdownError
@@ -33,7 +33,8 @@ from coordd.table import Entry
 from coordd.tree import NOBODY
 from coordd_tools.sim.caches import told
 from coordd_tools.sim.ledger import LOCKED, Submission
-from coordd_tools.sim.program import Pause, program
+from coordd_tools.sim.letters import Letter, Mailbag, Receipt
+from coordd_tools.sim.program import Made, Pause, program
 from coordd_tools.sim.script import Round
 from coordd_tools.sim.setting import Setting
 
@@ -80,12 +81,13 @@ class Process:
         self._hurried = False
         self._stall = StallWatch(setting.settings.stall_seconds)
         self._program: Iterator[Pause] | None = None
-        self._awaited: list[Submission] | None = None
+        self._awaited: list[Made] | None = None
         self._due = float("inf")
         self._frozen_until = 0.0
         self._parting: float | None = None
         self._beside = 0
-        self._noted: Submission | None = None
+        self._noted: Made | None = None
+        self.bag = Mailbag(rank, setting.routes, wake=lambda: self._wake(0.0))
         self._blocks = _Watch(self) if setting.swarm.blocks else None
 
     # What happens to a rank.
@@ -153,9 +155,9 @@ class Process:
         """Whether another thread has yet to submit something."""
         return self._beside > 0 and not self.closed
 
-    def submit_beside(self, turns: Sequence[tuple[float, Round]]) -> list[Submission]:
+    def submit_beside(self, turns: Sequence[tuple[float, Round]]) -> list[Made]:
         """Has another thread submit rounds, each after some seconds; returns the list that they will be in."""
-        made: list[Submission] = []
+        made: list[Made] = []
         self._beside += len(turns)
 
         def submit(turn: Round) -> None:
@@ -171,6 +173,30 @@ class Process:
         for seconds, turn in turns:
             self._setting.agenda.after(seconds, partial(submit, turn))
         return made
+
+    def send(self, letter: Letter) -> None:
+        """Sends a message."""
+        self._setting.ledger.sent.add(letter)
+        self._inbox.append(partial(self._begin, letter))
+        self._wake(0.0)
+
+    def receive(self, letter: Letter) -> Receipt:
+        """Begins to receive a message; fails that if the job has failed."""
+        receipt = Receipt(self._setting.ledger, letter)
+        self._inbox.append(partial(self._begin, receipt))
+        self._wake(0.0)
+        return receipt
+
+    def _begin(self, what: Letter | Receipt) -> None:
+        """Begins to send or to receive, as the daemon does."""
+        if isinstance(what, Letter):
+            self.bag.send(what)
+        elif self.failure is not None:
+            what.fail(_peer_error(self.failure))
+        else:
+            self.bag.receive(what)
+            if self._blocks is not None:
+                self._blocks.note_wait(self._setting.agenda.now)
 
     def refuse(self, refused: Refused) -> None:
         """Says that this rank has left a collective call by an exception, or refuses its part of an operation."""
@@ -209,6 +235,8 @@ class Process:
         self._listen()
         self._land()
         self._advance()
+        if self.bag.deliver() and self._blocks is not None:
+            self._blocks.note_news(self._setting.agenda.now)
         self._setting.payload.advance(self.rank)
         self._resume()
         self._wake_to_look()
@@ -329,6 +357,11 @@ class Process:
         due = self.member.follow(plan)
         self._setting.caches.compare(self.member, plan.sequence)
         self._carry_out(due)
+        for unsent in plan.unsent:
+            if unsent.rank == self.rank and self._blocks is not None:
+                self._blocks.note_news(self._setting.agenda.now)
+                for receipt in self.bag.give_up(unsent.sender, unsent.name):
+                    receipt.fail(self.member.deadlocks.error(unsent, plan.sequence))
 
     def _advance(self) -> None:
         flying = Counter(bucket.request.members for bucket in self._active.values())
@@ -414,7 +447,7 @@ class Process:
         self._note_waits()
 
     @property
-    def waits_for(self) -> Submission | None:
+    def waits_for(self) -> Made | None:
         """What the script waits for, so that it goes on only after that; it does not where it polls."""
         if self._awaited is None or self._setting.swarm.polling:
             return None
@@ -432,7 +465,7 @@ class Process:
                 self._wake(0.0)
         self._setting.ledger.waits.begin(self.rank, made.turn if made is not None and not self._beside else None)
 
-    def _break_off(self, awaited: list[Submission]) -> None:
+    def _break_off(self, awaited: list[Made]) -> None:
         """Has an exception end a wait, as that of a signal's handler, if it has not ended yet."""
         if self._awaited is not awaited or all(made.poll() for made in awaited) or self.closed:
             return
@@ -483,6 +516,8 @@ class Process:
         self._queue.clear()
         for entry in dict.fromkeys([*flying, *self.member.table.clear()]):
             entry.handle.fail(_peer_error(failure))
+        for receipt in self.bag.clear():
+            receipt.fail(_peer_error(failure))
 
     def _part(self) -> None:
         """Ends once all is done; what does not come any more, because a rank died after its goodbye, is given up."""
@@ -516,16 +551,23 @@ class _Watch(BlockWatch):
             process.member.table,
             thread=lambda: 0,
             busy=lambda: process.moving,
-            submitted=lambda: any(isinstance(item, Entry) for item in process._inbox),  # noqa: SLF001 - its own part
-            tell=lambda name: process.tell(Blocked(name, process.member.seen)),
+            submitted=lambda: any(isinstance(item, Entry | partial) for item in process._inbox),  # noqa: SLF001 - its part
+            tell=self._tell_process,
         )
         self._process = process
 
-    def _awaited(self) -> str:
-        made = self._process.waits_for
-        if made is None or made.name not in self._process.member.table:
-            return ""
-        return made.name if self._process.member.table.find(made.name).handle is made else ""
+    def _tell_process(self, awaits: Awaited) -> None:
+        process, bag = self._process, self._process.bag
+        heard = bag.heard[awaits.sender] if awaits.sender >= 0 else 0
+        sent = tuple(sorted(bag.sent.items())) if awaits.name else ()
+        process.tell(Blocked(awaits.name, process.member.seen, sender=awaits.sender, heard=heard, sent=sent))
+
+    def _awaited(self) -> Awaited:
+        made, table = self._process.waits_for, self._process.member.table
+        if isinstance(made, Receipt):
+            return Awaited(made.name, made.turn.sender) if made in self._process.bag else Awaited()
+        known = made is not None and made.name in table and table.find(made.name).handle is made
+        return Awaited(made.name) if made is not None and known else Awaited()
 
     def _others_may_submit(self) -> bool:
         return self._process.busy_beside

@@ -8,6 +8,7 @@ from typing import Protocol
 from coordd.errors import PeerError
 from coordd.messages import Kind, Refused
 from coordd_tools.sim.ledger import Submission, demand
+from coordd_tools.sim.letters import Letter, Receipt
 from coordd_tools.sim.scenes import Call, Crossing
 from coordd_tools.sim.script import Round
 from coordd_tools.sim.setting import Setting
@@ -19,7 +20,8 @@ _DUPLICATED, _STALLED = 0.15, 0.02
 _THREAD = 0.1
 _TRIES = 200
 
-Pause = float | list[Submission] | tuple[Submission, float]
+Made = Submission | Receipt
+Pause = float | list[Made] | tuple[Made, float]
 """Seconds of computing, what the thread waits for, or that and the seconds after which an exception ends the wait."""
 
 
@@ -41,7 +43,15 @@ class Worker(Protocol):
         """Says whether a submission under this name would be a duplicate now."""
         ...
 
-    def submit_beside(self, turns: Sequence[tuple[float, Round]]) -> list[Submission]:
+    def send(self, letter: Letter) -> None:
+        """Sends a message."""
+        ...
+
+    def receive(self, letter: Letter) -> Receipt:
+        """Begins to receive a message; fails that at once if the job has failed."""
+        ...
+
+    def submit_beside(self, turns: Sequence[tuple[float, Round]]) -> list[Made]:
         """Has another thread submit rounds, each after some seconds; returns the list that they will be in."""
         ...
 
@@ -132,17 +142,18 @@ def _call(worker: Worker, setting: Setting, call: Call) -> Iterator[Pause]:
 
 def _cross(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]:
     """Submits rounds in this rank's own order, up to the first that fails; then agrees with all to go on."""
-    rng, made = setting.rng, list[Submission]()
+    rng, made = setting.rng, list[Made]()
     order = scene.orders[worker.rank]
-    if name := scene.refused.get(worker.rank):
-        yield rng.expovariate(1 / _COMPUTE)
-        worker.refuse(_refusal(worker, name, scene.members))
+    yield from _refuse(worker, setting, scene)
     if worker.rank in scene.threads:
-        made = worker.submit_beside([(rng.expovariate(1.0), turn) for turn, _ in order[1:]])
+        made = worker.submit_beside([(rng.expovariate(1.0), turn) for turn, _ in order[1:] if isinstance(turn, Round)])
         order = order[:1]
     for turn, waits in order:
         yield rng.expovariate(1 / _COMPUTE)
-        made.append(worker.submit(turn))
+        if isinstance(turn, Letter) and turn.sender == worker.rank:
+            worker.send(turn)
+            continue
+        made.append(worker.submit(turn) if isinstance(turn, Round) else worker.receive(turn))
         if waits:
             limit = scene.limits.get((worker.rank, turn))
             yield [made[-1]] if limit is None else (made[-1], limit)
@@ -156,7 +167,14 @@ def _cross(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]
     yield from _agree(worker, scene.agreement)
 
 
-def _hear(made: Sequence[Submission]) -> None:
+def _refuse(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]:
+    """Refuses what this rank refuses of a crossing."""
+    if name := scene.refused.get(worker.rank):
+        yield setting.rng.expovariate(1 / _COMPUTE)
+        worker.refuse(_refusal(worker, name, scene.members))
+
+
+def _hear(made: Sequence[Made]) -> None:
     """Asks for the errors: only now the script knows of them, whenever they have come."""
     for one in made:
         one.error()

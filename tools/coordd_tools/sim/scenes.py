@@ -14,12 +14,14 @@ from random import Random
 from coordd.arguments import places
 from coordd.group_names import names_in_group, refused_names
 from coordd.messages import Kind, Request
+from coordd_tools.sim.letters import Letter
 from coordd_tools.sim.script import Part, Round, Script
 from coordd_tools.sim.swarm import Swarm, aside
 
 __all__ = ["Call", "Crossing", "Scenes", "draw", "with_refusals"]
 
 _REFUSED = 0.1
+_SENT, _AWAITED = 0.85, 0.7
 
 _PATIENCE = 1.2
 """Mean seconds after which a wait is broken off."""
@@ -39,10 +41,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Each rank submits some rounds in an order of its own, and waits after some of them.
+    """Each rank submits some rounds, sends and receives in an order of its own, and waits after some of them.
 
     Attributes:
-        orders: by rank, its rounds, and whether it waits for each before it submits the next.
+        orders: by rank, its rounds and messages, and whether it waits for each before it goes on.
         limits: by rank and round, seconds after which an exception breaks the wait off.
         threads: ranks of which another thread submits what comes after the first round.
         agreement: the barrier that all repeat until it succeeds.
@@ -50,19 +52,22 @@ class Crossing:
         members: the process set of what is refused.
     """
 
-    orders: tuple[tuple[tuple[Round, bool], ...], ...]
-    limits: dict[tuple[int, Round], float]
+    orders: tuple[tuple[tuple[Round | Letter, bool], ...], ...]
+    limits: dict[tuple[int, Round | Letter], float]
     threads: frozenset[int]
     agreement: Round
     refused: dict[int, str] = field(default_factory=dict)
     members: Members = ()
 
 
+Scene = Call | Crossing
+
+
 @dataclass(frozen=True)
 class Scenes:
     """By step, what comes after it."""
 
-    after: dict[int, Call | Crossing] = field(default_factory=dict)
+    after: dict[int, Scene] = field(default_factory=dict)
 
 
 def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
@@ -70,7 +75,7 @@ def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
     if script.leavers:
         return Scenes()
     author = _Author(rng, size, sum(len(step) for step in script.steps) * 2 + 1000)
-    found: dict[int, Call | Crossing] = {}
+    found: dict[int, Scene] = {}
     for step in range(len(script.orders)):
         if swarm.calls and rng.random() < 0.4:
             found[step] = author.call()
@@ -82,7 +87,28 @@ def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
         for step in range(len(script.orders)):
             if step not in found and side.random() < 0.2:
                 found[step] = refusing.refusal()
-    return Scenes(found)
+    return Scenes(_lettered(Random(aside(rng).random()), size, swarm, found))  # noqa: S311 - repeatable, like all of it
+
+
+def _lettered(rng: Random, size: int, swarm: Swarm, found: dict[int, Scene]) -> dict[int, Scene]:
+    """Has ranks send and receive in crossings; where they poll nothing ends a receive that waits for ever."""
+    if not (swarm.letters and swarm.blocks) or swarm.polling:
+        return found
+    crossings = {step: scene for step, scene in found.items() if isinstance(scene, Crossing)}
+    return found | {step: _with_letters(rng, size, scene) for step, scene in crossings.items()}
+
+
+def _with_letters(rng: Random, size: int, crossing: Crossing) -> Crossing:
+    """Has ranks send and receive in between, but for those of which another thread submits; some never send."""
+    orders = [[*order] for order in crossing.orders]
+    ranks = [rank for rank in range(size) if rank not in crossing.threads]
+    for number in range(rng.randint(1, 4) if len(ranks) > 1 else 0):
+        sender, receiver = rng.sample(ranks, 2)
+        letter = Letter(f"m{crossing.agreement.number}.{number}", sender, receiver)
+        if rng.random() < _SENT:
+            orders[sender].insert(rng.randint(0, len(orders[sender])), (letter, False))
+        orders[receiver].insert(rng.randint(0, len(orders[receiver])), (letter, rng.random() < _AWAITED))
+    return replace(crossing, orders=tuple(map(tuple, orders)))
 
 
 def with_refusals(rng: Random, script: Script) -> Script:
@@ -132,7 +158,7 @@ class _Author:
             )
             for index in range(self._rng.randint(2, 4))
         ]
-        orders, limits = [], {}
+        orders, limits = list[tuple[tuple[Round | Letter, bool], ...]](), dict[tuple[int, Round | Letter], float]()
         reorder, patience = self._rng.random() < 0.7, self._rng.random() < 0.6
         for rank in range(self._size):
             mine = [turn for turn in rounds if rank in turn.parts]

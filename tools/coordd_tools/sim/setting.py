@@ -11,6 +11,7 @@ from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.caches import Caches
 from coordd_tools.sim.exchange import Exchange
 from coordd_tools.sim.ledger import Ledger
+from coordd_tools.sim.letters import Routes
 from coordd_tools.sim.network import Network
 from coordd_tools.sim.payload import Payload
 from coordd_tools.sim.scenes import Scenes
@@ -89,3 +90,4 @@ class Setting:
     ledger: Ledger
     caches: Caches
     payload: Payload
+    routes: Routes

@@ -15,6 +15,7 @@ from coordd_tools.sim.caches import Caches, leftovers
 from coordd_tools.sim.exchange import Exchange
 from coordd_tools.sim.hub import Hub
 from coordd_tools.sim.ledger import Ledger, Violation, demand
+from coordd_tools.sim.letters import Routes
 from coordd_tools.sim.network import Network
 from coordd_tools.sim.payload import Payload
 from coordd_tools.sim.process import Process
@@ -95,6 +96,7 @@ class Simulation:
             self.ledger,
             caches,
             self.payload,
+            Routes(self.agenda, aside(rng)),
         )
         self.ledger.waits.ranks = tuple(range(settings.size))
         self.hub = Hub(settings, self.trace, self.ledger, caches)

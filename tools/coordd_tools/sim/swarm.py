@@ -12,7 +12,7 @@ from random import Random
 __all__ = ["Swarm", "aside"]
 
 _CHANCES = {"crash": 0.2, "abort": 0.1, "impatience": 0.1, "locks": 0.75, "polling": 0.2}
-_LATE = {"calls": 0.25, "blocks": 0.8, "crossings": 0.8, "refusals": 0.4}
+_LATE = {"calls": 0.25, "blocks": 0.8, "crossings": 0.8, "refusals": 0.4, "letters": 0.5}
 
 
 def aside(rng: Random) -> Random:
@@ -53,6 +53,7 @@ class Swarm:
     blocks: bool = False
     crossings: bool = False
     refusals: bool = False
+    letters: bool = False
 
     @classmethod
     def draw(cls, rng: Random, *, scenes: bool = True) -> Swarm:

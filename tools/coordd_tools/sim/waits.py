@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from coordd_tools.sim.script import Round
-
-__all__ = ["Waits"]
+__all__ = ["Turn", "Waits"]
 
 
-class Wait(Protocol):
-    """What a script waits for."""
-
-    turn: Round
+class Turn(Protocol):
+    """What a script can wait for: a round, or a message to a rank, which comes last among the members."""
 
     @property
-    def rank(self) -> int:
-        """The rank that waits."""
+    def members(self) -> tuple[int, ...]:
+        """The ranks that it concerns."""
         ...
 
 
@@ -26,10 +22,10 @@ class Waits:
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
-        self._now: dict[int, Round] = {}
-        self._broken: dict[int, list[Round]] = {}
+        self._now: dict[int, Turn] = {}
+        self._broken: dict[int, list[Turn]] = {}
 
-    def begin(self, rank: int, turn: Round | None) -> None:
+    def begin(self, rank: int, turn: Turn | None) -> None:
         """Notes what a script waits for; with None that it does not, or that another thread of it may submit."""
         if turn is None:
             self._now.pop(rank, None)
@@ -46,11 +42,11 @@ class Waits:
         for rank in [rank for rank in self._broken if ranks >> rank & 1]:
             del self._broken[rank]
 
-    def deadlocked(self, pending: Callable[[Round], set[int] | None]) -> set[int]:
+    def deadlocked(self, pending: Callable[[Turn], set[int] | None]) -> set[int]:
         """Finds the ranks that will wait for ever.
 
         Args:
-            pending: the ranks whose submission of a round waits; None if a rank has carried it out.
+            pending: the ranks whose submission of a round waits, or receive; None if one has carried it out, or sent.
         """
         missing: dict[int, set[int]] = {}
         for rank in {*self._now, *self._broken}:
