@@ -45,6 +45,9 @@ _FAREWELL = 30.0
 _ACTIVE = 4
 
 
+Work = Entry | Letter | Receipt | Refused | Heard | Callable[[], None]
+
+
 class Process:
     """A daemon and its main thread; its steps are those of `coordd.daemon`, without threads and sockets."""
 
@@ -69,7 +72,7 @@ class Process:
         self._hub = hub
         self._post = setting.settings.posts[rank]
         self._neighbours = [peer for peer in (*self._post.children, self._post.parent) if peer != NOBODY]
-        self._inbox: list[Entry | Refused | Heard | Callable[[], None]] = []
+        self._inbox: list[Work] = []
         self.member.deadlocks.later = self._hear
         self._mail: deque[tuple[int, Message | Lost]] = deque()
         self._landed: list[Bucket] = []
@@ -177,13 +180,13 @@ class Process:
     def send(self, letter: Letter) -> None:
         """Sends a message."""
         self._setting.ledger.sent.add(letter)
-        self._inbox.append(partial(self._begin, letter))
+        self._inbox.append(letter)
         self._wake(0.0)
 
     def receive(self, letter: Letter) -> Receipt:
         """Begins to receive a message; fails that if the job has failed."""
         receipt = Receipt(self._setting.ledger, letter)
-        self._inbox.append(partial(self._begin, receipt))
+        self._inbox.append(receipt)
         self._wake(0.0)
         return receipt
 
@@ -263,8 +266,14 @@ class Process:
             self._carry_out(self.member.awaited())
         self._hurried = False
         for item in items:
-            if not isinstance(item, Entry | Refused | Heard):
-                item()
+            self._start(item)
+
+    def _start(self, item: Work) -> None:
+        """Does what is neither announced nor refused."""
+        if isinstance(item, Letter | Receipt):
+            self._begin(item)
+        elif not isinstance(item, Entry | Refused | Heard):
+            item()
 
     def _admit(self, entries: list[Entry]) -> None:
         if self.failure is None:
@@ -535,8 +544,8 @@ class Process:
         self.closed = True
         self._note("ends")
         for item in self._inbox:
-            if isinstance(item, Entry) and self.failure is not None:
-                item.handle.fail(_peer_error(self.failure))
+            if isinstance(item, Entry | Receipt) and self.failure is not None:
+                (item.handle if isinstance(item, Entry) else item).fail(_peer_error(self.failure))
         self._setting.network.close(self.rank, self._neighbours, crashed=False)
 
     def _note(self, what: str) -> None:
@@ -551,7 +560,7 @@ class _Watch(BlockWatch):
             process.member.table,
             thread=lambda: 0,
             busy=lambda: process.moving,
-            submitted=lambda: any(isinstance(item, Entry | partial) for item in process._inbox),  # noqa: SLF001 - its part
+            submitted=lambda: any(isinstance(item, Entry | Letter | Receipt) for item in process._inbox),  # noqa: SLF001 - its part
             tell=self._tell_process,
         )
         self._process = process
