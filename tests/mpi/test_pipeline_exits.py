@@ -24,6 +24,8 @@ def go_wrong(where):
         print(f"at {time.monotonic()}", flush=True)
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "collective":
+            cd.barrier()
         if fault == "refuse":
             raise cd.ArgumentError("an odd batch")
         raise ArithmeticError("an odd batch")
@@ -137,6 +139,14 @@ def test_a_loss_of_many_numbers_is_refused_on_all_ranks() -> None:
     _assert_all_heard(outcome, size=2)
     wanted = "loss= must return one number, the mean over a microbatch's rows, not a tensor of shape (2,)"
     assert wanted in outcome.of_rank(0), str(outcome)
+
+
+@pytest.mark.parametrize(("place", "size", "waiter"), [("loss", 2, 1), ("forward 2", 4, 1), ("backward 0", 4, 0)])
+def test_a_collective_in_a_pass_for_which_the_others_cannot_come_is_told(place: str, size: int, waiter: int) -> None:
+    """They wait to receive what comes after it."""
+    outcome = _end(place, "collective", size=size)
+    assert f"rank {waiter} for 'barrier.noname.0' (barrier), not submitted by" in outcome.stderr, str(outcome)
+    assert "(recv), not sent by" in outcome.stderr, str(outcome)
 
 
 @pytest.mark.parametrize(("place", "size"), [("forward 1", 2), ("backward 4", 4), ("step 0", 4)])
