@@ -326,7 +326,8 @@ def recv(tensor: Tensor, source: int, name: str) -> Tensor:
     """Receives into a tensor and returns it.
 
     Raises:
-        MismatchError: what was sent has another shape or type.
+        MismatchError: what was sent has another shape or type, or the source waits, too, so that it will never send.
+        ShutdownError: the source has left.
     """
     return recv_async(tensor, source, name).result()
 
