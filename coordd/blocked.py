@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from coordd.handles import Handle, awaited
 from coordd.mailbox import Letter
@@ -47,10 +47,28 @@ class Submitter:
 
 
 class Awaited(NamedTuple):
-    """The operation that a script waits for, by name, and the rank from which it receives; -1 for a collective."""
+    """The operation that a script waits for, by name, and the rank from which it receives; -1 for a collective.
+
+    ``since`` is when it was submitted.
+    """
 
     name: str = ""
     sender: int = -1
+    since: float = 0.0
+
+
+class Mail(Protocol):
+    """The sends and receives of a rank."""
+
+    @property
+    def letters(self) -> Sequence[Letter]:
+        """All that are under way."""
+        ...
+
+    @property
+    def wanted(self) -> Sequence[Letter]:
+        """The receives among them for which nothing has come yet."""
+        ...
 
 
 _NOTHING = Awaited()
@@ -67,7 +85,7 @@ class BlockWatch:
         busy: Callable[[], bool],
         submitted: Callable[[], bool],
         tell: Callable[[Awaited], None],
-        wanted: Callable[[], Sequence[Letter]] = tuple,
+        mail: Mail,
     ) -> None:
         """Starts with nothing waited for.
 
@@ -77,14 +95,14 @@ class BlockWatch:
             busy: whether data or messages of this rank are under way, or have moved since it was asked last.
             submitted: whether the script has submitted something that is not announced yet.
             tell: tells the coordinator for which operation the script waits; without a name that it does not.
-            wanted: the receives of this rank for which nothing has come yet.
+            mail: the sends and receives of this rank.
         """
         self._table = table
         self._thread = thread
         self._busy = busy
         self._submitted = submitted
         self._tell = tell
-        self._wanted = wanted
+        self._mail = mail
         self._due: float | None = None
         self._pause = _SECONDS
         self._told = _NOTHING
@@ -106,7 +124,7 @@ class BlockWatch:
         return bool(self._told.name)
 
     def note_news(self, now: float) -> None:
-        """Notes that this rank is about to announce or send something, or has received something.
+        """Notes that this rank is about to announce, send or receive something.
 
         Or that an exception has broken the script's wait off. So it is not blocked, or not in the way that was told;
         whether it is again, the next look finds out.
@@ -116,6 +134,15 @@ class BlockWatch:
             self._told = _NOTHING
             self._tell(_NOTHING)
             self._due = now + _SECONDS
+
+    def note_mail(self, now: float) -> None:
+        """Notes that messages have come or gone: the wait may be over, or what was told of them has changed."""
+        if not self.told:
+            return
+        if any(operation == self._told for _, operation in self._under_way()):
+            self._tell(self._told)
+        else:
+            self.note_news(now)
 
     def note_lock(self, now: float) -> None:
         """Notes that a plan is locked: with that the coordinator forgets which ranks are blocked."""
@@ -140,7 +167,7 @@ class BlockWatch:
         others = bool(awaits.name) and (self._others_may_submit() or now - self._first[1] < patience)
         # A thread may end, or one of several operations that the script waits for, and the script still wait.
         self._due = now + _SECONDS if others or self._one_of_several else None
-        if not awaits.name and (len(self._table) > 0 or self._wanted()):
+        if not awaits.name and (len(self._table) > 0 or self._mail.wanted):
             # It may have been in a signal's handler, say, or begin to wait for a neighbour's message without a word.
             self._due = now + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -154,7 +181,8 @@ class BlockWatch:
 
     def _others_may_submit(self) -> bool:
         """Whether anything but the script's thread could submit an operation of this rank."""
-        if any(isinstance(handle, Handle) and handle.has_callbacks for handle, _ in self._under_way()):
+        handles = [*(entry.handle for entry in self._table), *(letter.handle for letter in self._mail.letters)]
+        if any(isinstance(handle, Handle) and handle.has_callbacks for handle in handles):
             return True
         # Python never removes a foreign thread from its list, such as one of TensorFlow's that has logged; no public
         # function tells such a thread from the others.
@@ -175,9 +203,11 @@ class BlockWatch:
         ]
 
     def _under_way(self) -> Iterator[tuple[Any, Awaited]]:
-        """Lists the handles of what other ranks have to take part in."""
-        yield from ((entry.handle, Awaited(entry.request.name)) for entry in self._table)
-        yield from ((letter.handle, Awaited(letter.name, letter.peer)) for letter in self._wanted())
+        """Lists what other ranks have to take part in, with the handles."""
+        for entry in self._table:
+            yield entry.handle, Awaited(entry.request.name, since=entry.handle.submitted)
+        for letter in self._mail.wanted:
+            yield letter.handle, Awaited(letter.name, letter.peer, letter.handle.submitted)
 
     def _awaited(self) -> Awaited:
         """Finds the operation that the script waits for without a time limit; it has no name if there is none.

@@ -18,6 +18,7 @@ from coordd.messages import (
     Abort,
     Account,
     Blocked,
+    Expecting,
     Failure,
     Goodbye,
     Hello,
@@ -126,12 +127,10 @@ class Coordinator:
         """Takes one message in."""
         self._heard = True
         match message:
-            case Report() | Refused() | Blocked():
+            case Report() | Refused() | Blocked() | Goodbye() | Expecting():
                 self._negotiate(voice, message)
             case Hello() | Muster():
                 self._greet(message.by_rank() if isinstance(message, Muster) else {voice: message})
-            case Goodbye():
-                self._negotiator.leave(self._speakers(voice, message.ranks), message.sent)
             case Abort():
                 self._fail(message.failure)
             case Overdue():
@@ -143,7 +142,7 @@ class Coordinator:
             case _:
                 self._pass_on(message)
 
-    def _negotiate(self, voice: int, message: Report | Refused | Blocked) -> None:
+    def _negotiate(self, voice: int, message: Report | Refused | Blocked | Goodbye | Expecting) -> None:
         match message:
             case Report():
                 self._negotiator.hear(voice, message)
@@ -151,6 +150,10 @@ class Coordinator:
                 self._negotiator.refuse(message)
             case Blocked():
                 self._negotiator.note_blocked(self._speakers(voice, message.ranks), message)
+            case Goodbye():
+                self._negotiator.leave(self._speakers(voice, message.ranks), message)
+            case Expecting():
+                self._negotiator.expect(message.peers)
 
     def turn(self, now: float) -> Outgoing:
         """Returns what is to be sent to which voice, in order; messages to rank 0 itself included."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordd.errors import CoorddError, MismatchError, ShutdownError, ranks_text
+from coordd.errors import MismatchError, ranks_text
 from coordd.group_names import covers
 from coordd.messages import Blocked, Plan, Request, Response, Unsent, Waiting
 from coordd.wire import bits, mask
@@ -41,13 +41,12 @@ class Wait(NamedTuple):
 class BlockedRanks:
     """The ranks whose scripts are blocked, as bits, by what they wait for.
 
-    A deadlock can only arise when a rank blocks, when an announcement of a blocked rank is counted, when a join fails,
-    or when a rank leaves. So it is looked for after these only.
+    A deadlock can only arise when a rank blocks, when an announcement of a blocked rank is counted, or when a join
+    fails. So it is looked for after these only.
     """
 
     def __init__(self) -> None:
         self._ranks: dict[Blocked, int] = {}
-        self._gone: dict[int, dict[int, int]] = {}  # by rank that has left, how many messages it had sent to whom
         self._all = 0
         self._changed = False
         self._since = 0
@@ -62,11 +61,6 @@ class BlockedRanks:
             self._ranks[blocked.wait] = self._ranks.get(blocked.wait, 0) | ranks
             self._all |= ranks
             self._changed = True
-
-    def leave(self, ranks: int, sent: Iterable[tuple[int, int]]) -> None:
-        """Notes that ranks, a bit mask, will send nothing more, and how many messages they have sent, by receiver."""
-        self._gone |= {rank: dict(sent) for rank in bits(ranks)}
-        self.stir()
 
     def stir(self, ranks: int = -1) -> None:
         """Notes that ranks have announced something, or that others may have to wait for them anew."""
@@ -86,13 +80,12 @@ class BlockedRanks:
         return dict(self._ranks) if changed and several else {}
 
     def receives(self, blocked: Mapping[Blocked, int]) -> Iterator[tuple[int, Blocked]]:
-        """Lists the receives among what ranks wait for that will wait as long as their senders do, or have left.
+        """Lists the receives among what ranks wait for that will wait as long as their senders do.
 
-        No message of such a sender is under way: as many have come as it had sent when it began to wait, or left. It
-        has sent no other since, for else it would not wait for what it said, and the ranks that it waits for had to go
-        on before it.
+        No message of such a sender is under way: as many have come as it had sent when it began to wait. It has sent no
+        other since, for else it would not wait for what it said, and the ranks that it waits for had to go on before.
         """
-        sent = {rank: dict(each.sent) for each, ranks in blocked.items() for rank in bits(ranks)} | self._gone
+        sent = {rank: dict(each.sent) for each, ranks in blocked.items() for rank in bits(ranks)}
         for each, ranks in blocked.items():
             if each.sender in sent:
                 yield from ((rank, each) for rank in bits(ranks) if sent[each.sender].get(rank, 0) == each.heard)
@@ -161,7 +154,7 @@ class HeardDeadlocks:
     def note(self, rank: int, plan: Plan) -> None:
         """Notes what deadlocks have failed, and its process sets, if any of it was submitted by this rank."""
         concerned = {response.deadlock for response in plan.responses if rank in response.recipients}
-        concerned |= {plan.sequence for unsent in plan.unsent if unsent.rank == rank and unsent.error}
+        concerned |= {plan.sequence for unsent in plan.unsent if unsent.rank == rank}
         for number in concerned - {-1}:
             failed = [response for response in plan.responses if response.deadlock == number]
             sets = {response.request.members: number for response in failed}
@@ -194,10 +187,8 @@ class HeardDeadlocks:
                 del missed[key]
         return bool(keys)
 
-    def error(self, unsent: Unsent, plan: int) -> CoorddError:
+    def error(self, unsent: Unsent, plan: int) -> MismatchError:
         """Makes the error of a receive that a plan fails."""
-        if not unsent.error:
-            return ShutdownError(unsent.name, (unsent.sender,))
         error = MismatchError.told(unsent.name, "order", unsent.error)
         error.when_heard = functools.partial(self.hear, plan)
         return error

@@ -133,8 +133,8 @@ class Foreman:
         match message:
             case Goodbye():
                 self._leaving |= self._speakers(child, message.ranks)
-                if message.sent:
-                    self._senders.append(Goodbye(mask(self._speakers(child, message.ranks)), message.sent))
+                if message.traffic is not None:
+                    self._senders.append(Goodbye(mask(self._speakers(child, message.ranks)), message.traffic))
             case Overdue():
                 self._note_complaint(child, message)
             case Refused():  # a join that comes later, but goes up before, would complete the call

@@ -38,6 +38,7 @@ from coordd.member import Due, Member
 from coordd.messages import (
     Abort,
     Blocked,
+    Expecting,
     Failure,
     Goodbye,
     Hello,
@@ -69,6 +70,7 @@ _SHORTEST_SLEEP = 1e-3
 _LOOKS = 16
 _HELD_SECONDS = 0.25  # far longer than a backward pass takes from one gradient of a bucket to the next
 _HELD_LOOK_SECONDS = 0.1
+_MAIL_SECONDS = 1.0
 _FAREWELL_SECONDS = 1.0
 _AGREED_SECONDS = 30.0  # all have promised it, and only who dies after the goodbye does not keep to that
 
@@ -98,6 +100,9 @@ class Loop:
         self._lock_number = 0
         self._locked_at = 0.0
         self._held_look = 0.0
+        self._blocked = Blocked()
+        self._mail_look = 0.0
+        self._expected: set[int] = set()
         self._patience = Patience()
         self._wreck: list[object] = []
         self._dues: list[Due] = []
@@ -137,7 +142,7 @@ class Loop:
         if self._status.failure is None and not self._said_goodbye:
             self._said_goodbye = True
             self._carry_out(self._member.leave())
-            self._tell(Goodbye(sent=self._mailbox.sent))
+            self._tell(Goodbye(traffic=self._mailbox.traffic))
 
     def landed(self, entries: Sequence[Entry]) -> None:
         """Notes that results have arrived."""
@@ -161,6 +166,7 @@ class Loop:
         self._release_held(now := time.monotonic())
         self._lookout.look(now)
         self._blocks.look(now)
+        self._look_at_mail(now)
         self._listen()
         if self._member.stopped:
             self._part()
@@ -227,7 +233,7 @@ class Loop:
             busy=self._is_moving,
             submitted=lambda: bool(self._inbox),
             tell=self._tell_blocked,
-            wanted=lambda: self._mailbox.wanted,
+            mail=self._mailbox,
         )
         self._status.parts = Parts(self._member, self._flights, self._mailbox, link.commons, self._inbox)
         self._own_post = post(transport.rank, link.hosts, self._config.fan_in)
@@ -264,14 +270,27 @@ class Loop:
         """Tells the coordinator for what the script waits, and which messages may be under way."""
         heard = self._mailbox.heard(awaits.sender) if awaits.sender >= 0 else 0
         sent = self._mailbox.sent if awaits.name else ()
-        self._tell(Blocked(awaits.name, self._member.seen, sender=awaits.sender, heard=heard, sent=sent))
+        blocked = Blocked(awaits.name, self._member.seen, sender=awaits.sender, heard=heard, sent=sent)
+        if blocked.wait != self._blocked.wait or not self._blocks.told:
+            self._blocked = blocked
+            self._tell(blocked)
 
     def _deliver(self) -> bool:
         """Drives sends and receives; what has come ends a wait, or changes what was told of it."""
         moved = self._mailbox.advance()
         if moved:
-            self._blocks.note_news(time.monotonic())
+            self._blocks.note_mail(time.monotonic())
         return moved
+
+    def _look_at_mail(self, now: float) -> None:
+        """Asks to hear of ranks that leave, once messages to or from them have been under way for a while."""
+        if not self._mailbox or now < self._mail_look:
+            return
+        self._mail_look = now + _MAIL_SECONDS
+        old = {letter.peer for letter in self._mailbox.letters if letter.handle.submitted < now - _MAIL_SECONDS}
+        if unknown := old - self._expected:
+            self._expected |= unknown
+            self._tell(Expecting(tuple(sorted(unknown))))
 
     def _elsewhere(self) -> list[Delay]:
         """What waits for other ranks without the coordinator knowing, and since when."""
@@ -351,6 +370,8 @@ class Loop:
         if self._status.failure is not None:
             letter.handle.fail(peer_error(self._status.failure))
         else:
+            if self._blocks.told:
+                self._blocks.note_news(time.monotonic())
             self._mailbox.start(letter)
             if not letter.outgoing:
                 self._blocks.note_wait(time.monotonic())
@@ -411,8 +432,12 @@ class Loop:
         if self._status.failure is not None:
             return
         if plan.lock:
+            self._blocked = Blocked()  # the coordinator forgets it
             self._blocks.note_lock(time.monotonic())
         self._carry_out(self._member.follow(plan))
+        for left in plan.left:
+            self._mailbox.note_left(left)
+            self._blocks.note_mail(time.monotonic())
         for unsent in plan.unsent:
             if unsent.rank == self._member.rank:
                 self._blocks.note_news(time.monotonic())
@@ -516,7 +541,7 @@ class Loop:
 
     def _leave_link(self) -> None:
         """Fails what is still under way, and leaves; where `_connect` has failed, it has done so itself."""
-        unmatched = self._connected and bool(self._mailbox)
+        unmatched = self._connected and self._mailbox.in_transit
         disorderly = self._status.failure is not None or self._status.abandoned or unmatched
         with contextlib.ExitStack() as steps:  # as above
             if self._link is not None:
@@ -577,6 +602,8 @@ class Loop:
         times = [deadline - now for deadline in deadlines if deadline is not None]
         if self._parting is not None:
             times.append(self._farewell - now)
+        if any(letter.peer not in self._expected for letter in self._mailbox.letters):
+            times.append(self._mail_look - now)
         if (lock := self._member.lock) is not None and lock.partial:
             times.append(self._held_look - now)
         watches = (self._lookout.remaining(now), self._blocks.remaining(now))

@@ -17,10 +17,10 @@ import numpy as np
 
 from coordd.control.notes import Notes
 from coordd.dtypes import dtype_of
-from coordd.errors import ArgumentError, MismatchError
+from coordd.errors import ArgumentError, MismatchError, RefusedError, ShutdownError
 from coordd.fusion import item_size
 from coordd.handles import Handle
-from coordd.messages import Waiting
+from coordd.messages import Left, Traffic, Waiting
 from coordd.timeline.tape import Deck
 from coordd.transport.collectives import Steps
 from coordd.transport.loans import Loan
@@ -37,7 +37,10 @@ Disagreement = list[tuple[str, list[int], list[str]]]
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
-    """What follows; ``serial`` counts what this sender has sent, and gives the payload its tag."""
+    """What follows; ``serial`` counts what this sender has sent, and gives the payload its tag.
+
+    Nothing follows if the sender has ``refused`` to send, for this reason.
+    """
 
     sender: int
     serial: int
@@ -45,12 +48,17 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     loan: Loan | None = None
+    refused: str = ""
 
 
 class Letter:
-    """One send or receive of this rank; ``array`` is None when the receiver takes what comes."""
+    """One send or receive of this rank; ``array`` is None when the receiver takes what comes.
 
-    __slots__ = ("array", "handle", "land", "name", "outgoing", "peer")
+    What this rank has ``refused`` to send, for this reason, or to receive, goes on without its script: the receiver is
+    told, or what was sent is dropped. So the next message of that name is matched with the next one.
+    """
+
+    __slots__ = ("array", "handle", "land", "name", "number", "outgoing", "peer", "refused")
 
     def __init__(  # noqa: PLR0913 - a record
         self,
@@ -61,7 +69,10 @@ class Letter:
         *,
         outgoing: bool,
         land: Callable[[np.ndarray], Any] | None = None,
+        refused: str = "",
     ) -> None:
+        self.refused = refused
+        self.number = 0  # of what is sent, among all that goes to this peer
         self.name = name
         self.peer = peer
         self.array = array
@@ -103,6 +114,8 @@ class Mailbox:
         self._early: dict[tuple[int, int], tuple[np.ndarray, list[Ticket]]] = {}  # by sender and serial number
         self._moving: list[tuple[Letter, Steps]] = []
         self._abandoned: list[tuple[Letter, Steps]] = []
+        self._left: dict[int, int] = {}  # by rank that has left, how many messages it has sent to this one
+        self._numbers: dict[tuple[int, int], int] = {}  # of what no receive has asked for, by sender and serial number
         self._sent: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
@@ -121,6 +134,11 @@ class Mailbox:
         return [*(letter for letter, _ in self._moving), *self.wanted]
 
     @property
+    def in_transit(self) -> bool:
+        """Whether the network still has something of this rank that nobody has taken."""
+        return bool(self._moving or self._abandoned)
+
+    @property
     def receiving(self) -> bool:
         """Whether the payload of a message is on the way to this rank."""
         return any(not letter.outgoing for letter, _ in self._moving)
@@ -129,6 +147,15 @@ class Mailbox:
     def sent(self) -> tuple[tuple[int, int], ...]:
         """How many messages this rank has begun to send, by receiver."""
         return tuple(sorted(self._sent.items()))
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What ranks that exchange messages with this one have to know when it leaves."""
+        if not (self._sent or self._heard or self._wanted):
+            return None
+        unclaimed = tuple(sorted((sender, number) for (sender, _), number in self._numbers.items()))
+        wants = tuple(sorted({letter.peer for letter in self.wanted}))
+        return Traffic(self.sent, tuple(sorted(self._heard.items())), unclaimed, wants)
 
     def heard(self, sender: int) -> int:
         """How many messages of a rank have come, wanted or not."""
@@ -154,14 +181,19 @@ class Mailbox:
         return any(peer not in self.notes for peer, _ in self._wanted)
 
     def start(self, letter: Letter) -> None:
-        """Starts a send, or a receive."""
+        """Starts a send, or a receive; fails it if the other rank has left."""
+        if letter.peer in self._left and (letter.outgoing or not self._comes_from(letter.peer)):
+            letter.handle.fail(ShutdownError(letter.name, (letter.peer,)))
+            return
         if letter.outgoing and letter.array is not None:
             self._sent[letter.peer] += 1
+            letter.number = self._sent[letter.peer]
             self._moving.append((letter, self._send(letter, letter.array)))
             return
         key = (letter.peer, letter.name)
         if headers := self._arrived.get(key):
             header = headers.popleft()
+            del self._numbers[header.sender, header.serial]
             if not headers:
                 del self._arrived[key]
             if self._unclaimed.get((header.sender, self._tag(header))) is header:
@@ -169,6 +201,30 @@ class Mailbox:
             self._accept(letter, header)
         else:
             self._wanted.setdefault(key, deque()).append(letter)
+
+    def note_left(self, left: Left) -> None:
+        """Notes that a rank has left, and fails what it takes no part in any more."""
+        traffic = left.traffic
+        self._left[left.rank] = dict(traffic.sent).get(self._rank, 0)
+        heard = math.inf if self._rank in traffic.wants else dict(traffic.heard).get(self._rank, 0)
+        for letter, steps in [each for each in self._moving if each[0].outgoing and each[0].peer == left.rank]:
+            if letter.number > heard or (self._rank, letter.number) in traffic.unclaimed:
+                self._moving.remove((letter, steps))
+                self._abandoned.append((letter, steps))
+                letter.handle.fail(ShutdownError(letter.name, (left.rank,)))
+        self._end_receives(left.rank)
+
+    def _comes_from(self, sender: int) -> bool:
+        """Whether messages have come, or will come, of a rank that has left, for which no receive has begun."""
+        return self._heard[sender] < self._left[sender] or any(peer == sender for peer, _ in self._arrived)
+
+    def _end_receives(self, sender: int) -> None:
+        """Fails what this rank waits to receive from one that has left, once all that it has sent has come."""
+        if self._heard[sender] < self._left.get(sender, math.inf):
+            return
+        for key in [key for key in self._wanted if key[0] == sender]:
+            for letter in self._wanted.pop(key):
+                letter.handle.fail(ShutdownError(letter.name, (sender,)))
 
     def give_up(self, sender: int, name: str) -> list[Letter]:
         """Drops the receives of a name for which nothing has come, and returns them."""
@@ -203,7 +259,7 @@ class Mailbox:
         self._serial += 1
         near = letter.peer in self.notes
         loan = self.notes.loans.lend(array) if near else None
-        header = _Header(self._rank, self._serial, letter.name, array.dtype.name, array.shape, loan)
+        header = _Header(self._rank, self._serial, letter.name, array.dtype.name, array.shape, loan, letter.refused)
         tickets = []
         if near:
             yield from self._note(letter.peer, _encoded(header))
@@ -261,13 +317,15 @@ class Mailbox:
             self._make_way(header)
         if not queue:
             self._arrived.setdefault(key, deque()).append(header)
+            self._numbers[header.sender, header.serial] = self._heard[header.sender]
             if header.loan is None:
                 self._unclaimed[header.sender, self._tag(header)] = header
-            return
-        letter = queue.popleft()
-        if not queue:
-            del self._wanted[key]
-        self._accept(letter, header)
+        else:
+            letter = queue.popleft()
+            if not queue:
+                del self._wanted[key]
+            self._accept(letter, header)
+        self._end_receives(header.sender)
 
     def _make_way(self, header: _Header) -> None:
         """Takes in a payload that no receive has asked for yet, for else this message's would take its place.
@@ -305,9 +363,16 @@ class Mailbox:
             raw, tickets = early
             while not self._lane.done(tickets):
                 yield
-        if wanted is None:
+        self._hand_over(letter, header, raw, direct=direct)
+
+    def _hand_over(self, letter: Letter, header: _Header, raw: np.ndarray, *, direct: bool) -> None:
+        """Ends a receive with what has come; ``direct`` is whether that lies in the receiver's array already."""
+        sent, wanted = _describe(header.dtype, header.shape), letter.array
+        if header.refused:
+            letter.handle.fail(RefusedError(header.sender, header.refused))
+        elif wanted is None:
             self._finish(letter, raw.view(dtype_of(header.dtype)).reshape(header.shape), header)
-        elif fits:
+        elif direct or sent == _describe(wanted.dtype.name, wanted.shape):
             if not direct:
                 wanted[...] = raw.view(wanted.dtype).reshape(wanted.shape)
             self._finish(letter, wanted, header)

@@ -18,6 +18,7 @@ __all__ = [
     "Account",
     "Announcement",
     "Blocked",
+    "Expecting",
     "Failure",
     "Goodbye",
     "Hello",
@@ -160,15 +161,32 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Unsent(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank waits to receive from ``sender`` fails, because that waits, too; ``error`` says for what.
-
-    Without an error the sender has left.
-    """
+    """What a rank waits to receive from ``sender`` fails, because that waits, too; ``error`` says for what."""
 
     rank: int
     name: str
     sender: int
-    error: str = ""
+    error: str
+
+
+class Traffic(msgspec.Struct, frozen=True, array_like=True):
+    """The messages of a rank that leaves; those of a pair of ranks are counted from 1.
+
+    How many it has ``sent`` to each receiver, and ``heard`` of from each sender; of these it has ``unclaimed`` ones, by
+    sender and number, which it will not receive, and it still ``wants`` some from these ranks.
+    """
+
+    sent: tuple[tuple[int, int], ...] = ()
+    heard: tuple[tuple[int, int], ...] = ()
+    unclaimed: tuple[tuple[int, int], ...] = ()
+    wants: tuple[int, ...] = ()
+
+
+class Left(msgspec.Struct, frozen=True, array_like=True):
+    """A rank has left."""
+
+    rank: int
+    traffic: Traffic
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -176,7 +194,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     ``voids`` are the slots of operations that end without a result, because all members would only have filled up.
     ``lock`` are slots by bucket that are negotiated no more; the lock is called by this plan's sequence, which the plan
-    that ends it has in ``unlock``. ``unsent`` are receives that fail.
+    that ends it has in ``unlock``. ``unsent`` are receives that fail, and ``left`` ranks that have left, if any rank
+    has asked for them by `Expecting`.
     """
 
     sequence: int
@@ -188,6 +207,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     lock: tuple[tuple[int, ...], ...] = ()
     unlock: int = 0
     unsent: tuple[Unsent, ...] = ()
+    left: tuple[Left, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -223,11 +243,11 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
     """A rank will submit nothing more; or some ranks will not, whose bit mask a foreman gives.
 
-    ``sent`` is how many messages it has sent, by receiver.
+    Only of a rank that has sent or received messages there is ``traffic``.
     """
 
     ranks: bytes = b""
-    sent: tuple[tuple[int, int], ...] = ()
+    traffic: Traffic | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -347,6 +367,12 @@ class Blocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
         return msgspec.structs.replace(self, seen=0, ranks=b"")
 
 
+class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):
+    """Messages to or from these ranks have been under way for a while: have they left, or once they do, say so."""
+
+    peers: tuple[int, ...]
+
+
 class StallReport(msgspec.Struct, frozen=True, array_like=True, tag="stall"):
     """Who waits for whom, and what those do; ``silent`` are the ranks that did not answer the inquiry."""
 
@@ -389,6 +415,7 @@ Message = (
     | Abort
     | Overdue
     | Blocked
+    | Expecting
     | Inquiry
     | Account
     | StallReport

@@ -22,9 +22,11 @@ from coordd.errors import MismatchError, ranks_text, spans
 from coordd.fusion import buckets
 from coordd.group_names import covers, is_group
 from coordd.latch import MOST_LINES, Latch, lines
+from coordd.leavers import Leavers
 from coordd.messages import (
     Announcement,
     Blocked,
+    Goodbye,
     Kind,
     Plan,
     ReduceOp,
@@ -99,6 +101,7 @@ class Negotiator:
         self._complete: list[Ballot] = []
         self._refused: list[Response] = []
         self._unsent: list[Unsent] = []
+        self._leavers = Leavers()
         self._owed = Owed()
         self._refusals = Refusals()
         self._parts = RefusedParts()
@@ -140,15 +143,15 @@ class Negotiator:
         for announcement in report.fresh:
             self._enter(voice, ranks, announcement, report.seen)
 
-    def leave(self, ranks: int, sent: Sequence[tuple[int, int]] = ()) -> None:
+    def leave(self, ranks: int, goodbye: Goodbye = Goodbye()) -> None:  # noqa: B008 - frozen
         """Notes that ranks will announce nothing more; what they wait for, and what waits for them, fails.
 
         Args:
             ranks: their bit mask.
-            sent: how many messages they have sent, by receiver.
+            goodbye: what they have said.
         """
         self._left |= ranks
-        self._blocked.leave(ranks, sent)
+        self._leavers.leave(ranks, goodbye)
         self._refusals.leave(ranks)
         self._parts.leave(ranks, self._everybody)
         self._settle_all()
@@ -214,6 +217,10 @@ class Negotiator:
         """The slots of an operation, or a group, that a rank refuses."""
         return [self._cache.slot_of(each) for each in self._cache.named(name)]
 
+    def expect(self, ranks: Sequence[int]) -> None:
+        """Has all ranks told once one of these has left; others have messages to or from it under way."""
+        self._leavers.ask(ranks)
+
     def note_blocked(self, ranks: int, blocked: Blocked) -> None:
         """Notes for which operation the scripts of ranks, a bit mask, wait, or that they do not wait any more."""
         self._blocked.enter(ranks, blocked)
@@ -225,21 +232,13 @@ class Negotiator:
         blocked = self._blocked.take()
         waits = [wait for each, ranks in blocked.items() if each.sender < 0 for wait in self._waits(each.name, ranks)]
         for rank, each in self._blocked.receives(blocked):
-            if self._left >> each.sender & 1:
-                self._fail_receive(Unsent(rank, each.name, each.sender))
-            else:
-                waits.append(Wait(1 << rank, 1 << each.sender, Waiting(each.name, RECEIVE, (each.sender,))))
+            waits.append(Wait(1 << rank, 1 << each.sender, Waiting(each.name, RECEIVE, (each.sender,))))
         if found := deadlocked(waits):
             text = deadlock_text(found)
             receives = [wait for wait in found if wait.waiting.operation == RECEIVE]
-            for ranks, _, waiting in receives:
-                self._fail_receive(Unsent(lowest(ranks), waiting.name, waiting.missing[0], text))
+            self._unsent += [Unsent(lowest(ranks), each.name, each.missing[0], text) for ranks, _, each in receives]
+            self._blocked.enter(members_of(receives), Blocked())  # with that they are not blocked any more
             self._fail_between(members_of(found), text, informed=members_of(receives))
-
-    def _fail_receive(self, unsent: Unsent) -> None:
-        """Fails a receive; with that its rank is not blocked any more."""
-        self._unsent.append(unsent)
-        self._blocked.enter(1 << unsent.rank, Blocked())
 
     def _waits(self, name: str, ranks: int) -> Iterator[Wait]:
         """Lists what those of some ranks that have announced an operation wait for."""
@@ -300,7 +299,8 @@ class Negotiator:
         """Releases everything that is ready; None when there is nothing to say."""
         self._end_deadlock()
         ready, voids = self._ready_slots()
-        if not (ready or self._complete or self._refused or self._unsent or self._latch.ended):
+        left = self._leavers.take()
+        if not (ready or self._complete or self._refused or self._unsent or left or self._latch.ended):
             return None
         self._sequence += 1
         hits = ready & ~voids
@@ -324,6 +324,7 @@ class Negotiator:
             lock=lock,
             unlock=self._latch.tell(),
             unsent=unsent,
+            left=left,
         )
 
     def waiting(self, ranks: int) -> list[Waiting]:

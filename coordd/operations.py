@@ -5,6 +5,7 @@ Each is asynchronous and in place; it checks its arguments here, on the caller's
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -32,7 +33,7 @@ from coordd.errors import (
     spans,
 )
 from coordd.group_names import is_unnamed, names_in_group, refused_names
-from coordd.handles import Handle, call_site
+from coordd.handles import Handle, call_site, hear_of
 from coordd.mailbox import Letter
 from coordd.messages import Kind, ReduceOp, Refused, Request
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set, named_ranks
@@ -42,6 +43,7 @@ from coordd.table import Entry, Site, show_site
 __all__ = ["Operations", "Part"]
 
 _LONGEST = 1000
+_SHORT = 250  # which a message's header has room for
 """Letters of an error that other ranks are told."""
 _UNTOLD = (DuplicateNameError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError)
 """Errors that are no refusal of the arguments: what is in flight goes on, or everything has failed anyway."""
@@ -580,6 +582,29 @@ class Operations:
         members, part = self._members(process_set), self._thread.part
         return self._number(kind, members) if part is None else part.name(kind, None)
 
+    @contextmanager
+    def refusing(self, peer: int, name: str, *, outgoing: bool) -> Iterator[None]:
+        """Says that this rank sends or receives nothing, if what is inside raises an error.
+
+        What the peer receives fails then, or what it sends is dropped, so the next message of that name is matched with
+        the next one there. If the peer or the name is unusable, nothing can be said.
+        """
+        try:
+            yield
+        except _UNTOLD:
+            raise
+        except Exception as error:
+            site = show_site(call_site(sys._getframe(2)))  # noqa: SLF001 - the documented way to the caller
+            reason = f"refused to {'send' if outgoing else 'receive'} {name!r} at {site}: {brief(error)}"[:_SHORT]
+            with contextlib.suppress(Exception):  # it is the first error that the script has to hear
+                letter = self._letter(np.empty(0, np.uint8), peer, name, outgoing=outgoing)
+                letter.refused = reason
+                if not outgoing:
+                    letter.array = None
+                letter.handle.add_done_callback(hear_of)
+                self.daemon.post(letter)
+            raise
+
     def _letter(
         self, array: np.ndarray | None, peer: int, name: str, *, outgoing: bool, land: Land | None = None
     ) -> Letter:
@@ -588,6 +613,7 @@ class Operations:
             text = f"{name!r}: there is no rank {peer} in a world of {size}"
             raise ArgumentError(text)
         handle = self.daemon.handle(check_name(name), peer=peer)
+        self._thread.accounted += 0  # from now on this thread is known to send and receive
         return Letter(name, peer, array, handle, outgoing=outgoing, land=land)
 
 

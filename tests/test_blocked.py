@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from coordd import api, blocked
-from coordd.blocked import Awaited, BlockWatch
+from coordd.blocked import BlockWatch
 from coordd.handles import Handle
 from coordd.mailbox import Letter
 from coordd.messages import Kind, Request
@@ -23,6 +23,7 @@ from coordd.table import Entry, TensorTable
 from tests.local_ranks import local_ranks
 
 _LATER = 10.0
+NO_MAIL = SimpleNamespace(letters=[], wanted=[])
 
 
 @contextmanager
@@ -75,6 +76,7 @@ def told(handle: Handle[None], thread: int, *, busy: bool = False, submitted: bo
         busy=lambda: busy,
         submitted=lambda: submitted,
         tell=lambda awaits: messages.append(awaits.name),
+        mail=NO_MAIL,
     )
     watch.note_wait(0.0)
     watch.look(_LATER)
@@ -133,6 +135,7 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
             busy=lambda: False,
             submitted=lambda: False,
             tell=lambda awaits: messages.append(awaits.name),
+            mail=NO_MAIL,
         )
         watch.note_wait(0.0)
         watch.look(2.0)
@@ -169,6 +172,7 @@ def test_a_thread_that_is_not_pythons_own_is_listed_for_ever_but_gets_some_secon
             busy=lambda: False,
             submitted=lambda: False,
             tell=lambda awaits: messages.append(awaits.name),
+            mail=NO_MAIL,
         )
         watch.note_wait(0.0)
         watch.look(2.0)
@@ -205,6 +209,7 @@ def test_of_several_operations_that_a_script_waits_for_one_that_has_not_ended_is
             busy=lambda: False,
             submitted=lambda: False,
             tell=lambda awaits: messages.append(awaits.name),
+            mail=NO_MAIL,
         )
         watch.note_wait(0.0)
         for when, ended, expected in ((10.0, None, ["x"]), (20.0, "x", ["x", "y"]), (30.0, "y", ["x", "y"])):
@@ -219,7 +224,7 @@ def test_of_several_operations_that_a_script_waits_for_one_that_has_not_ended_is
         assert watch.remaining(50.0) is None
 
 
-def receiving(handle: Handle[None], thread: int, messages: list[Awaited]) -> BlockWatch:
+def receiving(handle: Handle[None], thread: int, messages: list[tuple[str, int]]) -> BlockWatch:
     """A watch of a rank that receives."""
     letter = Letter("m", 3, None, handle, outgoing=False)
     return BlockWatch(
@@ -227,27 +232,27 @@ def receiving(handle: Handle[None], thread: int, messages: list[Awaited]) -> Blo
         thread=lambda: thread,
         busy=lambda: False,
         submitted=lambda: False,
-        tell=messages.append,
-        wanted=lambda: [letter],
+        tell=lambda awaits: messages.append(awaits[:2]),
+        mail=SimpleNamespace(letters=[letter], wanted=[letter]),
     )
 
 
 def test_a_script_that_waits_for_a_message_is_blocked_once_it_is_found_so_twice():
     """A receive is looked at because it has begun, and the script may wait for it without a word."""
-    handle, messages = Handle[None]("m"), list[Awaited]()
+    handle, messages = Handle[None]("m"), list[tuple[str, int]]()
     with waiting(handle) as thread:
         watch = receiving(handle, thread, messages)
         watch.note_wait(0.0)
         watch.look(2.0)
         assert not messages
         watch.look(2.0 + watch.remaining(2.0))
-        assert messages == [Awaited("m", 3)]
+        assert messages == [("m", 3)]
         watch.note_news(4.0)
-        assert messages == [Awaited("m", 3), Awaited()]
+        assert messages == [("m", 3), ("", -1)]
 
 
 def test_a_done_callback_of_a_receive_may_submit_what_others_wait_for():
-    handle, messages = Handle[None]("m"), list[Awaited]()
+    handle, messages = Handle[None]("m"), list[tuple[str, int]]()
     handle.add_done_callback(lambda _: None)
     with waiting(handle) as thread:
         watch = receiving(handle, thread, messages)
@@ -255,6 +260,41 @@ def test_a_done_callback_of_a_receive_may_submit_what_others_wait_for():
         for now in (2.0, 4.0, 20.0):
             watch.look(now)
     assert not messages
+
+
+def test_a_done_callback_of_a_send_may_submit_what_others_wait_for():
+    handle, sent = Handle[None]("x"), Handle[None]("sent")
+    sent.add_done_callback(lambda _: None)
+    table, messages = TensorTable(), list[str]()
+    table.admit([Entry(Request(Kind.BARRIER, "x"), np.empty(0), handle)])
+    mail = SimpleNamespace(letters=[Letter("sent", 1, np.empty(0), sent, outgoing=True)], wanted=[])
+    with waiting(handle) as thread:
+        watch = BlockWatch(
+            table,
+            thread=lambda: thread,
+            busy=lambda: False,
+            submitted=lambda: False,
+            tell=lambda awaits: messages.append(awaits.name),
+            mail=mail,
+        )
+        watch.note_wait(0.0)
+        watch.look(_LATER)
+    assert messages == []
+
+
+def test_messages_that_come_change_what_was_told_or_end_it():
+    handle, messages = Handle[None]("m"), list[tuple[str, int]]()
+    with waiting(handle) as thread:
+        watch = receiving(handle, thread, messages)
+        watch.note_mail(0.0)
+        watch.note_wait(0.0)
+        watch.look(2.0)
+        watch.look(4.0)
+        watch.note_mail(5.0)  # another one
+        assert messages == [("m", 3)] * 2
+        watch._mail.wanted.clear()
+        watch.note_mail(6.0)
+        assert messages[2:] == [("", -1)]
 
 
 def test_a_script_that_only_has_a_receive_under_way_is_looked_at_seldom():
@@ -278,6 +318,7 @@ def test_a_script_that_is_elsewhere_at_the_first_look_is_looked_for_again():
         busy=lambda: False,
         submitted=lambda: False,
         tell=lambda awaits: messages.append(awaits.name),
+        mail=NO_MAIL,
     )
     watch.note_wait(0.0)
     watch.look(_LATER)
@@ -306,6 +347,7 @@ def test_other_branches_of_a_graph_in_which_a_script_waits_may_submit_what_other
             busy=lambda: False,
             submitted=lambda: False,
             tell=lambda awaits: messages.append(awaits.name),
+            mail=NO_MAIL,
         )
         watch.note_wait(0.0)
         watch.look(2.0)
@@ -329,7 +371,7 @@ def test_a_script_that_breaks_a_wait_off_is_not_blocked(monkeypatch):
 
     def looks(watch, now):
         look(watch, now)
-        if watch._told == Awaited("x"):
+        if watch._told.name == "x":
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
     def notes(negotiator, ranks, message):

@@ -28,6 +28,7 @@ from coordd.messages import (
     Request,
     Response,
     StallReport,
+    Traffic,
     Waiting,
     Welcome,
 )
@@ -161,9 +162,9 @@ def test_ranks_that_have_sent_different_messages_are_told_apart():
 def test_who_leaves_having_sent_messages_is_told_apart():
     stand = Stand()
     stand.hear(HERE, Goodbye())
-    stand.hear(OTHER, Goodbye(sent=((1, 2),)))
+    stand.hear(OTHER, Goodbye(traffic=Traffic(((1, 2),))))
     assert stand.hear(BELOW, Goodbye()) == [
-        (ABOVE, Goodbye(mask(0b110000), ((1, 2),))),
+        (ABOVE, Goodbye(mask(0b110000), Traffic(((1, 2),)))),
         (ABOVE, Goodbye(mask(0b001100))),
     ]
 

@@ -17,6 +17,7 @@ import coordd.torch as cd
 from coordd import api, mailbox
 from coordd.errors import MismatchError, PeerError, ShutdownError
 from coordd.handles import Handle
+from coordd.messages import Left, Traffic
 from coordd.transport.local import LocalLane, LocalWorld
 from tests.local_ranks import LocalRanks, each_rank, local_ranks
 from tests.neighbours import notes
@@ -342,11 +343,59 @@ def test_memory_that_is_lent_goes_like_any_other_to_who_is_no_neighbour(boxes):
     assert not np.shares_memory(letters[1].handle.result(), array)
 
 
+def test_what_a_rank_that_leaves_has_taken_or_still_wants_does_not_fail(boxes):
+    """Of four sends it takes the first, has no use for the second, and has not heard of the others."""
+    sender, receiver, _ = boxes
+    sends = [letter(np.full(3, number), 1, str(number), outgoing=True) for number in range(1, 6)]
+    wanted = [letter(None, 0, name, outgoing=False) for name in ("1", "3")]
+    for each in sends[:2]:
+        sender.start(each)
+    receiver.start(wanted[0])
+    sender.advance()
+    receiver.advance()
+    assert receiver.traffic == Traffic((), ((0, 2),), ((0, 2),), ())
+    for each in sends[2:4]:
+        sender.start(each)
+    sender.note_left(Left(1, receiver.traffic))
+    failed = [each.handle.poll() and isinstance(each.handle.error(), ShutdownError) for each in sends[:4]]
+    assert failed == [False, True, True, True]
+    driven([sender, receiver], [sends[0], wanted[0]])
+    sender.start(sends[4])
+    assert isinstance(sends[4].handle.error(), ShutdownError)
+
+
+def test_a_message_for_which_a_rank_that_leaves_still_waits_is_delivered(boxes):
+    sender, receiver, _ = boxes
+    receiver.start(wanted := letter(None, 0, outgoing=False))
+    sender.start(sent := letter(np.ones(3), 1, outgoing=True))
+    assert receiver.traffic == Traffic((), (), (), (0,))
+    sender.note_left(Left(1, receiver.traffic))
+    driven([sender, receiver], [sent, wanted])
+    assert sent.handle.error() is None
+
+
+def test_what_a_rank_that_has_left_has_sent_is_received_first(boxes):
+    receiver, sender, _ = boxes
+    sender.start(letter(np.ones(3), 0, "a", outgoing=True))
+    receiver.start(never := letter(None, 1, "never", outgoing=False))
+    receiver.note_left(Left(1, sender.traffic))
+    assert not never.handle.poll()
+    for _ in range(3):
+        sender.advance()
+        receiver.advance()
+    assert isinstance(never.handle.error(), ShutdownError)
+    receiver.start(wanted := letter(None, 1, "a", outgoing=False))
+    driven([sender, receiver], [wanted])
+    assert wanted.handle.result().tolist() == [1.0] * 3
+    receiver.start(late := letter(None, 1, "a", outgoing=False))
+    assert isinstance(late.handle.error(), ShutdownError)
+
+
 def test_who_leaves_with_a_receive_that_nobody_matched_is_told(caplog):
     with local_ranks(2) as ranks:
         handles = ranks.each(lambda rank: recv(None, 1 - rank, "x"))
     for handle in handles:
-        with pytest.raises(ShutdownError, match="'x' was not completed because this rank called shutdown"):
+        with pytest.raises(ShutdownError, match=r"left the job while|because this rank called shutdown"):
             handle.result(0.0)
     assert "left with operations that another rank has not taken part in" in caplog.text
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd import api
+from coordd import api, blocked
 from coordd.deadlock import BlockedRanks
-from coordd.errors import MismatchError, ShutdownError
-from coordd.messages import Blocked, Goodbye, Unsent
+from coordd.errors import ArgumentError, MismatchError, RefusedError, ShutdownError
+from coordd.messages import Blocked, Expecting, Goodbye, Left, Traffic, Unsent
 from tests.local_ranks import local_ranks
 from tests.star import Star, allreduce, outcome
 
@@ -99,22 +103,22 @@ def test_a_receive_from_a_rank_that_goes_on_waits():
     assert star.decide() is None
 
 
-@pytest.mark.parametrize("first", ["receiver", "sender"])
-@pytest.mark.parametrize("sent", [0, 1])
-def test_a_receive_from_a_rank_that_has_left_fails_once_all_that_it_has_sent_has_come(first, sent):
-    star = Star(3)
-    told = [(0, receives("m", 1)), (1, Goodbye(sent=((0, sent), (2, 5))))]
-    for rank, message in told if first == "receiver" else told[::-1]:
+@pytest.mark.parametrize("first", ["question", "goodbye"])
+def test_ranks_hear_once_of_one_that_has_left_if_any_has_a_message_of_it_under_way(first):
+    star, traffic = Star(3), Traffic(sent=((0, 1), (2, 5)))
+    told = [(0, Expecting((1,))), (1, Goodbye(traffic=traffic))]
+    for rank, message in told if first == "question" else told[::-1]:
+        assert star.decide() is None
         star.coordinator.hear(rank, message, now=0.0)
-    plan = star.decide()
-    if sent:
-        assert plan is None
-        star.coordinator.hear(0, receives("m", 1, heard=1), now=0.0)
-        plan = star.decide()
-    assert plan.unsent == (Unsent(0, "m", 1),)
-    error = star.members[0].deadlocks.error(plan.unsent[0], plan.sequence)
-    assert isinstance(error, ShutdownError)
-    assert error.ranks == (1,)
+    assert star.decide().left == (Left(1, traffic),)
+    star.coordinator.hear(2, Expecting((1,)), now=0.0)
+    assert star.decide() is None
+
+
+def test_nobody_hears_of_a_rank_that_has_left_if_nobody_asks():
+    star = Star(2)
+    star.coordinator.hear(1, Goodbye(), now=0.0)
+    assert star.decide() is None
 
 
 def test_a_rank_that_has_said_anything_new_is_judged_by_that():
@@ -133,8 +137,8 @@ def recv(source: int, name: str = "m"):
     return api.operations().recv(None, source, name=name)
 
 
-def send(destination: int, name: str = "m"):
-    return api.operations().send(np.arange(2.0), destination, name=name)
+def send(destination: int, name: str = "m", *, size: int = 2):
+    return api.operations().send(np.arange(float(size)), destination, name=name)
 
 
 @LINKS
@@ -184,6 +188,117 @@ def test_who_receives_from_a_rank_that_has_left_is_told(link):
             ranks.daemons[rank].stop()
 
         ranks.each(body)
+
+
+def by_polling(handle):
+    deadline = time.monotonic() + WAIT
+    while not handle.poll():
+        assert time.monotonic() < deadline, "it does not end"
+
+
+def by_callback(handle):
+    ended = threading.Event()
+    handle.add_done_callback(lambda _: ended.set())
+    assert ended.wait(WAIT)
+
+
+def in_a_thread(handle):
+    thread = threading.Thread(target=handle.wait)
+    thread.start()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+
+
+@LINKS
+@pytest.mark.parametrize("wait", [by_polling, by_callback, in_a_thread])
+@pytest.mark.parametrize("what", ["receive", "send"])
+def test_messages_to_and_from_a_rank_that_has_left_end_however_they_are_awaited(what, wait, link):
+    with local_ranks(2, **SETTINGS, **link) as ranks:
+
+        def body(rank):
+            if rank == 0:
+                handle = recv(1) if what == "receive" else send(1, size=1 << 20)
+                wait(handle)
+                with pytest.raises(ShutdownError, match="rank 1 left the job while others still waited for 'm'"):
+                    handle.result()
+                with pytest.raises(ShutdownError, match="rank 1 left"):  # and what begins now ends at once
+                    (recv(1) if what == "receive" else send(1)).result(WAIT)
+            ranks.daemons[rank].stop()
+
+        ranks.each(body)
+
+
+def assert_usable(step: int, *, refuses: bool) -> None:
+    if refuses:
+        raise ValueError(step)
+
+
+@LINKS
+def test_what_is_refused_on_one_side_takes_its_turn_on_the_other(link):
+    """Else the next message of that name would be matched with it."""
+    with local_ranks(2, **SETTINGS, **link) as ranks:
+
+        def body(rank):
+            peer, ops, found = 1 - rank, api.operations(), []
+            for step in range(4):
+                try:
+                    with ops.refusing(peer, "m", outgoing=rank == 0):
+                        assert_usable(step, refuses=step == 1 + rank)
+                        handle = ops.send(np.full(2, step), 1, name="m") if rank == 0 else recv(0)
+                    found.append(handle.result(WAIT)[0])
+                except (ValueError, RefusedError) as error:
+                    found.append(str(error))
+            return found
+
+        _, received = ranks.each(body)
+        assert (received[0], received[3]) == (0, 3)
+        assert re.fullmatch(r"rank 0 refused to send 'm' at \S+test_receives.py:\d+: ValueError: 1", received[1])
+        assert received[2] == "2"  # its own error
+
+
+def test_a_peer_that_there_is_not_can_be_told_nothing():
+    with local_ranks(1) as ranks:
+
+        def body(_):
+            refusing = api.operations().refusing(7, "m", outgoing=True)
+            with pytest.raises(ArgumentError, match="there is no rank 7"), refusing:
+                send(7)
+
+        ranks.each(body)
+
+
+def test_a_thread_that_only_sends_and_receives_counts_as_one_that_may_do_so_again():
+    with local_ranks(1) as ranks:
+
+        def body(_):
+            send(0)
+            return blocked._submitters[threading.get_ident()], recv(0).result(WAIT).tolist()
+
+        assert ranks.each(body) == [(1, [0.0, 1.0])]
+
+
+def test_messages_of_others_keep_no_rank_from_being_told():
+    with local_ranks(3, **SETTINGS) as ranks:
+        over = threading.Event()
+
+        def body(rank):
+            ops, count = api.operations(), 0
+            if rank == 2:
+                while not over.wait(0.2):
+                    send(1, f"news {count}")
+                    count += 1
+                return count
+            try:
+                with pytest.raises(MismatchError, match="ranks wait for each other"):
+                    (ops.barrier() if rank == 0 else recv(0)).result()
+            finally:
+                over.set()
+            return 0
+
+        told = ranks.each(body)[2]
+        for count in range(told):
+            with api.using(ranks.daemons[1]):
+                recv(2, f"news {count}").result(WAIT)
 
 
 def test_a_sender_that_takes_its_time_is_waited_for():

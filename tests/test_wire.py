@@ -17,11 +17,13 @@ from coordd.messages import (
     Account,
     Announcement,
     Blocked,
+    Expecting,
     Failure,
     Goodbye,
     Hello,
     Inquiry,
     Kind,
+    Left,
     Loss,
     Message,
     Muster,
@@ -36,6 +38,7 @@ from coordd.messages import (
     Request,
     Response,
     StallReport,
+    Traffic,
     Unsent,
     Waiting,
     Welcome,
@@ -71,6 +74,7 @@ def some(values: st.SearchStrategy) -> st.SearchStrategy:
 
 
 counts = some(st.tuples(whole, whole))
+traffics = st.builds(Traffic, counts, counts, counts, ranks)
 by_type = {
     Report: st.builds(Report, whole, bytes_, bytes_, some(announcements), whole, whole, bytes_, st.integers(-1, 9)),
     Plan: st.builds(
@@ -82,10 +86,12 @@ by_type = {
         whole,
         st.booleans(),
         unsent=some(st.builds(Unsent, whole, texts, whole, texts)),
+        left=some(st.builds(Left, whole, traffics)),
     ),
     Hello: st.builds(Hello, texts, texts, whole, texts),
     Welcome: st.builds(Welcome, ranks, some(texts), texts),
-    Goodbye: st.builds(Goodbye, bytes_, counts),
+    Goodbye: st.builds(Goodbye, bytes_, st.none() | traffics),
+    Expecting: st.builds(Expecting, ranks),
     Refused: st.builds(Refused, whole, texts, texts, ranks, some(texts)),
     Blocked: st.builds(Blocked, texts, whole, bytes_, st.integers(-1, 9), whole, counts),
     Loss: st.builds(Loss, whole),

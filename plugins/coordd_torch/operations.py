@@ -303,12 +303,18 @@ def send_async(tensor: Tensor, destination: int, name: str) -> Handle[Tensor]:
     Raises:
         ArgumentError: there is no such rank, or the name is unusable.
     """
-    array, _ = borrow(tensor)
-    return api.operations().send(array, destination, name=name)
+    operations = api.operations()
+    with operations.refusing(destination, name, outgoing=True):
+        array, _ = borrow(tensor)
+        return operations.send(array, destination, name=name)
 
 
 def send(tensor: Tensor, destination: int, name: str) -> None:
-    """Sends a tensor to one rank; returns when it has been received."""
+    """Sends a tensor to one rank; returns when the tensor may be changed, and a large one has been received.
+
+    Raises:
+        ShutdownError: the destination has left.
+    """
     send_async(tensor, destination, name).result()
 
 
@@ -318,8 +324,10 @@ def recv_async(tensor: Tensor, source: int, name: str) -> Handle[Tensor]:
     Raises:
         ArgumentError: there is no such rank, or the name is unusable.
     """
-    array, back = _lend(tensor)
-    return api.operations().recv(array, source, name=name, land=back)
+    operations = api.operations()
+    with operations.refusing(source, name, outgoing=False):
+        array, back = _lend(tensor)
+        return operations.recv(array, source, name=name, land=back)
 
 
 def recv(tensor: Tensor, source: int, name: str) -> Tensor:
@@ -327,6 +335,7 @@ def recv(tensor: Tensor, source: int, name: str) -> Tensor:
 
     Raises:
         MismatchError: what was sent has another shape or type, or the source waits, too, so that it will never send.
+        RefusedError: the source has refused to send it.
         ShutdownError: the source has left.
     """
     return recv_async(tensor, source, name).result()

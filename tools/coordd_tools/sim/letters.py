@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from coordd.errors import PeerError, is_deadlock
 from coordd.handles import Handle
@@ -36,10 +37,13 @@ class Letter:
 class Receipt(Handle[object]):
     """A receive of one rank."""
 
-    __slots__ = ("_ledger", "rank", "turn")
+    __slots__ = ("_ledger", "handle", "peer", "rank", "turn")
 
     def __init__(self, ledger: Ledger, turn: Letter) -> None:
         super().__init__(turn.name)
+        self.name = turn.name
+        self.peer = turn.sender
+        self.handle = self
         self.rank = turn.receiver
         self.turn = turn
         self._ledger = ledger
@@ -96,8 +100,12 @@ class Mailbag:
     def __contains__(self, receipt: object) -> bool:
         return receipt in self._wanted.values()
 
-    def __bool__(self) -> bool:
-        return bool(self._wanted)
+    @property
+    def wanted(self) -> list[Any]:
+        """The receives for which nothing has come."""
+        return [*self._wanted.values()]
+
+    letters = wanted
 
     def send(self, letter: Letter) -> None:
         """Sends."""

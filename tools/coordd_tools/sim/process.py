@@ -192,6 +192,8 @@ class Process:
 
     def _begin(self, what: Letter | Receipt) -> None:
         """Begins to send or to receive, as the daemon does."""
+        if self._blocks is not None and self._blocks.told:
+            self._blocks.note_news(self._setting.agenda.now)
         if isinstance(what, Letter):
             self.bag.send(what)
         elif self.failure is not None:
@@ -239,7 +241,7 @@ class Process:
         self._land()
         self._advance()
         if self.bag.deliver() and self._blocks is not None:
-            self._blocks.note_news(self._setting.agenda.now)
+            self._blocks.note_mail(self._setting.agenda.now)
         self._setting.payload.advance(self.rank)
         self._resume()
         self._wake_to_look()
@@ -362,6 +364,7 @@ class Process:
 
     def _follow(self, plan: Plan) -> None:
         if plan.lock and self._blocks is not None:
+            self._blocks.last = Blocked()
             self._blocks.note_lock(self._setting.agenda.now)
         due = self.member.follow(plan)
         self._setting.caches.compare(self.member, plan.sequence)
@@ -562,21 +565,27 @@ class _Watch(BlockWatch):
             busy=lambda: process.moving,
             submitted=lambda: any(isinstance(item, Entry | Letter | Receipt) for item in process._inbox),  # noqa: SLF001 - its part
             tell=self._tell_process,
+            mail=process.bag,
         )
         self._process = process
+        self.last = Blocked()
 
     def _tell_process(self, awaits: Awaited) -> None:
         process, bag = self._process, self._process.bag
         heard = bag.heard[awaits.sender] if awaits.sender >= 0 else 0
         sent = tuple(sorted(bag.sent.items())) if awaits.name else ()
-        process.tell(Blocked(awaits.name, process.member.seen, sender=awaits.sender, heard=heard, sent=sent))
+        blocked = Blocked(awaits.name, process.member.seen, sender=awaits.sender, heard=heard, sent=sent)
+        if blocked.wait != self.last.wait or not self.told:
+            self.last = blocked
+            process.tell(blocked)
 
     def _awaited(self) -> Awaited:
         made, table = self._process.waits_for, self._process.member.table
         if isinstance(made, Receipt):
-            return Awaited(made.name, made.turn.sender) if made in self._process.bag else Awaited()
+            known = made in self._process.bag
+            return Awaited(made.name, made.turn.sender, made.submitted) if known else Awaited()
         known = made is not None and made.name in table and table.find(made.name).handle is made
-        return Awaited(made.name) if made is not None and known else Awaited()
+        return Awaited(made.name, since=made.submitted) if made is not None and known else Awaited()
 
     def _others_may_submit(self) -> bool:
         return self._process.busy_beside
