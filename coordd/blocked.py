@@ -25,7 +25,7 @@ __all__ = ["Awaited", "BlockWatch", "Submitter"]
 
 _SECONDS = 1.0
 _WITH_OTHERS = 8.0
-_LONGEST_PAUSE = 8.0
+_LONGEST_PAUSE, _LONGEST_PAUSE_WITH_MAIL = 8.0, 2.0
 _submitters: Counter[int] = Counter()
 """Threads that submit operations, by their numbers, which are given again once a thread has ended."""
 
@@ -57,6 +57,14 @@ class Awaited(NamedTuple):
     since: float = 0.0
 
 
+class Tell(Protocol):
+    """Tells the coordinator."""
+
+    def __call__(self, awaits: Awaited, *, again: bool) -> None:
+        """Tells for what the script waits; ``again`` if only what has been sent and received may be new."""
+        ...
+
+
 class Mail(Protocol):
     """The sends and receives of a rank."""
 
@@ -84,7 +92,7 @@ class BlockWatch:
         thread: Callable[[], int],
         busy: Callable[[], bool],
         submitted: Callable[[], bool],
-        tell: Callable[[Awaited], None],
+        tell: Tell,
         mail: Mail,
     ) -> None:
         """Starts with nothing waited for.
@@ -94,7 +102,8 @@ class BlockWatch:
             thread: says which thread the script runs in.
             busy: whether data or messages of this rank are under way, or have moved since it was asked last.
             submitted: whether the script has submitted something that is not announced yet.
-            tell: tells the coordinator for which operation the script waits; without a name that it does not.
+            tell: tells the coordinator for which operation the script waits, maybe again; without a name that it does
+                not.
             mail: the sends and receives of this rank.
         """
         self._table = table
@@ -132,7 +141,7 @@ class BlockWatch:
         self._first = _NOTHING, now
         if self.told:
             self._told = _NOTHING
-            self._tell(_NOTHING)
+            self._tell(_NOTHING, again=False)
             self._due = now + _SECONDS
 
     def note_mail(self, now: float) -> None:
@@ -140,7 +149,7 @@ class BlockWatch:
         if not self.told:
             return
         if any(operation == self._told for _, operation in self._under_way()):
-            self._tell(self._told)
+            self._tell(self._told, again=True)
         else:
             self.note_news(now)
 
@@ -170,10 +179,10 @@ class BlockWatch:
         if not awaits.name and (len(self._table) > 0 or self._mail.wanted):
             # It may have been in a signal's handler, say, or begin to wait for a neighbour's message without a word.
             self._due = now + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_WITH_MAIL if self._mail.wanted else _LONGEST_PAUSE)
         if awaits.name and awaits != self._told and not others:
             self._told = awaits
-            self._tell(awaits)
+            self._tell(awaits, again=False)
 
     def remaining(self, now: float) -> float | None:
         """Seconds until `look` has something to do; None if that is not in sight."""

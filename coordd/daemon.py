@@ -191,9 +191,24 @@ class Daemon:
                 messages wake it, others are always looked for.
         """
         self._check_usable()
-        self._do(letter, wake=not lazy or letter.peer not in self._notes)
+        try:
+            self._do(letter, wake=not lazy or letter.peer not in self._notes)
+        except BaseException as error:
+            self.broken_off(error, f"the {letter.word} of {letter.name!r}")
+            raise
         if self._status.ended.is_set():
             self._loop.turn_away()
+
+    def take_back(self, handle: Handle[Any], error: BaseException) -> None:
+        """Takes a receive back that an exception has broken off, so that the next one of its name gets the message.
+
+        Args:
+            handle: of the receive.
+            error: the exception. If the message has begun to come, nobody will see it, so the job fails.
+        """
+        if not isinstance(error, CoorddError):
+            text = f"was interrupted by {brief(error)} as {handle.name!r} arrived, which is lost: so the job ends"
+            self._do(lambda: self._loop.take_back(handle, text))
 
     def say(self, message: Message) -> None:
         """Sends a message of another thread to the coordinator, or to whom it is for by way of it."""

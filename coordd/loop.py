@@ -13,13 +13,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from coordd.account import Account, account, is_stopped
 from coordd.affinity import keep_to
 from coordd.bell import Bell
-from coordd.blocked import Awaited, BlockWatch
+from coordd.blocked import BlockWatch
 from coordd.bucket import Locked
 from coordd.config import Config
 from coordd.control.protocol import Lost
@@ -30,15 +31,14 @@ from coordd.departures import Departures
 from coordd.errors import ShutdownError, StartError, brief
 from coordd.execution import Flights
 from coordd.foreman import hub
-from coordd.handles import forbid_waiting
+from coordd.handles import Handle, forbid_waiting
 from coordd.inbox import Inbox
 from coordd.lookout import Delay, Lookout
 from coordd.mailbox import Letter, Mailbox
+from coordd.mailwatch import MailWatch, fail
 from coordd.member import Due, Member
 from coordd.messages import (
     Abort,
-    Blocked,
-    Expecting,
     Failure,
     Goodbye,
     Hello,
@@ -70,7 +70,6 @@ _SHORTEST_SLEEP = 1e-3
 _LOOKS = 16
 _HELD_SECONDS = 0.25  # far longer than a backward pass takes from one gradient of a bucket to the next
 _HELD_LOOK_SECONDS = 0.1
-_MAIL_SECONDS = 1.0
 _FAREWELL_SECONDS = 1.0
 _AGREED_SECONDS = 30.0  # all have promised it, and only who dies after the goodbye does not keep to that
 
@@ -100,9 +99,6 @@ class Loop:
         self._lock_number = 0
         self._locked_at = 0.0
         self._held_look = 0.0
-        self._blocked = Blocked()
-        self._mail_look = 0.0
-        self._expected: set[int] = set()
         self._patience = Patience()
         self._wreck: list[object] = []
         self._dues: list[Due] = []
@@ -137,6 +133,11 @@ class Loop:
         """Notes that an exception has ended a wait, so the script goes on though the operation is under way."""
         self._blocks.note_news(time.monotonic())
 
+    def take_back(self, handle: Handle[Any], reason: str) -> None:
+        """Takes a receive back; if its message has begun to come, the job fails, for this reason."""
+        if self._status.failure is None and not self._mailbox.take_back(handle):
+            self.report_failure(Failure(self._status.world.rank, reason))
+
     def say_goodbye(self) -> None:
         """Leaves: what other ranks have not announced by now fails, here and there."""
         if self._status.failure is None and not self._said_goodbye:
@@ -166,7 +167,7 @@ class Loop:
         self._release_held(now := time.monotonic())
         self._lookout.look(now)
         self._blocks.look(now)
-        self._look_at_mail(now)
+        self._letters.look(now)
         self._listen()
         if self._member.stopped:
             self._part()
@@ -224,6 +225,7 @@ class Loop:
         self._flights = Flights(plane, self)
         self._beats = 0
         self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck, notes=link.notes)
+        self._letters = MailWatch(self._mailbox, self._member, self._tell)
         self._lookout = Lookout(
             self._config, self._member.table, self._elsewhere, ask=self._complain, give_up=self.report_failure
         )
@@ -232,7 +234,7 @@ class Loop:
             thread=lambda: self._status.script,
             busy=self._is_moving,
             submitted=lambda: bool(self._inbox),
-            tell=self._tell_blocked,
+            tell=self._letters.tell_blocked,
             mail=self._mailbox,
         )
         self._status.parts = Parts(self._member, self._flights, self._mailbox, link.commons, self._inbox)
@@ -266,31 +268,12 @@ class Loop:
         negotiated, self._beats = self._flights.progress
         return negotiated or self._beats != before or self._mailbox.receiving
 
-    def _tell_blocked(self, awaits: Awaited) -> None:
-        """Tells the coordinator for what the script waits, and which messages may be under way."""
-        heard = self._mailbox.heard(awaits.sender) if awaits.sender >= 0 else 0
-        sent = self._mailbox.sent if awaits.name else ()
-        blocked = Blocked(awaits.name, self._member.seen, sender=awaits.sender, heard=heard, sent=sent)
-        if blocked.wait != self._blocked.wait or not self._blocks.told:
-            self._blocked = blocked
-            self._tell(blocked)
-
     def _deliver(self) -> bool:
         """Drives sends and receives; what has come ends a wait, or changes what was told of it."""
         moved = self._mailbox.advance()
         if moved:
             self._blocks.note_mail(time.monotonic())
         return moved
-
-    def _look_at_mail(self, now: float) -> None:
-        """Asks to hear of ranks that leave, once messages to or from them have been under way for a while."""
-        if not self._mailbox or now < self._mail_look:
-            return
-        self._mail_look = now + _MAIL_SECONDS
-        old = {letter.peer for letter in self._mailbox.letters if letter.handle.submitted < now - _MAIL_SECONDS}
-        if unknown := old - self._expected:
-            self._expected |= unknown
-            self._tell(Expecting(tuple(sorted(unknown))))
 
     def _elsewhere(self) -> list[Delay]:
         """What waits for other ranks without the coordinator knowing, and since when."""
@@ -432,17 +415,9 @@ class Loop:
         if self._status.failure is not None:
             return
         if plan.lock:
-            self._blocked = Blocked()  # the coordinator forgets it
             self._blocks.note_lock(time.monotonic())
         self._carry_out(self._member.follow(plan))
-        for left in plan.left:
-            self._mailbox.note_left(left)
-            self._blocks.note_mail(time.monotonic())
-        for unsent in plan.unsent:
-            if unsent.rank == self._member.rank:
-                self._blocks.note_news(time.monotonic())
-                for letter in self._mailbox.give_up(unsent.sender, unsent.name):
-                    _fail(letter, self._member.deadlocks.error(unsent, plan.sequence))
+        self._letters.follow(plan, self._blocks, time.monotonic())
 
     def _enter(self, welcome: Welcome) -> None:
         self._status.world = dataclasses.replace(self._status.world, hosts=welcome.hosts)
@@ -484,9 +459,9 @@ class Loop:
         # MPI may still write into the buffers of what was in flight, so they are kept until the process ends.
         self._wreck += [*entries, *letters]
         for entry in entries:
-            _fail(entry, error(entry.request.name))
+            fail(entry.handle, error(entry.request.name))
         for letter in letters:
-            _fail(letter, error(letter.name))
+            fail(letter.handle, error(letter.name))
 
     def _part(self) -> None:
         """Ends the thread once all ranks have left and what is under way has landed, or will not land any more."""
@@ -554,7 +529,7 @@ class Loop:
         """Fails what is left in the inbox; nobody else will take it out."""
         for item in self._inbox.drain():
             if isinstance(item, Entry | Letter):
-                _fail(item, ShutdownError(item.handle.name))
+                fail(item.handle, ShutdownError(item.handle.name))
 
     def _rest(self, *, moved: bool) -> None:
         """Sleeps as long as nothing can happen."""
@@ -602,18 +577,8 @@ class Loop:
         times = [deadline - now for deadline in deadlines if deadline is not None]
         if self._parting is not None:
             times.append(self._farewell - now)
-        if any(letter.peer not in self._expected for letter in self._mailbox.letters):
-            times.append(self._mail_look - now)
         if (lock := self._member.lock) is not None and lock.partial:
             times.append(self._held_look - now)
-        watches = (self._lookout.remaining(now), self._blocks.remaining(now))
+        watches = (self._lookout.remaining(now), self._blocks.remaining(now), self._letters.remaining(now))
         times += [remaining for remaining in watches if remaining is not None]
         return max(_SHORTEST_SLEEP, min(times)) if times else None
-
-
-def _fail(work: Entry | Letter, error: BaseException) -> None:
-    """Fails an operation; what a plugin's handle raises then must not keep the next one from hearing of it."""
-    try:
-        work.handle.fail(error)
-    except BaseException:
-        log.exception("the handle of %r has failed", work.handle.name)

@@ -230,6 +230,17 @@ class Mailbox:
         """Drops the receives of a name for which nothing has come, and returns them."""
         return [*self._wanted.pop((sender, name), ())]
 
+    def take_back(self, handle: Handle[Any]) -> bool:
+        """Drops a receive, if nothing has come for it; says whether that is so."""
+        for key, queue in self._wanted.items():
+            if mine := [letter for letter in queue if letter.handle is handle]:
+                queue.remove(mine[0])
+                if not queue:
+                    del self._wanted[key]
+                handle.fail(ShutdownError(handle.name))
+                return True
+        return False
+
     def advance(self) -> bool:
         """Drives what is under way; says whether something was completed."""
         heard = self._listen()

@@ -75,7 +75,7 @@ def told(handle: Handle[None], thread: int, *, busy: bool = False, submitted: bo
         thread=lambda: thread,
         busy=lambda: busy,
         submitted=lambda: submitted,
-        tell=lambda awaits: messages.append(awaits.name),
+        tell=lambda awaits, again: messages.append(awaits.name),
         mail=NO_MAIL,
     )
     watch.note_wait(0.0)
@@ -134,7 +134,7 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
             thread=lambda: thread,
             busy=lambda: False,
             submitted=lambda: False,
-            tell=lambda awaits: messages.append(awaits.name),
+            tell=lambda awaits, again: messages.append(awaits.name),
             mail=NO_MAIL,
         )
         watch.note_wait(0.0)
@@ -171,7 +171,7 @@ def test_a_thread_that_is_not_pythons_own_is_listed_for_ever_but_gets_some_secon
             thread=lambda: thread,
             busy=lambda: False,
             submitted=lambda: False,
-            tell=lambda awaits: messages.append(awaits.name),
+            tell=lambda awaits, again: messages.append(awaits.name),
             mail=NO_MAIL,
         )
         watch.note_wait(0.0)
@@ -208,7 +208,7 @@ def test_of_several_operations_that_a_script_waits_for_one_that_has_not_ended_is
             thread=lambda: thread,
             busy=lambda: False,
             submitted=lambda: False,
-            tell=lambda awaits: messages.append(awaits.name),
+            tell=lambda awaits, again: messages.append(awaits.name),
             mail=NO_MAIL,
         )
         watch.note_wait(0.0)
@@ -232,7 +232,7 @@ def receiving(handle: Handle[None], thread: int, messages: list[tuple[str, int]]
         thread=lambda: thread,
         busy=lambda: False,
         submitted=lambda: False,
-        tell=lambda awaits: messages.append(awaits[:2]),
+        tell=lambda awaits, again: messages.append(awaits[:2]),
         mail=SimpleNamespace(letters=[letter], wanted=[letter]),
     )
 
@@ -274,7 +274,7 @@ def test_a_done_callback_of_a_send_may_submit_what_others_wait_for():
             thread=lambda: thread,
             busy=lambda: False,
             submitted=lambda: False,
-            tell=lambda awaits: messages.append(awaits.name),
+            tell=lambda awaits, again: messages.append(awaits.name),
             mail=mail,
         )
         watch.note_wait(0.0)
@@ -304,7 +304,7 @@ def test_a_script_that_only_has_a_receive_under_way_is_looked_at_seldom():
     for _ in range(10):
         now += watch.remaining(now) or 0.0
         watch.look(now)
-    assert watch.remaining(now) == pytest.approx(blocked._LONGEST_PAUSE)
+    assert watch.remaining(now) == pytest.approx(blocked._LONGEST_PAUSE_WITH_MAIL)
 
 
 def test_a_script_that_is_elsewhere_at_the_first_look_is_looked_for_again():
@@ -317,7 +317,7 @@ def test_a_script_that_is_elsewhere_at_the_first_look_is_looked_for_again():
         thread=lambda: script[0],
         busy=lambda: False,
         submitted=lambda: False,
-        tell=lambda awaits: messages.append(awaits.name),
+        tell=lambda awaits, again: messages.append(awaits.name),
         mail=NO_MAIL,
     )
     watch.note_wait(0.0)
@@ -346,7 +346,7 @@ def test_other_branches_of_a_graph_in_which_a_script_waits_may_submit_what_other
             thread=lambda: script,
             busy=lambda: False,
             submitted=lambda: False,
-            tell=lambda awaits: messages.append(awaits.name),
+            tell=lambda awaits, again: messages.append(awaits.name),
             mail=NO_MAIL,
         )
         watch.note_wait(0.0)

@@ -13,6 +13,7 @@ import coordd.torch as cd
 from coordd import api
 from coordd.bell import Bell
 from coordd.errors import PeerError
+from coordd.handles import Handle
 from tests.local_ranks import each_rank
 
 REASON = "rank 0 was interrupted by .* during "
@@ -49,6 +50,54 @@ def test_a_submission_that_is_interrupted_ends_the_job(error, after):
                 cd.allreduce(torch.ones(2), name="one")
         with pytest.raises(PeerError, match=REASON + "the submission of 'one'"):
             cd.allreduce(torch.ones(2), name="two" if rank == 0 else "one")
+
+    each_rank(2, body)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LateError])
+def test_a_send_that_is_interrupted_ends_the_job(error):
+    def body(rank):
+        daemon = api.operations().daemon
+        if rank == 0:
+            daemon._inbox.slip = once(daemon._inbox.slip, error(), after=True)
+            with pytest.raises(error):
+                cd.send(torch.ones(2), 1, "one")
+        with pytest.raises(PeerError, match=REASON + "the send of 'one'"):
+            cd.barrier()
+
+    each_rank(2, body)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LateError])
+def test_a_receive_that_is_broken_off_takes_no_message(error, monkeypatch):
+    """Else a second try would get the next one."""
+
+    def body(rank):
+        if rank == 0:
+            cd.barrier()
+            for step in range(3):
+                cd.send(torch.full((2,), float(step)), 1, "x")
+            return []
+        with monkeypatch.context() as patched:
+            patched.setattr(Handle, "result", once(Handle.result, error(), after=False))
+            with pytest.raises(error):
+                cd.recv(torch.zeros(2), 0, "x")
+        cd.barrier()
+        return [cd.recv(torch.zeros(2), 0, "x")[0].item() for _ in range(3)]
+
+    assert each_rank(2, body)[1] == [0.0, 1.0, 2.0]
+
+
+def test_a_receive_that_is_broken_off_as_its_message_comes_ends_the_job():
+    def body(rank):
+        if rank == 0:
+            cd.send(torch.ones(2), 1, "x")
+        else:
+            handle = cd.recv_async(torch.zeros(2), 0, "x")
+            handle.wait(10.0)
+            api.operations().daemon.take_back(handle, LateError())
+        with pytest.raises(PeerError, match=r"rank 1 was interrupted by .*LateError as 'x' arrived, which is lost"):
+            cd.barrier()
 
     each_rank(2, body)
 

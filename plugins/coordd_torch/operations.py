@@ -333,12 +333,19 @@ def recv_async(tensor: Tensor, source: int, name: str) -> Handle[Tensor]:
 def recv(tensor: Tensor, source: int, name: str) -> Tensor:
     """Receives into a tensor and returns it.
 
+    If an exception breaks it off, such as that of a signal's handler, it is taken back: the next one gets the message.
+
     Raises:
         MismatchError: what was sent has another shape or type, or the source waits, too, so that it will never send.
         RefusedError: the source has refused to send it.
         ShutdownError: the source has left.
     """
-    return recv_async(tensor, source, name).result()
+    handle = recv_async(tensor, source, name)
+    try:
+        return handle.result()
+    except BaseException as error:
+        api.operations().daemon.take_back(handle, error)
+        raise
 
 
 def _lend(tensor: Tensor) -> tuple[Any, Callable[[Any], Tensor]]:

@@ -364,7 +364,6 @@ class Process:
 
     def _follow(self, plan: Plan) -> None:
         if plan.lock and self._blocks is not None:
-            self._blocks.last = Blocked()
             self._blocks.note_lock(self._setting.agenda.now)
         due = self.member.follow(plan)
         self._setting.caches.compare(self.member, plan.sequence)
@@ -568,15 +567,15 @@ class _Watch(BlockWatch):
             mail=process.bag,
         )
         self._process = process
-        self.last = Blocked()
+        self._last = Blocked()
 
-    def _tell_process(self, awaits: Awaited) -> None:
+    def _tell_process(self, awaits: Awaited, *, again: bool) -> None:
         process, bag = self._process, self._process.bag
         heard = bag.heard[awaits.sender] if awaits.sender >= 0 else 0
         sent = tuple(sorted(bag.sent.items())) if awaits.name else ()
         blocked = Blocked(awaits.name, process.member.seen, sender=awaits.sender, heard=heard, sent=sent)
-        if blocked.wait != self.last.wait or not self.told:
-            self.last = blocked
+        if not again or blocked.wait != self._last.wait:
+            self._last = blocked
             process.tell(blocked)
 
     def _awaited(self) -> Awaited:
