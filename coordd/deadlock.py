@@ -47,6 +47,7 @@ class BlockedRanks:
 
     def __init__(self) -> None:
         self._ranks: dict[Blocked, int] = {}
+        self._sent: dict[tuple[int, int], int] = {}
         self._all = 0
         self._changed = False
         self._since = 0
@@ -59,6 +60,7 @@ class BlockedRanks:
             self._all &= ~ranks
         if blocked.name and blocked.seen >= self._since:
             self._ranks[blocked.wait] = self._ranks.get(blocked.wait, 0) | ranks
+            self._sent |= {(rank, receiver): count for rank, receiver, count in blocked.sent}
             self._all |= ranks
             self._changed = True
 
@@ -85,10 +87,11 @@ class BlockedRanks:
         No message of such a sender is under way: as many have come as it had sent when it began to wait. It has sent no
         other since, for else it would not wait for what it said, and the ranks that it waits for had to go on before.
         """
-        sent = {rank: dict(each.sent) for each, ranks in blocked.items() for rank in bits(ranks)}
         for each, ranks in blocked.items():
-            if each.sender in sent:
-                yield from ((rank, each) for rank in bits(ranks) if sent[each.sender].get(rank, 0) == each.heard)
+            if each.sender >= 0 and self._all >> each.sender & 1:
+                yield from (
+                    (rank, each) for rank in bits(ranks) if self._sent.get((each.sender, rank), 0) == each.heard
+                )
 
 
 class BlockedSums:
@@ -96,6 +99,7 @@ class BlockedSums:
 
     def __init__(self) -> None:
         self._ranks: dict[Blocked, int] = {}
+        self._sent: dict[tuple[int, int], int] = {}
         self._freed = 0
         self._since = 0
 
@@ -110,6 +114,7 @@ class BlockedSums:
             self._freed |= ranks
         elif blocked.seen >= self._since:
             self._ranks[blocked.wait] = self._ranks.get(blocked.wait, 0) | ranks
+            self._sent |= {(rank, receiver): count for rank, receiver, count in blocked.sent}
 
     def follow(self, plan: Plan) -> None:
         """Forgets all at a plan that locks: the ranks will say anew that they are blocked."""
@@ -124,8 +129,12 @@ class BlockedSums:
 
     def told(self) -> list[Blocked]:
         """Says which ranks are blocked, once."""
-        ranks, self._ranks = self._ranks, {}
-        return [msgspec.structs.replace(wait, seen=self._since, ranks=mask(there)) for wait, there in ranks.items()]
+        told = []
+        for wait, there in self._ranks.items():
+            sent = tuple((*pair, count) for pair, count in self._sent.items() if there >> pair[0] & 1)
+            told.append(msgspec.structs.replace(wait, seen=self._since, ranks=mask(there), sent=sent))
+        self._ranks, self._sent = {}, {}
+        return told
 
 
 class Heard(NamedTuple):

@@ -59,9 +59,9 @@ class MailWatch:
             again: it has been told that before, so only numbers may be new.
         """
         heard = self._mailbox.heard(awaits.sender) if awaits.sender >= 0 else 0
-        sent = self._mailbox.sent if awaits.name else ()
+        sent = tuple((self._member.rank, *pair) for pair in self._mailbox.sent) if awaits.name else ()
         blocked = Blocked(awaits.name, self._member.seen, sender=awaits.sender, heard=heard, sent=sent)
-        if not again or blocked.wait != self._told.wait:
+        if not again or (blocked.wait, sent) != (self._told.wait, self._told.sent):
             self._told = blocked
             self._tell(blocked)
 

@@ -351,7 +351,8 @@ class Blocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
     mask of those that wait for the same, which a foreman gives.
 
     The operation is a receive if there is a ``sender``, of which ``heard`` messages have come so far. ``sent`` is how
-    many messages the rank has sent itself, by receiver: none is under way where both numbers are equal.
+    many messages the rank has sent itself, by its own number and the receiver's: none is under way where both numbers
+    are equal.
     """
 
     name: str = ""
@@ -359,12 +360,12 @@ class Blocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
     ranks: bytes = b""
     sender: int = -1
     heard: int = 0
-    sent: tuple[tuple[int, int], ...] = ()
+    sent: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def wait(self) -> Blocked:
         """What ranks that wait for the same have in common."""
-        return msgspec.structs.replace(self, seen=0, ranks=b"")
+        return Blocked(self.name, sender=self.sender, heard=self.heard)
 
 
 class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):

@@ -5,7 +5,6 @@ Each is asynchronous and in place; it checks its arguments here, on the caller's
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
@@ -24,18 +23,13 @@ from coordd.checks import finite
 from coordd.daemon import Daemon
 from coordd.errors import (
     ArgumentError,
-    DuplicateNameError,
-    ForkedProcessError,
-    NotInitializedError,
-    PeerError,
-    ShutdownError,
     brief,
     spans,
 )
 from coordd.group_names import is_unnamed, names_in_group, refused_names
-from coordd.handles import Handle, call_site, hear_of
-from coordd.mailbox import Letter
+from coordd.handles import Handle, call_site
 from coordd.messages import Kind, ReduceOp, Refused, Request
+from coordd.messaging import UNTOLD, Land, Messages
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set, named_ranks
 from coordd.refusing import refusable
 from coordd.table import Entry, Site, show_site
@@ -43,12 +37,8 @@ from coordd.table import Entry, Site, show_site
 __all__ = ["Operations", "Part"]
 
 _LONGEST = 1000
-_SHORT = 250  # which a message's header has room for
 """Letters of an error that other ranks are told."""
-_UNTOLD = (DuplicateNameError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError)
-"""Errors that are no refusal of the arguments: what is in flight goes on, or everything has failed anyway."""
 _LOOSE = frozenset({Kind.ALLREDUCE, Kind.BROADCAST})
-Land = Callable[[np.ndarray], Any]
 
 
 class _Group:
@@ -110,11 +100,11 @@ def _itself(operations: Operations, *_: Any) -> Operations:
     return operations
 
 
-class Operations:
+class Operations(Messages):
     """The operations of one daemon; it numbers those that have no name."""
 
     def __init__(self, daemon: Daemon) -> None:
-        self.daemon = daemon
+        super().__init__(daemon)
         self._joins: Counter[tuple[int, ...]] = Counter()
         self.uneven = False
         """Whether to join before leaving."""
@@ -315,30 +305,6 @@ class Operations:
         """Completes when all members have come."""
         nothing = np.empty(0, np.uint8)
         return self.submit(self._request(Kind.BARRIER, None, nothing, process_set), nothing)
-
-    def send(self, array: np.ndarray, destination: int, *, name: str) -> Handle[Any]:
-        """Sends to the one rank that receives under this name; needs no negotiation.
-
-        Raises:
-            ArgumentError: there is no such rank, or the name is unusable.
-        """
-        letter = self._letter(array, destination, name, outgoing=True)
-        self.daemon.post(letter)
-        return letter.handle
-
-    def recv(
-        self, array: np.ndarray | None, source: int, *, name: str, land: Land | None = None, lazy: bool = False
-    ) -> Handle[Any]:
-        """Receives what a rank sends under this name, into ``array`` or, if that is None, into a new one.
-
-        With ``lazy`` this may begin as late as when the handle is waited for, but it does not disturb the daemon.
-
-        Raises:
-            ArgumentError: there is no such rank, or the name is unusable.
-        """
-        letter = self._letter(array, source, name, outgoing=False, land=land)
-        self.daemon.post(letter, lazy=lazy)
-        return letter.handle
 
     def submit(  # called for every gradient, and keywords cost time
         self,
@@ -554,7 +520,7 @@ class Operations:
     ) -> list[Refused]:
         """Makes what others are to be told, if they are."""
         daemon, said = self.daemon, refused_names(names)
-        if isinstance(error, _UNTOLD) or len(members or range(daemon.world.size)) == 1:
+        if isinstance(error, UNTOLD) or len(members or range(daemon.world.size)) == 1:
             return []
         if daemon.failing or daemon.status.leaving or any(map(daemon.in_flight, (*names, *said))):
             return []
@@ -581,40 +547,6 @@ class Operations:
         """Takes the name that the next operation without a name would get; for one that consists of several."""
         members, part = self._members(process_set), self._thread.part
         return self._number(kind, members) if part is None else part.name(kind, None)
-
-    @contextmanager
-    def refusing(self, peer: int, name: str, *, outgoing: bool) -> Iterator[None]:
-        """Says that this rank sends or receives nothing, if what is inside raises an error.
-
-        What the peer receives fails then, or what it sends is dropped, so the next message of that name is matched with
-        the next one there. If the peer or the name is unusable, nothing can be said.
-        """
-        try:
-            yield
-        except _UNTOLD:
-            raise
-        except Exception as error:
-            site = show_site(call_site(sys._getframe(2)))  # noqa: SLF001 - the documented way to the caller
-            reason = f"refused to {'send' if outgoing else 'receive'} {name!r} at {site}: {brief(error)}"[:_SHORT]
-            with contextlib.suppress(Exception):  # it is the first error that the script has to hear
-                letter = self._letter(np.empty(0, np.uint8), peer, name, outgoing=outgoing)
-                letter.refused = reason
-                if not outgoing:
-                    letter.array = None
-                letter.handle.add_done_callback(hear_of)
-                self.daemon.post(letter)
-            raise
-
-    def _letter(
-        self, array: np.ndarray | None, peer: int, name: str, *, outgoing: bool, land: Land | None = None
-    ) -> Letter:
-        peer, size = check_rank(peer), self.daemon.world.size
-        if not 0 <= peer < size:
-            text = f"{name!r}: there is no rank {peer} in a world of {size}"
-            raise ArgumentError(text)
-        handle = self.daemon.handle(check_name(name), peer=peer)
-        self._thread.accounted += 0  # from now on this thread is known to send and receive
-        return Letter(name, peer, array, handle, outgoing=outgoing, land=land)
 
 
 def _rows_of(found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

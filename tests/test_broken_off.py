@@ -13,7 +13,7 @@ import coordd.torch as cd
 from coordd import api
 from coordd.bell import Bell
 from coordd.errors import PeerError
-from coordd.handles import Handle
+from coordd.messaging import Messages
 from tests.local_ranks import each_rank
 
 REASON = "rank 0 was interrupted by .* during "
@@ -72,6 +72,11 @@ def test_a_send_that_is_interrupted_ends_the_job(error):
 def test_a_receive_that_is_broken_off_takes_no_message(error, monkeypatch):
     """Else a second try would get the next one."""
 
+    def broken_off(*args, **kwargs):
+        handle = Messages.recv(api.operations(), *args, **kwargs)
+        handle._hurry = once(handle._hurry, error(), after=False)
+        return handle
+
     def body(rank):
         if rank == 0:
             cd.barrier()
@@ -79,7 +84,7 @@ def test_a_receive_that_is_broken_off_takes_no_message(error, monkeypatch):
                 cd.send(torch.full((2,), float(step)), 1, "x")
             return []
         with monkeypatch.context() as patched:
-            patched.setattr(Handle, "result", once(Handle.result, error(), after=False))
+            patched.setattr(api.operations(), "recv", broken_off)
             with pytest.raises(error):
                 cd.recv(torch.zeros(2), 0, "x")
         cd.barrier()

@@ -145,17 +145,16 @@ def test_blocked_ranks_are_added_up_and_come_after_what_they_have_announced():
     assert blocked == [Blocked("w", 0, mask(0b111000)), Blocked("v", 0, mask(0b000100))]
 
 
-def test_ranks_that_have_sent_different_messages_are_told_apart():
-    """The coordinator looks whether what they have sent has come."""
+def test_what_blocked_ranks_have_sent_is_told_with_them():
+    """The coordinator looks whether it has come."""
     stand = Stand()
-    stand.hear(BELOW, Blocked("w", 3, sent=((0, 1),)))
-    stand.hear(OTHER, Blocked("w", 3, mask(0b110000)))
-    stand.hear(HERE, Blocked("w", 3, sender=BELOW))
+    stand.hear(BELOW, Blocked("w", 3, sent=((BELOW, 0, 1),)))
+    stand.hear(OTHER, Blocked("w", 3, mask(0b110000), sent=((4, 0, 2), (5, 4, 1))))
+    stand.hear(HERE, Blocked("w", 3, sender=BELOW, sent=((HERE, 9, 1),)))
     blocked = [message for to, message in stand.moment() if to == ABOVE]
     assert blocked == [
-        Blocked("w", 0, mask(0b001000), sent=((0, 1),)),
-        Blocked("w", 0, mask(0b110000)),
-        Blocked("w", 0, mask(0b000100), sender=BELOW),
+        Blocked("w", 0, mask(0b111000), sent=((BELOW, 0, 1), (4, 0, 2), (5, 4, 1))),
+        Blocked("w", 0, mask(0b000100), sender=BELOW, sent=((HERE, 9, 1),)),
     ]
 
 

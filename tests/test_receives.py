@@ -33,7 +33,7 @@ class Circle(Star):
         self.handle = self.submit(0, allreduce("x", 2))
         self.report(0)
         self.hear(0)
-        self.coordinator.hear(0, Blocked("x", sent=((1, sent),)), now=0.0)
+        self.coordinator.hear(0, Blocked("x", sent=((0, 1, sent),)), now=0.0)
         self.coordinator.hear(1, receives("m", 0, heard=heard), now=0.0)
 
 
@@ -125,7 +125,7 @@ def test_a_rank_that_has_said_anything_new_is_judged_by_that():
     ranks = BlockedRanks()
     ranks.enter(0b01, receives("m", 1))
     ranks.enter(0b01, receives("n", 1, heard=2))
-    ranks.enter(0b10, Blocked("x", sent=((0, 2),)))
+    ranks.enter(0b10, Blocked("x", sent=((1, 0, 2),)))
     assert [(rank, blocked.name) for rank, blocked in ranks.receives(ranks.take())] == [(0, "n")]
 
 

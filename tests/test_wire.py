@@ -93,7 +93,7 @@ by_type = {
     Goodbye: st.builds(Goodbye, bytes_, st.none() | traffics),
     Expecting: st.builds(Expecting, ranks),
     Refused: st.builds(Refused, whole, texts, texts, ranks, some(texts)),
-    Blocked: st.builds(Blocked, texts, whole, bytes_, st.integers(-1, 9), whole, counts),
+    Blocked: st.builds(Blocked, texts, whole, bytes_, st.integers(-1, 9), whole, some(st.tuples(whole, whole, whole))),
     Loss: st.builds(Loss, whole),
     Muster: st.builds(Muster, bytes_, some(st.builds(Hello, texts, texts, whole, texts))),
     Abort: st.builds(Abort, st.builds(Failure, whole, texts, texts)),

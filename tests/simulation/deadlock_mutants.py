@@ -56,7 +56,7 @@ def does_not_ask_what_is_under_way(monkeypatch):
 
 
 @mutant
-def adds_up_ranks_that_have_sent_different_messages(monkeypatch):
+def forgets_what_ranks_below_a_foreman_have_sent(monkeypatch):
     hear = BlockedSums.hear
 
     def heard(self, ranks, blocked):

@@ -17,7 +17,7 @@ FIRST = {
     "never_judges": 3,
     "lets_receives_wait_for_ever": 3,
     "does_not_ask_what_is_under_way": 38,
-    "adds_up_ranks_that_have_sent_different_messages": 285,
+    "forgets_what_ranks_below_a_foreman_have_sent": 285,
     "lets_joins_wait_for_ever": 113,
     "takes_every_two_blocked_ranks_for_a_circle": 22,
     "does_not_tell_that_it_is_blocked_no_more": 343,

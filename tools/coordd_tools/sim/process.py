@@ -572,9 +572,9 @@ class _Watch(BlockWatch):
     def _tell_process(self, awaits: Awaited, *, again: bool) -> None:
         process, bag = self._process, self._process.bag
         heard = bag.heard[awaits.sender] if awaits.sender >= 0 else 0
-        sent = tuple(sorted(bag.sent.items())) if awaits.name else ()
+        sent = tuple((process.rank, *pair) for pair in sorted(bag.sent.items())) if awaits.name else ()
         blocked = Blocked(awaits.name, process.member.seen, sender=awaits.sender, heard=heard, sent=sent)
-        if not again or blocked.wait != self._last.wait:
+        if not again or (blocked.wait, sent) != (self._last.wait, self._last.sent):
             self._last = blocked
             process.tell(blocked)
 

@@ -1,0 +1,110 @@
+"""Sends and receives, by name: matched between two ranks, without any negotiation."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from coordd.arguments import check_name, check_rank
+from coordd.blocked import Submitter
+from coordd.daemon import Daemon
+from coordd.errors import (
+    ArgumentError,
+    DuplicateNameError,
+    ForkedProcessError,
+    NotInitializedError,
+    PeerError,
+    ShutdownError,
+    brief,
+)
+from coordd.handles import Handle, call_site, hear_of
+from coordd.mailbox import Letter
+from coordd.table import show_site
+
+__all__ = ["UNTOLD", "Land", "Messages"]
+
+UNTOLD = (DuplicateNameError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError)
+"""Errors that are no refusal of the arguments: what is in flight goes on, or everything has failed anyway."""
+
+Land = Callable[[np.ndarray], Any]
+
+_LONGEST = 250  # which a message's header has room for
+
+
+class _Here(threading.local):
+    """A thread that sends or receives, which therefore may do so again."""
+
+    def __init__(self) -> None:
+        self.submitter = Submitter()
+
+
+class Messages:
+    """The messages of one daemon."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self._here = _Here()
+
+    def send(self, array: np.ndarray, destination: int, *, name: str) -> Handle[Any]:
+        """Sends to the one rank that receives under this name; needs no negotiation.
+
+        Raises:
+            ArgumentError: there is no such rank, or the name is unusable.
+        """
+        letter = self._letter(array, destination, name, outgoing=True)
+        self.daemon.post(letter)
+        return letter.handle
+
+    def recv(
+        self, array: np.ndarray | None, source: int, *, name: str, land: Land | None = None, lazy: bool = False
+    ) -> Handle[Any]:
+        """Receives what a rank sends under this name, into ``array`` or, if that is None, into a new one.
+
+        With ``lazy`` this may begin as late as when the handle is waited for, but it does not disturb the daemon.
+
+        Raises:
+            ArgumentError: there is no such rank, or the name is unusable.
+        """
+        letter = self._letter(array, source, name, outgoing=False, land=land)
+        self.daemon.post(letter, lazy=lazy)
+        return letter.handle
+
+    @contextmanager
+    def refusing(self, peer: int, name: str, *, outgoing: bool) -> Iterator[None]:
+        """Says that this rank sends or receives nothing, if what is inside raises an error.
+
+        What the peer receives fails then, or what it sends is dropped, so the next message of that name is matched with
+        the next one there. If the peer or the name is unusable, nothing can be said.
+        """
+        try:
+            yield
+        except UNTOLD:
+            raise
+        except Exception as error:
+            site = show_site(call_site(sys._getframe(2)))  # noqa: SLF001 - the documented way to the caller
+            reason = f"refused to {'send' if outgoing else 'receive'} {name!r} at {site}: {brief(error)}"[:_LONGEST]
+            with contextlib.suppress(Exception):  # it is the first error that the script has to hear
+                letter = self._letter(np.empty(0, np.uint8), peer, name, outgoing=outgoing)
+                letter.refused = reason
+                if not outgoing:
+                    letter.array = None
+                letter.handle.add_done_callback(hear_of)
+                self.daemon.post(letter)
+            raise
+
+    def _letter(
+        self, array: np.ndarray | None, peer: int, name: str, *, outgoing: bool, land: Land | None = None
+    ) -> Letter:
+        peer, size = check_rank(peer), self.daemon.world.size
+        if not 0 <= peer < size:
+            text = f"{name!r}: there is no rank {peer} in a world of {size}"
+            raise ArgumentError(text)
+        handle = self.daemon.handle(check_name(name), peer=peer)
+        _ = self._here.submitter
+        return Letter(name, peer, array, handle, outgoing=outgoing, land=land)
