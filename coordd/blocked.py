@@ -21,10 +21,11 @@ from coordd.handles import Handle, awaited
 from coordd.mailbox import Letter
 from coordd.table import TensorTable
 
-__all__ = ["Awaited", "BlockWatch", "Submitter"]
+__all__ = ["Awaited", "BlockWatch", "Mail", "Submitter"]
 
 _SECONDS = 1.0
 _WITH_OTHERS = 8.0
+_WITH_NETWORK = 3.0
 _LONGEST_PAUSE, _LONGEST_PAUSE_WITH_MAIL = 8.0, 2.0
 _submitters: Counter[int] = Counter()
 """Threads that submit operations, by their numbers, which are given again once a thread has ended."""
@@ -47,13 +48,15 @@ class Submitter:
 
 
 class Awaited(NamedTuple):
-    """The operation that a script waits for, by name, and the rank from which it receives; -1 for a collective.
+    """The operation that a script waits for, by name.
 
+    A send or receive has a ``peer``, a collective -1. A send has the ``number`` that it has among those to its peer.
     ``since`` is when it was submitted.
     """
 
     name: str = ""
-    sender: int = -1
+    peer: int = -1
+    number: int = 0
     since: float = 0.0
 
 
@@ -76,6 +79,25 @@ class Mail(Protocol):
     @property
     def wanted(self) -> Sequence[Letter]:
         """The receives among them for which nothing has come yet."""
+        ...
+
+    @property
+    def offered(self) -> Sequence[Letter]:
+        """The sends among them."""
+        ...
+
+    @property
+    def sent(self) -> Sequence[tuple[int, int]]:
+        """How many messages this rank has begun to send, by receiver."""
+        ...
+
+    @property
+    def unclaimed(self) -> Sequence[tuple[int, int]]:
+        """What has come, and for which no receive has begun, by sender and number."""
+        ...
+
+    def heard(self, sender: int) -> int:
+        """How many messages of a rank have come, wanted or not."""
         ...
 
 
@@ -172,14 +194,14 @@ class BlockWatch:
             return
         if awaits != self._first[0]:
             self._first = awaits, now
-        patience = max(self._patience(), 0.0 if awaits.sender < 0 else _SECONDS)  # it may have begun just now
+        patience = max(self._patience(), _patience_with(awaits))
         others = bool(awaits.name) and (self._others_may_submit() or now - self._first[1] < patience)
         # A thread may end, or one of several operations that the script waits for, and the script still wait.
         self._due = now + _SECONDS if others or self._one_of_several else None
-        if not awaits.name and (len(self._table) > 0 or self._mail.wanted):
+        if not awaits.name and (len(self._table) > 0 or self._mail.letters):
             # It may have been in a signal's handler, say, or begin to wait for a neighbour's message without a word.
             self._due = now + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE_WITH_MAIL if self._mail.wanted else _LONGEST_PAUSE)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_WITH_MAIL if self._mail.letters else _LONGEST_PAUSE)
         if awaits.name and awaits != self._told and not others:
             self._told = awaits
             self._tell(awaits, again=False)
@@ -215,8 +237,8 @@ class BlockWatch:
         """Lists what other ranks have to take part in, with the handles."""
         for entry in self._table:
             yield entry.handle, Awaited(entry.request.name, since=entry.handle.submitted)
-        for letter in self._mail.wanted:
-            yield letter.handle, Awaited(letter.name, letter.peer, letter.handle.submitted)
+        for letter in (*self._mail.wanted, *self._mail.offered):
+            yield letter.handle, Awaited(letter.name, letter.peer, letter.number, letter.handle.submitted)
 
     def _awaited(self) -> Awaited:
         """Finds the operation that the script waits for without a time limit; it has no name if there is none.
@@ -237,6 +259,16 @@ class BlockWatch:
                     self._one_of_several = promise is not handle
                     return operation
         return _NOTHING
+
+
+def _patience_with(awaits: Awaited) -> float:
+    """Seconds for which a script may wait for a message without being blocked: the wait may have begun just now.
+
+    A send ends by itself where the network takes the message, and that may take its time.
+    """
+    if awaits.number:
+        return _WITH_NETWORK
+    return _SECONDS if awaits.peer >= 0 else 0.0
 
 
 def _within(frame: FrameType | None, function: str) -> bool:

@@ -10,11 +10,10 @@ import msgspec
 
 from coordd.errors import MismatchError, ranks_text
 from coordd.group_names import covers
-from coordd.messages import Blocked, Plan, Request, Response, Unsent, Waiting
+from coordd.messages import Blocked, Plan, Request, Response, Unmatched, Waiting
 from coordd.wire import bits, mask
 
 __all__ = [
-    "RECEIVE",
     "BlockedRanks",
     "BlockedSums",
     "Heard",
@@ -25,17 +24,23 @@ __all__ = [
     "members_of",
 ]
 
-RECEIVE = "recv"
+RECEIVE, SEND = "recv", "send"
+_MATCHED = {RECEIVE: "sent", SEND: "received"}
+"""What those do not do for whom such an operation waits."""
 _SHOWN = 6
 """So many waits are listed in an error."""
 
 
 class Wait(NamedTuple):
-    """Ranks that wait for one operation, and the ranks that have not submitted it; both are bit masks."""
+    """Ranks that wait for one operation, and the ranks that have not submitted it; both are bit masks.
+
+    A send has a ``number`` among those to the same rank.
+    """
 
     ranks: int
     missing: int
     waiting: Waiting
+    number: int = 0
 
 
 class BlockedRanks:
@@ -48,6 +53,7 @@ class BlockedRanks:
     def __init__(self) -> None:
         self._ranks: dict[Blocked, int] = {}
         self._sent: dict[tuple[int, int], int] = {}
+        self._unclaimed: set[tuple[int, int, int]] = set()
         self._all = 0
         self._changed = False
         self._since = 0
@@ -61,6 +67,7 @@ class BlockedRanks:
         if blocked.name and blocked.seen >= self._since:
             self._ranks[blocked.wait] = self._ranks.get(blocked.wait, 0) | ranks
             self._sent |= {(rank, receiver): count for rank, receiver, count in blocked.sent}
+            self._unclaimed = {each for each in self._unclaimed if not ranks >> each[0] & 1} | {*blocked.unclaimed}
             self._all |= ranks
             self._changed = True
 
@@ -78,20 +85,25 @@ class BlockedRanks:
     def take(self) -> dict[Blocked, int]:
         """Returns the blocked ranks if they are to be judged; nothing if nothing has changed since the last time."""
         changed, self._changed = self._changed, False
-        several = self._all & (self._all - 1) or any(blocked.sender >= 0 for blocked in self._ranks)
+        several = self._all & (self._all - 1) or any(blocked.peer >= 0 for blocked in self._ranks)
         return dict(self._ranks) if changed and several else {}
 
-    def receives(self, blocked: Mapping[Blocked, int]) -> Iterator[tuple[int, Blocked]]:
-        """Lists the receives among what ranks wait for that will wait as long as their senders do.
+    def messages(self, blocked: Mapping[Blocked, int]) -> Iterator[Wait]:
+        """Lists the sends and receives among what ranks wait for that will wait as long as their peers do.
 
-        No message of such a sender is under way: as many have come as it had sent when it began to wait. It has sent no
-        other since, for else it would not wait for what it said, and the ranks that it waits for had to go on before.
+        Who receives has heard of as many messages as the sender had sent when that began to wait: so none is under way,
+        and it has sent no other since, for else it would not wait for what it said, and the ranks that it waits for had
+        to go on before. What is sent has come to a rank that has no use for it, and gets none before it goes on.
         """
         for each, ranks in blocked.items():
-            if each.sender >= 0 and self._all >> each.sender & 1:
-                yield from (
-                    (rank, each) for rank in bits(ranks) if self._sent.get((each.sender, rank), 0) == each.heard
-                )
+            for rank in bits(ranks) if each.peer >= 0 and self._all >> each.peer & 1 else ():
+                if each.number:
+                    waits = (each.peer, rank, each.number) in self._unclaimed
+                else:
+                    waits = self._sent.get((each.peer, rank), 0) == each.heard
+                if waits:
+                    word = SEND if each.number else RECEIVE
+                    yield Wait(1 << rank, 1 << each.peer, Waiting(each.name, word, (each.peer,)), each.number)
 
 
 class BlockedSums:
@@ -100,6 +112,7 @@ class BlockedSums:
     def __init__(self) -> None:
         self._ranks: dict[Blocked, int] = {}
         self._sent: dict[tuple[int, int], int] = {}
+        self._unclaimed: set[tuple[int, int, int]] = set()
         self._freed = 0
         self._since = 0
 
@@ -115,6 +128,7 @@ class BlockedSums:
         elif blocked.seen >= self._since:
             self._ranks[blocked.wait] = self._ranks.get(blocked.wait, 0) | ranks
             self._sent |= {(rank, receiver): count for rank, receiver, count in blocked.sent}
+            self._unclaimed = {each for each in self._unclaimed if not ranks >> each[0] & 1} | {*blocked.unclaimed}
 
     def follow(self, plan: Plan) -> None:
         """Forgets all at a plan that locks: the ranks will say anew that they are blocked."""
@@ -132,8 +146,10 @@ class BlockedSums:
         told = []
         for wait, there in self._ranks.items():
             sent = tuple((*pair, count) for pair, count in self._sent.items() if there >> pair[0] & 1)
-            told.append(msgspec.structs.replace(wait, seen=self._since, ranks=mask(there), sent=sent))
-        self._ranks, self._sent = {}, {}
+            unclaimed = tuple(sorted(each for each in self._unclaimed if there >> each[0] & 1))
+            about = {"seen": self._since, "ranks": mask(there), "sent": sent, "unclaimed": unclaimed}
+            told.append(msgspec.structs.replace(wait, **about))
+        self._ranks, self._sent, self._unclaimed = {}, {}, set()
         return told
 
 
@@ -163,7 +179,7 @@ class HeardDeadlocks:
     def note(self, rank: int, plan: Plan) -> None:
         """Notes what deadlocks have failed, and its process sets, if any of it was submitted by this rank."""
         concerned = {response.deadlock for response in plan.responses if rank in response.recipients}
-        concerned |= {plan.sequence for unsent in plan.unsent if unsent.rank == rank}
+        concerned |= {plan.sequence for each in plan.unmatched if each.rank == rank}
         for number in concerned - {-1}:
             failed = [response for response in plan.responses if response.deadlock == number]
             sets = {response.request.members: number for response in failed}
@@ -196,9 +212,9 @@ class HeardDeadlocks:
                 del missed[key]
         return bool(keys)
 
-    def error(self, unsent: Unsent, plan: int) -> MismatchError:
-        """Makes the error of a receive that a plan fails."""
-        error = MismatchError.told(unsent.name, "order", unsent.error)
+    def error(self, unmatched: Unmatched, plan: int) -> MismatchError:
+        """Makes the error of a send or receive that a plan fails."""
+        error = MismatchError.told(unmatched.name, "order", unmatched.error)
         error.when_heard = functools.partial(self.hear, plan)
         return error
 
@@ -259,8 +275,8 @@ def deadlock_text(waits: Sequence[Wait]) -> str:
     """Says which ranks wait for which, and what to do."""
     told = [
         f"{ranks_text(tuple(bits(ranks)))} for {waiting.name!r} ({waiting.operation}), "
-        f"not {'sent' if waiting.operation == RECEIVE else 'submitted'} by {ranks_text(waiting.missing)}"
-        for ranks, _, waiting in waits
+        f"not {_MATCHED.get(waiting.operation, 'submitted')} by {ranks_text(waiting.missing)}"
+        for ranks, _, waiting, _ in waits
     ]
     rest = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return (

@@ -143,6 +143,7 @@ class Loop:
         if self._status.failure is None and not self._said_goodbye:
             self._said_goodbye = True
             self._carry_out(self._member.leave())
+            self._letters.leaving = True
             self._tell(Goodbye(traffic=self._mailbox.traffic))
 
     def landed(self, entries: Sequence[Entry]) -> None:
@@ -168,6 +169,7 @@ class Loop:
         self._lookout.look(now)
         self._blocks.look(now)
         self._letters.look(now)
+        self._letters.peek(self._blocks, now)
         self._listen()
         if self._member.stopped:
             self._part()
@@ -225,7 +227,8 @@ class Loop:
         self._flights = Flights(plane, self)
         self._beats = 0
         self._mailbox = Mailbox(transport.matched, transport.rank, self.recorder.deck, notes=link.notes)
-        self._letters = MailWatch(self._mailbox, self._member, self._tell)
+        far = any(peer not in self._mailbox.notes for peer in range(transport.size) if peer != transport.rank)
+        self._letters = MailWatch(self._mailbox, self._member, self._tell, far=far)
         self._lookout = Lookout(
             self._config, self._member.table, self._elsewhere, ask=self._complain, give_up=self.report_failure
         )
@@ -356,8 +359,7 @@ class Loop:
             if self._blocks.told:
                 self._blocks.note_news(time.monotonic())
             self._mailbox.start(letter)
-            if not letter.outgoing:
-                self._blocks.note_wait(time.monotonic())
+            self._blocks.note_wait(time.monotonic())
 
     def _tell(self, message: Message) -> None:
         """Sends to the coordinator, or to who stands between."""
@@ -467,7 +469,8 @@ class Loop:
         """Ends the thread once all ranks have left and what is under way has landed, or will not land any more."""
         now = time.monotonic()
         self._parting = now if self._parting is None else self._parting
-        if not self._flights and not self._mailbox:
+        self._mailbox.drop_all()
+        if not (self._flights or self._mailbox or self._mailbox.in_transit):
             self._status.stopping = True
         elif now >= self._farewell:
             log.warning("left with operations that another rank has not taken part in")

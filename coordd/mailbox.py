@@ -118,6 +118,7 @@ class Mailbox:
         self._numbers: dict[tuple[int, int], int] = {}  # of what no receive has asked for, by sender and serial number
         self._sent: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
+        self._withdrawn: list[Steps] = []
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
         self._listening: Ticket | None = None
         self.done = {"send": 0, "recv": 0}
@@ -134,9 +135,14 @@ class Mailbox:
         return [*(letter for letter, _ in self._moving), *self.wanted]
 
     @property
+    def offered(self) -> list[Letter]:
+        """The sends that have not ended."""
+        return [letter for letter, _ in self._moving if letter.outgoing]
+
+    @property
     def in_transit(self) -> bool:
         """Whether the network still has something of this rank that nobody has taken."""
-        return bool(self._moving or self._abandoned)
+        return bool(self._moving or self._abandoned or self._withdrawn)
 
     @property
     def receiving(self) -> bool:
@@ -153,9 +159,13 @@ class Mailbox:
         """What ranks that exchange messages with this one have to know when it leaves."""
         if not (self._sent or self._heard or self._wanted):
             return None
-        unclaimed = tuple(sorted((sender, number) for (sender, _), number in self._numbers.items()))
         wants = tuple(sorted({letter.peer for letter in self.wanted}))
-        return Traffic(self.sent, tuple(sorted(self._heard.items())), unclaimed, wants)
+        return Traffic(self.sent, tuple(sorted(self._heard.items())), self.unclaimed, wants)
+
+    @property
+    def unclaimed(self) -> tuple[tuple[int, int], ...]:
+        """What has come, and for which no receive has begun, by sender and number."""
+        return tuple(sorted((sender, number) for (sender, _), number in self._numbers.items()))
 
     def heard(self, sender: int) -> int:
         """How many messages of a rank have come, wanted or not."""
@@ -180,8 +190,13 @@ class Mailbox:
     def _waits_afar(self) -> bool:
         return any(peer not in self.notes for peer, _ in self._wanted)
 
-    def start(self, letter: Letter) -> None:
-        """Starts a send, or a receive; fails it if the other rank has left."""
+    def start(self, letter: Letter, header: _Header | None = None) -> None:
+        """Starts a send, or a receive; fails it if the other rank has left.
+
+        Args:
+            letter: which.
+            header: of the message that is to be received; by default the first of that name.
+        """
         if letter.peer in self._left and (letter.outgoing or not self._comes_from(letter.peer)):
             letter.handle.fail(ShutdownError(letter.name, (letter.peer,)))
             return
@@ -192,7 +207,8 @@ class Mailbox:
             return
         key = (letter.peer, letter.name)
         if headers := self._arrived.get(key):
-            header = headers.popleft()
+            header = header or headers[0]
+            headers.remove(header)
             del self._numbers[header.sender, header.serial]
             if not headers:
                 del self._arrived[key]
@@ -209,10 +225,31 @@ class Mailbox:
         heard = math.inf if self._rank in traffic.wants else dict(traffic.heard).get(self._rank, 0)
         for letter, steps in [each for each in self._moving if each[0].outgoing and each[0].peer == left.rank]:
             if letter.number > heard or (self._rank, letter.number) in traffic.unclaimed:
-                self._moving.remove((letter, steps))
-                self._abandoned.append((letter, steps))
-                letter.handle.fail(ShutdownError(letter.name, (left.rank,)))
+                self._withdraw(letter, steps, ShutdownError(letter.name, (left.rank,)))
         self._end_receives(left.rank)
+
+    def _withdraw(self, letter: Letter, steps: Steps, error: BaseException) -> None:
+        """Fails a send; the network keeps its buffer until the other rank has dropped what came."""
+        self._moving.remove((letter, steps))
+        self._withdrawn.append(steps)
+        letter.handle.fail(error)
+
+    def withdraw(self, receiver: int, number: int, error: BaseException) -> None:
+        """Fails the send of this number to a rank, if it has not ended."""
+        for letter, steps in list(self._moving):
+            if letter.outgoing and (letter.peer, letter.number) == (receiver, number):
+                self._withdraw(letter, steps, error)
+
+    def drop(self, sender: int, number: int) -> None:
+        """Takes in what a rank has sent, and has failed there, and forgets it."""
+        for header in [header for (peer, _), queue in self._arrived.items() for header in queue if peer == sender]:
+            if self._numbers[sender, header.serial] == number:
+                self.start(Letter(header.name, sender, None, Handle(header.name), outgoing=False), header)
+
+    def drop_all(self) -> None:
+        """Does so with all that has come, and for which no receive has begun: all ranks have left."""
+        for sender, number in self.unclaimed:
+            self.drop(sender, number)
 
     def _comes_from(self, sender: int) -> bool:
         """Whether messages have come, or will come, of a rank that has left, for which no receive has begun."""
@@ -244,6 +281,7 @@ class Mailbox:
     def advance(self) -> bool:
         """Drives what is under way; says whether something was completed."""
         heard = self._listen()
+        self._withdrawn = [steps for steps in self._withdrawn if next(steps, _DONE) is not _DONE]
         done = [moving for moving in self._moving if next(moving[1], _DONE) is _DONE]
         for moving in done:
             self._moving.remove(moving)
@@ -281,7 +319,8 @@ class Mailbox:
             tickets += [self._lane.isend(part, letter.peer, self._tag(header)) for part in _parts(payload)]
         while tickets and not self._lane.done(tickets):
             yield
-        self._finish(letter, array, header)
+        if not letter.handle.poll():  # else it has failed meanwhile
+            self._finish(letter, array, header)
 
     def _note(self, peer: int, data: bytes) -> Steps:
         """Leaves a note with a neighbour, once those before it are left."""
@@ -302,13 +341,17 @@ class Mailbox:
             tape.delivered(letter.word, letter.name, letter.peer, spot=spot, nbytes=array.nbytes, since=since)
         letter.finish(array)
 
-    def _listen(self) -> bool:
+    def peek(self) -> bool:
+        """Takes headers in also from afar, though no receive waits for one; says whether there were any."""
+        return self._listen(anyway=True)
+
+    def _listen(self, *, anyway: bool = False) -> bool:
         """Takes headers in, from afar for as long as a receive waits for one; says whether there were any."""
         heard = False
         for data in self.notes.take():
             heard = True
             self._sort(msgspec.msgpack.decode(data, type=_Header))
-        while self._waits_afar:
+        while self._waits_afar or anyway:
             if self._listening is None:
                 self._listening = self._lane.irecv(self._slot, ANY, _HEADER_TAG)
             if not self._lane.done([self._listening]):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from coordd.blocked import Awaited, BlockWatch
+import msgspec
+
+from coordd.blocked import Awaited, BlockWatch, Mail
 from coordd.mailbox import Mailbox
 from coordd.member import Member
 from coordd.messages import Blocked, Expecting, Message, Plan
 from coordd.table import Promise
 
-__all__ = ["MailWatch", "fail"]
+__all__ = ["MailWatch", "describe", "fail", "same"]
 
 log = logging.getLogger("coordd")
 
@@ -19,16 +21,24 @@ _SECONDS = 1.0
 
 
 class MailWatch:
-    """Watches over the mailbox of a rank."""
+    """Watches over the mailbox of a rank.
 
-    def __init__(self, mailbox: Mailbox, member: Member, tell: Callable[[Message], None]) -> None:
+    Attributes:
+        leaving: whether the script has left.
+    """
+
+    def __init__(self, mailbox: Mailbox, member: Member, tell: Callable[[Message], None], *, far: bool) -> None:
         """Starts with nothing asked.
 
         Args:
             mailbox: the sends and receives.
             member: this rank's side of the protocol.
             tell: sends to the coordinator.
+            far: whether there are ranks whose messages come only if they are looked for.
         """
+        self.leaving = False
+        self._far = far
+        self._peek_due: float | None = None
         self._mailbox = mailbox
         self._member = member
         self._tell = tell
@@ -46,10 +56,20 @@ class MailWatch:
             self._asked |= unknown
             self._tell(Expecting(tuple(sorted(unknown))))
 
+    def peek(self, blocks: BlockWatch, now: float) -> None:
+        """Looks now and then, while the script is blocked or has left, whether a rank sends it something in vain."""
+        if not (self._far and (blocks.told or self.leaving)):
+            self._peek_due = None
+        elif self._peek_due is None or now >= self._peek_due:
+            self._peek_due = now + _SECONDS
+            if self._mailbox.peek():
+                blocks.note_mail(now)
+
     def remaining(self, now: float) -> float | None:
-        """Seconds until `look` has something to do; None if that is not in sight."""
+        """Seconds until `look` or `peek` has something to do; None if that is not in sight."""
         unknown = any(letter.peer not in self._asked for letter in self._mailbox.letters)
-        return self._due - now if unknown else None
+        due = [*([self._due] if unknown else []), *([self._peek_due] if self._peek_due is not None else [])]
+        return min(due) - now if due else None
 
     def tell_blocked(self, awaits: Awaited, *, again: bool) -> None:
         """Tells the coordinator for what the script waits, and which messages may be under way.
@@ -58,10 +78,8 @@ class MailWatch:
             awaits: the operation; without a name it does not wait.
             again: it has been told that before, so only numbers may be new.
         """
-        heard = self._mailbox.heard(awaits.sender) if awaits.sender >= 0 else 0
-        sent = tuple((self._member.rank, *pair) for pair in self._mailbox.sent) if awaits.name else ()
-        blocked = Blocked(awaits.name, self._member.seen, sender=awaits.sender, heard=heard, sent=sent)
-        if not again or (blocked.wait, sent) != (self._told.wait, self._told.sent):
+        blocked = describe(awaits, self._member, self._mailbox)
+        if not again or not same(blocked, self._told):
             self._told = blocked
             self._tell(blocked)
 
@@ -70,11 +88,37 @@ class MailWatch:
         for left in plan.left:
             self._mailbox.note_left(left)
             blocks.note_mail(now)
-        for unsent in plan.unsent:
-            if unsent.rank == self._member.rank:
+        for each in plan.unmatched:
+            error = self._member.deadlocks.error(each, plan.sequence)
+            if each.rank == self._member.rank:
                 blocks.note_news(now)
-                for letter in self._mailbox.give_up(unsent.sender, unsent.name):
-                    fail(letter.handle, self._member.deadlocks.error(unsent, plan.sequence))
+                if each.number:
+                    self._mailbox.withdraw(each.peer, each.number, error)
+                for letter in self._mailbox.give_up(each.peer, each.name) if not each.number else ():
+                    fail(letter.handle, error)
+            if each.peer == self._member.rank and each.number:
+                self._mailbox.drop(each.rank, each.number)
+
+
+def describe(awaits: Awaited, member: Member, mail: Mail) -> Blocked:
+    """Says for what a script waits, and which messages may be under way; without a name, that it does not wait."""
+    name, peer, number, _ = awaits
+    if not name:
+        return Blocked(seen=member.seen)
+    return Blocked(
+        name,
+        member.seen,
+        peer=peer,
+        number=number,
+        heard=mail.heard(peer) if peer >= 0 and not number else 0,
+        sent=tuple((member.rank, *pair) for pair in mail.sent),
+        unclaimed=tuple((member.rank, *pair) for pair in mail.unclaimed),
+    )
+
+
+def same(one: Blocked, other: Blocked) -> bool:
+    """Whether two such messages say the same; when does not matter."""
+    return msgspec.structs.replace(one, seen=other.seen) == other
 
 
 def fail(handle: Promise, error: BaseException) -> None:

@@ -160,12 +160,16 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     deadlock: int = -1
 
 
-class Unsent(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank waits to receive from ``sender`` fails, because that waits, too; ``error`` says for what."""
+class Unmatched(msgspec.Struct, frozen=True, array_like=True):
+    """A send or receive of a rank fails, because its ``peer`` waits, too; ``error`` says for what.
+
+    A send has the ``number`` that it has among all from this rank to its peer; a receive has 0.
+    """
 
     rank: int
     name: str
-    sender: int
+    peer: int
+    number: int
     error: str
 
 
@@ -194,8 +198,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     ``voids`` are the slots of operations that end without a result, because all members would only have filled up.
     ``lock`` are slots by bucket that are negotiated no more; the lock is called by this plan's sequence, which the plan
-    that ends it has in ``unlock``. ``unsent`` are receives that fail, and ``left`` ranks that have left, if any rank
-    has asked for them by `Expecting`.
+    that ends it has in ``unlock``. ``unmatched`` are sends and receives that fail, and ``left`` ranks that have
+    left, if any rank has asked for them by `Expecting`.
     """
 
     sequence: int
@@ -206,7 +210,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     stop: bool = False
     lock: tuple[tuple[int, ...], ...] = ()
     unlock: int = 0
-    unsent: tuple[Unsent, ...] = ()
+    unmatched: tuple[Unmatched, ...] = ()
     left: tuple[Left, ...] = ()
 
 
@@ -350,22 +354,24 @@ class Blocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
     Without a name it does so no more. ``seen`` is the last plan that the rank had carried out, and ``ranks`` the bit
     mask of those that wait for the same, which a foreman gives.
 
-    The operation is a receive if there is a ``sender``, of which ``heard`` messages have come so far. ``sent`` is how
-    many messages the rank has sent itself, by its own number and the receiver's: none is under way where both numbers
-    are equal.
+    The operation is a receive from a ``peer`` of which ``heard`` messages have come so far, or a send to it if that has
+    a ``number``, counted from 1. ``sent`` is how many messages the rank has sent, by itself and the receiver, and
+    ``unclaimed`` are those that have come, and for which no receive has begun, by itself, the sender and the number.
     """
 
     name: str = ""
     seen: int = 0
     ranks: bytes = b""
-    sender: int = -1
+    peer: int = -1
+    number: int = 0
     heard: int = 0
     sent: tuple[tuple[int, int, int], ...] = ()
+    unclaimed: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def wait(self) -> Blocked:
         """What ranks that wait for the same have in common."""
-        return Blocked(self.name, sender=self.sender, heard=self.heard)
+        return Blocked(self.name, peer=self.peer, number=self.number, heard=self.heard)
 
 
 class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):

@@ -17,7 +17,7 @@ import msgspec
 from coordd.absence import Absence
 from coordd.ballot import Ballot, lowest, members_mask
 from coordd.cache import ResponseCache
-from coordd.deadlock import RECEIVE, BlockedRanks, Wait, deadlock_text, deadlocked, members_of
+from coordd.deadlock import BlockedRanks, Wait, deadlock_text, deadlocked, members_of
 from coordd.errors import MismatchError, ranks_text, spans
 from coordd.fusion import buckets
 from coordd.group_names import covers, is_group
@@ -34,7 +34,7 @@ from coordd.messages import (
     Report,
     Request,
     Response,
-    Unsent,
+    Unmatched,
     Waiting,
 )
 from coordd.owed import Owed
@@ -100,7 +100,7 @@ class Negotiator:
         self._table: dict[str, dict[tuple[int, ...], Ballot]] = {}
         self._complete: list[Ballot] = []
         self._refused: list[Response] = []
-        self._unsent: list[Unsent] = []
+        self._unmatched: list[Unmatched] = []
         self._leavers = Leavers()
         self._owed = Owed()
         self._refusals = Refusals()
@@ -230,15 +230,16 @@ class Negotiator:
     def _end_deadlock(self) -> None:
         """Fails what ranks wait for that wait for each other: none of them will ever submit what the others need."""
         blocked = self._blocked.take()
-        waits = [wait for each, ranks in blocked.items() if each.sender < 0 for wait in self._waits(each.name, ranks)]
-        for rank, each in self._blocked.receives(blocked):
-            waits.append(Wait(1 << rank, 1 << each.sender, Waiting(each.name, RECEIVE, (each.sender,))))
-        if found := deadlocked(waits):
+        waits = [wait for each, ranks in blocked.items() if each.peer < 0 for wait in self._waits(each.name, ranks)]
+        messages = [*self._blocked.messages(blocked)]
+        if found := deadlocked([*waits, *messages]):
             text = deadlock_text(found)
-            receives = [wait for wait in found if wait.waiting.operation == RECEIVE]
-            self._unsent += [Unsent(lowest(ranks), each.name, each.missing[0], text) for ranks, _, each in receives]
-            self._blocked.enter(members_of(receives), Blocked())  # with that they are not blocked any more
-            self._fail_between(members_of(found), text, informed=members_of(receives))
+            failing = [wait for wait in found if wait in messages]
+            for ranks, _, waiting, number in failing:
+                peer = waiting.missing[0]
+                self._unmatched.append(Unmatched(lowest(ranks), waiting.name, peer, number, text))
+            self._blocked.enter(members_of(failing), Blocked())  # with that they are not blocked any more
+            self._fail_between(members_of(found), text, informed=members_of(failing))
 
     def _waits(self, name: str, ranks: int) -> Iterator[Wait]:
         """Lists what those of some ranks that have announced an operation wait for."""
@@ -300,7 +301,7 @@ class Negotiator:
         self._end_deadlock()
         ready, voids = self._ready_slots()
         left = self._leavers.take()
-        if not (ready or self._complete or self._refused or self._unsent or left or self._latch.ended):
+        if not (ready or self._complete or self._refused or self._unmatched or left or self._latch.ended):
             return None
         self._sequence += 1
         hits = ready & ~voids
@@ -308,7 +309,7 @@ class Negotiator:
         self._cache.touch(bits(hits))
         self._roll.drop(ready)
         responses, self._refused = self._refused, []
-        unsent, self._unsent = tuple(self._unsent), []
+        unmatched, self._unmatched = tuple(self._unmatched), []
         for entry in sorted(self._complete, key=self._turn):
             self._drop(entry)
             responses.append(self._release(entry))
@@ -323,7 +324,7 @@ class Negotiator:
             fusion_bytes=self._fusion_bytes,
             lock=lock,
             unlock=self._latch.tell(),
-            unsent=unsent,
+            unmatched=unmatched,
             left=left,
         )
 

@@ -23,7 +23,7 @@ from coordd.table import Entry, TensorTable
 from tests.local_ranks import local_ranks
 
 _LATER = 10.0
-NO_MAIL = SimpleNamespace(letters=[], wanted=[])
+NO_MAIL = SimpleNamespace(letters=[], wanted=[], offered=[])
 
 
 @contextmanager
@@ -233,7 +233,7 @@ def receiving(handle: Handle[None], thread: int, messages: list[tuple[str, int]]
         busy=lambda: False,
         submitted=lambda: False,
         tell=lambda awaits, again: messages.append(awaits[:2]),
-        mail=SimpleNamespace(letters=[letter], wanted=[letter]),
+        mail=SimpleNamespace(letters=[letter], wanted=[letter], offered=[]),
     )
 
 
@@ -267,7 +267,7 @@ def test_a_done_callback_of_a_send_may_submit_what_others_wait_for():
     sent.add_done_callback(lambda _: None)
     table, messages = TensorTable(), list[str]()
     table.admit([Entry(Request(Kind.BARRIER, "x"), np.empty(0), handle)])
-    mail = SimpleNamespace(letters=[Letter("sent", 1, np.empty(0), sent, outgoing=True)], wanted=[])
+    mail = SimpleNamespace(letters=[Letter("sent", 1, np.empty(0), sent, outgoing=True)], wanted=[], offered=[])
     with waiting(handle) as thread:
         watch = BlockWatch(
             table,

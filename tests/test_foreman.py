@@ -150,11 +150,11 @@ def test_what_blocked_ranks_have_sent_is_told_with_them():
     stand = Stand()
     stand.hear(BELOW, Blocked("w", 3, sent=((BELOW, 0, 1),)))
     stand.hear(OTHER, Blocked("w", 3, mask(0b110000), sent=((4, 0, 2), (5, 4, 1))))
-    stand.hear(HERE, Blocked("w", 3, sender=BELOW, sent=((HERE, 9, 1),)))
+    stand.hear(HERE, Blocked("w", 3, peer=BELOW, sent=((HERE, 9, 1),)))
     blocked = [message for to, message in stand.moment() if to == ABOVE]
     assert blocked == [
         Blocked("w", 0, mask(0b111000), sent=((BELOW, 0, 1), (4, 0, 2), (5, 4, 1))),
-        Blocked("w", 0, mask(0b000100), sender=BELOW, sent=((HERE, 9, 1),)),
+        Blocked("w", 0, mask(0b000100), peer=BELOW, sent=((HERE, 9, 1),)),
     ]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coordd import api, blocked
 from coordd.deadlock import BlockedRanks
 from coordd.errors import ArgumentError, MismatchError, RefusedError, ShutdownError
-from coordd.messages import Blocked, Expecting, Goodbye, Left, Traffic, Unsent
+from coordd.messages import Blocked, Expecting, Goodbye, Left, Traffic, Unmatched
 from tests.local_ranks import local_ranks
 from tests.star import Star, allreduce, outcome
 
@@ -22,7 +22,7 @@ WAIT = 10.0
 
 
 def receives(name: str, sender: int, *, heard: int = 0, seen: int = 0, sent=()) -> Blocked:
-    return Blocked(name, seen, sender=sender, heard=heard, sent=sent)
+    return Blocked(name, seen, peer=sender, heard=heard, sent=sent)
 
 
 class Circle(Star):
@@ -40,8 +40,8 @@ class Circle(Star):
 def test_a_receive_and_a_collective_that_wait_for_each_other_fail():
     star = Circle()
     plan = star.decide()
-    [unsent] = plan.unsent
-    assert (unsent.rank, unsent.name, unsent.sender) == (1, "m", 0)
+    [unsent] = plan.unmatched
+    assert (unsent.rank, unsent.name, unsent.peer, unsent.number) == (1, "m", 0, 0)
     wanted = "rank 0 for 'x' (allreduce), not submitted by rank 1; rank 1 for 'm' (recv), not sent by rank 0"
     assert f"ranks wait for each other: {wanted}; let all" in unsent.error
     star.each(star.follow)
@@ -61,7 +61,7 @@ def test_a_rank_whose_receive_has_failed_begins_anew():
     star.decide()
     star.each(star.follow)
     assert outcome(star.handle).startswith("MismatchError")
-    error = star.members[1].deadlocks.error(Unsent(1, "m", 0, "they wait"), 1)
+    error = star.members[1].deadlocks.error(Unmatched(1, "m", 0, 0, "they wait"), 1)
     assert star.members[1].deadlocks.last(()) == -1
     error.when_heard()
     assert star.members[1].deadlocks.last(()) == star.members[0].deadlocks.last(()) == 1
@@ -89,7 +89,7 @@ def test_ranks_that_only_receive_from_each_other_fail():
     star = Star(3)
     for rank in star.ranks:
         star.coordinator.hear(rank, receives("m", (rank + 1) % 3), now=0.0)
-    assert [(unsent.rank, unsent.sender) for unsent in star.decide().unsent] == [(0, 1), (1, 2), (2, 0)]
+    assert [(unsent.rank, unsent.peer) for unsent in star.decide().unmatched] == [(0, 1), (1, 2), (2, 0)]
     assert star.decide() is None
 
 
@@ -126,7 +126,7 @@ def test_a_rank_that_has_said_anything_new_is_judged_by_that():
     ranks.enter(0b01, receives("m", 1))
     ranks.enter(0b01, receives("n", 1, heard=2))
     ranks.enter(0b10, Blocked("x", sent=((1, 0, 2),)))
-    assert [(rank, blocked.name) for rank, blocked in ranks.receives(ranks.take())] == [(0, "n")]
+    assert [wait.waiting.name for wait in ranks.messages(ranks.take())] == ["n"]
 
 
 SETTINGS = {"stall_check": False}
@@ -272,9 +272,9 @@ def test_a_thread_that_only_sends_and_receives_counts_as_one_that_may_do_so_agai
 
         def body(_):
             send(0)
-            return blocked._submitters[threading.get_ident()], recv(0).result(WAIT).tolist()
+            return blocked._submitters[threading.get_ident()] > 0, recv(0).result(WAIT).tolist()
 
-        assert ranks.each(body) == [(1, [0.0, 1.0])]
+        assert ranks.each(body) == [(True, [0.0, 1.0])]
 
 
 def test_messages_of_others_keep_no_rank_from_being_told():

@@ -39,7 +39,7 @@ from coordd.messages import (
     Response,
     StallReport,
     Traffic,
-    Unsent,
+    Unmatched,
     Waiting,
     Welcome,
 )
@@ -75,6 +75,7 @@ def some(values: st.SearchStrategy) -> st.SearchStrategy:
 
 counts = some(st.tuples(whole, whole))
 traffics = st.builds(Traffic, counts, counts, counts, ranks)
+triples = some(st.tuples(whole, whole, whole))
 by_type = {
     Report: st.builds(Report, whole, bytes_, bytes_, some(announcements), whole, whole, bytes_, st.integers(-1, 9)),
     Plan: st.builds(
@@ -85,7 +86,7 @@ by_type = {
         some(responses),
         whole,
         st.booleans(),
-        unsent=some(st.builds(Unsent, whole, texts, whole, texts)),
+        unmatched=some(st.builds(Unmatched, whole, texts, whole, whole, texts)),
         left=some(st.builds(Left, whole, traffics)),
     ),
     Hello: st.builds(Hello, texts, texts, whole, texts),
@@ -93,7 +94,7 @@ by_type = {
     Goodbye: st.builds(Goodbye, bytes_, st.none() | traffics),
     Expecting: st.builds(Expecting, ranks),
     Refused: st.builds(Refused, whole, texts, texts, ranks, some(texts)),
-    Blocked: st.builds(Blocked, texts, whole, bytes_, st.integers(-1, 9), whole, some(st.tuples(whole, whole, whole))),
+    Blocked: st.builds(Blocked, texts, whole, bytes_, st.integers(-1, 9), whole, whole, triples, triples),
     Loss: st.builds(Loss, whole),
     Muster: st.builds(Muster, bytes_, some(st.builds(Hello, texts, texts, whole, texts))),
     Abort: st.builds(Abort, st.builds(Failure, whole, texts, texts)),

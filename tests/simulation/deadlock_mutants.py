@@ -6,7 +6,7 @@ import msgspec
 
 from coordd import negotiation
 from coordd.blocked import BlockWatch
-from coordd.deadlock import BlockedRanks, BlockedSums
+from coordd.deadlock import RECEIVE, SEND, BlockedRanks, BlockedSums
 from coordd.foreman import Foreman
 from coordd.group_names import group_of
 from coordd.member import Member
@@ -42,17 +42,34 @@ def never_judges(monkeypatch):
 
 
 @mutant
-def lets_receives_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(BlockedRanks, "receives", lambda self, blocked: iter(()))
+def lets_messages_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(BlockedRanks, "messages", lambda self, blocked: iter(()))
+
+
+def believe(monkeypatch, kind):
+    """Takes a message for one that will never come, or never be taken, whatever is under way."""
+    messages = BlockedRanks.messages
+
+    def believed(self, blocked):
+        if kind is SEND:
+            sends = {(each.peer, rank, each.number) for each, ranks in blocked.items() for rank in bits(ranks)}
+            monkeypatch.setattr(self, "_unclaimed", sends)
+        else:
+            heard = {(each.peer, rank): each.heard for each, ranks in blocked.items() for rank in bits(ranks)}
+            monkeypatch.setattr(self, "_sent", heard)
+        return messages(self, blocked)
+
+    monkeypatch.setattr(BlockedRanks, "messages", believed)
 
 
 @mutant
 def does_not_ask_what_is_under_way(monkeypatch):
-    def receives(self, blocked):
-        there = {rank for ranks in blocked.values() for rank in bits(ranks)}
-        yield from ((rank, each) for each, ranks in blocked.items() if each.sender in there for rank in bits(ranks))
+    believe(monkeypatch, RECEIVE)
 
-    monkeypatch.setattr(BlockedRanks, "receives", receives)
+
+@mutant
+def does_not_ask_whether_a_message_has_come(monkeypatch):
+    believe(monkeypatch, SEND)
 
 
 @mutant

@@ -95,7 +95,7 @@ class Ledger:
         self.failed = False
         self.submissions: list[Submission] = []
         self.waits = Waits()
-        self.sent: set[Turn] = set()
+        self.ended: set[Turn] = set()
         self.receipts: list[Handle[object]] = []
         self._leavers = frozenset(script.leavers)
         self._entries: dict[tuple[int, str], Entry] = {}
@@ -192,12 +192,12 @@ class Ledger:
     def judge(self, plan: Plan) -> None:
         """Insists that what a plan fails because ranks wait for each other is between ranks that do."""
         failed = [response for response in plan.responses if response.attribute == "order"]
-        if not (failed or plan.unsent) or self.failed:
+        if not (failed or plan.unmatched) or self.failed:
             return
         blocked = self.waits.deadlocked(self._pending)
-        for unsent in plan.unsent:
-            both = {unsent.rank, unsent.sender} <= blocked
-            demand(both, f"{unsent.name!r} fails on {unsent.rank}; {blocked or 'no'} ranks wait for each other")
+        for each in plan.unmatched:
+            both = {each.rank, each.peer} <= blocked
+            demand(both, f"{each.name!r} fails on {each.rank}; {blocked or 'no'} ranks wait for each other")
         for response in failed:
             name, told = response.request.name, {*response.recipients}
             missing = {*(response.request.members or self.waits.ranks)} - told
@@ -207,9 +207,9 @@ class Ledger:
             self._condemned.add(name)
 
     def _pending(self, turn: Turn) -> set[int] | None:
-        """The ranks whose submission of a round waits, or receive; None if a rank has carried it out, or sent."""
+        """The ranks whose part of a round, or message, waits; None if a rank has carried it out, or done its own."""
         if not isinstance(turn, Round):
-            return None if turn in self.sent else {turn.members[-1]}
+            return None if turn in self.ended else {turn.members[-1]}
         told = self._by_round[turn]
         if any(not isinstance(made.outcome, BaseException | Submission) for made in told.values()):
             return None

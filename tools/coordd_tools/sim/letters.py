@@ -22,30 +22,42 @@ _LATENESS = 0.2
 
 @dataclass(frozen=True, eq=False)
 class Letter:
-    """A message from one rank to another, which has a name of its own."""
+    """A message from one rank to another, which has a name of its own.
+
+    A ``large`` one is sent only when the receiver takes it.
+    """
 
     name: str
     sender: int
     receiver: int
+    large: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one end of a message waits for: that the other one does its part."""
+
+    letter: Letter
+    outgoing: bool
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that it concerns."""
-        return (self.sender, self.receiver)
+        """The ranks that it concerns; the one that waits comes last."""
+        ends = (self.letter.sender, self.letter.receiver)
+        return ends[::-1] if self.outgoing else ends
 
 
 class Receipt(Handle[object]):
-    """A receive of one rank."""
+    """A receive of one rank, or the send of a large message."""
 
-    __slots__ = ("_ledger", "handle", "peer", "rank", "turn")
+    __slots__ = ("_ledger", "handle", "number", "peer", "rank", "turn")
 
-    def __init__(self, ledger: Ledger, turn: Letter) -> None:
-        super().__init__(turn.name)
-        self.name = turn.name
-        self.peer = turn.sender
+    def __init__(self, ledger: Ledger, letter: Letter, *, outgoing: bool) -> None:
+        super().__init__(letter.name)
+        self.turn = Part(letter, outgoing)
+        self.peer, self.rank = self.turn.members
         self.handle = self
-        self.rank = turn.receiver
-        self.turn = turn
+        self.number = 0  # of a send
         self._ledger = ledger
         ledger.receipts.append(self)
 
@@ -55,8 +67,8 @@ class Receipt(Handle[object]):
         return self._error is not None
 
     def resolve(self, result: object) -> None:
-        """Ends well: it has been sent."""
-        demand(self.turn in self._ledger.sent, f"{self!r} came, but was not sent")
+        """Ends well: the other end has done its part."""
+        demand(self.turn in self._ledger.ended, f"{self!r} came, but was not sent, or was sent, but did not come")
         super().resolve(result)
 
     def fail(self, error: BaseException) -> None:
@@ -67,20 +79,31 @@ class Receipt(Handle[object]):
 
 
 class Routes:
-    """Carries messages between ranks."""
+    """Carries messages between ranks, and back that they are taken."""
 
-    def __init__(self, agenda: Agenda, rng: Random) -> None:
+    def __init__(self, agenda: Agenda, rng: Random, ledger: Ledger) -> None:
         self._agenda = agenda
         self._rng = rng
-        self._last: dict[tuple[int, ...], float] = {}
+        self.ledger = ledger
+        self._last: dict[tuple[int, int], float] = {}
         self.bags: dict[int, Mailbag] = {}
 
     def send(self, letter: Letter) -> None:
         """Puts a message on its way."""
+        self.ledger.ended.add(Part(letter, outgoing=False))
+        self._carry(letter.sender, letter.receiver, lambda: self.bags[letter.receiver].arrive(letter))
+
+    def take(self, letter: Letter) -> None:
+        """Lets the sender of a large message know that the receiver has taken it."""
+        if letter.large:
+            self.ledger.ended.add(Part(letter, outgoing=True))
+            self._carry(letter.receiver, letter.sender, lambda: self.bags[letter.sender].note_taken(letter))
+
+    def _carry(self, sender: int, receiver: int, arrive: Callable[[], None]) -> None:
         mean = _LATE if self._rng.random() < _LATENESS else _USUAL
         time = self._agenda.now + self._rng.expovariate(1 / mean)
-        time = self._last[letter.members] = max(time, self._last.get(letter.members, 0.0))
-        self._agenda.at(time, lambda: self.bags[letter.receiver].arrive(letter))
+        time = self._last[sender, receiver] = max(time, self._last.get((sender, receiver), 0.0))
+        self._agenda.at(time, arrive)
 
 
 class Mailbag:
@@ -91,58 +114,105 @@ class Mailbag:
         self._routes = routes
         self._wake = wake
         self._come: deque[Letter] = deque()
-        self._early: set[Letter] = set()
+        self._taken: deque[Letter] = deque()
+        self._early: dict[Letter, int] = {}
         self._wanted: dict[Letter, Receipt] = {}
-        self.sent: Counter[int] = Counter()
-        self.heard: Counter[int] = Counter()
+        self._offered: dict[Letter, Receipt] = {}
+        self._sent: Counter[int] = Counter()
+        self._heard: Counter[int] = Counter()
         routes.bags[rank] = self
 
     def __contains__(self, receipt: object) -> bool:
-        return receipt in self._wanted.values()
+        return receipt in self.letters
 
     @property
     def wanted(self) -> list[Any]:
         """The receives for which nothing has come."""
         return [*self._wanted.values()]
 
-    letters = wanted
+    @property
+    def offered(self) -> list[Any]:
+        """The sends of large messages that have not been taken."""
+        return [*self._offered.values()]
 
-    def send(self, letter: Letter) -> None:
-        """Sends."""
-        self.sent[letter.receiver] += 1
+    @property
+    def letters(self) -> list[Any]:
+        """All of these."""
+        return [*self.wanted, *self.offered]
+
+    @property
+    def unclaimed(self) -> list[tuple[int, int]]:
+        """The large messages that have come, and for which no receive has begun, by sender and number."""
+        return sorted((letter.sender, number) for letter, number in self._early.items() if letter.large)
+
+    @property
+    def sent(self) -> list[tuple[int, int]]:
+        """How many messages this rank has sent, by receiver."""
+        return sorted(self._sent.items())
+
+    def heard(self, sender: int) -> int:
+        """How many messages of a rank have come."""
+        return self._heard[sender]
+
+    def send(self, letter: Letter, receipt: Receipt | None) -> None:
+        """Sends; a large message has a receipt."""
+        self._sent[letter.receiver] += 1
         self._routes.send(letter)
+        if receipt is not None:
+            receipt.number = self._sent[letter.receiver]
+            self._offered[letter] = receipt
 
     def receive(self, receipt: Receipt) -> None:
         """Begins to receive."""
-        if receipt.turn in self._early:
-            self._early.remove(receipt.turn)
+        letter = receipt.turn.letter
+        if letter in self._early:
+            del self._early[letter]
+            self._routes.take(letter)
             receipt.resolve(None)
         else:
-            self._wanted[receipt.turn] = receipt
+            self._wanted[letter] = receipt
 
     def arrive(self, letter: Letter) -> None:
         """Gets a message, which the rank has yet to look at."""
         self._come.append(letter)
         self._wake()
 
+    def note_taken(self, letter: Letter) -> None:
+        """Gets word that the receiver has taken a message."""
+        self._taken.append(letter)
+        self._wake()
+
     def deliver(self) -> bool:
         """Looks at what has come; says whether there was anything."""
-        moved = bool(self._come)
+        moved = bool(self._come or self._taken)
         while self._come:
             letter = self._come.popleft()
-            self.heard[letter.sender] += 1
+            self._heard[letter.sender] += 1
             if (receipt := self._wanted.pop(letter, None)) is None:
-                self._early.add(letter)
+                self._early[letter] = self._heard[letter.sender]
             else:
+                self._routes.take(letter)
+                receipt.resolve(None)
+        while self._taken:
+            if (receipt := self._offered.pop(self._taken.popleft(), None)) is not None:
                 receipt.resolve(None)
         return moved
 
-    def give_up(self, sender: int, name: str) -> list[Receipt]:
-        """Drops receives for which nothing has come, and returns them."""
-        found = [letter for letter in self._wanted if (letter.sender, letter.name) == (sender, name)]
-        return [self._wanted.pop(letter) for letter in found]
+    def give_up(self, peer: int, name: str, number: int) -> list[Receipt]:
+        """Drops receives for which nothing has come, or the send of a number, and returns them."""
+        where = self._offered if number else self._wanted
+        found = [
+            letter for letter, each in where.items() if (each.peer, each.name, each.number) == (peer, name, number)
+        ]
+        return [where.pop(letter) for letter in found]
+
+    def drop(self, sender: int, number: int) -> None:
+        """Forgets a message that has failed where it comes from."""
+        for letter in [each for each, count in self._early.items() if (each.sender, count) == (sender, number)]:
+            del self._early[letter]
 
     def clear(self) -> list[Receipt]:
         """Drops all."""
-        wanted, self._wanted = [*self._wanted.values()], {}
-        return wanted
+        found = self.letters
+        self._wanted, self._offered = {}, {}
+        return found

@@ -11,6 +11,7 @@ from coordd.control.protocol import Lost
 from coordd.deadlock import Heard
 from coordd.errors import PeerError, ShutdownError
 from coordd.foreman import Hub
+from coordd.mailwatch import describe, same
 from coordd.member import Bucket, Due, Locked, Member
 from coordd.messages import (
     Abort,
@@ -177,16 +178,15 @@ class Process:
             self._setting.agenda.after(seconds, partial(submit, turn))
         return made
 
-    def send(self, letter: Letter) -> None:
-        """Sends a message."""
-        self._setting.ledger.sent.add(letter)
-        self._inbox.append(letter)
-        self._wake(0.0)
-
-    def receive(self, letter: Letter) -> Receipt:
-        """Begins to receive a message; fails that if the job has failed."""
-        receipt = Receipt(self._setting.ledger, letter)
-        self._inbox.append(receipt)
+    def exchange(self, letter: Letter) -> Receipt | None:
+        """Sends a message, or begins to receive it; None if that ends at once, for it is small."""
+        outgoing = letter.sender == self.rank
+        if outgoing and not letter.large:
+            self._inbox.append(letter)
+            receipt = None
+        else:
+            receipt = Receipt(self._setting.ledger, letter, outgoing=outgoing)
+            self._inbox.append(receipt)
         self._wake(0.0)
         return receipt
 
@@ -195,13 +195,15 @@ class Process:
         if self._blocks is not None and self._blocks.told:
             self._blocks.note_news(self._setting.agenda.now)
         if isinstance(what, Letter):
-            self.bag.send(what)
+            self.bag.send(what, None)
         elif self.failure is not None:
             what.fail(_peer_error(self.failure))
+        elif what.turn.outgoing:
+            self.bag.send(what.turn.letter, what)
         else:
             self.bag.receive(what)
-            if self._blocks is not None:
-                self._blocks.note_wait(self._setting.agenda.now)
+        if self._blocks is not None:
+            self._blocks.note_wait(self._setting.agenda.now)
 
     def refuse(self, refused: Refused) -> None:
         """Says that this rank has left a collective call by an exception, or refuses its part of an operation."""
@@ -368,11 +370,13 @@ class Process:
         due = self.member.follow(plan)
         self._setting.caches.compare(self.member, plan.sequence)
         self._carry_out(due)
-        for unsent in plan.unsent:
-            if unsent.rank == self.rank and self._blocks is not None:
+        for each in plan.unmatched:
+            if each.rank == self.rank and self._blocks is not None:
                 self._blocks.note_news(self._setting.agenda.now)
-                for receipt in self.bag.give_up(unsent.sender, unsent.name):
-                    receipt.fail(self.member.deadlocks.error(unsent, plan.sequence))
+                for receipt in self.bag.give_up(each.peer, each.name, each.number):
+                    receipt.fail(self.member.deadlocks.error(each, plan.sequence))
+            if each.peer == self.rank and each.number:
+                self.bag.drop(each.rank, each.number)
 
     def _advance(self) -> None:
         flying = Counter(bucket.request.members for bucket in self._active.values())
@@ -570,19 +574,16 @@ class _Watch(BlockWatch):
         self._last = Blocked()
 
     def _tell_process(self, awaits: Awaited, *, again: bool) -> None:
-        process, bag = self._process, self._process.bag
-        heard = bag.heard[awaits.sender] if awaits.sender >= 0 else 0
-        sent = tuple((process.rank, *pair) for pair in sorted(bag.sent.items())) if awaits.name else ()
-        blocked = Blocked(awaits.name, process.member.seen, sender=awaits.sender, heard=heard, sent=sent)
-        if not again or (blocked.wait, sent) != (self._last.wait, self._last.sent):
+        blocked = describe(awaits, self._process.member, self._process.bag)
+        if not again or not same(blocked, self._last):
             self._last = blocked
-            process.tell(blocked)
+            self._process.tell(blocked)
 
     def _awaited(self) -> Awaited:
         made, table = self._process.waits_for, self._process.member.table
         if isinstance(made, Receipt):
             known = made in self._process.bag
-            return Awaited(made.name, made.turn.sender, made.submitted) if known else Awaited()
+            return Awaited(made.name, made.peer, made.number, made.submitted) if known else Awaited()
         known = made is not None and made.name in table and table.find(made.name).handle is made
         return Awaited(made.name, since=made.submitted) if made is not None and known else Awaited()
 

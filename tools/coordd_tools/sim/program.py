@@ -43,12 +43,8 @@ class Worker(Protocol):
         """Says whether a submission under this name would be a duplicate now."""
         ...
 
-    def send(self, letter: Letter) -> None:
-        """Sends a message."""
-        ...
-
-    def receive(self, letter: Letter) -> Receipt:
-        """Begins to receive a message; fails that at once if the job has failed."""
+    def exchange(self, letter: Letter) -> Receipt | None:
+        """Sends a message, or begins to receive it; None if that ends at once, for it is small."""
         ...
 
     def submit_beside(self, turns: Sequence[tuple[float, Round]]) -> list[Made]:
@@ -150,10 +146,10 @@ def _cross(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]
         order = order[:1]
     for turn, waits in order:
         yield rng.expovariate(1 / _COMPUTE)
-        if isinstance(turn, Letter) and turn.sender == worker.rank:
-            worker.send(turn)
+        begun = worker.submit(turn) if isinstance(turn, Round) else worker.exchange(turn)
+        if begun is None:
             continue
-        made.append(worker.submit(turn) if isinstance(turn, Round) else worker.receive(turn))
+        made.append(begun)
         if waits:
             limit = scene.limits.get((worker.rank, turn))
             yield [made[-1]] if limit is None else (made[-1], limit)

@@ -21,7 +21,7 @@ from coordd_tools.sim.swarm import Swarm, aside
 __all__ = ["Call", "Crossing", "Scenes", "draw", "with_refusals"]
 
 _REFUSED = 0.1
-_SENT, _AWAITED = 0.85, 0.7
+_SENT, _RECEIVED, _AWAITED, _LARGE = 0.85, 0.9, 0.7, 0.5
 
 _PATIENCE = 1.2
 """Mean seconds after which a wait is broken off."""
@@ -99,15 +99,16 @@ def _lettered(rng: Random, size: int, swarm: Swarm, found: dict[int, Scene]) -> 
 
 
 def _with_letters(rng: Random, size: int, crossing: Crossing) -> Crossing:
-    """Has ranks send and receive in between, but for those of which another thread submits; some never send."""
+    """Has ranks send and receive in between, but for those of which another thread submits; some never do."""
     orders = [[*order] for order in crossing.orders]
     ranks = [rank for rank in range(size) if rank not in crossing.threads]
     for number in range(rng.randint(1, 4) if len(ranks) > 1 else 0):
         sender, receiver = rng.sample(ranks, 2)
-        letter = Letter(f"m{crossing.agreement.number}.{number}", sender, receiver)
+        letter = Letter(f"m{crossing.agreement.number}.{number}", sender, receiver, large=rng.random() < _LARGE)
         if rng.random() < _SENT:
-            orders[sender].insert(rng.randint(0, len(orders[sender])), (letter, False))
-        orders[receiver].insert(rng.randint(0, len(orders[receiver])), (letter, rng.random() < _AWAITED))
+            orders[sender].insert(rng.randint(0, len(orders[sender])), (letter, rng.random() < _AWAITED))
+        if rng.random() < _RECEIVED:
+            orders[receiver].insert(rng.randint(0, len(orders[receiver])), (letter, rng.random() < _AWAITED))
     return replace(crossing, orders=tuple(map(tuple, orders)))
 
 

@@ -96,7 +96,7 @@ class Simulation:
             self.ledger,
             caches,
             self.payload,
-            Routes(self.agenda, aside(rng)),
+            Routes(self.agenda, aside(rng), self.ledger),
         )
         self.ledger.waits.ranks = tuple(range(settings.size))
         self.hub = Hub(settings, self.trace, self.ledger, caches)
