@@ -21,8 +21,8 @@ from tests.star import Star, allreduce, outcome
 WAIT = 10.0
 
 
-def receives(name: str, sender: int, *, heard: int = 0, seen: int = 0, sent=()) -> Blocked:
-    return Blocked(name, seen, peer=sender, heard=heard, sent=sent)
+def receives(name: str, sender: int, **about) -> Blocked:
+    return Blocked(name, peer=sender, **about)
 
 
 class Circle(Star):
@@ -121,6 +121,34 @@ def test_nobody_hears_of_a_rank_that_has_left_if_nobody_asks():
     assert star.decide() is None
 
 
+@given(st.sets(st.integers(1, 3)))
+def test_a_send_waits_in_vain_if_its_receiver_is_blocked_and_has_no_use_for_what_has_come(unclaimed):
+    star = Star(2)
+    star.coordinator.hear(0, Blocked("m", peer=1, number=2), now=0.0)
+    told = tuple((1, 0, number) for number in sorted(unclaimed))
+    star.coordinator.hear(1, receives("n", 0, heard=3, unclaimed=told, sent=()), now=0.0)
+    assert star.decide() is None  # the third message of rank 0 may be under way to rank 1
+    star.coordinator.hear(0, Blocked("m", peer=1, number=2, sent=((0, 1, 3),)), now=0.0)
+    plan = star.decide()
+    if 2 not in unclaimed:
+        assert plan is None
+        return
+    assert [(each.rank, each.name, each.peer, each.number) for each in plan.unmatched] == [
+        (0, "m", 1, 2),
+        (1, "n", 0, 0),
+    ]
+    assert "rank 0 for 'm' (send), not received by rank 1; rank 1 for 'n' (recv), not sent" in plan.unmatched[0].error
+
+
+def test_what_a_rank_has_taken_meanwhile_does_not_count():
+    ranks = BlockedRanks()
+    ranks.enter(0b01, Blocked("m", peer=1, number=2))
+    ranks.enter(0b10, Blocked("x", unclaimed=((1, 0, 1), (1, 0, 2))))
+    assert [wait.number for wait in ranks.messages(ranks.take())] == [2]
+    ranks.enter(0b10, Blocked("x", unclaimed=((1, 0, 1),)))
+    assert [*ranks.messages(ranks.take())] == []
+
+
 def test_a_rank_that_has_said_anything_new_is_judged_by_that():
     ranks = BlockedRanks()
     ranks.enter(0b01, receives("m", 1))
@@ -154,6 +182,59 @@ def test_ranks_that_receive_from_each_other_are_told_and_go_on(link):
             return found
 
         assert ranks.each(body) == [[0.0, 1.0]] * 2
+
+
+@LINKS
+def test_ranks_that_send_to_each_other_before_they_receive_are_told_and_go_on(link):
+    """As MPI has it, what is large is sent only when it is received."""
+    with local_ranks(2, **SETTINGS, **link) as ranks:
+
+        def body(rank):
+            with pytest.raises(
+                MismatchError, match="rank 0 for 'm' \\(send\\), not received by rank 1; rank 1 for 'm'"
+            ):
+                send(1 - rank, size=1 << 20).result()
+            api.operations().barrier().result(WAIT)
+            again = send(1 - rank, size=3)
+            found = recv(1 - rank).result(WAIT).tolist()  # not what has failed
+            again.result(WAIT)
+            return found
+
+        assert ranks.each(body) == [[0.0, 1.0, 2.0]] * 2
+
+
+@LINKS
+def test_a_send_and_a_barrier_that_wait_for_each_other_are_told_and_go_on(link):
+    with local_ranks(2, **SETTINGS, **link) as ranks:
+
+        def body(rank):
+            ops = api.operations()
+            with pytest.raises(MismatchError, match="rank 0 for 'm' \\(send\\), not received by rank 1"):
+                (send(1, size=1 << 20) if rank == 0 else ops.barrier()).result()
+            ops.barrier().result(WAIT)
+            if rank == 0:
+                send(1).result(WAIT)
+                return [0.0, 1.0]
+            return recv(0).result(WAIT).tolist()
+
+        assert ranks.each(body) == [[0.0, 1.0]] * 2
+
+
+@LINKS
+def test_a_send_whose_receiver_comes_late_is_waited_for(link):
+    with local_ranks(2, **SETTINGS, **link) as ranks:
+
+        def body(rank):
+            if rank == 0:
+                send(1, size=1 << 20).result(WAIT)
+            else:
+                watch = ranks.daemons[0]._loop._blocks
+                while not watch.told:
+                    pass
+                assert len(recv(0).result(WAIT)) == 1 << 20
+            api.operations().barrier().result(WAIT)
+
+        ranks.each(body)
 
 
 @LINKS

@@ -23,7 +23,7 @@ FIRST = {
     "takes_every_two_blocked_ranks_for_a_circle": 22,
     "does_not_tell_that_it_is_blocked_no_more": 343,
     "takes_a_rank_with_threads_for_blocked": 161,
-    "lets_a_join_overtake_a_refusal": 285,
+    "lets_a_join_overtake_a_refusal": 688,
     "forgets_a_refused_operation_at_once": 0,
     "keeps_a_refused_operation_for_the_next_round": 0,
     "forgets_a_refused_group_with_its_last_operation": 274,
