@@ -226,7 +226,7 @@ def test_a_send_whose_receiver_comes_late_is_waited_for(link):
 
         def body(rank):
             if rank == 0:
-                send(1, size=1 << 20).result(WAIT)
+                send(1, size=1 << 20).result()
             else:
                 watch = ranks.daemons[0]._loop._blocks
                 while not watch.told:
