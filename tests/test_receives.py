@@ -161,6 +161,14 @@ SETTINGS = {"stall_check": False}
 LINKS = pytest.mark.parametrize("link", [{}, {"simulate_hosts": 2}], ids=["near", "far"])
 
 
+def await_told(daemon) -> None:
+    """Waits until the script of a rank counts as blocked."""
+    deadline = time.monotonic() + WAIT
+    while not daemon._loop._blocks.told:
+        assert time.monotonic() < deadline, "it does not count as blocked"
+        threading.Event().wait(0.01)
+
+
 def recv(source: int, name: str = "m"):
     return api.operations().recv(None, source, name=name)
 
@@ -228,9 +236,7 @@ def test_a_send_whose_receiver_comes_late_is_waited_for(link):
             if rank == 0:
                 send(1, size=1 << 20).result()
             else:
-                watch = ranks.daemons[0]._loop._blocks
-                while not watch.told:
-                    pass
+                await_told(ranks.daemons[0])
                 assert len(recv(0).result(WAIT)) == 1 << 20
             api.operations().barrier().result(WAIT)
 
@@ -275,6 +281,7 @@ def by_polling(handle):
     deadline = time.monotonic() + WAIT
     while not handle.poll():
         assert time.monotonic() < deadline, "it does not end"
+        threading.Event().wait(0.01)
 
 
 def by_callback(handle):
@@ -391,9 +398,7 @@ def test_a_sender_that_takes_its_time_is_waited_for():
                 found = recv(1).result().tolist()
                 ops.barrier().result()
                 return found
-            watch = ranks.daemons[0]._loop._blocks
-            while not watch.told:  # the other one counts as blocked
-                pass
+            await_told(ranks.daemons[0])
             send(0)
             ops.barrier().result()
             return [0.0, 1.0]
