@@ -9,6 +9,7 @@ from coordd.blocked import BlockWatch
 from coordd.deadlock import RECEIVE, SEND, BlockedRanks, BlockedSums
 from coordd.foreman import Foreman
 from coordd.group_names import group_of
+from coordd.leavers import Leavers
 from coordd.member import Member
 from coordd.messages import Kind, Refused
 from coordd.negotiation import Negotiator
@@ -70,6 +71,11 @@ def does_not_ask_what_is_under_way(monkeypatch):
 @mutant
 def does_not_ask_whether_a_message_has_come(monkeypatch):
     believe(monkeypatch, SEND)
+
+
+@mutant
+def tells_no_rank_who_has_left(monkeypatch):
+    monkeypatch.setattr(Leavers, "take", lambda self: ())
 
 
 @mutant

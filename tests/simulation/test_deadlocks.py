@@ -18,6 +18,7 @@ FIRST = {
     "lets_messages_wait_for_ever": 3,
     "does_not_ask_what_is_under_way": 38,
     "does_not_ask_whether_a_message_has_come": 38,
+    "tells_no_rank_who_has_left": 3,
     "forgets_what_ranks_below_a_foreman_have_sent": 285,
     "lets_joins_wait_for_ever": 113,
     "takes_every_two_blocked_ranks_for_a_circle": 22,

@@ -96,6 +96,7 @@ class Ledger:
         self.submissions: list[Submission] = []
         self.waits = Waits()
         self.ended: set[Turn] = set()
+        self.gone: set[int] = set()
         self.receipts: list[Handle[object]] = []
         self._leavers = frozenset(script.leavers)
         self._entries: dict[tuple[int, str], Entry] = {}

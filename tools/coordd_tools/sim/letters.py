@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from coordd.errors import PeerError, is_deadlock
+from coordd.errors import PeerError, ShutdownError, is_deadlock
 from coordd.handles import Handle
+from coordd.member import Member
+from coordd.messages import Plan, Traffic
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.ledger import Ledger, demand
 
@@ -74,7 +76,8 @@ class Receipt(Handle[object]):
     def fail(self, error: BaseException) -> None:
         """Ends badly: ranks have waited for each other, or one has failed."""
         true = is_deadlock(error) or (isinstance(error, PeerError) and self._ledger.failed)
-        demand(true, f"{self!r} failed with {error!r}")
+        gone = isinstance(error, ShutdownError) and error.ranks == (self.peer,) and self.peer in self._ledger.gone
+        demand(true or (gone and self.turn not in self._ledger.ended), f"{self!r} failed with {error!r}")
         super().fail(error)
 
 
@@ -118,6 +121,8 @@ class Mailbag:
         self._early: dict[Letter, int] = {}
         self._wanted: dict[Letter, Receipt] = {}
         self._offered: dict[Letter, Receipt] = {}
+        self._asked: set[int] = set()
+        self._left: dict[int, Traffic] = {}
         self._sent: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
         routes.bags[rank] = self
@@ -161,6 +166,7 @@ class Mailbag:
         if receipt is not None:
             receipt.number = self._sent[letter.receiver]
             self._offered[letter] = receipt
+            self._end()
 
     def receive(self, receipt: Receipt) -> None:
         """Begins to receive."""
@@ -171,6 +177,7 @@ class Mailbag:
             receipt.resolve(None)
         else:
             self._wanted[letter] = receipt
+            self._end()
 
     def arrive(self, letter: Letter) -> None:
         """Gets a message, which the rank has yet to look at."""
@@ -193,6 +200,7 @@ class Mailbag:
             else:
                 self._routes.take(letter)
                 receipt.resolve(None)
+        self._end()
         while self._taken:
             if (receipt := self._offered.pop(self._taken.popleft(), None)) is not None:
                 receipt.resolve(None)
@@ -206,10 +214,52 @@ class Mailbag:
         ]
         return [where.pop(letter) for letter in found]
 
+    @property
+    def traffic(self) -> Traffic | None:
+        """What ranks that exchange messages with this one have to know when it leaves."""
+        if not (self._sent or self._heard):
+            return None
+        early = sorted((letter.sender, number) for letter, number in self._early.items())
+        return Traffic(tuple(self.sent), tuple(sorted(self._heard.items())), tuple(early))
+
+    def old(self, now: float) -> tuple[int, ...]:
+        """The ranks at the other ends of what has been under way for a second, once each."""
+        found = {each.peer for each in self.letters if each.submitted <= now - 1.0} - self._asked
+        self._asked |= found
+        return tuple(sorted(found))
+
+    def follow(self, plan: Plan, member: Member) -> bool:
+        """Fails what a plan says that will not be sent or taken; says whether the script's wait may be over by that."""
+        self._left |= {left.rank: left.traffic for left in plan.left}
+        failed = False
+        for each in plan.unmatched:
+            if each.rank == member.rank:
+                for receipt in self.give_up(each.peer, each.name, each.number):
+                    receipt.fail(member.deadlocks.error(each, plan.sequence))
+                    failed = True
+            if each.peer == member.rank and each.number:
+                self.drop(each.rank, each.number)
+        self._end()
+        return failed
+
+    def _end(self) -> None:
+        """Fails what ranks that have left take no part in."""
+        for receipt in [each for each in self.letters if each.peer in self._left]:
+            traffic = self._left[receipt.peer]
+            heard = dict(traffic.heard).get(receipt.rank, 0)
+            if receipt.number:
+                over = receipt.number > heard or (receipt.rank, receipt.number) in traffic.unclaimed
+            else:
+                over = self._heard[receipt.peer] >= dict(traffic.sent).get(receipt.rank, 0)
+            if over:
+                self.give_up(receipt.peer, receipt.name, receipt.number)
+                receipt.fail(ShutdownError(receipt.name, (receipt.peer,)))
+
     def drop(self, sender: int, number: int) -> None:
         """Forgets a message that has failed where it comes from."""
         for letter in [each for each, count in self._early.items() if (each.sender, count) == (sender, number)]:
             del self._early[letter]
+            self._routes.ledger.ended.discard(Part(letter, outgoing=False))
 
     def clear(self) -> list[Receipt]:
         """Drops all."""

@@ -17,6 +17,7 @@ from coordd.messages import (
     Abort,
     Account,
     Blocked,
+    Expecting,
     Failure,
     Goodbye,
     Hello,
@@ -186,6 +187,7 @@ class Process:
             receipt = None
         else:
             receipt = Receipt(self._setting.ledger, letter, outgoing=outgoing)
+            receipt.submitted = self._setting.agenda.now
             self._inbox.append(receipt)
         self._wake(0.0)
         return receipt
@@ -245,6 +247,8 @@ class Process:
         if self.bag.deliver() and self._blocks is not None:
             self._blocks.note_mail(self._setting.agenda.now)
         self._setting.payload.advance(self.rank)
+        if self.failure is None and (unknown := self.bag.old(self._setting.agenda.now)):
+            self.tell(Expecting(unknown))
         self._resume()
         self._wake_to_look()
         if self.failure is not None:
@@ -288,6 +292,8 @@ class Process:
 
     def _wake_to_look(self) -> None:
         """Has a cycle run when it is time to look whether the script is blocked."""
+        if self.bag.letters and self.failure is None:
+            self._wake(1.0)
         if self._blocks is None or self.failure is not None:
             return
         now = self._setting.agenda.now
@@ -370,13 +376,8 @@ class Process:
         due = self.member.follow(plan)
         self._setting.caches.compare(self.member, plan.sequence)
         self._carry_out(due)
-        for each in plan.unmatched:
-            if each.rank == self.rank and self._blocks is not None:
-                self._blocks.note_news(self._setting.agenda.now)
-                for receipt in self.bag.give_up(each.peer, each.name, each.number):
-                    receipt.fail(self.member.deadlocks.error(each, plan.sequence))
-            if each.peer == self.rank and each.number:
-                self.bag.drop(each.rank, each.number)
+        if self.bag.follow(plan, self.member) and self._blocks is not None:
+            self._blocks.note_news(self._setting.agenda.now)
 
     def _advance(self) -> None:
         flying = Counter(bucket.request.members for bucket in self._active.values())
@@ -503,7 +504,8 @@ class Process:
     def _leave(self) -> None:
         if self.failure is None:
             self._carry_out(self.member.leave())
-            self.tell(Goodbye())
+            self._setting.ledger.gone.add(self.rank)
+            self.tell(Goodbye(traffic=self.bag.traffic))
             if self.doomed:
                 self._setting.agenda.after(0.0, self.crash)
 

@@ -76,9 +76,23 @@ def program(worker: Worker, setting: Setting) -> Iterator[Pause]:
             yield from _cross(worker, setting, scene)
     for order in orders[last_step : last_step + 1]:
         yield from _step(worker, setting, order[:last_round], mine)
+    yield from _exchange(worker, setting)
     if not last_round:  # who leaves in the middle of a step does not wait: others might, for what he has not submitted
         yield [*mine.values()]
     worker.say_goodbye()
+
+
+def _exchange(worker: Worker, setting: Setting) -> Iterator[Pause]:
+    """Sends and receives what comes last, while others leave."""
+    made: list[Made] = []
+    for letter, waits in setting.scenes.last[worker.rank] if setting.scenes.last else ():
+        yield setting.rng.expovariate(1 / _COMPUTE)
+        if (begun := worker.exchange(letter)) is not None:
+            made.append(begun)
+            if waits:
+                yield [begun]
+    yield made
+    _hear(made)
 
 
 def _step(worker: Worker, setting: Setting, order: tuple[Round, ...], mine: dict[str, Submission]) -> Iterator[Pause]:

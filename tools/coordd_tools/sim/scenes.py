@@ -65,9 +65,10 @@ Scene = Call | Crossing
 
 @dataclass(frozen=True)
 class Scenes:
-    """By step, what comes after it."""
+    """By step, what comes after it; and by rank, the messages with which it ends, some of them to ranks that leave."""
 
     after: dict[int, Scene] = field(default_factory=dict)
+    last: tuple[tuple[tuple[Letter, bool], ...], ...] = ()
 
 
 def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
@@ -87,7 +88,16 @@ def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
         for step in range(len(script.orders)):
             if step not in found and side.random() < 0.2:
                 found[step] = refusing.refusal()
-    return Scenes(_lettered(Random(aside(rng).random()), size, swarm, found))  # noqa: S311 - repeatable, like all of it
+    writer = Random(aside(rng).random())  # noqa: S311 - repeatable, like all of it
+    found = _lettered(writer, size, swarm, found)
+    return Scenes(found, _last(writer, size) if swarm.letters and swarm.blocks and not swarm.polling else ())
+
+
+def _last(rng: Random, size: int) -> tuple[tuple[tuple[Letter, bool], ...], ...]:
+    """Has ranks send and receive before they leave; some never do their part."""
+    nothing = Round(-1, "", {}, "")
+    written = _with_letters(rng, size, Crossing(((),) * size, {}, frozenset(), nothing))
+    return tuple(tuple((each, waits) for each, waits in order if isinstance(each, Letter)) for order in written.orders)
 
 
 def _lettered(rng: Random, size: int, swarm: Swarm, found: dict[int, Scene]) -> dict[int, Scene]:
