@@ -182,7 +182,10 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
     with pytest.raises(ArgumentError, match="LBFGS computes the loss several times in a step"):
         check_step(torch.optim.LBFGS(parameters))
     for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Rprop):
-        check_step(kind(parameters, lr=0.1))
+        optimizer = kind(parameters, lr=0.1)
+        check_step(optimizer)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        check_step(optimizer)
 
 
 class Experts(nn.Module):

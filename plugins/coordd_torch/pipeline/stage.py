@@ -263,7 +263,7 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ArgumentError: its `step` cannot be called without a closure.
     """
-    parameters = list(inspect.signature(optimizer.step).parameters.values())
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()  # a scheduler wraps its own
     if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters):
         raise ArgumentError(
             f"{type(optimizer).__name__} computes the loss several times in a step, by a closure, and a stage has only "
