@@ -28,7 +28,7 @@ _START = 2
 _VALUES = 64
 """Of each parameter so many values are compared at the start, spread over all of it."""
 _CALLER = "DistributedOptimizer"
-_ADVICE = "broadcast the variables before the first step, or right after it, and let all ranks have the same learning rate"
+_ADVICE = "broadcast the variables before the first step, or right after it, and give all ranks one learning rate"
 _REMEDY = "broadcast_variables(...) with the model's variables and the optimizer's"
 _AGE = 2
 """A model of the same names as an earlier one may have other values on each rank in its first step."""

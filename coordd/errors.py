@@ -164,16 +164,18 @@ class ShutdownError(CoorddError):
         reason: what those did, as the end of a sentence that begins with their names.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int] = ()) -> None:
-        """Says what did not happen, and which ranks had left; none means this one."""
+    def __init__(self, name: str, ranks: Sequence[int] = (), *, message: bool = False) -> None:
+        """Says what did not happen, a ``message`` or else a collective, and which ranks had left; none means this one."""
         self.ranks = tuple(ranks)
-        self.reason = f"left the job while others still waited for {name!r}; {_advice(name)}"
+        advice = _MESSAGES if message and not _PIPELINE.fullmatch(name) else _advice(name)
+        self.reason = f"left the job while others still waited for {name!r}; {advice}"
         mine = f"{name!r} was not completed because this rank called shutdown() before it was done"
         super().__init__("coordd has been shut down: " + (f"{ranks_text(ranks)} {self.reason}" if ranks else mine))
 
 
 _PIPELINE = re.compile(r"(opt\d+\.)?pipeline\.(given|loss|outputs|\d+\.[FB]\d+\..*)")
 """What ranks wait for in a pipeline's calls."""
+_MESSAGES = "give every send() its recv(), and every recv() its send(), before a rank ends or calls shutdown()"
 
 
 def _advice(name: str) -> str:

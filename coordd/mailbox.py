@@ -198,7 +198,7 @@ class Mailbox:
             header: of the message that is to be received; by default the first of that name.
         """
         if letter.peer in self._left and (letter.outgoing or not self._comes_from(letter.peer)):
-            letter.handle.fail(ShutdownError(letter.name, (letter.peer,)))
+            letter.handle.fail(ShutdownError(letter.name, (letter.peer,), message=True))
             return
         if letter.outgoing and letter.array is not None:
             self._sent[letter.peer] += 1
@@ -225,7 +225,7 @@ class Mailbox:
         heard = math.inf if self._rank in traffic.wants else dict(traffic.heard).get(self._rank, 0)
         for letter, steps in [each for each in self._moving if each[0].outgoing and each[0].peer == left.rank]:
             if letter.number > heard or (self._rank, letter.number) in traffic.unclaimed:
-                self._withdraw(letter, steps, ShutdownError(letter.name, (left.rank,)))
+                self._withdraw(letter, steps, ShutdownError(letter.name, (left.rank,), message=True))
         self._end_receives(left.rank)
 
     def _withdraw(self, letter: Letter, steps: Steps, error: BaseException) -> None:
@@ -261,7 +261,7 @@ class Mailbox:
             return
         for key in [key for key in self._wanted if key[0] == sender]:
             for letter in self._wanted.pop(key):
-                letter.handle.fail(ShutdownError(letter.name, (sender,)))
+                letter.handle.fail(ShutdownError(letter.name, (sender,), message=True))
 
     def give_up(self, sender: int, name: str) -> list[Letter]:
         """Drops the receives of a name for which nothing has come, and returns them."""
