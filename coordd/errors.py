@@ -165,7 +165,7 @@ class ShutdownError(CoorddError):
     """
 
     def __init__(self, name: str, ranks: Sequence[int] = (), *, message: bool = False) -> None:
-        """Says what did not happen, a ``message`` or else a collective, and which ranks had left; none means this one."""
+        """Says what did not happen, a ``message`` or a collective, and which ranks had left; none means this one."""
         self.ranks = tuple(ranks)
         advice = _MESSAGES if message and not _PIPELINE.fullmatch(name) else _advice(name)
         self.reason = f"left the job while others still waited for {name!r}; {advice}"
