@@ -206,7 +206,8 @@ class Daemon:
             handle: of the receive.
             error: the exception. If the message has begun to come, nobody will see it, so the job fails.
         """
-        if not isinstance(error, CoorddError):
+        own = handle.poll() and handle.error() is error  # such as that of what converts the result
+        if not (own or isinstance(error, CoorddError)):
             text = f"was interrupted by {brief(error)} as {handle.name!r} arrived, which is lost: so the job ends"
             self._do(lambda: self._loop.take_back(handle, text))
 

@@ -93,6 +93,20 @@ def test_a_receive_that_is_broken_off_takes_no_message(error, monkeypatch):
     assert each_rank(2, body)[1] == [0.0, 1.0, 2.0]
 
 
+def test_a_receive_whose_result_cannot_be_converted_has_not_been_broken_off():
+    def body(rank):
+        if rank == 0:
+            cd.send(torch.ones(2), 1, "x")
+        else:
+            handle = api.operations().recv(None, 0, name="x", land=lambda _: 1 // 0)
+            with pytest.raises(ZeroDivisionError) as caught:
+                handle.result(10.0)
+            api.operations().daemon.take_back(handle, caught.value)
+        cd.barrier()
+
+    each_rank(2, body)
+
+
 def test_a_receive_that_is_broken_off_as_its_message_comes_ends_the_job():
     def body(rank):
         if rank == 0:
