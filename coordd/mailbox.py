@@ -39,7 +39,8 @@ Disagreement = list[tuple[str, list[int], list[str]]]
 class _Header(msgspec.Struct, frozen=True, array_like=True):
     """What follows; ``serial`` counts what this sender has sent, and gives the payload its tag.
 
-    Nothing follows if the sender has ``refused`` to send, for this reason.
+    Nothing follows if the sender has ``refused`` to send, for this reason. ``after`` is the last plan known to it by which
+    sends and receives have failed.
     """
 
     sender: int
@@ -49,6 +50,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     loan: Loan | None = None
     refused: str = ""
+    after: int = 0
 
 
 class Letter:
@@ -119,6 +121,8 @@ class Mailbox:
         self._sent: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
         self._withdrawn: list[Steps] = []
+        self._held: deque[_Header] = deque()
+        self._after = 0
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
         self._listening: Ticket | None = None
         self.done = {"send": 0, "recv": 0}
@@ -308,7 +312,9 @@ class Mailbox:
         self._serial += 1
         near = letter.peer in self.notes
         loan = self.notes.loans.lend(array) if near else None
-        header = _Header(self._rank, self._serial, letter.name, array.dtype.name, array.shape, loan, letter.refused)
+        header = _Header(
+            self._rank, self._serial, letter.name, array.dtype.name, array.shape, loan, letter.refused, self._after
+        )
         tickets = []
         if near:
             yield from self._note(letter.peer, _encoded(header))
@@ -363,7 +369,18 @@ class Mailbox:
             self._sort(header)
         return heard
 
+    def note_failed(self, plan: int) -> None:
+        """Notes that sends and receives have failed by a plan: what comes now may have been sent after that."""
+        self._after = plan
+        held, self._held = self._held, deque()
+        for header in held:
+            self._sort(header)
+
     def _sort(self, header: _Header) -> None:
+        """Matches a header with a receive; one that was sent after a failure waits until that is known here, too."""
+        if header.after > self._after or any(earlier.sender == header.sender for earlier in self._held):
+            self._held.append(header)
+            return
         self._heard[header.sender] += 1
         key = (header.sender, header.name)
         queue = self._wanted.get(key)

@@ -98,6 +98,8 @@ class MailWatch:
                     fail(letter.handle, error)
             if each.peer == self._member.rank and each.number:
                 self._mailbox.drop(each.rank, each.number)
+        if plan.unmatched:
+            self._mailbox.note_failed(plan.sequence)
 
 
 def describe(awaits: Awaited, member: Member, mail: Mail) -> Blocked:

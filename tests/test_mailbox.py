@@ -391,6 +391,25 @@ def test_what_a_rank_that_has_left_has_sent_is_received_first(boxes):
     assert isinstance(late.handle.error(), ShutdownError)
 
 
+def test_what_is_sent_after_a_failure_is_not_matched_with_a_receive_that_is_to_fail(boxes):
+    receiver, sender, _ = boxes
+    receiver.start(failing := letter(None, 1, outgoing=False))
+    sender.note_failed(7)
+    sends = [letter(np.full(2, value), 0, outgoing=True) for value in range(2)]
+    for each in sends:
+        sender.start(each)
+    for _ in range(5):
+        sender.advance()
+        receiver.advance()
+    assert not failing.handle.poll()
+    assert receiver.give_up(1, "x") == [failing]
+    receiver.note_failed(7)
+    for value in range(2):
+        receiver.start(wanted := letter(None, 1, outgoing=False))
+        driven([sender, receiver], [wanted])
+        assert wanted.handle.result().tolist() == [value] * 2
+
+
 def test_who_leaves_with_a_receive_that_nobody_matched_is_told(caplog):
     with local_ranks(2) as ranks:
         handles = ranks.each(lambda rank: recv(None, 1 - rank, "x"))
