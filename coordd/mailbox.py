@@ -39,8 +39,8 @@ Disagreement = list[tuple[str, list[int], list[str]]]
 class _Header(msgspec.Struct, frozen=True, array_like=True):
     """What follows; ``serial`` counts what this sender has sent, and gives the payload its tag.
 
-    Nothing follows if the sender has ``refused`` to send, for this reason. ``after`` is the last plan known to it by which
-    sends and receives have failed.
+    Nothing follows if the sender has ``refused`` to send, for this reason. ``after`` is the last plan known to it by
+    which sends and receives have failed.
     """
 
     sender: int
