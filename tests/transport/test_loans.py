@@ -124,9 +124,7 @@ def test_idle_blocks_are_no_more_than_what_was_in_use(sizes, kept):
             held.append(handed([lender, taker], size, number % 256)[1])
             del held[: -kept - 1]
             most = max(9 * (size + 64) // 8 + 4096 for size in sizes)
-            assert lender.size <= 2 * most * (
-                kept + 2
-            )  # those that are kept, the one that goes, and the one that comes
+            assert lender.size <= 2 * most * (kept + 2)  # of which one goes, and one comes
         for number, each in zip(range(len(sizes))[::-1], reversed(held), strict=False):
             assert (each == number % 256).all()
     finally:
