@@ -107,7 +107,7 @@ _NOTHING = Awaited()
 class BlockWatch:
     """Tells the coordinator when the script waits for long, and when it goes on."""
 
-    def __init__(  # noqa: PLR0913 - its eyes
+    def __init__(  # noqa: PLR0913 - one argument for each source of what it knows
         self,
         table: TensorTable,
         *,

@@ -204,7 +204,7 @@ class Daemon:
 
         Args:
             handle: of the receive.
-            error: the exception. If the message has begun to come, nobody will see it, so the job fails.
+            error: the exception. If the message has begun to come, it is lost to the script, so the job fails.
         """
         own = handle.poll() and handle.error() is error  # such as that of what converts the result
         if not (own or isinstance(error, CoorddError)):

@@ -26,7 +26,7 @@ __all__ = [
 
 RECEIVE, SEND = "recv", "send"
 _MATCHED = {RECEIVE: "sent", SEND: "received"}
-"""What those do not do for whom such an operation waits."""
+"""What the other rank of such an operation has not done."""
 _SHOWN = 6
 """So many waits are listed in an error."""
 

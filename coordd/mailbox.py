@@ -145,7 +145,7 @@ class Mailbox:
 
     @property
     def in_transit(self) -> bool:
-        """Whether the network still has something of this rank that nobody has taken."""
+        """Whether the network still has a message of this rank that its receiver has not taken."""
         return bool(self._moving or self._abandoned or self._withdrawn)
 
     @property
