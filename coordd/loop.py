@@ -168,8 +168,7 @@ class Loop:
         self._release_held(now := time.monotonic())
         self._lookout.look(now)
         self._blocks.look(now)
-        self._letters.look(now)
-        self._letters.peek(self._blocks, now)
+        self._letters.look(self._blocks, now)
         self._listen()
         if self._member.stopped:
             self._part()

@@ -133,6 +133,9 @@ class Mailbox:
     def __len__(self) -> int:
         return len(self._moving) + sum(len(queue) for queue in self._wanted.values())
 
+    def __bool__(self) -> bool:  # asked in every cycle
+        return bool(self._moving or self._wanted)
+
     @property
     def letters(self) -> list[Letter]:
         """All that is under way."""
@@ -285,7 +288,8 @@ class Mailbox:
     def advance(self) -> bool:
         """Drives what is under way; says whether something was completed."""
         heard = self._listen()
-        self._withdrawn = [steps for steps in self._withdrawn if next(steps, _DONE) is not _DONE]
+        if self._withdrawn:
+            self._withdrawn = [steps for steps in self._withdrawn if next(steps, _DONE) is not _DONE]
         done = [moving for moving in self._moving if next(moving[1], _DONE) is _DONE]
         for moving in done:
             self._moving.remove(moving)

@@ -46,19 +46,24 @@ class MailWatch:
         self._asked: set[int] = set()
         self._told = Blocked()
 
-    def look(self, now: float) -> None:
+    def look(self, blocks: BlockWatch, now: float) -> None:
+        """Does what is due."""
+        if self._mailbox and now >= self._due:
+            self._ask(now)
+        if self._far:
+            self._peek(blocks, now)
+
+    def _ask(self, now: float) -> None:
         """Asks to hear of ranks that leave, once messages to or from them have been under way for a while."""
-        if not self._mailbox or now < self._due:
-            return
         self._due = now + _SECONDS
         old = {letter.peer for letter in self._mailbox.letters if letter.handle.submitted < now - _SECONDS}
         if unknown := old - self._asked:
             self._asked |= unknown
             self._tell(Expecting(tuple(sorted(unknown))))
 
-    def peek(self, blocks: BlockWatch, now: float) -> None:
-        """Looks now and then, while the script is blocked or has left, whether a rank sends it something in vain."""
-        if not (self._far and (blocks.told or self.leaving)):
+    def _peek(self, blocks: BlockWatch, now: float) -> None:
+        """Takes in now and then, while the script is blocked or has left, what ranks of other hosts send it in vain."""
+        if not (blocks.told or self.leaving):
             self._peek_due = None
         elif self._peek_due is None or now >= self._peek_due:
             self._peek_due = now + _SECONDS
@@ -66,7 +71,7 @@ class MailWatch:
                 blocks.note_mail(now)
 
     def remaining(self, now: float) -> float | None:
-        """Seconds until `look` or `peek` has something to do; None if that is not in sight."""
+        """Seconds until `look` has something to do; None if that is not in sight."""
         unknown = any(letter.peer not in self._asked for letter in self._mailbox.letters)
         due = [*([self._due] if unknown else []), *([self._peek_due] if self._peek_due is not None else [])]
         return min(due) - now if due else None
