@@ -151,7 +151,7 @@ class Coordinator:
             case Blocked():
                 self._negotiator.note_blocked(self._speakers(voice, message.ranks), message)
             case Goodbye():
-                self._negotiator.leave(self._speakers(voice, message.ranks), message)
+                self._negotiator.leave(self._speakers(voice, message.ranks), message.traffic)
             case Expecting():
                 self._negotiator.expect(message.peers)
 

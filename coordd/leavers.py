@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coordd.messages import Goodbye, Left, Traffic
+from coordd.messages import Left, Traffic
 from coordd.wire import bits
 
 __all__ = ["Leavers"]
@@ -17,9 +17,9 @@ class Leavers:
         self._left: dict[int, Left] = {}
         self._asked: set[int] = set()
 
-    def leave(self, ranks: int, goodbye: Goodbye) -> None:
-        """Notes that ranks, a bit mask, have left, and what they have said with that."""
-        self._left |= {rank: Left(rank, goodbye.traffic or Traffic()) for rank in bits(ranks)}
+    def leave(self, ranks: int, traffic: Traffic) -> None:
+        """Notes that ranks, a bit mask, have left, with their messages."""
+        self._left |= {rank: Left(rank, traffic) for rank in bits(ranks)}
 
     def ask(self, ranks: Iterable[int]) -> None:
         """Notes that a rank has messages to or from these ranks under way."""

@@ -26,7 +26,6 @@ from coordd.leavers import Leavers
 from coordd.messages import (
     Announcement,
     Blocked,
-    Goodbye,
     Kind,
     Plan,
     ReduceOp,
@@ -34,6 +33,7 @@ from coordd.messages import (
     Report,
     Request,
     Response,
+    Traffic,
     Unmatched,
     Waiting,
 )
@@ -143,15 +143,15 @@ class Negotiator:
         for announcement in report.fresh:
             self._enter(voice, ranks, announcement, report.seen)
 
-    def leave(self, ranks: int, goodbye: Goodbye = Goodbye()) -> None:  # noqa: B008 - frozen
+    def leave(self, ranks: int, traffic: Traffic | None = None) -> None:
         """Notes that ranks will announce nothing more; what they wait for, and what waits for them, fails.
 
         Args:
             ranks: their bit mask.
-            goodbye: what they have said.
+            traffic: their messages, if there are any.
         """
         self._left |= ranks
-        self._leavers.leave(ranks, goodbye)
+        self._leavers.leave(ranks, traffic or Traffic())
         self._refusals.leave(ranks)
         self._parts.leave(ranks, self._everybody)
         self._settle_all()

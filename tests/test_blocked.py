@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -66,18 +66,25 @@ def _waiting_threads() -> set[int]:
     return {ident for ident, frame in sys._current_frames().items() if frame.f_code is Handle._stand_at.__code__}
 
 
+def watching(
+    table: TensorTable, thread: Callable[[], int], messages: list[str], mail: SimpleNamespace = NO_MAIL, **about: bool
+) -> BlockWatch:
+    """A watch of a script in a thread; ``about`` is whether it is ``busy``, and has ``submitted`` anything."""
+    return BlockWatch(
+        table,
+        thread=thread,
+        busy=lambda: about.get("busy", False),
+        submitted=lambda: about.get("submitted", False),
+        tell=lambda awaits, again: messages.append(awaits.name),
+        mail=mail,
+    )
+
+
 def told(handle: Handle[None], thread: int, *, busy: bool = False, submitted: bool = False) -> list[str]:
     table = TensorTable()
     table.admit([Entry(Request(Kind.BARRIER, handle.name), np.empty(0), handle)])
     messages: list[str] = []
-    watch = BlockWatch(
-        table,
-        thread=lambda: thread,
-        busy=lambda: busy,
-        submitted=lambda: submitted,
-        tell=lambda awaits, again: messages.append(awaits.name),
-        mail=NO_MAIL,
-    )
+    watch = watching(table, lambda: thread, messages, busy=busy, submitted=submitted)
     watch.note_wait(0.0)
     watch.look(_LATER)
     return messages
@@ -129,14 +136,7 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
         waiter = next(found for found in threading.enumerate() if found.ident == thread)
         monkeypatch.setattr(threading, "main_thread", lambda: waiter)  # this thread is another one of the script
         monkeypatch.setattr(blocked, "_submitters", Counter([threading.get_ident()] * has_submitted))
-        watch = BlockWatch(
-            table,
-            thread=lambda: thread,
-            busy=lambda: False,
-            submitted=lambda: False,
-            tell=lambda awaits, again: messages.append(awaits.name),
-            mail=NO_MAIL,
-        )
+        watch = watching(table, lambda: thread, messages)
         watch.note_wait(0.0)
         watch.look(2.0)
         assert not messages
@@ -166,14 +166,7 @@ def test_a_thread_that_is_not_pythons_own_is_listed_for_ever_but_gets_some_secon
         monkeypatch.setattr(threading, "main_thread", lambda: waiter)
         monkeypatch.setattr(threading, "enumerate", lambda: [waiter, foreign])
         monkeypatch.setattr(blocked, "_submitters", Counter([foreign.ident]))
-        watch = BlockWatch(
-            table,
-            thread=lambda: thread,
-            busy=lambda: False,
-            submitted=lambda: False,
-            tell=lambda awaits, again: messages.append(awaits.name),
-            mail=NO_MAIL,
-        )
+        watch = watching(table, lambda: thread, messages)
         watch.note_wait(0.0)
         watch.look(2.0)
         assert messages == []
@@ -203,14 +196,7 @@ def test_of_several_operations_that_a_script_waits_for_one_that_has_not_ended_is
     handles = {"other": other, "x": _Part(), "y": _Part()}
     table.admit([Entry(Request(Kind.BARRIER, name), np.empty(0), handle) for name, handle in handles.items()])
     with waiting(_Several("both")) as thread:
-        watch = BlockWatch(
-            table,
-            thread=lambda: thread,
-            busy=lambda: False,
-            submitted=lambda: False,
-            tell=lambda awaits, again: messages.append(awaits.name),
-            mail=NO_MAIL,
-        )
+        watch = watching(table, lambda: thread, messages)
         watch.note_wait(0.0)
         for when, ended, expected in ((10.0, None, ["x"]), (20.0, "x", ["x", "y"]), (30.0, "y", ["x", "y"])):
             assert watch.remaining(when) == 0.0
@@ -269,14 +255,7 @@ def test_a_done_callback_of_a_send_may_submit_what_others_wait_for():
     table.admit([Entry(Request(Kind.BARRIER, "x"), np.empty(0), handle)])
     mail = SimpleNamespace(letters=[Letter("sent", 1, np.empty(0), sent, outgoing=True)], wanted=[], offered=[])
     with waiting(handle) as thread:
-        watch = BlockWatch(
-            table,
-            thread=lambda: thread,
-            busy=lambda: False,
-            submitted=lambda: False,
-            tell=lambda awaits, again: messages.append(awaits.name),
-            mail=mail,
-        )
+        watch = watching(table, lambda: thread, messages, mail)
         watch.note_wait(0.0)
         watch.look(_LATER)
     assert messages == []
@@ -312,14 +291,7 @@ def test_a_script_that_is_elsewhere_at_the_first_look_is_looked_for_again():
     table, handle, messages = TensorTable(), Handle[None]("x"), list[str]()
     table.admit([Entry(Request(Kind.BARRIER, "x"), np.empty(0), handle)])
     script = [0]
-    watch = BlockWatch(
-        table,
-        thread=lambda: script[0],
-        busy=lambda: False,
-        submitted=lambda: False,
-        tell=lambda awaits, again: messages.append(awaits.name),
-        mail=NO_MAIL,
-    )
+    watch = watching(table, lambda: script[0], messages)
     watch.note_wait(0.0)
     watch.look(_LATER)
     assert messages == []
@@ -341,14 +313,7 @@ def test_other_branches_of_a_graph_in_which_a_script_waits_may_submit_what_other
     table.admit([Entry(Request(Kind.BARRIER, handle.name), np.empty(0), handle)])
     messages: list[str] = []
     with script_in("quick_execute") as script, waiting(handle):
-        watch = BlockWatch(
-            table,
-            thread=lambda: script,
-            busy=lambda: False,
-            submitted=lambda: False,
-            tell=lambda awaits, again: messages.append(awaits.name),
-            mail=NO_MAIL,
-        )
+        watch = watching(table, lambda: script, messages)
         watch.note_wait(0.0)
         watch.look(2.0)
         watch.note_news(4.0)  # another branch has submitted something

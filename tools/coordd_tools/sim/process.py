@@ -182,13 +182,11 @@ class Process:
     def exchange(self, letter: Letter) -> Receipt | None:
         """Sends a message, or begins to receive it; None if that ends at once, for it is small."""
         outgoing = letter.sender == self.rank
-        if outgoing and not letter.large:
-            self._inbox.append(letter)
-            receipt = None
-        else:
+        receipt = None
+        if letter.large or not outgoing:
             receipt = Receipt(self._setting.ledger, letter, outgoing=outgoing)
             receipt.submitted = self._setting.agenda.now
-            self._inbox.append(receipt)
+        self._inbox.append(receipt or letter)
         self._wake(0.0)
         return receipt
 
@@ -463,6 +461,11 @@ class Process:
         self._note_waits()
 
     @property
+    def has_submitted(self) -> bool:
+        """Whether the script has left something for the daemon that it has not taken in yet."""
+        return any(isinstance(item, Entry | Letter | Receipt) for item in self._inbox)
+
+    @property
     def waits_for(self) -> Made | None:
         """What the script waits for, so that it goes on only after that; it does not where it polls."""
         if self._awaited is None or self._setting.swarm.polling:
@@ -568,7 +571,7 @@ class _Watch(BlockWatch):
             process.member.table,
             thread=lambda: 0,
             busy=lambda: process.moving,
-            submitted=lambda: any(isinstance(item, Entry | Letter | Receipt) for item in process._inbox),  # noqa: SLF001 - its part
+            submitted=lambda: process.has_submitted,
             tell=self._tell_process,
             mail=process.bag,
         )
