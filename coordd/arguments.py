@@ -47,9 +47,14 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool, truncat
     Raises:
         ArgumentError: naming the dtype, the operation and what to use instead.
     """
-    if why := _unusable(dtype) or _meaningless(dtype, op, scaled=scaled, truncate=truncate):
+    if why := _why_not(dtype, op, scaled=scaled, truncate=truncate):
         text = f"Tensor type {name_of(dtype)} is not supported for {op.name.lower()}: {why}"
         raise ArgumentError(text)
+
+
+@functools.cache
+def _why_not(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool, truncate: bool) -> str:
+    return _unusable(dtype) or _meaningless(dtype, op, scaled=scaled, truncate=truncate)
 
 
 def _unusable(dtype: np.dtype[Any]) -> str:
@@ -151,6 +156,8 @@ def check_op(op: ReduceOp) -> ReduceOp:
     Raises:
         ArgumentError: it is none.
     """
+    if type(op) is ReduceOp:
+        return op
     try:
         return ReduceOp(whole(op, "op"))
     except ValueError as error:

@@ -43,6 +43,8 @@ def finite(value: Any, what: str, *, above: float = -math.inf) -> float:
     Raises:
         ArgumentError: it is none, is infinite, or is no number at all.
     """
+    if type(value) is float and above < value < math.inf:  # most often, and once or twice for each operation
+        return value
     try:
         found = math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError):

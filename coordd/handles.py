@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -330,9 +331,13 @@ def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | Non
 
 def is_users(frame: Any, package: str = "coordd") -> bool:
     """Says whether a frame is neither coordd's nor a framework's, nor a ``with`` statement's machinery."""
-    module = frame.f_globals.get("__name__", "")
-    ours = module.startswith((package, *_INSIDE)) or module in _FRAMEWORKS or module == "contextlib"
-    return not ours and _AUTOGRAPH not in frame.f_code.co_filename
+    outside = not _is_inside(frame.f_globals.get("__name__", ""), package)
+    return outside and _AUTOGRAPH not in frame.f_code.co_filename
+
+
+@functools.lru_cache(maxsize=4096)  # asked several times for each operation
+def _is_inside(module: str, package: str) -> bool:
+    return module.startswith((package, *_INSIDE)) or module in _FRAMEWORKS or module == "contextlib"
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class Loop:
         self._link: Link | None = None
         self._departures = Departures()
         self._parting: float | None = None
-        self._connected = self._said_goodbye = False
+        self._connected = self._said_goodbye = self._landed = False
         self._lock_number = 0
         self._locked_at = 0.0
         self._held_look = 0.0
@@ -150,6 +150,7 @@ class Loop:
         """Notes that results have arrived."""
         for entry in entries:
             self._member.table.release(entry)
+        self._landed = True
         self._status.count(entries, time.monotonic())
         self._lookout.observe(entries[0], time.monotonic())
 
@@ -557,11 +558,20 @@ class Loop:
             if self._mailbox.unheralded or (self._flights and not self._flights.heralded):
                 self._patience.doze(self._bell, awaited=self._inbox.awaited)
             else:
-                # A script that has just got its result may submit the next operation before this thread sleeps, which
-                # saves it a ring: where both share a core, as each rank does on a full host, it gets to run only now.
-                os.sched_yield()
+                self._let_script_run()
                 self._inbox.sleep(self._deadline())
         self._flights.wake_up()
+        self._landed = False
+
+    def _let_script_run(self) -> None:
+        """Yields the core to a script that has just got the result that it waited for, and waits for nothing else.
+
+        It may submit its next operation before this thread sleeps, which saves it a ring: where both share a core, as
+        each rank does on a full host, it gets to run only now. While anything else is under way, that costs more than
+        it saves: a script that computes keeps the core for its whole slice, and what has come waits.
+        """
+        if self._landed and not (self._flights or self._member.table or self._mailbox):
+            os.sched_yield()
 
     def _stay_awake(self) -> None:
         """Looks at the data several times for one look at everything else."""
