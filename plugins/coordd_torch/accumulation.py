@@ -50,6 +50,10 @@ class Accumulated:
         return ""
 
 
+class TooManyPassesError(CoorddError, AssertionError):
+    """A gradient was computed more often than declared; Horovod raises an `AssertionError`."""
+
+
 def too_many(gradient: Gradient, passes: int) -> CoorddError:
     """Says that a gradient was computed when its step should have been made.
 
@@ -69,7 +73,7 @@ def too_many(gradient: Gradient, passes: int) -> CoorddError:
             "gradients locally, or put all backward passes of a step but the last one into "
             "optimizer.no_sync(); to skip a step, clear them by optimizer.zero_grad()."
         )
-    return CoorddError(text)
+    return TooManyPassesError(text)
 
 
 def inside_backward() -> CoorddError:

@@ -11,7 +11,7 @@ import torch
 
 from coordd.errors import ArgumentError
 
-__all__ = ["check_parallel"]
+__all__ = ["check_parallel", "check_plain"]
 
 _MARKS = {
     "_is_flat_param": "FullyShardedDataParallel",
@@ -68,11 +68,48 @@ def _wrapped(parameters: list[torch.Tensor]) -> str:
     if not (distributed.is_available() and distributed.is_initialized()):
         return ""
     mine = set(map(id, parameters))
-    kinds: list[type] = [torch.nn.parallel.DistributedDataParallel]
-    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
-        kinds.append(fsdp.FullyShardedDataParallel)
-    for found in gc.get_objects():
-        # By the type itself: `isinstance` also asks an object for its class, which some answer with a warning.
-        if issubclass(type(found), tuple(kinds)) and not mine.isdisjoint(map(id, found.parameters())):
+    for found in _instances(_wrappers()):
+        if not mine.isdisjoint(map(id, found.parameters())):
             return type(found).__name__
     return ""
+
+
+def _instances(kinds: Iterable[type]) -> list[Any]:
+    """Finds all objects of some classes, to which they refer.
+
+    A list of all objects would also have the tuples that other threads are making at that moment, which Python can then
+    no longer complete: those threads would get a SystemError. Objects are known by their types themselves, for some
+    answer with a warning when they are asked for their class.
+    """
+    wanted = _with_subclasses(kinds)
+    return [found for found in gc.get_referrers(*wanted) if type(found) in wanted]
+
+
+def _with_subclasses(kinds: Iterable[type]) -> set[type]:
+    found = set(kinds)
+    for kind in list(found):
+        found |= _with_subclasses(kind.__subclasses__())
+    return found
+
+
+def _wrappers() -> tuple[type, ...]:
+    """The classes of PyTorch that wrap a model."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    ddp = torch.nn.parallel.DistributedDataParallel
+    return (ddp,) if fsdp is None else (ddp, fsdp.FullyShardedDataParallel)
+
+
+def check_plain(model: torch.nn.Module) -> None:
+    """Refuses a model for a pipeline of which another package reduces gradients, or has a part only on each rank.
+
+    Raises:
+        ArgumentError: it names the package and what to do.
+    """
+    kinds = _wrappers()
+    wrapped = next((type(module).__name__ for module in model.modules() if isinstance(module, kinds)), "")
+    if owner := wrapped or next(filter(None, map(_marked, model.parameters())), ""):
+        text = (
+            f"the gradients of this model are reduced by {owner} already: give Pipeline the plain model, before "
+            "anything wraps it; PipelineConfig(data_parallel=n) makes n replicas of it"
+        )
+        raise ArgumentError(text)

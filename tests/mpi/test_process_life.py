@@ -49,6 +49,25 @@ if __name__ == "__main__":
         for (rows,) in DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=method):
             print(method, "sum", cd.allreduce(rows.sum(), op=cd.Sum).item(), flush=True)
 """
+_ORPHANS = """
+import ctypes, os, signal, sys, threading
+import numpy as np
+import coordd as cd
+from coordd.errors import PeerError
+
+cd.init()
+cd.allreduce(np.ones(3), name="first")
+if cd.rank() == 1:
+    if (os if sys.argv[1] == "os" else ctypes.PyDLL(None)).fork() == 0:  # C libraries fork without Python's knowledge
+        threading.Event().wait(25)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    cd.allreduce(np.ones(3), name="second")
+except PeerError as error:
+    print("heard that", error, flush=True)
+    raise
+"""
 _LEAVING = """
 import sys, threading
 ARRAYS
@@ -132,6 +151,14 @@ def test_forked_children_cannot_use_coordd_and_leave_mpi_to_their_parents() -> N
     assert outcome.returncode == 0, str(outcome)
     for status in (0, 7, 5):
         assert outcome.stdout.count(f"child {status} sum 2.0") == 2, str(outcome)
+
+
+@pytest.mark.parametrize("fork", ["os", "native"])
+def test_a_killed_rank_is_missed_at_once_although_its_forked_worker_lives_on(fork: str) -> None:
+    """The worker has inherited its sockets, and keeps them open; rank 0 hears before the launcher ends it."""
+    outcome = launch(2, _ORPHANS, fork, launcher="coordd", timeout=25)
+    assert "heard that rank 1" in outcome.stdout, str(outcome)
+    assert outcome.returncode != 0, str(outcome)
 
 
 def test_data_loaders_may_start_workers_in_any_way() -> None:

@@ -29,7 +29,10 @@ def pipeline(model):
     return lambda _: lambda _: made(model)
 
 
-@pytest.mark.parametrize(("make", "rank"), [(lambda: builder, 1), (builder, 0)], ids=["builder", "built"])
+TURNS = {"builder, rank 0": (lambda: builder, 0), "builder, rank 1": (lambda: builder, 1), "built": (builder, 0)}
+
+
+@pytest.mark.parametrize(("make", "rank"), TURNS.values(), ids=TURNS)
 @pytest.mark.parametrize("part", [0.005, *EVERY])
 def test_the_others_hear_of_a_rank_that_fails_anywhere(make, rank, part):
     with local_ranks(2, stall_check=False) as ranks:

@@ -155,9 +155,10 @@ def test_a_backward_pass_too_many_is_refused_with_the_parameters_name():
         for _ in range(2):
             (net["a"] + net["b"]).sum().backward()
         with pytest.raises(
-            cd.CoorddError, match=r"computed more than backward_passes_per_step times before .*'[ab]', 2"
-        ):
+            AssertionError, match=r"computed more than backward_passes_per_step times before .*'[ab]', 2"
+        ) as caught:
             (net["a"] + net["b"]).sum().backward()
+        assert isinstance(caught.value, cd.CoorddError)
         optimizer.zero_grad()
         for _ in range(2):
             (net["a"] + net["b"]).sum().backward()

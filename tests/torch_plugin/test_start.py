@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import coordd.torch as cd
+from coordd_torch.wrappers import check_parallel
 from tests.local_ranks import each_rank
 
 
@@ -181,6 +183,56 @@ def test_a_model_in_ddp_or_fully_shard_is_refused_in_a_sentence(process_group):
             distributed(sharded)
 
     each_rank(2, body)
+
+
+def test_so_it_is_in_a_pipeline(process_group):
+    plain, sharded = net(), net()
+    part = nn.Sequential(nn.parallel.DistributedDataParallel(plain), nn.ReLU())
+    torch.distributed.fsdp.fully_shard(sharded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+
+    def body(_):
+        for model, owner in ((part, "DistributedDataParallel"), (sharded, "fully_shard")):
+            with pytest.raises(cd.ArgumentError, match=f"reduced by {owner}.*give Pipeline the plain model"):
+                cd.Pipeline(model, optimizer=torch.optim.SGD, loss=nn.functional.mse_loss)
+
+    each_rank(2, body)
+
+
+def test_a_model_that_is_wrapped_after_its_optimizer_is_made_is_refused_by_the_first_step(process_group):
+    models, wrapped = [net(), net()], []
+
+    def body(rank):
+        optimizer = distributed(models[rank])
+        cd.barrier()
+        if rank == 0:
+            wrapped.extend(nn.parallel.DistributedDataParallel(model) for model in models)
+        cd.barrier()
+        with pytest.raises(cd.ArgumentError, match="reduced by DistributedDataParallel already"):
+            step(models[rank], optimizer)
+
+    each_rank(2, body)
+
+
+def test_wrappers_are_looked_for_while_other_threads_make_tuples(process_group):
+    """A tuple that is not complete yet must not be touched: its maker would get a SystemError."""
+    failed, over = [], threading.Event()
+
+    def make():
+        try:
+            while not over.is_set():
+                tuple(number for number in range(1000))
+        except SystemError as error:
+            failed.append(error)
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    try:
+        for _ in range(20):
+            check_parallel(None, net().parameters())
+    finally:
+        over.set()
+        maker.join()
+    assert not failed
 
 
 def test_data_parallel_of_one_process_is_fine():

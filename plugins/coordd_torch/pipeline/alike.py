@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import zlib
@@ -25,6 +26,7 @@ __all__ = ["materialised", "structure", "title", "values"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]+")
 _SEEDS = {"torch": "torch.manual_seed", "random": "random.seed", "numpy": "numpy.random.seed"}
+_SIMPLE = (bool, int, float, str)
 _VALUES = 256
 """Of each parameter so many values are compared, spread over all of it."""
 
@@ -49,20 +51,50 @@ def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=4).hexdigest()
 
 
-def title(loss: Any) -> str:
-    """Names a loss: a function, or the class of a module with its settings."""
-    if isinstance(loss, nn.Module):
-        return f"{type(loss).__name__}({_details(loss)})"
-    return str(getattr(loss, "__qualname__", type(loss).__name__))
+def title(what: Any) -> str:
+    """Names a loss or a weight: a function with what was given to it before, or a module with its settings and values.
+
+    What a function finds in its surroundings, and what an object of the user's keeps, may differ: the rank, say.
+    """
+    if isinstance(what, nn.Module):
+        parts = [f"{type(module).__name__}({_settings(module)})" for module in what.modules()]
+        return _ADDRESS.sub("", " ".join([*parts, *map(_told, (*what.parameters(), *what.buffers()))]))
+    if isinstance(what, functools.partial):
+        given = [*map(_told, what.args), *(f"{key}={_told(value)}" for key, value in sorted(what.keywords.items()))]
+        return f"{title(what.func)} with {', '.join(given)}"
+    return str(getattr(what, "__qualname__", type(what).__name__))
+
+
+def _settings(module: nn.Module) -> str:
+    """What a module was made with; losses of PyTorch do not show that, but have nothing else as attributes."""
+    if not type(module).__module__.startswith("torch."):
+        return _details(module)
+    return ", ".join(
+        f"{key}={value!r}" for key, value in vars(module).items() if key[0] != "_" and isinstance(value, _SIMPLE)
+    )
+
+
+def _told(value: Any) -> str:
+    """What is said of a setting: a number or a text itself, of a tensor a checksum, else what it is."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {_checksum(value)}"
+    return repr(value) if value is None or isinstance(value, _SIMPLE) else title(value)
 
 
 def values(model: nn.Module) -> Iterator[str]:
     """Lists what all parameters of a built model start with."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.layout is torch.strided and parameter.numel():
-            flat = parameter.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // _VALUES)].contiguous().cpu()
-            yield f"initial values of {name} ({zlib.crc32(some.view(torch.uint8).numpy().tobytes()):08x})"
+            yield f"initial values of {name} ({_checksum(parameter)})"
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    """Of some of its values; nothing is said of those of a tensor that has none here."""
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return ""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _VALUES)].contiguous().cpu()
+    return f"{zlib.crc32(some.view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def materialised(

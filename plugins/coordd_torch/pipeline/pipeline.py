@@ -55,6 +55,7 @@ from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed, check_ste
 from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.tying import check_statistics, tied
 from coordd_torch.pipeline.weights import Weights
+from coordd_torch.wrappers import check_plain
 
 __all__ = ["Pipeline"]
 
@@ -107,7 +108,8 @@ class Pipeline:
 
         Raises:
             ArgumentError: the model cannot be split like this.
-            MismatchError: on all ranks: they have different models, initial values or losses; it lists what differs.
+            MismatchError: on all ranks: they have different models, initial values, losses or weights of microbatches;
+                it lists what differs.
             RefusedError: another rank has raised an error here.
             NotInitializedError: `init` was not called.
         """
@@ -145,11 +147,13 @@ class Pipeline:
         self._weigh = weight
         self._scaling = None if scaler is None else Scaling(scaler)
         outlined = model if isinstance(model, nn.Module) else outline(model)
+        check_plain(outlined)
         self._captured = capture(outlined, given[0], cuts=self.config.cuts)
         call.advice = (
             "make the same model on all ranks, with torch.manual_seed before it, or broadcast its state_dict()"
         )
-        call.lines += [*structure(self._captured), f"the loss {title(loss)}"]
+        weighed = "rows" if weight is None else title(weight)
+        call.lines += [*structure(self._captured), f"the loss {title(loss)}", f"weights of microbatches by {weighed}"]
         self._profile: Profile | None = None
         memory = None
         if self.config.measured:
