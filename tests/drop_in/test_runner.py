@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import socket
+from multiprocessing.connection import Client
+from pathlib import Path
+
 import horovod
 import horovod.runner
 import pytest
+from horovod.runner import exchange
 from horovod.runner.launch import check_build, run_commandline
 
 from coordd.launch.drop_in import python_path
@@ -86,3 +92,39 @@ def test_its_command_line_is_that_of_coordd_run(monkeypatch, capsys):
         check_build()
     assert "[X] PyTorch" in capsys.readouterr().out
     assert horovod.run is horovod.runner.run
+
+
+def descriptors():
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def test_strangers_do_not_use_up_the_descriptors_of_the_caller(monkeypatch):
+    """Ranks on other hosts connect by TCP, where any user can; those who say nothing are few, and not for long."""
+    monkeypatch.setattr(exchange, "_STRANGER_SECONDS", 1)
+    before = descriptors()
+    with exchange.Exchange(b"work", ["path"], remote=True) as served:
+        where, key = served.variables.values()
+        address = ("localhost", int(where.rpartition(":")[2]))
+        strangers = [socket.create_connection(address) for _ in range(exchange.MOST_STRANGERS + 40)]
+        rank = Client(address, authkey=bytes.fromhex(key))
+        assert rank.recv() == (b"work", ["path"])
+        assert descriptors() < before + len(strangers) + exchange.MOST_STRANGERS + 10
+        rank.send((0, True, pickle.dumps("result")))
+        assert rank.recv() is None
+        rank.close()
+        for each in strangers:
+            each.close()
+        assert served.results(1, 0) == ["result"]
+
+
+def test_a_rank_that_works_for_long_is_no_stranger(monkeypatch):
+    monkeypatch.setattr(exchange, "_STRANGER_SECONDS", 1)
+    with exchange.Exchange(b"work", [], remote=True) as served:
+        where, key = served.variables.values()
+        rank = Client(("localhost", int(where.rpartition(":")[2])), authkey=bytes.fromhex(key))
+        rank.recv()
+        assert not rank.poll(1.5)
+        rank.send((0, True, pickle.dumps(3)))
+        assert rank.recv() is None
+        rank.close()
+        assert served.results(1, 0) == [3]

@@ -1,6 +1,7 @@
 """How a function reaches the ranks of `horovod.run`, and what it returned comes back: over a socket of the caller.
 
-Both sides prove that they know a key, which is in the environment of the ranks alone.
+Both sides prove that they know a key, which is in the environment of the ranks alone. What has not proven it yet is
+limited in number and in time, so that it cannot use up the caller's descriptors.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import pickle
 import secrets
 import socket
+import struct
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -19,6 +21,10 @@ from typing import Any, Self
 
 __all__ = ["Exchange", "connect", "pickled"]
 
+MOST_STRANGERS = 64
+"""Connections whose other end has not proven yet that it knows the key."""
+_STRANGER_SECONDS = 5.0
+_LISTENS_AGAIN_SECONDS = 0.1
 _ADDRESS, _KEY = "_COORDD_FUNCTION_ADDRESS", "_COORDD_FUNCTION_KEY"
 
 
@@ -56,6 +62,8 @@ class Exchange:
         self._listener = Listener(place, backlog=128)
         self._found: dict[int, tuple[bool, bytes]] = {}
         self._failed: list[int] = []
+        self._room = threading.Semaphore(MOST_STRANGERS)
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="horovod.run", daemon=True)
 
     def __enter__(self) -> Self:
@@ -63,6 +71,7 @@ class Exchange:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         self._listener.close()
         self._folder.cleanup()
 
@@ -89,19 +98,21 @@ class Exchange:
         return [pickle.loads(self._found[rank][1]) for rank in range(size)]  # noqa: S301 - of this job's ranks
 
     def _accept(self) -> None:
-        while True:
+        while not self._over.is_set():
+            self._room.acquire()
             try:
                 connection = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or there is no descriptor just now
+                self._room.release()
+                self._over.wait(_LISTENS_AGAIN_SECONDS)
+                continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
         """Serves one rank; what does not know the key, or ends early, brings no result."""
         with connection:
             try:
-                deliver_challenge(connection, self._key)  # as a Listener does it, which would let others wait
-                answer_challenge(connection, self._key)
+                self._meet(connection)
                 connection.send(self._message)
                 rank, well, result = connection.recv()
             except (OSError, EOFError, AuthenticationError):
@@ -109,3 +120,19 @@ class Exchange:
             self._found[rank] = well, result
             self._failed += [] if well else [rank]
             connection.send(None)  # it is kept, so the rank may end
+
+    def _meet(self, connection: Connection) -> None:
+        """Does what a Listener would, during which others would wait, and for as long as the other end likes."""
+        try:
+            _limit_waits(connection, _STRANGER_SECONDS)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            _limit_waits(connection, 0.0)
+        finally:
+            self._room.release()
+
+
+def _limit_waits(connection: Connection, seconds: float) -> None:
+    """Has reads of a connection fail after so long; 0 is without limit."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as copy:
+        copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds), 0))
