@@ -119,3 +119,42 @@ def case_what_would_not_be_trained_is_refused() -> None:
     with torch.no_grad(), pytest.raises(cd.ArgumentError, match="gradients are switched off here"):
         pipe.train_batch(x, y)
     assert pipe.train_batch(x, y) > 0
+
+
+class Recurrent(nn.Module):
+    """Gives its hidden state, too, whose rows are in the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.lstm = nn.LSTM(4, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        out, state = self.lstm(self.first(x))
+        return self.last(out), state
+
+
+@ranks(2)
+def case_the_state_of_a_recurrent_layer_is_predicted() -> None:
+    with doubles():
+        torch.manual_seed(0)
+        model, x = Recurrent(), random(8, 5, 6)
+        config = cd.PipelineConfig(microbatches=4, split="layers")
+        pipe = cd.Pipeline(
+            copy.deepcopy(model), config, optimizer=sgd, loss=lambda output, y: functional.mse_loss(output[0], y)
+        )
+        assert_close(pipe.predict(x), model(x), rtol=1e-12, atol=1e-12)
+        wanted = functional.mse_loss(model(x)[0], y := torch.zeros(8, 5, 3)).item()
+        assert_close(pipe.train_batch(x, y), wanted, rtol=1e-12, atol=1e-12)
+
+
+@ranks(2)
+def case_an_optimizer_that_computes_losses_is_refused_on_all_ranks() -> None:
+    """Also if only one rank has chosen it."""
+    config = cd.PipelineConfig(microbatches=4, split="layers")
+    for choosing in ({0, 1}, {0}, {1}):
+        make = torch.optim.LBFGS if cd.rank() in choosing else sgd
+        error = cd.ArgumentError if cd.rank() in choosing else cd.RefusedError
+        with pytest.raises(error, match="closure"):
+            cd.Pipeline(build("plain"), config, optimizer=make, loss=functional.cross_entropy)
+    assert cd.allreduce(torch.ones(1), op=cd.Sum) == cd.size()

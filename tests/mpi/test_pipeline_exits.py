@@ -61,6 +61,9 @@ class Optimizer(torch.optim.SGD):
 
 
 def loss(output, y):
+    if fault == "tuple" and armed:
+        print(f"at {time.monotonic()}", flush=True)
+        return torch.nn.functional.cross_entropy(output, y), output
     if fault == "many" and armed:
         print(f"at {time.monotonic()}", flush=True)
         return torch.nn.functional.cross_entropy(output, y, reduction="none")
@@ -134,10 +137,11 @@ def test_an_error_of_coordd_in_one_stage_is_no_secret_either() -> None:
     assert f"{heard}coordd.errors.ArgumentError: an odd batch" in outcome.stdout, str(outcome)
 
 
-def test_a_loss_of_many_numbers_is_refused_on_all_ranks() -> None:
-    outcome = _end("loss", "many", size=2)
+@pytest.mark.parametrize(("fault", "found"), [("many", "a tensor of shape (2,)"), ("tuple", "(tensor(")])
+def test_a_loss_of_many_numbers_is_refused_on_all_ranks(fault: str, found: str) -> None:
+    outcome = _end("loss", fault, size=2)
     _assert_all_heard(outcome, size=2)
-    wanted = "loss= must return one number, the mean over a microbatch's rows, not a tensor of shape (2,)"
+    wanted = f"loss= must return one number, the mean over a microbatch's rows, not {found}"
     assert wanted in outcome.of_rank(0), str(outcome)
 
 

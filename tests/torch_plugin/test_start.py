@@ -127,6 +127,7 @@ def test_adasum_combines_parameters_that_are_thawed_or_added_later(how):
     def body(rank):
         model = net(depth=2)
         late = list(model[1].parameters())
+        before = [value.tolist() for value in late]
         if how == "thawed":
             model[1].requires_grad_(requires_grad=False)
             plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -142,6 +143,7 @@ def test_adasum_combines_parameters_that_are_thawed_or_added_later(how):
             optimizer.zero_grad()
             model(torch.full((1, 2), 1.0 + rank)).sum().backward()
             optimizer.step()
+        assert [value.tolist() for value in late] != before
         return [value.tolist() for value in model.parameters()]
 
     first, second = each_rank(2, body)
