@@ -154,10 +154,14 @@ def check_op(op: ReduceOp) -> ReduceOp:
     """Takes one of our operations, or its number.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is none, or another library's, in which the same numbers mean other operations.
     """
     if type(op) is ReduceOp:
         return op
+    kind = type(op)
+    if not isinstance(op, int | np.integer):
+        text = f"op is {op!r} of {kind.__module__}, and must be coordd's own Average, Sum, Adasum, Min, Max or Product"
+        raise ArgumentError(text)
     try:
         return ReduceOp(whole(op, "op"))
     except ValueError as error:
@@ -170,6 +174,9 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: F
     if average is not None:
         if op is not None:
             text = "The op parameter supersedes average. Please provide only one of them."
+            raise ArgumentError(text)
+        if not isinstance(average, bool | np.bool_):
+            text = f"average is {average!r}, and must be True or False: say op=Sum, name='loss' by their names"
             raise ArgumentError(text)
         text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
         warnings.warn(text, DeprecationWarning, stacklevel=_level())

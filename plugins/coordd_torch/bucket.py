@@ -70,11 +70,23 @@ class _Memory:
         self.small = [(index, *home) for index, home in enumerate(self.homes) if home[0] not in self.large]
         self._storage = self.flat.untyped_storage()
         self._unused = self._users()
+        self._addresses = self._found_at()
 
     def _users(self) -> tuple[int, list[int]]:
         """Counts the tensors and arrays that share the memory, and the references to each gradient."""
         found = torch._C._storage_Use_Count(self._storage._cdata)  # noqa: SLF001 - no public way
         return found, list(map(sys.getrefcount, self.order))
+
+    def _found_at(self) -> list[int]:
+        return [self.flat.data_ptr(), *map(torch.Tensor.data_ptr, self.order)]
+
+    @property
+    def outdated(self) -> bool:
+        """Whether parameters have become others, as by ``model.to()``, which also moves each ``.grad`` elsewhere."""
+        dtype = self.flat.dtype
+        if any(parameter.dtype is not dtype for _, parameter, _ in self.homes):
+            return True
+        return self.homes[0][1].device != self.flat.device or self._found_at() != self._addresses
 
     @property
     def unused(self) -> bool:
@@ -140,6 +152,11 @@ class Bucket:
     def _adopt(self, memory: _Memory) -> None:
         self._memory, self._flat, self._places = memory, memory.flat, memory.places
         self._homes, self._large, self._small = memory.homes, memory.large, memory.small
+
+    @property
+    def outdated(self) -> bool:
+        """Whether its gradients have another type, device or layout in memory than they had."""
+        return self._memory.outdated
 
     def secure(self) -> None:
         """Leaves memory to the user in which gradients lie that were kept; called before a step writes to it."""

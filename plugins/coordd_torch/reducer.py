@@ -166,7 +166,7 @@ class Reducer(Placement):
 
     def _begin_step(self) -> None:
         self._begun, self._discarded = True, None
-        if self._joins != self.channel.joins:
+        if self._joins != self.channel.joins or any(bucket.outdated for bucket in self._buckets):
             self._start_over()
         for bucket in self._buckets:
             bucket.secure()

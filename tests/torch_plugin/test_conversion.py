@@ -1,0 +1,85 @@
+"""Models whose parameters become others while they train: of another type, or laid out in another way."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import coordd.torch as cd
+from tests.local_ranks import each_rank
+
+STEPS = 8
+MADE = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2))
+INPUTS = torch.randn(STEPS, 2, 4, 2, 3, 3, generator=torch.Generator().manual_seed(1))
+
+CONVERSIONS = {
+    "double": nn.Module.double,
+    "bfloat16": nn.Module.bfloat16,
+    "one layer": lambda model: model[3].double(),
+    "channels last": lambda model: model.to(memory_format=torch.channels_last),
+    "shared": nn.Module.share_memory,
+}
+
+
+class Net(nn.Module):
+    """Converts what its layers are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = copy.deepcopy(MADE)
+
+    def forward(self, x):
+        for layer in self.layers:
+            weight = getattr(layer, "weight", None)
+            x = layer(x if weight is None else x.to(weight.dtype))
+        return x
+
+
+def train(model, optimizer, convert, at, rows, *, none):
+    for number in range(STEPS):
+        if number == at:
+            convert(model.layers)
+        optimizer.zero_grad(set_to_none=none)
+        parts = INPUTS[number, rows]
+        sum(model(part).double().square().mean() for part in parts).div(len(parts)).backward()
+        optimizer.step()
+    return [value.detach().double() for value in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.parametrize("none", [True, False], ids=["cleared", "zeroed"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_model_that_is_converted_between_two_steps_trains_as_in_one_process(how, at, none):
+    """Its ``.grad`` is moved out of the memory that is reduced; what moves there must not be lost without a word."""
+    convert = CONVERSIONS[how]
+    alone = Net()
+    wanted = train(alone, torch.optim.SGD(alone.parameters(), lr=0.05), convert, at, [0, 1], none=none)
+
+    def body(rank):
+        model = Net()
+        plain = torch.optim.SGD(model.parameters(), lr=0.05)
+        return train(model, cd.DistributedOptimizer(plain, model.named_parameters()), convert, at, [rank], none=none)
+
+    first, second = each_rank(2, body)
+    assert all(map(torch.equal, first, second))
+    tolerance = 0.05 if how == "bfloat16" else 1e-5
+    for found, value in zip(first, wanted, strict=True):
+        torch.testing.assert_close(found, value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", [{"op": cd.Adasum}, {"compression": cd.Compression.fp16}], ids=["adasum", "fp16"])
+@pytest.mark.parametrize("none", [True, False], ids=["cleared", "zeroed"])
+def test_ranks_stay_equal_with_other_operations(options, none):
+    def body(rank):
+        model = Net()
+        optimizer = cd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), **options
+        )
+        return train(model, optimizer, nn.Module.double, 3, [rank], none=none)
+
+    first, second = each_rank(2, body)
+    assert all(map(torch.equal, first, second))
