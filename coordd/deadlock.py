@@ -281,5 +281,17 @@ def deadlock_text(waits: Sequence[Wait]) -> str:
     rest = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return (
         f"ranks wait for each other: {'; '.join(told[:_SHOWN])}{rest}; "
-        "let all ranks submit the same operations, among the same ranks"
+        f"let all ranks submit the same operations, among the same ranks{_advice(waits)}"
     )
+
+
+def _advice(waits: Sequence[Wait]) -> str:
+    """What to do besides, by what is waited for."""
+    calls = {waiting.name.partition(" #")[0]: None for _, _, waiting, _ in waits if " #" in waiting.name}
+    advice = "".join(f"; all ranks call {call}() together" for call in calls)
+    if any(waiting.operation in _MATCHED for _, _, waiting, _ in waits):
+        advice += (
+            "; a send() and its recv() have one name, and two ranks that send to each other do so by send_async(), or "
+            "one of them receives first"
+        )
+    return advice

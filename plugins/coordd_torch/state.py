@@ -82,6 +82,9 @@ def broadcast_optimizer_state(
         model: Horovod's, which makes a step to get a state; not needed.
         process_set: the ranks that take part.
     """
+    if not hasattr(optimizer, "param_groups"):
+        text = f"broadcast_optimizer_state() takes an optimizer, not a {type(optimizer).__name__}"
+        raise ArgumentError(text)
     if api.operations().as_horovod and not optimizer.state_dict()["state"]:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         fill_missing(parameters, sparse=isinstance(optimizer, torch.optim.SparseAdam))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -56,6 +57,7 @@ def case_another_depth_or_width_or_layer() -> None:
     apart(lambda rank: made(dense(*[4] * (4 + rank))), "2.weight|3.weight")
     apart(lambda rank: made(dense(4, 4 + rank, 4, 4)), "0.weight")
     apart(lambda rank: made(lambda: dense(4, 4 + rank, 4, 4)), "0.weight")
+    apart(lambda rank: made(lambda: dense(*[4] * (4 + rank))), "[23].weight")
     activations = (nn.ReLU(), nn.Tanh())
     apart(lambda rank: made(nn.Sequential(dense(4, 4, 4), activations[rank])), "ReLU|Tanh")
     apart(lambda rank: made(nn.Sequential(dense(4, 4, 4), nn.Dropout((rank + 1) / 10))), "Dropout")
@@ -85,6 +87,18 @@ class Noted:
 
     def __call__(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.mse_loss(output, targets)
+
+
+@ranks(2)
+def case_what_is_given_to_a_pipeline_by_mistake() -> None:
+    model = dense(4, 4, 4)
+    with pytest.raises(cd.ArgumentError, match=r"optimizer= is a function .* not a SGD"):
+        cd.Pipeline(model, optimizer=sgd(model.parameters()), loss=functional.mse_loss)  # type: ignore[arg-type]
+    with pytest.raises(cd.ArgumentError, match=r"torch\.as_tensor\(\)"):
+        made().train_batch(np.ones((4, 4)), np.ones((4, 4)))
+    with pytest.raises(cd.ArgumentError, match="takes an optimizer, not a dict"):
+        cd.broadcast_optimizer_state({})  # type: ignore[arg-type]
+    assert cd.allreduce(torch.ones(1), op=cd.Sum) == cd.size()
 
 
 @ranks(2)

@@ -51,7 +51,7 @@ from coordd_torch.pipeline.saving import Saving
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.settling import Settling
 from coordd_torch.pipeline.sharing import Sharing, align
-from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed, check_step, check_weight
+from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed, check_maker, check_step, check_weight
 from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.tying import check_statistics, tied
 from coordd_torch.pipeline.weights import Weights
@@ -131,6 +131,7 @@ class Pipeline:
         """Splits a model, as part of a call of all ranks."""
         self.config = config or PipelineConfig()
         check_fixed(loss)
+        check_maker(optimizer)
         check_weight(self.config, weight)
         if scaler is not None:
             self.config.check_one_step("a scaler")
@@ -177,7 +178,7 @@ class Pipeline:
             built = model
             call.lines += values(model)
         else:
-            built = materialised(model, names, self._operations, name=self._name)
+            built = materialised(model, names, self._operations, name=self._name, lines=call.lines)
         self.stages = self._made(built, optimizer, loss)
         self._saving = Saving(self.stages, self.layout, self._sketch, self._operations, name=f"{self._name}.loading")
         self._flows: tuple[tuple[int, int], ...] = ()

@@ -21,7 +21,7 @@ def rows_of(values: Any) -> int:
     """
     found = lengths(values)
     if len(found) != 1:
-        told = ", ".join(map(str, found)) or "none"
+        told = ", ".join(map(str, found)) or "none: torch.as_tensor() makes a tensor of an array or a list"
         raise ArgumentError(
             f"the tensors of a batch must have equally many rows to be cut into microbatches, not {told}"
         )

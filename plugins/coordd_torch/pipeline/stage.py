@@ -257,6 +257,19 @@ def check_weight(config: PipelineConfig, weight: object) -> None:
         )
 
 
+def check_maker(optimizer: Any) -> None:
+    """Raises if what is to make optimizers is one.
+
+    Raises:
+        ArgumentError: it is.
+    """
+    if not callable(optimizer):
+        raise ArgumentError(
+            f"optimizer= is a function that makes one of a stage's parameters, such as lambda parameters: "
+            f"torch.optim.SGD(parameters, lr=0.1), not a {type(optimizer).__name__}"
+        )
+
+
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raises if an optimizer computes losses itself while it steps.
 
