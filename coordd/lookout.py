@@ -58,6 +58,7 @@ class Lookout:
         self._abort_due: float | None = None
         self._next = 0.0
         self._active_at = time.monotonic()
+        self._asked_about: float | None = None
         self.coordinator = (0, "", "")
         """Process id and host of rank 0, and this host."""
         self.superiors: Mapping[int, int] = {}
@@ -93,6 +94,7 @@ class Lookout:
             self._answer_due = self._abort_due = None
             return
         waited = now - oldest
+        self._note_oldest(oldest)
         if self._answer_due is not None and now > self._answer_due:
             self._answer_due = None
             if self._reports:
@@ -104,6 +106,12 @@ class Lookout:
             self._ask(lambda: self._overdue(now, oldest))
         if self._abort_due is not None and self.superiors:
             self._abort(waited, late=now > self._abort_due)
+
+    def _note_oldest(self, oldest: float) -> None:
+        """Has another operation asked about as soon as it is late; others may end while the same one waits on."""
+        if oldest != self._asked_about:
+            self._asked_about = oldest
+            self._watch.begin_anew()
 
     def remaining(self, now: float) -> float | None:
         """Seconds until `look` may have something to do; None if nothing waits."""

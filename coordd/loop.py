@@ -274,6 +274,8 @@ class Loop:
     def _deliver(self) -> bool:
         """Drives sends and receives; what has come ends a wait, or changes what was told of it."""
         moved = self._mailbox.advance()
+        if moved and self._said_goodbye:
+            self._mailbox.drop_unwanted()
         if moved:
             self._blocks.note_mail(time.monotonic())
         return moved
@@ -469,6 +471,7 @@ class Loop:
         """Ends the thread once all ranks have left and what is under way has landed, or will not land any more."""
         now = time.monotonic()
         self._parting = now if self._parting is None else self._parting
+        self._mailbox.peek()
         self._mailbox.drop_all()
         if not (self._flights or self._mailbox or self._mailbox.in_transit):
             self._status.stopping = True

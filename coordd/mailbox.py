@@ -7,6 +7,7 @@ memory that is lent to a rank of the same host does not travel: the header tells
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -92,6 +93,10 @@ class Letter:
         self.handle.land(array, self.land)
 
 
+_serials = itertools.count(1)
+"""Of the process: what a former session has left on the network must not be taken for a message of this one."""
+
+
 class Mailbox:
     """The sends and receives of one rank."""
 
@@ -109,7 +114,6 @@ class Mailbox:
         self._lines: dict[int, deque[bytes]] = {}
         self._deck = deck or Deck()
         self._rank = rank
-        self._serial = 0
         self._wanted: dict[tuple[int, str], deque[Letter]] = {}
         self._arrived: dict[tuple[int, str], deque[_Header]] = {}
         self._unclaimed: dict[tuple[int, int], _Header] = {}  # by sender and tag, what no receive has asked for yet
@@ -123,6 +127,9 @@ class Mailbox:
         self._withdrawn: list[Steps] = []
         self._held: deque[_Header] = deque()
         self._after = 0
+        self._promised: dict[int, int] = {}
+        self.traffic_of_lane = 0
+        """How many messages have begun to move on the lane, rather than by lent memory."""
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
         self._listening: Ticket | None = None
         self.done = {"send": 0, "recv": 0}
@@ -167,7 +174,13 @@ class Mailbox:
         if not (self._sent or self._heard or self._wanted):
             return None
         wants = tuple(sorted({letter.peer for letter in self.wanted}))
+        self._promised = {peer: self._heard[peer] for peer in wants}
         return Traffic(self.sent, tuple(sorted(self._heard.items())), self.unclaimed, wants)
+
+    @property
+    def has_unclaimed(self) -> bool:
+        """Whether something has come on the lane for which no receive has begun."""
+        return bool(self._unclaimed)
 
     @property
     def unclaimed(self) -> tuple[tuple[int, int], ...]:
@@ -258,6 +271,15 @@ class Mailbox:
         for sender, number in self.unclaimed:
             self.drop(sender, number)
 
+    def drop_unwanted(self) -> None:
+        """Does so with what ranks have sent since this one has left, and still wanted something of them.
+
+        They cannot tell which of their messages those are, so they send all of them.
+        """
+        for sender, number in self.unclaimed:
+            if number > self._promised.get(sender, math.inf):
+                self.drop(sender, number)
+
     def _comes_from(self, sender: int) -> bool:
         """Whether messages have come, or will come, of a rank that has left, for which no receive has begun."""
         return self._heard[sender] < self._left[sender] or any(peer == sender for peer, _ in self._arrived)
@@ -313,11 +335,11 @@ class Mailbox:
         return letters
 
     def _send(self, letter: Letter, array: np.ndarray) -> Steps:
-        self._serial += 1
+        serial = next(_serials)
         near = letter.peer in self.notes
         loan = self.notes.loans.lend(array) if near else None
         header = _Header(
-            self._rank, self._serial, letter.name, array.dtype.name, array.shape, loan, letter.refused, self._after
+            self._rank, serial, letter.name, array.dtype.name, array.shape, loan, letter.refused, self._after
         )
         tickets = []
         if near:
@@ -325,6 +347,7 @@ class Mailbox:
         else:
             tickets.append(self._lane.isend(_frame(header), letter.peer, _HEADER_TAG))
         if loan is None:
+            self.traffic_of_lane += 1
             payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             tickets += [self._lane.isend(part, letter.peer, self._tag(header)) for part in _parts(payload)]
         while tickets and not self._lane.done(tickets):
@@ -389,6 +412,7 @@ class Mailbox:
         key = (header.sender, header.name)
         queue = self._wanted.get(key)
         if header.loan is None:
+            self.traffic_of_lane += 1
             self._make_way(header)
         if not queue:
             self._arrived.setdefault(key, deque()).append(header)

@@ -18,6 +18,7 @@ __all__ = ["MailWatch", "describe", "fail", "same"]
 log = logging.getLogger("coordd")
 
 _SECONDS = 1.0
+_FIRST_PAUSE, _PAUSE_WITH_MAIL = 0.005, 0.05
 
 
 class MailWatch:
@@ -39,6 +40,9 @@ class MailWatch:
         self.leaving = False
         self._far = far
         self._peek_due: float | None = None
+        self._traffic = 0
+        self._pause = _FIRST_PAUSE
+        self._serve_due: float | None = None
         self._mailbox = mailbox
         self._member = member
         self._tell = tell
@@ -52,6 +56,8 @@ class MailWatch:
             self._ask(now)
         if self._far:
             self._peek(blocks, now)
+        if self._traffic != self._mailbox.traffic_of_lane or (self._serve_due is not None and now >= self._serve_due):
+            self._serve(blocks, now)
 
     def _ask(self, now: float) -> None:
         """Asks to hear of ranks that leave, once messages to or from them have been under way for a while."""
@@ -70,10 +76,23 @@ class MailWatch:
             if self._mailbox.peek():
                 blocks.note_mail(now)
 
+    def _serve(self, blocks: BlockWatch, now: float) -> None:
+        """Calls MPI after messages have moved: only within calls it frees what senders need, and takes in what comes.
+
+        A sender may wait for that although its message has been received, or is not wanted yet.
+        """
+        if self._traffic != self._mailbox.traffic_of_lane:
+            self._traffic, self._pause = self._mailbox.traffic_of_lane, _FIRST_PAUSE
+        else:
+            if self._mailbox.peek():
+                blocks.note_mail(now)
+            self._pause = min(2 * self._pause, _PAUSE_WITH_MAIL if self._mailbox.has_unclaimed else _SECONDS)
+        self._serve_due = now + self._pause
+
     def remaining(self, now: float) -> float | None:
         """Seconds until `look` has something to do; None if that is not in sight."""
         unknown = any(letter.peer not in self._asked for letter in self._mailbox.letters)
-        due = [*([self._due] if unknown else []), *([self._peek_due] if self._peek_due is not None else [])]
+        due = [each for each in (self._due if unknown else None, self._peek_due, self._serve_due) if each is not None]
         return min(due) - now if due else None
 
     def tell_blocked(self, awaits: Awaited, *, again: bool) -> None:

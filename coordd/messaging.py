@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +25,7 @@ from coordd.errors import (
     ShutdownError,
     brief,
 )
-from coordd.handles import Handle, call_site, hear_of
+from coordd.handles import Handle, call_site, hear_of, is_users
 from coordd.mailbox import Letter
 from coordd.table import show_site
 
@@ -80,13 +82,16 @@ class Messages:
         """Says that this rank sends or receives nothing, if what is inside raises an error.
 
         What the peer receives fails then, or what it sends is dropped, so the next message of that name is matched with
-        the next one there. If the peer or the name is unusable, nothing can be said.
+        the next one there. If the peer or the name is unusable, nothing can be said. A receive that code of the user's
+        breaks off, such as a signal's handler, has not begun, and its message is left for the next one.
         """
         try:
             yield
         except UNTOLD:
             raise
         except Exception as error:
+            if not outgoing and _broken_off(error):
+                raise
             site = show_site(call_site(sys._getframe(2)))  # noqa: SLF001 - the documented way to the caller
             reason = f"refused to {'send' if outgoing else 'receive'} {name!r} at {site}: {brief(error)}"[:_LONGEST]
             with contextlib.suppress(Exception):  # it is the first error that the script has to hear
@@ -108,3 +113,10 @@ class Messages:
         handle = self.daemon.handle(check_name(name), peer=peer)
         _ = self._here.submitter
         return Letter(name, peer, array, handle, outgoing=outgoing, land=land)
+
+
+def _broken_off(error: BaseException) -> bool:
+    """Whether code of the user's has raised an error while code of coordd or a framework ran."""
+    trace = error.__traceback__
+    users = [is_users(frame) for frame, _ in traceback.walk_tb(trace and trace.tb_next)]  # the first is `refusing`
+    return any(not outer and inner for outer, inner in itertools.pairwise(users))

@@ -47,7 +47,6 @@ class StallWatch:
             self._stirred = now
         else:
             self._usual = _MEMORY * self._usual + (1 - _MEMORY) * (now - entry.handle.submitted)
-            self._next = None
 
     def oldest(self, table: TensorTable) -> float | None:
         """Since when an operation has waited that has waited longest; None if there is none."""
@@ -56,6 +55,10 @@ class StallWatch:
     def late(self, table: TensorTable, now: float) -> list[str]:
         """Names what has waited for too long."""
         return [entry.request.name for entry in table if self._since(entry) <= now - self.limit]
+
+    def begin_anew(self) -> None:
+        """Forgets what was asked about: another operation has waited longest from now on."""
+        self._next = None
 
     def overdue(self, waited: float) -> bool:
         """Says whether it is time to ask, given how long the oldest operation has waited."""

@@ -58,6 +58,8 @@ def test_a_wait_that_ended_starts_it_over():
     watch = StallWatch(1.0)
     assert watch.overdue(6.0)
     watch.observe(entry(), 6.0)
+    assert not watch.overdue(6.5)  # of another operation, while this one goes on waiting
+    watch.begin_anew()
     assert watch.overdue(1.0)
 
 

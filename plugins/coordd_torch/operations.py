@@ -14,7 +14,7 @@ import torch
 from coordd import api
 from coordd.arguments import places, reduce_op
 from coordd.errors import HandleError
-from coordd.handles import Handle, wait_all
+from coordd.handles import Handle, check_may_wait, wait_all
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
@@ -339,7 +339,9 @@ def recv(tensor: Tensor, source: int, name: str) -> Tensor:
         MismatchError: what was sent has another shape or type, or the source waits, too, so that it will never send.
         RefusedError: the source has refused to send it.
         ShutdownError: the source has left.
+        DeadlockError: this is a done callback, or coordd's own thread, which has to bring what it would wait for.
     """
+    check_may_wait(f"receiving {name!r}")
     handle = recv_async(tensor, source, name)
     try:
         return handle.result()
