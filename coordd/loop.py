@@ -274,7 +274,7 @@ class Loop:
     def _deliver(self) -> bool:
         """Drives sends and receives; what has come ends a wait, or changes what was told of it."""
         moved = self._mailbox.advance()
-        if moved and self._said_goodbye:
+        if self._said_goodbye:
             self._mailbox.drop_unwanted()
         if moved:
             self._blocks.note_mail(time.monotonic())

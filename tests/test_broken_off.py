@@ -12,8 +12,9 @@ import coordd
 import coordd.torch as cd
 from coordd import api
 from coordd.bell import Bell
-from coordd.errors import PeerError
+from coordd.errors import DeadlockError, PeerError
 from coordd.messaging import Messages
+from coordd_torch.tensors import borrow
 from tests.local_ranks import each_rank
 
 REASON = "rank 0 was interrupted by .* during "
@@ -91,6 +92,47 @@ def test_a_receive_that_is_broken_off_takes_no_message(error, monkeypatch):
         return [cd.recv(torch.zeros(2), 0, "x")[0].item() for _ in range(3)]
 
     assert each_rank(2, body)[1] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LateError])
+def test_a_receive_that_is_broken_off_before_it_begins_leaves_its_message(error, monkeypatch):
+    """It is no refusal, of which the sender hears and whose message is dropped."""
+
+    def body(rank):
+        if rank == 0:
+            for step in range(3):
+                cd.send(torch.full((2,), float(step)), 1, "x")
+            return []
+        with monkeypatch.context() as patched:
+            patched.setattr("coordd_torch.operations.borrow", once(borrow, error(), after=False))
+            with pytest.raises(error):
+                cd.recv(torch.zeros(2), 0, "x")
+        return [cd.recv(torch.zeros(2), 0, "x")[0].item() for _ in range(3)]
+
+    assert each_rank(2, body)[1] == [0.0, 1.0, 2.0]
+
+
+def test_a_receive_in_a_done_callback_takes_no_message():
+    def body(rank):
+        if rank == 0:
+            cd.barrier()
+            for step in range(2):
+                cd.send(torch.full((2,), float(step)), 1, "x")
+            return []
+        refused = threading.Event()
+
+        def receive(_):
+            try:
+                cd.recv(torch.zeros(2), 0, "x")
+            except DeadlockError:
+                refused.set()
+
+        cd.allreduce_async(torch.ones(1), name="first", process_set=cd.ProcessSet([1])).add_done_callback(receive)
+        assert refused.wait(10.0)
+        cd.barrier()
+        return [cd.recv(torch.zeros(2), 0, "x")[0].item() for _ in range(2)]
+
+    assert each_rank(2, body)[1] == [0.0, 1.0]
 
 
 def test_a_receive_whose_result_cannot_be_converted_has_not_been_broken_off():

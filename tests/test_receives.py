@@ -316,6 +316,34 @@ def test_messages_to_and_from_a_rank_that_has_left_end_however_they_are_awaited(
         ranks.each(body)
 
 
+@LINKS
+@pytest.mark.parametrize("first", [True, False])
+def test_a_send_to_a_rank_that_has_left_and_still_wants_another_message_ends(link, first):
+    """Which of the messages it wants the sender cannot tell, if it has not heard of the leave."""
+    with local_ranks(2, **SETTINGS, **link) as ranks:
+
+        def body(rank):
+            daemon = ranks.daemons[rank]
+            if rank == 1:
+                wanted = recv(0, "a")
+                threading.Thread(target=daemon.stop).start()
+                while not daemon._loop._said_goodbye:
+                    threading.Event().wait(0.01)
+                return wanted
+            while not ranks.daemons[1]._loop._said_goodbye:
+                threading.Event().wait(0.01)
+            ended = [send(1, "a")] if first else []
+            ended.append(send(1, "a" if first else "b", size=1 << 20))
+            for handle in ended:
+                assert handle.wait(WAIT)
+            daemon.stop()
+            return None
+
+        wanted = ranks.each(body)[1]
+        assert wanted.wait(WAIT)
+        assert (wanted.error() is None) == first
+
+
 def assert_usable(step: int, *, refuses: bool) -> None:
     if refuses:
         raise ValueError(step)

@@ -187,3 +187,27 @@ def case_optimizer_state_follows_the_root() -> None:
     averages = state["state"][0]["exp_avg"]
     assert averages.abs().sum() > 0
     assert all(torch.equal(averages, other) for other in cd.allgather(averages[None]))
+
+
+@ranks(2, deadline=60)
+def case_many_messages_end_although_their_receiver_waits_in_a_barrier() -> None:
+    """MPI lends senders only so much room, and gives it back only while the receiver calls it."""
+    peer, count = 1 - cd.rank(), 400
+    for _ in range(3):
+        sent = [cd.send_async(torch.full((4000,), float(number)), peer, f"m{number}") for number in range(count)]
+        got = [cd.recv_async(torch.empty(4000), peer, f"m{number}") for number in reversed(range(count))]
+        assert [handle.result()[0].item() for handle in got] == [*map(float, reversed(range(count)))]
+        for handle in sent:
+            handle.result()
+        cd.barrier()
+
+
+@ranks(2, deadline=60)
+def case_small_messages_are_on_their_way_before_they_are_received() -> None:
+    count = 1000
+    if cd.rank() == 0:
+        for number in range(count):
+            cd.send(torch.full((2,), float(number)), 1, "m")
+    cd.barrier()
+    if cd.rank() == 1:
+        assert [cd.recv(torch.empty(2), 0, "m")[0].item() for _ in range(count)] == [*map(float, range(count))]

@@ -68,6 +68,23 @@ except PeerError as error:
     print("heard that", error, flush=True)
     raise
 """
+_SESSIONS = """
+import torch
+import coordd.torch as cd
+
+for session in range(8):
+    cd.init()
+    for step in range(session % 3):
+        if cd.rank() == 0:
+            cd.send(torch.full((2,), 1000.0 + session), 1, "x")  # no rank receives it
+    cd.shutdown()
+    cd.init()
+    if cd.rank() == 0:
+        cd.send(torch.full((2,), float(session)), 1, "x")
+    else:
+        print("got", cd.recv(torch.zeros(2), 0, "x")[0].item(), flush=True)
+    cd.shutdown()
+"""
 _LEAVING = """
 import sys, threading
 ARRAYS
@@ -159,6 +176,13 @@ def test_a_killed_rank_is_missed_at_once_although_its_forked_worker_lives_on(for
     outcome = launch(2, _ORPHANS, fork, launcher="coordd", timeout=25)
     assert "heard that rank 1" in outcome.stdout, str(outcome)
     assert outcome.returncode != 0, str(outcome)
+
+
+def test_a_message_that_no_rank_has_received_is_not_received_in_a_later_session() -> None:
+    outcome = launch(2, _SESSIONS, launcher="coordd")
+    assert outcome.returncode == 0, str(outcome)
+    got = [line.text for line in outcome.lines if line.text.startswith("got")]
+    assert got == [f"got {session}.0" for session in range(8)], str(outcome)
 
 
 def test_data_loaders_may_start_workers_in_any_way() -> None:
