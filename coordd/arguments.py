@@ -158,14 +158,12 @@ def check_op(op: ReduceOp) -> ReduceOp:
     """
     if type(op) is ReduceOp:
         return op
-    kind = type(op)
+    text = f"op is {op!r}, and must be Average, Sum, Adasum, Min, Max, Product or AveragePresent, of coordd"
     if not isinstance(op, int | np.integer):
-        text = f"op is {op!r} of {kind.__module__}, and must be coordd's own Average, Sum, Adasum, Min, Max or Product"
         raise ArgumentError(text)
     try:
         return ReduceOp(whole(op, "op"))
     except ValueError as error:
-        text = f"op is {op!r}, and must be Average, Sum, Adasum, Min, Max, Product or AveragePresent"
         raise ArgumentError(text) from error
 
 
