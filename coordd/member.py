@@ -265,14 +265,15 @@ class Member:
         self._lock = self._locks[lock.number] = lock
         self._joining = [entry for entry in self.table if entry.request.kind is Kind.JOIN and not entry.released]
         names = {self._cache.request(slot).name for slot in lock.slots}
+        if refused := self._refused_names & names:  # what was submitted after the refusal belongs to the next occurrence
+            self._refused_names -= refused
+            self._break()
         taken_back = [entry for entry in self.table if entry.request.name in names and not entry.released]
         for entry in self._fail_refused(taken_back) if self._refused_calls else taken_back:
             self._sort(entry)
         # Who began to wait before the lock came does not say so again.
         waited = lock.partial and any(entry.awaited and not entry.released for entry in self.table)
-        refused = self._refused_names & names
-        self._refused_names -= refused
-        if waited or refused or self._left or self._joined:
+        if waited or self._left or self._joined:
             self._break()
         self._join()
 

@@ -117,6 +117,7 @@ class Ledger:
             again = turn.free and rank in self._by_round[turn] and not self._by_round[turn][rank].open
             demand(again or rank not in self._by_round[turn], f"{made!r} was submitted twice: the simulator is wrong")
             self._by_round[turn][rank] = made
+            self.waits.submit(rank, turn)
         return made
 
     def report(self, rank: int, entries: Iterable[Entry], *, seen: int) -> None:

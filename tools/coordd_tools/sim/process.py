@@ -493,8 +493,8 @@ class Process:
             return
         self._note("breaks its wait off")
         self._awaited, self._noted = [], None
-        self._setting.ledger.waits.break_off(self.rank)
         if (blocks := self._blocks) is not None:
+            self._setting.ledger.waits.break_off(self.rank, told=blocks.told)
             self._inbox.append(lambda: blocks.note_news(self._setting.agenda.now))
         self._wake(0.0)
 
