@@ -16,6 +16,20 @@ def of(name: str, call: str):
     return allreduce(name, 2, call=call)
 
 
+def about_to_lock(*step: Request) -> Star:
+    """Two ranks that submit these in turns, and a plan that locks them, of which no rank has heard."""
+    star = Star(2, lock_steps=2)
+    while True:
+        for request in step:
+            submit(star, request)
+            star.each(star.report)
+            star.each(star.hear)
+            if star.decide().lock:
+                return star
+            star.each(star.follow)
+            star.each(star.land)
+
+
 def test_what_a_rank_has_given_its_word_on_fails_with_the_call_that_it_refuses():
     star = locked(of("a", "fit #1"))
     handle = star.submit(1, of("a", "fit #1"))
@@ -47,18 +61,7 @@ def test_two_refusals_with_an_announcement_between_them_keep_their_order():
 
 def test_what_a_lock_takes_back_is_not_announced_after_the_refusal():
     """The others may have left the call too, and what came then would be paired with the next call's."""
-    star = Star(2, lock_steps=2)
-    plan = None
-    while not (plan and plan.lock):  # a and b in turns; the plan that locks is decided, but not heard
-        submit(star, of("a", "fit #1"))
-        assert not star.settle().lock
-        submit(star, of("b", "fit #1"))
-        star.each(star.report)
-        star.each(star.hear)
-        plan = star.decide()
-        if not plan.lock:
-            star.each(star.follow)
-            star.each(star.land)
+    star = about_to_lock(of("a", "fit #1"), of("b", "fit #1"))
     stale = star.submit(1, of("a", "fit #1"))
     star.report(1)
     star.refuse(1, "fit #1")
@@ -74,6 +77,23 @@ def test_what_a_lock_takes_back_is_not_announced_after_the_refusal():
     other = star.submit(1, of("a", "fit #2"))
     run(star)
     assert [outcome(fresh), outcome(other)] == ["done", "done"]
+
+
+def test_a_lock_holds_nothing_of_what_was_submitted_after_a_refusal():
+    """The other ranks would pair it with the operation of which this rank has refused its part."""
+    a, b = allreduce("a", 2), allreduce("b", 2)
+    star = about_to_lock(a, b)
+    refused = star.submit(0, a)
+    star.report(0)
+    star.refuse(1, "it", "a")
+    ahead = star.submit(1, a)
+    star.report(1)
+    run(star)
+    assert outcome(refused).startswith("RefusedError: rank 1 refused it")
+    assert outcome(ahead) == "pending"
+    behind = star.submit(0, a)
+    run(star)
+    assert [outcome(ahead), outcome(behind)] == ["done", "done"]
 
 
 def test_no_lock_holds_an_operation_of_a_call_that_is_refused():

@@ -61,6 +61,15 @@ def test_a_stall_may_be_told_of_a_rank_whose_failure_is_on_its_way():
     simulate(20_031_716)
 
 
+def test_what_is_submitted_after_a_refusal_is_not_gathered_for_a_lock_that_was_made_before():
+    simulate(2_059_558)
+
+
+def test_ranks_may_be_told_to_have_waited_for_each_other_after_one_has_broken_its_wait_off():
+    """Its next operation is under way to the coordinator then, behind the word that it does not wait any more."""
+    simulate(2_008_823)
+
+
 @pytest.mark.parametrize("plant", MUTANTS.values(), ids=MUTANTS.keys())
 def test_a_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
