@@ -25,17 +25,41 @@ class LateError(Exception):
 
 
 def once(function, error, *, after):
-    """Raises an error before or after the first call of a function, as a handler does."""
+    """Raises an error before or after this thread's first call of a function, as a handler does.
+
+    What other threads call is not changed: ranks are threads here, and share what is patched in a module.
+    """
+    thread = threading.get_ident()
     struck = []
 
     def strike(*args, **kwargs):
-        found = function(*args, **kwargs) if after or struck else None
-        if not struck:
+        strikes = not struck and threading.get_ident() == thread
+        found = None if strikes and not after else function(*args, **kwargs)
+        if strikes:
             struck.append(True)
             raise error
         return found
 
     return strike
+
+
+def received_after(patch, error):
+    """What rank 1 receives after an error has broken into its first receive, with something patched."""
+
+    def body(rank):
+        if rank == 0:
+            cd.barrier()
+            for step in range(3):
+                cd.send(torch.full((2,), float(step)), 1, "x")
+            return []
+        with pytest.MonkeyPatch.context() as patched:
+            patch(patched)
+            with pytest.raises(type(error)):
+                cd.recv(torch.zeros(2), 0, "x")
+        cd.barrier()
+        return [cd.recv(torch.zeros(2), 0, "x")[0].item() for _ in range(3)]
+
+    return each_rank(2, body)[1]
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -69,47 +93,29 @@ def test_a_send_that_is_interrupted_ends_the_job(error):
     each_rank(2, body)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, LateError])
-def test_a_receive_that_is_broken_off_takes_no_message(error, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), LateError()], ids=repr)
+def test_a_receive_that_is_broken_off_takes_no_message(error):
     """Else a second try would get the next one."""
 
     def broken_off(*args, **kwargs):
         handle = Messages.recv(api.operations(), *args, **kwargs)
-        handle._hurry = once(handle._hurry, error(), after=False)
+        handle._hurry = once(handle._hurry, error, after=False)
         return handle
 
-    def body(rank):
-        if rank == 0:
-            cd.barrier()
-            for step in range(3):
-                cd.send(torch.full((2,), float(step)), 1, "x")
-            return []
-        with monkeypatch.context() as patched:
-            patched.setattr(api.operations(), "recv", broken_off)
-            with pytest.raises(error):
-                cd.recv(torch.zeros(2), 0, "x")
-        cd.barrier()
-        return [cd.recv(torch.zeros(2), 0, "x")[0].item() for _ in range(3)]
+    def patch(patched):
+        patched.setattr(api.operations(), "recv", broken_off)
 
-    assert each_rank(2, body)[1] == [0.0, 1.0, 2.0]
+    assert received_after(patch, error) == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, LateError])
-def test_a_receive_that_is_broken_off_before_it_begins_leaves_its_message(error, monkeypatch):
-    """It is no refusal, of which the sender hears and whose message is dropped."""
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), LateError()], ids=repr)
+def test_a_receive_that_is_broken_off_before_it_begins_leaves_its_message(error):
+    """It is not told to the sender as a refusal, which would drop the message."""
 
-    def body(rank):
-        if rank == 0:
-            for step in range(3):
-                cd.send(torch.full((2,), float(step)), 1, "x")
-            return []
-        with monkeypatch.context() as patched:
-            patched.setattr("coordd_torch.operations.borrow", once(borrow, error(), after=False))
-            with pytest.raises(error):
-                cd.recv(torch.zeros(2), 0, "x")
-        return [cd.recv(torch.zeros(2), 0, "x")[0].item() for _ in range(3)]
+    def patch(patched):
+        patched.setattr("coordd_torch.operations.borrow", once(borrow, error, after=False))
 
-    assert each_rank(2, body)[1] == [0.0, 1.0, 2.0]
+    assert received_after(patch, error) == [0.0, 1.0, 2.0]
 
 
 def test_a_receive_in_a_done_callback_takes_no_message():

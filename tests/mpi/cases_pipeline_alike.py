@@ -92,12 +92,14 @@ class Noted:
 @ranks(2)
 def case_what_is_given_to_a_pipeline_by_mistake() -> None:
     model = dense(4, 4, 4)
+    optimizer: Any = sgd(model.parameters())
     with pytest.raises(cd.ArgumentError, match=r"optimizer= is a function .* not a SGD"):
-        cd.Pipeline(model, optimizer=sgd(model.parameters()), loss=functional.mse_loss)  # type: ignore[arg-type]
+        cd.Pipeline(model, optimizer=optimizer, loss=functional.mse_loss)
     with pytest.raises(cd.ArgumentError, match=r"torch\.as_tensor\(\)"):
         made().train_batch(np.ones((4, 4)), np.ones((4, 4)))
+    state: Any = {}
     with pytest.raises(cd.ArgumentError, match="takes an optimizer, not a dict"):
-        cd.broadcast_optimizer_state({})  # type: ignore[arg-type]
+        cd.broadcast_optimizer_state(state)
     assert cd.allreduce(torch.ones(1), op=cd.Sum) == cd.size()
 
 
@@ -138,15 +140,13 @@ def refused_on(failing: int, make: Callable[[bool], Any]) -> None:
 
 @ranks(2)
 def case_a_model_that_cannot_be_captured_on_one_rank() -> None:
+    def build(example: torch.Tensor | None, fails: bool) -> cd.Pipeline:
+        config = cd.PipelineConfig(microbatches=2, split="layers")
+        return cd.Pipeline(Branching(fails), config, optimizer=sgd, loss=functional.mse_loss, example=example)
+
     for failing in range(cd.size()):
         for example in (None, torch.ones(4, 4)):
-
-            def build(fails: bool) -> cd.Pipeline:
-                config = cd.PipelineConfig(microbatches=2, split="layers")
-                options = {"optimizer": sgd, "loss": functional.mse_loss, "example": example}  # noqa: B023 - run now
-                return cd.Pipeline(Branching(fails), config, **options)  # type: ignore[arg-type]
-
-            refused_on(failing, build)
+            refused_on(failing, functools.partial(build, example))
             refused_on(failing, lambda fails: made(lambda: Branching(fails)))
 
 

@@ -122,7 +122,7 @@ def case_what_would_not_be_trained_is_refused() -> None:
 
 
 class Recurrent(nn.Module):
-    """Gives its hidden state, too, whose rows are in the second dimension."""
+    """Returns its hidden state as well; the rows of that are in the second dimension."""
 
     def __init__(self) -> None:
         super().__init__()

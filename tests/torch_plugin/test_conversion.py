@@ -1,4 +1,4 @@
-"""Models whose parameters become others while they train: of another type, or laid out in another way."""
+"""Models that are converted while they train, to another type or memory format."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from hashlib import blake2b
@@ -19,6 +18,7 @@ from coordd.errors import MismatchError
 from coordd.objects import gathered
 from coordd.operations import Operations
 from coordd.process_sets import global_process_set
+from coordd_torch.checksums import checksum
 from coordd_torch.pipeline.build import ALONE, materialise
 from coordd_torch.pipeline.capture import Captured
 
@@ -27,8 +27,6 @@ __all__ = ["materialised", "structure", "title", "values"]
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]+")
 _SEEDS = {"torch": "torch.manual_seed", "random": "random.seed", "numpy": "numpy.random.seed"}
 _SIMPLE = (bool, int, float, str)
-_VALUES = 256
-"""Of each parameter so many values are compared, spread over all of it."""
 
 
 def structure(captured: Captured) -> Iterator[str]:
@@ -77,7 +75,7 @@ def _settings(module: nn.Module) -> str:
 def _told(value: Any) -> str:
     """What is said of a setting: a number or a text itself, of a tensor a checksum, else what it is."""
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {_checksum(value)}"
+        return f"{tuple(value.shape)} {checksum(value)}"
     return repr(value) if value is None or isinstance(value, _SIMPLE) else title(value)
 
 
@@ -85,16 +83,7 @@ def values(model: nn.Module) -> Iterator[str]:
     """Lists what all parameters of a built model start with."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.layout is torch.strided and parameter.numel():
-            yield f"initial values of {name} ({_checksum(parameter)})"
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    """Of some of its values; nothing is said of those of a tensor that has none here."""
-    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
-        return ""
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _VALUES)].contiguous().cpu()
-    return f"{zlib.crc32(some.view(torch.uint8).numpy().tobytes()):08x}"
+            yield f"initial values of {name} ({checksum(parameter)})"
 
 
 def materialised(

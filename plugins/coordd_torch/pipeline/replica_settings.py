@@ -6,17 +6,15 @@ another value to begin with, copies drift apart, and nothing fails. Stages with 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["ReplicaSettings"]
+from coordd_torch.checksums import checksum
 
-_VALUES = 256
-"""Of each parameter so many values are compared, spread over all of it."""
+__all__ = ["ReplicaSettings"]
 
 _Texts = dict[str, str]
 
@@ -72,7 +70,7 @@ class ReplicaSettings:
         frozen = ", ".join(name for name, value in mine.items() if not value.requires_grad)
         found[f"the frozen parameters of stage {stage}"] = frozen or "none"
         if not self._compared:
-            found |= {f"the values of {name}": _checksum(value) for name, value in mine.items()}
+            found |= {f"the values of {name}": checksum(value) for name, value in mine.items()}
         return found
 
     def _parameter(self, name: str) -> _Texts | None:
@@ -92,7 +90,7 @@ class ReplicaSettings:
             found |= {f"{key} of {name}": text for key, text in _hyperparameters(group).items()}
         found[f"whether {name} is frozen"] = str(not value.requires_grad)
         if not self._compared:
-            found[f"the values of {name}"] = _checksum(value)
+            found[f"the values of {name}"] = checksum(value)
         return found
 
 
@@ -110,11 +108,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, bool | int | float | str | type(None))
-
-
-def _checksum(value: torch.Tensor) -> str:
-    if value.is_meta or value.layout is not torch.strided or not value.numel():
-        return "none"
-    flat = value.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _VALUES)].contiguous().cpu()
-    return f"{zlib.crc32(some.view(torch.uint8).numpy().tobytes()):08x}"

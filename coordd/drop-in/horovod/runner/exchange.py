@@ -22,7 +22,7 @@ from typing import Any, Self
 __all__ = ["Exchange", "connect", "pickled"]
 
 MOST_STRANGERS = 64
-"""Connections whose other end has not proven yet that it knows the key."""
+"""At most so many connections are open that have not proven yet that they know the key."""
 _STRANGER_SECONDS = 5.0
 _LISTENS_AGAIN_SECONDS = 0.1
 _ADDRESS, _KEY = "_COORDD_FUNCTION_ADDRESS", "_COORDD_FUNCTION_KEY"
