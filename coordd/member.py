@@ -265,7 +265,8 @@ class Member:
         self._lock = self._locks[lock.number] = lock
         self._joining = [entry for entry in self.table if entry.request.kind is Kind.JOIN and not entry.released]
         names = {self._cache.request(slot).name for slot in lock.slots}
-        if refused := self._refused_names & names:  # what was submitted after the refusal belongs to the next occurrence
+        if refused := self._refused_names & names:
+            # What this rank has submitted since is not what the other ranks have announced.
             self._refused_names -= refused
             self._break()
         taken_back = [entry for entry in self.table if entry.request.name in names and not entry.released]

@@ -99,7 +99,7 @@ def descriptors():
 
 
 def test_strangers_do_not_use_up_the_descriptors_of_the_caller(monkeypatch):
-    """Ranks on other hosts connect by TCP, where any user can; connections that stay silent are limited in number and time."""
+    """Any user can connect to the TCP port; connections that stay silent are limited in number and time."""
     monkeypatch.setattr(exchange, "_STRANGER_SECONDS", 1)
     before = descriptors()
     with exchange.Exchange(b"work", ["path"], remote=True) as served:

@@ -38,7 +38,7 @@ class Waits:
             self._now[rank] = turn
 
     def break_off(self, rank: int, *, told: bool) -> None:
-        """Notes that an exception has ended a wait; if the rank has told of the wait, the coordinator has yet to hear."""
+        """Notes that an exception has ended a wait; if the rank had told of it, the coordinator has yet to hear."""
         if (turn := self._now.pop(rank, None)) is not None and told:
             self._broken.setdefault(rank, []).append(turn)
 
