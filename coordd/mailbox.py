@@ -127,8 +127,8 @@ class Mailbox:
         self._withdrawn: list[Steps] = []
         self._held: deque[_Header] = deque()
         self._after = 0
-        self._promised: dict[int, int] = {}
-        self.traffic_of_lane = 0
+        self._heard_at_goodbye: dict[int, int] = {}
+        self.lane_messages = 0
         """How many messages have begun to move on the lane, rather than by lent memory."""
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
         self._listening: Ticket | None = None
@@ -174,7 +174,7 @@ class Mailbox:
         if not (self._sent or self._heard or self._wanted):
             return None
         wants = tuple(sorted({letter.peer for letter in self.wanted}))
-        self._promised = {peer: self._heard[peer] for peer in wants}
+        self._heard_at_goodbye = {peer: self._heard[peer] for peer in wants}
         return Traffic(self.sent, tuple(sorted(self._heard.items())), self.unclaimed, wants)
 
     @property
@@ -272,12 +272,12 @@ class Mailbox:
             self.drop(sender, number)
 
     def drop_unwanted(self) -> None:
-        """Does so with what ranks have sent since this one has left, and still wanted something of them.
+        """Drops what has come since this rank said goodbye from ranks of which it still wanted a message then.
 
-        They cannot tell which of their messages those are, so they send all of them.
+        These ranks cannot tell which of their messages this rank wanted, so they send all of them.
         """
         for sender, number in self.unclaimed:
-            if number > self._promised.get(sender, math.inf):
+            if number > self._heard_at_goodbye.get(sender, math.inf):
                 self.drop(sender, number)
 
     def _comes_from(self, sender: int) -> bool:
@@ -347,7 +347,7 @@ class Mailbox:
         else:
             tickets.append(self._lane.isend(_frame(header), letter.peer, _HEADER_TAG))
         if loan is None:
-            self.traffic_of_lane += 1
+            self.lane_messages += 1
             payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             tickets += [self._lane.isend(part, letter.peer, self._tag(header)) for part in _parts(payload)]
         while tickets and not self._lane.done(tickets):
@@ -412,7 +412,7 @@ class Mailbox:
         key = (header.sender, header.name)
         queue = self._wanted.get(key)
         if header.loan is None:
-            self.traffic_of_lane += 1
+            self.lane_messages += 1
             self._make_way(header)
         if not queue:
             self._arrived.setdefault(key, deque()).append(header)

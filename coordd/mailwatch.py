@@ -56,7 +56,7 @@ class MailWatch:
             self._ask(now)
         if self._far:
             self._peek(blocks, now)
-        if self._traffic != self._mailbox.traffic_of_lane or (self._serve_due is not None and now >= self._serve_due):
+        if self._traffic != self._mailbox.lane_messages or (self._serve_due is not None and now >= self._serve_due):
             self._serve(blocks, now)
 
     def _ask(self, now: float) -> None:
@@ -81,8 +81,8 @@ class MailWatch:
 
         A sender may wait for that although its message has been received, or is not wanted yet.
         """
-        if self._traffic != self._mailbox.traffic_of_lane:
-            self._traffic, self._pause = self._mailbox.traffic_of_lane, _FIRST_PAUSE
+        if self._traffic != self._mailbox.lane_messages:
+            self._traffic, self._pause = self._mailbox.lane_messages, _FIRST_PAUSE
         else:
             if self._mailbox.peek():
                 blocks.note_mail(now)

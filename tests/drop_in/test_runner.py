@@ -100,15 +100,15 @@ def descriptors():
 
 def test_strangers_do_not_use_up_the_descriptors_of_the_caller(monkeypatch):
     """Any user can connect to the TCP port; connections that stay silent are limited in number and time."""
-    monkeypatch.setattr(exchange, "_STRANGER_SECONDS", 1)
+    monkeypatch.setattr(exchange, "_AUTHENTICATION_SECONDS", 1)
     before = descriptors()
     with exchange.Exchange(b"work", ["path"], remote=True) as served:
         where, key = served.variables.values()
         address = ("localhost", int(where.rpartition(":")[2]))
-        strangers = [socket.create_connection(address) for _ in range(exchange.MOST_STRANGERS + 40)]
+        strangers = [socket.create_connection(address) for _ in range(exchange.MAX_UNAUTHENTICATED + 40)]
         rank = Client(address, authkey=bytes.fromhex(key))
         assert rank.recv() == (b"work", ["path"])
-        assert descriptors() < before + len(strangers) + exchange.MOST_STRANGERS + 10
+        assert descriptors() < before + len(strangers) + exchange.MAX_UNAUTHENTICATED + 10
         rank.send((0, True, pickle.dumps("result")))
         assert rank.recv() is None
         rank.close()
@@ -118,7 +118,7 @@ def test_strangers_do_not_use_up_the_descriptors_of_the_caller(monkeypatch):
 
 
 def test_a_rank_that_works_for_long_is_no_stranger(monkeypatch):
-    monkeypatch.setattr(exchange, "_STRANGER_SECONDS", 1)
+    monkeypatch.setattr(exchange, "_AUTHENTICATION_SECONDS", 1)
     with exchange.Exchange(b"work", [], remote=True) as served:
         where, key = served.variables.values()
         rank = Client(("localhost", int(where.rpartition(":")[2])), authkey=bytes.fromhex(key))

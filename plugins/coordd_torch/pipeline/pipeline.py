@@ -51,7 +51,7 @@ from coordd_torch.pipeline.saving import Saving
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.settling import Settling
 from coordd_torch.pipeline.sharing import Sharing, align
-from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed, check_maker, check_step, check_weight
+from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed, check_makes_optimizer, check_step, check_weight
 from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.tying import check_statistics, tied
 from coordd_torch.pipeline.weights import Weights
@@ -131,7 +131,7 @@ class Pipeline:
         """Splits a model, as part of a call of all ranks."""
         self.config = config or PipelineConfig()
         check_fixed(loss)
-        check_maker(optimizer)
+        check_makes_optimizer(optimizer)
         check_weight(self.config, weight)
         if scaler is not None:
             self.config.check_one_step("a scaler")

@@ -257,11 +257,11 @@ def check_weight(config: PipelineConfig, weight: object) -> None:
         )
 
 
-def check_maker(optimizer: Any) -> None:
-    """Raises if what is to make optimizers is one.
+def check_makes_optimizer(optimizer: Any) -> None:
+    """Raises if an optimizer is given in place of a function that makes one.
 
     Raises:
-        ArgumentError: it is.
+        ArgumentError: it cannot be called.
     """
     if not callable(optimizer):
         raise ArgumentError(

@@ -21,9 +21,9 @@ from typing import Any, Self
 
 __all__ = ["Exchange", "connect", "pickled"]
 
-MOST_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """At most so many connections are open that have not proven yet that they know the key."""
-_STRANGER_SECONDS = 5.0
+_AUTHENTICATION_SECONDS = 5.0
 _LISTENS_AGAIN_SECONDS = 0.1
 _ADDRESS, _KEY = "_COORDD_FUNCTION_ADDRESS", "_COORDD_FUNCTION_KEY"
 
@@ -62,7 +62,7 @@ class Exchange:
         self._listener = Listener(place, backlog=128)
         self._found: dict[int, tuple[bool, bytes]] = {}
         self._failed: list[int] = []
-        self._room = threading.Semaphore(MOST_STRANGERS)
+        self._room = threading.Semaphore(MAX_UNAUTHENTICATED)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="horovod.run", daemon=True)
 
@@ -124,7 +124,7 @@ class Exchange:
     def _meet(self, connection: Connection) -> None:
         """Does what a Listener would, during which others would wait, and for as long as the other end likes."""
         try:
-            _limit_waits(connection, _STRANGER_SECONDS)
+            _limit_waits(connection, _AUTHENTICATION_SECONDS)
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             _limit_waits(connection, 0.0)
