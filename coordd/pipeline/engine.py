@@ -115,6 +115,7 @@ class Engine:
         self._here: dict[_Need, dict[int, np.ndarray]] = {}
         self._sent: list[Handle[Any]] = []
         self._began = 0.0
+        self._told: BaseException | None = None
         self.since = 0.0
 
     def run(self, plan: Plan, rank: int) -> list[Span]:
@@ -125,36 +126,46 @@ class Engine:
         """
         begin = self.since = time.perf_counter()
         spans: list[Span] = []
-        for action in plan.actions[rank]:
-            try:
+        action: Action | None = None
+        try:
+            for action in plan.actions[rank]:
                 self._do(plan, action)
-            except BaseException as error:
-                self._tell(error, f"in {action} of the pipeline, {action.told}", rank)
-                raise
-            if action.kind in COMPUTE or action.kind is Kind.STEP:
-                spans.append(Span(action, self._began - begin, time.perf_counter() - begin))
-        sent, self._sent = self._sent, []
-        wait_all(sent)
-        self._runs += 1
+                if action.kind in COMPUTE or action.kind is Kind.STEP:
+                    spans.append(Span(action, self._began - begin, time.perf_counter() - begin))
+            action = None
+            sent, self._sent = self._sent, []
+            wait_all(sent)
+            self._runs += 1
+        except BaseException as error:
+            passage = "" if action is None else f"{action} of "
+            self._tell(error, f"in {passage}the pipeline{f', {action.told}' if action is not None else ''}", rank)
+            raise
         return spans
 
     @contextmanager
-    def telling(self, where: str, rank: int) -> Iterator[None]:
+    def telling(
+        self, where: str, rank: int, *, known: Callable[[BaseException], bool] = lambda _: False
+    ) -> Iterator[None]:
         """Tells all ranks of an error inside the block: they may be waiting to receive, which only the job's end ends.
+
+        Of one error they are told once, by the innermost block.
 
         Args:
             where: it is, for the reason that they are told.
             rank: this one.
+            known: says of an error whether all ranks have heard of it already.
         """
         try:
             yield
         except BaseException as error:
-            self._tell(error, where, rank)
+            if not known(error):
+                self._tell(error, where, rank)
             raise
 
     def _tell(self, error: BaseException, where: str, rank: int) -> None:
         """Tells all ranks of an error, unless they know already."""
-        if not isinstance(error, (PeerError, ShutdownError)):
+        if error is not self._told and not isinstance(error, (PeerError, ShutdownError)):
+            self._told = error
             error.add_note(f"{where}, on rank {rank}")
             self._fail(f"failed {where}: {brief(error)}", traceback.format_exc())
 

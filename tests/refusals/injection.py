@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 
 from coordd import calls
-from coordd.errors import CoorddError, RefusedError
+from coordd.errors import CoorddError, PeerError, RefusedError
 from tests.local_ranks import LocalRanks, stacks
 
 __all__ = ["EVERY", "InjectedError", "check_all"]
@@ -43,9 +44,12 @@ _MECHANISM = ("calls.py", "daemon.py", "inbox.py", "bell.py", "handles.py", "err
 """What tells the others cannot be what fails."""
 _SUBMISSION = ("table.py",)
 """What is reached while an operation is submitted; an error in there ends the job, see `test_broken_off`."""
+_FINALIZERS = ("_give_back", "_free", "_release", "_dropped")
+"""What is called as an object goes away; Python ignores an error in there."""
 _EXIT = calls.CollectiveCall.__exit__.__code__
 _ENTER = calls.CollectiveCall.__enter__.__code__
 
+Start = Callable[[], AbstractContextManager[LocalRanks]]
 Call = Callable[[int], Any]
 Make = Callable[[int], Call]
 TraceFunction = Callable[[FrameType, str, object], object]
@@ -104,7 +108,8 @@ def sample(points: int, part: float) -> list[int]:
 def _ours(code: CodeType) -> bool:
     folder, name = os.path.split(code.co_filename)
     whole = folder + os.sep
-    excluded = name in {*_MECHANISM, *_SUBMISSION} or code.co_name[0] == "<" or code.co_name == "__exit__"
+    excluded = name in {*_MECHANISM, *_SUBMISSION} or code.co_name in {"__exit__", *_FINALIZERS}
+    excluded = excluded or code.co_name[0] == "<"
     return not excluded and any(each + os.sep in whole for each in _FOLDERS)
 
 
@@ -129,18 +134,24 @@ class _Trial:
     errors: list[BaseException | None]
     ended: float = 0.0
 
+    @property
+    def ended_the_job(self) -> bool:
+        """Whether the ranks cannot go on together."""
+        return any(isinstance(error, PeerError) for error in self.errors)
+
     def raised_within(self, seconds: float) -> bool:
         """Whether all ranks had heard so many seconds after the error."""
         return self.tracer.raised is None or self.ended - self.tracer.raised < seconds
 
 
-def check_all(ranks: LocalRanks, make: Make, rank: int, part: float = 0.1) -> list[str]:
+def check_all(start: Start, make: Make, rank: int, part: float = 0.1) -> list[str]:
     """Has a rank fail at every point, or at a part of them; all other ranks must be told, and no call may hang.
 
-    After each error all ranks make what they need anew, and at the end the call must succeed.
+    After each error all ranks make what they need anew, and at the end the call must succeed. Where an error ends the
+    job, a new one begins.
 
     Args:
-        ranks: the world.
+        start: starts a world.
         make: makes, on each rank, what the call needs, and returns the call.
         rank: which one fails.
         part: of the points, between 0 and 1, or the number of a turn.
@@ -148,19 +159,41 @@ def check_all(ranks: LocalRanks, make: Make, rank: int, part: float = 0.1) -> li
     Returns:
         all points, as text.
     """
-    together = threading.Barrier(len(ranks))
-    first = _Tracer()
-    trials: list[_Trial] = []
+    with start() as ranks:
+        names = _points(ranks, make, rank)
+    left = sample(len(names), part)
+    while left:
+        with start() as ranks:
+            trials = _try_all(ranks, make, rank, left, names)
+        for trial in trials:
+            _judge(names[trial.point], rank, trial)
+        left = left[len(trials) :]
+    return names
+
+
+def _points(ranks: LocalRanks, make: Make, rank: int) -> list[str]:
+    """Finds all points of a call that succeeds."""
+    tracer = _Tracer()
 
     def body(each: int) -> None:
         call = make(each)
-        sys.settrace(first if each == rank else None)
+        sys.settrace(tracer if each == rank else None)
         try:
             call(each)
         finally:
             sys.settrace(None)
-        together.wait(PATIENCE)
-        for point in sample(len(first.seen), part):
+
+    ranks.each(body, seconds=PATIENCE)
+    return [told(place) for place in tracer.seen]
+
+
+def _try_all(ranks: LocalRanks, make: Make, rank: int, points: list[int], names: list[str]) -> list[_Trial]:
+    """Has a rank fail at these points, one after the other, up to the first that ends the job."""
+    together = threading.Barrier(len(ranks))
+    trials: list[_Trial] = []
+
+    def body(each: int) -> None:
+        for point in points:
             if each == rank:
                 trials.append(_Trial(point, _Tracer(point), [None] * len(ranks)))
             call = make(each)
@@ -169,17 +202,15 @@ def check_all(ranks: LocalRanks, make: Make, rank: int, part: float = 0.1) -> li
             trial.errors[each] = _failing(call, each, trial.tracer if each == rank else _Tracer())
             trial.ended = max(trial.ended, time.monotonic())
             together.wait(PATIENCE)
+            if trial.ended_the_job:
+                return
         make(each)(each)
 
     try:
         ranks.each(body, seconds=PATIENCE * 60)
     except threading.BrokenBarrierError:
-        names = [told(place) for place in first.seen]
         pytest.fail(f"a rank hangs when rank {rank} fails {names[trials[-1].point]}\n{stacks()}", pytrace=False)
-    names = [told(place) for place in first.seen]
-    for trial in trials:
-        _judge(names[trial.point], rank, trial)
-    return names
+    return trials
 
 
 def _judge(point: str, rank: int, trial: _Trial) -> None:
@@ -190,6 +221,6 @@ def _judge(point: str, rank: int, trial: _Trial) -> None:
         assert not any(errors), where
     for each, error in enumerate(errors):
         if errors[rank] is not None and each != rank:
-            assert isinstance(error, RefusedError), where
+            assert isinstance(error, RefusedError | PeerError), where
             assert error.rank == rank, where
     assert trial.raised_within(SECONDS), f"{where}; after {trial.ended - (trial.tracer.raised or 0.0)} s"

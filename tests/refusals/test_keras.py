@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 
 import pytest
 
 from tests.local_ranks import local_ranks
 from tests.refusals.injection import EVERY, check_all
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed"),
+    # Of TensorFlow's tensors, by NumPy 2.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 def optimizer(_):
@@ -25,15 +30,58 @@ def pipeline(_):
 
     import coordd.keras as cd
 
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(2)])
+    layers = [keras.layers.Dense(2, kernel_initializer="ones") for _ in range(2)]  # ranks are threads: no global seed
+    model = keras.Sequential([keras.Input((2,)), *layers])
     return cd.Pipeline(model, cd.Config(microbatches=2), optimizer="sgd", loss="mse")
 
 
+def of_pipeline(call, *, first=False):
+    """Makes a pipeline, which has seen a batch already unless the call is to be the ``first``, and what to call."""
+
+    def make(_):
+        import numpy as np
+
+        pipe = pipeline(None)
+        rows, targets = np.ones((4, 2), np.float32), np.zeros((4, 2), np.float32)
+        if not first:
+            pipe.train_on_batch(rows, targets)
+        return lambda _: call(pipe, rows, targets)
+
+    return make
+
+
+def fit(pipe, rows, targets):
+    pipe.fit(rows, targets, batch_size=4, verbose=0, validation_data=(rows, targets))
+
+
+METHODS = {
+    "first fit": of_pipeline(fit, first=True),
+    "fit": of_pipeline(fit),
+    "evaluate": of_pipeline(lambda pipe, rows, targets: pipe.evaluate(rows, targets)),
+    "predict": of_pipeline(lambda pipe, rows, _: pipe.predict(rows)),
+}
+TWO = partial(local_ranks, 2, stall_check=False)
 CALLS = {"optimizer": optimizer, "pipeline": pipeline}
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("part", [0.1, *EVERY])
 def test_the_others_hear_of_a_rank_that_fails_anywhere(name, part):
-    with local_ranks(2, stall_check=False) as ranks:
-        assert len(check_all(ranks, lambda _: CALLS[name], 1, part)) > 5
+    assert len(check_all(TWO, lambda _: CALLS[name], 1, part)) > 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("part", [0.005, *EVERY])
+def test_the_others_hear_of_a_rank_that_fails_anywhere_in_a_method(name, rank, part):
+    """An error within the passes of a step ends the job, and they hear that."""
+    assert len(check_all(TWO, METHODS[name], rank, part)) > 10
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["save", "save_weights"])
+@pytest.mark.parametrize("part", [0.05, *EVERY])
+def test_the_others_hear_of_a_rank_that_fails_anywhere_while_all_save(name, rank, part, tmp_path):
+    path = tmp_path / ("saved.keras" if name == "save" else "saved.weights.h5")
+    make = of_pipeline(lambda pipe, *_: getattr(pipe, name)(path))
+    assert len(check_all(TWO, make, rank, part)) > 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -33,17 +35,27 @@ def state(_):
     cd.broadcast_optimizer_state(torch.optim.Adam(net().parameters()))
 
 
-CALLS = {"average": optimizer(cd.Average), "adasum": optimizer(cd.Adasum), "parameters": parameters, "state": state}
+def process_set(_):
+    cd.remove_process_set(cd.add_process_set([0, 2]))
+
+
+CALLS = {
+    "average": optimizer(cd.Average),
+    "adasum": optimizer(cd.Adasum),
+    "parameters": parameters,
+    "state": state,
+    "set": process_set,
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("part", [0.1, *EVERY])
 def test_the_others_hear_of_a_rank_that_fails_anywhere(name, rank, part):
-    with local_ranks(3, stall_check=False) as ranks:
-        assert len(check_all(ranks, lambda _: CALLS[name], rank, part)) > 5
+    start = partial(local_ranks, 3, stall_check=False)
+    assert len(check_all(start, lambda _: CALLS[name], rank, part)) > 5
 
 
 def test_a_tree_of_coordinators_passes_it_on():
-    with local_ranks(4, fan_in=2, simulate_hosts=2, stall_check=False) as ranks:
-        assert len(check_all(ranks, lambda _: CALLS["parameters"], 3)) > 5
+    start = partial(local_ranks, 4, fan_in=2, simulate_hosts=2, stall_check=False)
+    assert len(check_all(start, lambda _: CALLS["parameters"], 3)) > 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -29,14 +30,54 @@ def pipeline(model):
     return lambda _: lambda _: made(model)
 
 
+ROWS, TARGETS = torch.ones(4, 2), torch.zeros(4, 2)
+TWO = partial(local_ranks, 2, stall_check=False)
 TURNS = {"builder, rank 0": (lambda: builder, 0), "builder, rank 1": (lambda: builder, 1), "built": (builder, 0)}
 
 
 @pytest.mark.parametrize(("make", "rank"), TURNS.values(), ids=TURNS)
 @pytest.mark.parametrize("part", [0.005, *EVERY])
 def test_the_others_hear_of_a_rank_that_fails_anywhere(make, rank, part):
-    with local_ranks(2, stall_check=False) as ranks:
-        assert len(check_all(ranks, pipeline(make()), rank, part)) > 50
+    assert len(check_all(TWO, pipeline(make()), rank, part)) > 50
+
+
+def fitted(folder):
+    def make(_):
+        pipe = made(builder)
+        choices = {"batch_size": 4, "verbose": False, "validation_data": (ROWS, TARGETS)}
+        return lambda _: pipe.fit(ROWS, TARGETS, **choices)
+
+    return make
+
+
+def saved(folder):
+    def make(_):
+        pipe = made(builder)
+        return lambda _: pipe.save(folder)
+
+    return make
+
+
+def loaded(folder):
+    def make(_):
+        pipe = made(builder)
+        pipe.train_batch(ROWS, TARGETS)
+        pipe.save(folder)
+        return lambda _: pipe.load(folder)
+
+    return make
+
+
+METHODS = {"fit": fitted, "save": saved, "load": loaded}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("part", [0.005, *EVERY])
+@pytest.mark.filterwarnings("ignore:coordd takes the loss for the mean")  # an error in its check is no error of a step
+def test_the_others_hear_of_a_rank_that_fails_anywhere_in_a_method(name, rank, part, tmp_path):
+    """An error within the passes of a step ends the job, and they hear that."""
+    assert len(check_all(TWO, METHODS[name](tmp_path / "saved"), rank, part)) > 10
 
 
 class Sulking(nn.Linear):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import keras
@@ -150,27 +151,37 @@ class Assembly:
             raise ArgumentError(text)
         return {str(number): array for number, array in zip(graph.inputs, given, strict=True)}
 
-    def run(self, work: Work, microbatches: int) -> float:
-        """Carries out a run, and returns the loss, on every rank.
+    def telling(self, *, known: Callable[[BaseException], bool] = lambda _: False) -> AbstractContextManager[None]:
+        """Tells all ranks of an error inside the block, unless it is ``known``: they may wait to receive."""
+        return self._engine.telling("before or after the passes of the pipeline", self._rank, known=known)
+
+    def run(self, work: Work, microbatches: int) -> None:
+        """Carries out a run.
 
         Args:
             work: what it is for.
             microbatches: for each replica of the widest stage.
-
-        Raises:
-            ArgumentError: on all ranks: a loss is wanted, and nothing has one.
         """
         plan = self._plans.lowered(microbatches, self.layout.flows, self.layout.tied, training=work.training)
         work = work._replace(scale=self._scale)
-        with self._engine.telling("before the first pass of the pipeline", self._rank):
-            for stage in self.stages.values():
-                stage.begin(work)
+        for stage in self.stages.values():
+            stage.begin(work)
         spans = self._engine.run(plan, self._rank)
         self.ran = latest(self.ran, Run(plan, spans, self._engine.since, work.training))
+
+    def loss(self, *, needed: bool) -> float:
+        """Returns the loss of the last run, on every rank.
+
+        Args:
+            needed: whether there must be one.
+
+        Raises:
+            ArgumentError: on all ranks: nothing has one.
+        """
         losses = [stage.loss for stage in self.stages.values() if stage.loss is not None]
         mine = np.array([sum(losses), len(losses)], np.float64)
         loss, count = self._operations.allreduce(mine, name=f"{self._name}.loss", op=ReduceOp.SUM).result()
-        if work.judged and not count:
+        if needed and not count:
             raise ArgumentError("there is no loss: give loss= and targets, or let a layer call add_loss")
         return float(loss)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -344,10 +344,14 @@ class Pipeline:
                     given["the learning rate"] = float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
                 prepared.append(self._cut(x, y, training=training, judged=judged))
 
-        self._accord.check(call, prepare)
-        self._assemble(x)
-        [(batch, each)] = prepared or [self._cut(x, y, training=training, judged=judged)]
-        return self._assembly.run(Work(batch, training=training, judged=judged), each)
+        # From the moment when the ranks agree the others may wait to receive from this one, whatever interrupts it.
+        with self._made.telling(known=self._accord.has_told) if self._made is not None else nullcontext():
+            self._accord.check(call, prepare)
+            self._assemble(x)
+            [(batch, each)] = prepared or [self._cut(x, y, training=training, judged=judged)]
+            with self._assembly.telling():
+                self._assembly.run(Work(batch, training=training, judged=judged), each)
+        return self._assembly.loss(needed=judged)
 
     def _cut(self, x: Any, y: Any, *, training: bool, judged: bool) -> tuple[Batch, int]:
         if judged and y is None and self._compiled["loss"] is not None:

@@ -374,18 +374,19 @@ class Pipeline:
             prepared.append(self._prepared(x, y, training=training, step=step, keep=keep))
 
         settings = self._replica_settings
-        self._accord.check(call, prepare, parts=settings.texts() if training and step else settings.nothing)
-        if training and step:
-            settings.settle()
-        [(batch, plan)] = prepared
-        with self._engine.telling("before the first pass of the pipeline", self._rank):
+        where = "before or after the passes of the pipeline"
+        # From the moment when the ranks agree the others may wait to receive from this one, whatever interrupts it.
+        with self._engine.telling(where, self._rank, known=self._accord.has_told):
+            self._accord.check(call, prepare, parts=settings.texts() if training and step else settings.nothing)
+            if training and step:
+                settings.settle()
+            [(batch, plan)] = prepared
             self._settling.begin()
             for number, stage in self.stages.items():
                 scaling = self._scaling if step else None
                 stage.begin(batch, plan.halved[number], training=training, keep=keep, scaling=scaling, checked=step)
-        self.spans = self._engine.run(plan, self._rank)
-        self._ran = latest(self._ran, Run(plan, self.spans, self._engine.since, training))
-        with self._engine.telling("after the last pass of the pipeline", self._rank):
+            self.spans = self._engine.run(plan, self._rank)
+            self._ran = latest(self._ran, Run(plan, self.spans, self._engine.since, training))
             return {microbatch: output for stage in self.stages.values() for microbatch, output in stage.end().items()}
 
     def _prepared(self, x: Any, y: Any, *, training: bool, step: bool, keep: bool) -> tuple[Batch, Plan]:
