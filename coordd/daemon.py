@@ -20,7 +20,7 @@ from coordd.bell import Bell
 from coordd.config import Config
 from coordd.control.notes import Notes
 from coordd.errors import CoorddError, ForkedProcessError, NotInitializedError, StartError, brief, spans
-from coordd.handles import Handle, check_may_wait
+from coordd.handles import Handle, check_may_wait, raised_by_handler
 from coordd.inbox import Inbox
 from coordd.loop import Loop, Work
 from coordd.mailbox import Letter
@@ -207,7 +207,7 @@ class Daemon:
             error: the exception. If the message has begun to come, it is lost to the script, so the job fails.
         """
         own = handle.poll() and handle.error() is error  # such as that of what converts the result
-        if not (own or isinstance(error, CoorddError)):
+        if not (own or _is_refusal(error)):
             text = f"was interrupted by {brief(error)} as {handle.name!r} arrived, which is lost: so the job ends"
             self._do(lambda: self._loop.take_back(handle, text))
 
@@ -302,10 +302,10 @@ class Daemon:
         rank would be out of step with the others without an error.
 
         Args:
-            error: the exception; errors of coordd are refusals, and leave nothing half done.
+            error: the exception; errors that coordd raises are refusals, and leave nothing half done.
             what: the work.
         """
-        if not isinstance(error, CoorddError):
+        if not _is_refusal(error):
             text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
             self.fail(text)
 
@@ -378,3 +378,8 @@ class Daemon:
     def _do(self, work: Work, *, wake: bool = True) -> None:
         """Leaves work that is not to wait for the batching window."""
         self._inbox.slip(work, wake=wake)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether coordd has raised an error, and not a signal's handler, which may call coordd as well."""
+    return isinstance(error, CoorddError) and not raised_by_handler(error)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,8 @@ __all__ = [
     "forbid_waiting",
     "hear_of",
     "is_users",
+    "raised_by_handler",
+    "users_frame",
     "wait_all",
 ]
 
@@ -327,6 +331,19 @@ def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | Non
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return getattr(_here, "site", None)
+
+
+def users_frame(frame: Any) -> Any:
+    """Finds the innermost frame of the user's from a frame on; None if there is none."""
+    while frame is not None and not is_users(frame):
+        frame = frame.f_back
+    return frame
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Says whether the user's code has raised an error while coordd or a framework ran, as a signal's handler does."""
+    users = [is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(not outer and inner for outer, inner in itertools.pairwise(users))
 
 
 def is_users(frame: Any, package: str = "coordd") -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +23,7 @@ from coordd.errors import (
     ShutdownError,
     brief,
 )
-from coordd.handles import Handle, call_site, hear_of, is_users
+from coordd.handles import Handle, call_site, hear_of, raised_by_handler
 from coordd.mailbox import Letter
 from coordd.table import show_site
 
@@ -90,7 +88,7 @@ class Messages:
         except UNTOLD:
             raise
         except Exception as error:
-            if not outgoing and _broken_off(error):
+            if not outgoing and raised_by_handler(error):
                 raise
             site = show_site(call_site(sys._getframe(2)))  # noqa: SLF001 - the documented way to the caller
             reason = f"refused to {'send' if outgoing else 'receive'} {name!r} at {site}: {brief(error)}"[:_LONGEST]
@@ -113,10 +111,3 @@ class Messages:
         handle = self.daemon.handle(check_name(name), peer=peer)
         _ = self._here.submitter
         return Letter(name, peer, array, handle, outgoing=outgoing, land=land)
-
-
-def _broken_off(error: BaseException) -> bool:
-    """Whether code of the user's has raised an error while code of coordd or a framework ran."""
-    trace = error.__traceback__
-    users = [is_users(frame) for frame, _ in traceback.walk_tb(trace and trace.tb_next)]  # the first is `refusing`
-    return any(not outer and inner for outer, inner in itertools.pairwise(users))

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from types import FrameType
 from typing import Any, cast
 
 import msgspec
@@ -27,7 +28,7 @@ from coordd.errors import (
     spans,
 )
 from coordd.group_names import is_unnamed, names_in_group, refused_names
-from coordd.handles import Handle, call_site
+from coordd.handles import Handle, call_site, users_frame
 from coordd.messages import Kind, ReduceOp, Refused, Request
 from coordd.messaging import UNTOLD, Land, Messages
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set, named_ranks
@@ -44,11 +45,16 @@ _LOOSE = frozenset({Kind.ALLREDUCE, Kind.BROADCAST})
 class _Group:
     """Several tensors of one operation; without names they take one number together, however many they are."""
 
-    def __init__(self, names: Sequence[str | None]) -> None:
+    def __init__(self, names: Sequence[str | None], caller: FrameType | None) -> None:
         self.entries: list[Entry] = []
         self.names = [*names]
+        self._caller = caller
         self.refused: tuple[Kind, ProcessSet] | None = None
         self._unnamed = 0
+
+    def holds(self, frame: FrameType) -> bool:
+        """Whether what a frame submits belongs to the group, and not to a signal's handler that has interrupted it."""
+        return users_frame(frame) is self._caller
 
     def name(self, number: Callable[[], str]) -> str:
         """Names the next tensor without a name; ``number`` makes a new name, for the whole group."""
@@ -344,7 +350,7 @@ class Operations(Messages):
             DuplicateNameError: the name of one of them is in flight.
         """
         before = self._thread.group
-        group = self._thread.group = _Group(names)
+        group = self._thread.group = _Group(names, users_frame(sys._getframe(1)))  # noqa: SLF001 - the documented way
         try:
             yield
         except Exception as error:
@@ -360,7 +366,7 @@ class Operations(Messages):
             self.account()
 
     def _announce(self, entry: Entry) -> None:
-        if (group := self._thread.group) is None:
+        if (group := self._group) is None:
             self.daemon.submit(entry)
         else:
             group.entries.append(entry)
@@ -391,6 +397,12 @@ class Operations(Messages):
         return f"{era}{self._calls[members, era]}{which}"
 
     @property
+    def _group(self) -> _Group | None:
+        """The group that this thread makes, if the calling code is part of it."""
+        group = self._thread.group
+        return group if group is not None and group.holds(sys._getframe(1)) else None  # noqa: SLF001 - as above
+
+    @property
     def part(self) -> Part | None:
         """What this thread is in the middle of, if there is something."""
         return self._thread.part
@@ -403,7 +415,7 @@ class Operations(Messages):
         self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
     ) -> Request:
         """Makes a request as `request` does, but one that is part of what this thread is in the middle of."""
-        part, group = self._thread.part, self._thread.group
+        part, group = self._thread.part, self._group
         if part is None and (name is not None or group is None):
             return self.request(kind, name, array, process_set, **details)
         if part is not None:
@@ -464,7 +476,7 @@ class Operations(Messages):
 
     def account(self) -> None:
         """Notes that an operation was announced; one of a group is announced later."""
-        if self._thread.group is None:
+        if self._group is None:
             self._thread.accounted += 1
 
     def _concerned(self, process_set: Any) -> tuple[int, ...] | None:
@@ -488,7 +500,7 @@ class Operations(Messages):
         Raises:
             ArgumentError: a name is none.
         """
-        members, group, part = self._concerned(process_set), self._thread.group, self._thread.part
+        members, group, part = self._concerned(process_set), self._group, self._thread.part
         if members is None or not names:
             return
         if group is not None:

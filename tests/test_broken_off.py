@@ -12,7 +12,7 @@ import coordd
 import coordd.torch as cd
 from coordd import api
 from coordd.bell import Bell
-from coordd.errors import DeadlockError, PeerError
+from coordd.errors import CoorddError, DeadlockError, PeerError
 from coordd.messaging import Messages
 from coordd_torch.tensors import borrow
 from tests.local_ranks import each_rank
@@ -22,6 +22,13 @@ REASON = "rank 0 was interrupted by .* during "
 
 class LateError(Exception):
     """What a handler of SIGALRM raises."""
+
+
+class LimitError(CoorddError):
+    """What another one raises, which looks like an error of coordd's own."""
+
+
+ERRORS = [KeyboardInterrupt, LateError, LimitError]
 
 
 def once(function, error, *, after):
@@ -63,7 +70,7 @@ def received_after(patch, error):
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, LateError])
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_submission_that_is_interrupted_ends_the_job(error, after):
     """Whether the operation is on its way is not known, so that going on could pair it with a later one."""
 
@@ -79,7 +86,7 @@ def test_a_submission_that_is_interrupted_ends_the_job(error, after):
     each_rank(2, body)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, LateError])
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_send_that_is_interrupted_ends_the_job(error):
     def body(rank):
         daemon = api.operations().daemon
@@ -93,7 +100,27 @@ def test_a_send_that_is_interrupted_ends_the_job(error):
     each_rank(2, body)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), LateError()], ids=repr)
+def test_what_a_signals_handler_submits_is_no_part_of_the_group_that_it_interrupts():
+    """It would be announced with the group only, for which the handler does not return."""
+
+    def body(rank):
+        daemon = api.operations().daemon
+        make = daemon.handle
+        found = []
+
+        def interrupted(*args, **kwargs):
+            daemon.handle = make
+            found.append(cd.allreduce(torch.full((1,), float(rank)), op=cd.Sum, name="handler").item())
+            return make(*args, **kwargs)
+
+        daemon.handle = interrupted
+        sums = cd.grouped_allreduce([torch.ones(2), torch.ones(3)], op=cd.Sum, name="group")
+        return [*found, *(each.tolist() for each in sums)]
+
+    assert each_rank(2, body) == [[1.0, [2.0] * 2, [2.0] * 3]] * 2
+
+
+@pytest.mark.parametrize("error", [error() for error in ERRORS], ids=repr)
 def test_a_receive_that_is_broken_off_takes_no_message(error):
     """Else a second try would get the next one."""
 
@@ -108,7 +135,7 @@ def test_a_receive_that_is_broken_off_takes_no_message(error):
     assert received_after(patch, error) == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), LateError()], ids=repr)
+@pytest.mark.parametrize("error", [error() for error in ERRORS], ids=repr)
 def test_a_receive_that_is_broken_off_before_it_begins_leaves_its_message(error):
     """It is not told to the sender as a refusal, which would drop the message."""
 
@@ -188,7 +215,7 @@ def step(model, optimizer, factor):
     return found
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, LateError])
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_backward_pass_whose_wait_is_interrupted_ends_the_job(error):
     def body(rank):
         model, optimizer = distributed()

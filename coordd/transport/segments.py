@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from coordd.forks import close_in_children
+
 __all__ = ["RESERVE_BYTES", "Heap", "attach", "lasting", "nameless"]
 
 log = logging.getLogger("coordd")
@@ -32,6 +34,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _PAGE_BYTES = 4096
+_MAP_FIXED = 0x10  # on Linux; Python does not name it
 RESERVE_BYTES = (1 << 30) + _PAGE_BYTES
 """What the reserve has of addresses; pages are taken when they are used, so it is never mapped with all of them."""
 
@@ -52,10 +55,12 @@ class Heap:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._places: list[tuple[int, int, int]] = []  # address, bytes, number; by address
+        self._descriptors: dict[int, int] = {}  # by number
         self._gone: deque[int] = deque()
         self._reserve: np.ndarray | None = None
         self._reserved = 0
         self._told = False
+        close_in_children(self)
 
     def allocate(self, size: int) -> np.ndarray:
         """Returns a new block of one byte or more, all zero, as a flat array; freed with the last view of it.
@@ -73,6 +78,7 @@ class Heap:
         except BaseException:
             os.close(descriptor)
             raise
+        self._descriptors[number] = descriptor
         self._announce(number, descriptor, size)
         weakref.finalize(memory, self._free, number, descriptor).atexit = False
         return np.frombuffer(memoryview(memory), np.uint8)
@@ -101,6 +107,16 @@ class Heap:
             text = f"this rank cannot get {size} bytes of common memory: raise the limit on open files (ulimit -n)"
             raise OSError(errno.EMFILE, text)
         return self._reserve[start : start + size]
+
+    def close_in_child(self) -> None:
+        """Has what a forked child writes to these blocks change its own copy alone, as with all other memory.
+
+        What it has not written may still show what its parent writes later.
+        """
+        for address, size, number in list(self._places):  # without the lock, which a thread may have held
+            if (descriptor := self._descriptors.get(number)) is not None:
+                flags = mmap.MAP_PRIVATE | _MAP_FIXED
+                _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
 
     def close(self) -> None:
         """Gives the reserve back, when nothing of it is in use any more; other blocks go with their last views."""
@@ -145,6 +161,7 @@ class Heap:
         """
         if os.getpid() != self._pid:
             return
+        self._descriptors.pop(number, None)
         self._announce(number, -1, 0)
         os.ftruncate(descriptor, 0)
         os.close(descriptor)

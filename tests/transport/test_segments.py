@@ -41,6 +41,7 @@ def listing() -> Listing:
 
 
 def open_files() -> int:
+    gc.collect()  # what earlier tests have left
     return psutil.Process().num_fds()
 
 
@@ -279,6 +280,23 @@ def test_a_forked_child_does_not_free_its_parents_memory(listing):
     assert os.waitpid(child, 0)[1] == 0
     ((descriptor, _),) = listing.values()
     assert os.fstat(descriptor).st_size == 4096
+    assert (block == 5).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_a_forked_child_writes_changes_its_own_copy_alone(listing):
+    """As a child's backward pass does, or `zero_grad`, whose gradients lie in common memory."""
+    heap = listing.heap()
+    block, freed = heap.allocate(8192), heap.allocate(4096)
+    del freed
+    block[:] = 5
+    child = os.fork()
+    if not child:
+        try:
+            block[:5000] += 1
+        finally:
+            os._exit(int(not ((block[:5000] == 6).all() and (block[5000:] == 5).all())))
+    assert os.waitpid(child, 0)[1] == 0
     assert (block == 5).all()
 
 
