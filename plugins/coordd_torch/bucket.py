@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from coordd_torch.gradient import Gradient
     from coordd_torch.placement import Placement
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "strides_of"]
 
 _ALIGNMENT = 64
 _COPIED_AT_ONCE = 64 << 10
@@ -61,7 +61,7 @@ class _Memory:
         self.signals = self.tail[-SIGNALS:]
         self.array = view(self.flat) if self.flat.is_cpu else None
         self.order = tuple(
-            _shaped(self.flat[stop - size : stop], gradient.parameter)
+            _shaped(self.flat[stop - size : stop], gradient.parameter, in_rows=reducer.in_rows)
             for gradient, size, stop in zip(gradients, sizes, stops, strict=True)
         )
         self.places = dict(zip(gradients, self.order, strict=True))
@@ -433,10 +433,19 @@ class Bucket:
         self.underway.fail(error, self)
 
 
-def _shaped(room: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Views room as a gradient, laid out as its parameter where that is dense, which autograd and optimizers like."""
-    size, stride = parameter.shape, parameter.stride()
-    span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if parameter.numel() else 0
-    if span == parameter.numel():
-        return room.as_strided(size, stride)
-    return room[: parameter.numel()].view(size)
+def _shaped(room: torch.Tensor, parameter: torch.Tensor, *, in_rows: bool) -> torch.Tensor:
+    """Views room as a gradient, laid out as its parameter where that is dense, which autograd and optimizers like.
+
+    Unless ranks differ in that: then all of them lay it out row by row.
+    """
+    strides, size = None if in_rows else strides_of(parameter), parameter.shape
+    return room[: parameter.numel()].view(size) if strides is None else room.as_strided(size, strides)
+
+
+def strides_of(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a parameter that is dense, but does not lie row by row; None for all others."""
+    if parameter.is_contiguous():
+        return None
+    size, strides = parameter.shape, parameter.stride()
+    span = 1 + sum((length - 1) * step for length, step in zip(size, strides, strict=True))
+    return strides if span == parameter.numel() else None

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 
+import numpy as np
 import torch
 
 from coordd.grouping import Grouping
+from coordd.messages import ReduceOp
 from coordd.settings import Settings
-from coordd_torch.bucket import Bucket
+from coordd_torch.bucket import Bucket, strides_of
 from coordd_torch.channel import Channel
 from coordd_torch.devices import overlaps
 from coordd_torch.gradient import Gradient
 from coordd_torch.tuning import OVERLAP, Tuning, first_settings
 from coordd_torch.underway import Underway
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "in_columns"]
 
 _LAST_BUCKET_BYTES = 1 << 20
 
@@ -45,6 +48,8 @@ class Placement:
         self._buckets: list[Bucket] = []
         self._loose: list[Gradient] = []
         self._moving: list[Gradient] = []
+        self.in_rows = False
+        """Whether gradients lie in buckets row by row, because the ranks' parameters do not lie in one way."""
 
     def _gradients(self) -> Iterator[Gradient]:
         yield from self._loose
@@ -97,6 +102,16 @@ class Placement:
             requests = [gradient.request for gradient in moving]
             self._tuning = Tuning(daemon.config, daemon.world, requests, self._settings)
 
+    def _compare_layouts(self, moving: Sequence[Gradient]) -> None:
+        """Finds out whether parameters lie in memory in one way on all ranks; in buckets numbers are added as they lie.
+
+        All ranks call it if gradients of a parameter of any of them lie `in_columns`.
+        """
+        texts = sorted(f"{gradient.name} {strides_of(gradient.parameter)}" for gradient in moving)
+        number = int.from_bytes(blake2b(repr(texts).encode(), digest_size=7).digest())
+        largest, negated = self.channel.agree(np.array([number, -number], np.int64), "layouts", ReduceOp.MAX)
+        self.in_rows |= bool(largest != -negated)
+
     def _settle_in(self, gradients: Sequence[Gradient]) -> None:
         """Makes buckets for gradients, as the settings want them."""
         settings = self._settings
@@ -120,7 +135,7 @@ class Placement:
             bucket.retire()
         self._buckets, self._moving, self._tuning, self._change = [], [], None, None
         self._settings = self._first_settings
-        self.open_buckets = 0
+        self.open_buckets, self.in_rows = 0, False
 
     def _rearrange(self, settings: Settings) -> None:
         """Carries a choice of autotune out, between two steps."""
@@ -132,3 +147,8 @@ class Placement:
             bucket.retire()
         self._buckets = []
         self._settle_in(gradients)
+
+
+def in_columns(gradient: Gradient) -> bool:
+    """Whether a gradient would lie in a bucket in another way than row by row."""
+    return strides_of(gradient.parameter) is not None

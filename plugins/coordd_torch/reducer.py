@@ -32,7 +32,7 @@ from coordd_torch.channel import Channel
 from coordd_torch.consistency import Consistency
 from coordd_torch.finiteness import Finiteness
 from coordd_torch.gradient import Gradient, nested, release
-from coordd_torch.placement import Placement
+from coordd_torch.placement import Placement, in_columns
 from coordd_torch.underway import Told
 
 __all__ = ["Reducer"]
@@ -426,7 +426,7 @@ class Reducer(Placement):
         if first and self._buckets and not (missing or moving or self._change):
             self._finished = True
         else:
-            self._finished, again = self._ask(more=more)
+            self._finished, again = self._ask(more=more, moving=moving)
         self._moving, self._owed = moving, not self._finished
         self._reduced, self._passes = True, 0
         self.touched = self._adds = self._asks = self._wants_again = False
@@ -490,19 +490,19 @@ class Reducer(Placement):
         for gradient in made_dense:
             gradient.make_sparse()
 
-    def _question(self, *, more: bool = False, discard: bool = False) -> Handle[Any]:
+    def _question(self, *, more: bool = False, discard: bool = False, moving: Iterable[Gradient] = ()) -> Handle[Any]:
         """Starts to ask all ranks at the end of a round, and tells them the same of this one."""
-        flags = np.array([more, self._wants_again, discard, True], np.float64)
+        flags = np.array([more, self._wants_again, discard, True, any(map(in_columns, moving))], np.float64)
         return self.channel.ask(flags, "another backward pass", ReduceOp.SUM)
 
-    def _ask(self, *, more: bool) -> tuple[bool, bool]:
+    def _ask(self, *, more: bool, moving: list[Gradient]) -> tuple[bool, bool]:
         """Asks whether no rank makes another round in this step, and whether one has something more to reduce.
 
         Raises:
             DiscardedStepError: a rank has abandoned the step.
         """
         try:
-            others_more, again, discard, present = self._question(more=more).result().tolist()
+            others_more, again, discard, present, columns = self._question(more=more, moving=moving).result().tolist()
         except MismatchError as error:
             self.abandon(f"could not end its step: {brief(error)}")
             raise
@@ -511,6 +511,8 @@ class Reducer(Placement):
         if again and self.channel.op is ReduceOp.AVERAGE and present < self.channel.members:
             self._repeated = bool(self._wants_again)
             self._discard()
+        if columns:
+            self._compare_layouts(moving)
         return not others_more, bool(again)
 
     def _settle(self, gradients: Iterable[Gradient]) -> None:
@@ -547,9 +549,8 @@ class Reducer(Placement):
 
     def reset(self) -> None:
         """Gets ready for the next step."""
-        self._begun = self._reduced = self._finished = self._owed = self._gone_round = False
+        self._begun = self._reduced = self._finished = self._owed = self._gone_round = self._counted = False
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self.touched = False
-        self._counted = False
         self._passes, self._spoilt = 0, ""
         self._accumulated.forget()
         self.underway.failed = None

@@ -83,3 +83,44 @@ def test_ranks_stay_equal_with_other_operations(options, none):
 
     first, second = each_rank(2, body)
     assert all(map(torch.equal, first, second))
+
+
+def transposed(model):
+    """Lays matrices out in columns, as weights of another framework come."""
+    for value in model.parameters():
+        if value.dim() == 2:
+            value.data = value.data.t().contiguous().t()
+
+
+LAYOUTS = {"channels last": CONVERSIONS["channels last"], "columns": transposed}
+COMPRESSIONS = {
+    "none": lambda: cd.Compression.none,
+    "fp16": lambda: cd.Compression.fp16,
+    "topk": lambda: cd.Compression.topk(ratio=0.5),
+    "powersgd": lambda: cd.Compression.powersgd(rank=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("by", COMPRESSIONS)
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_parameters_may_lie_in_memory_in_another_way_on_each_rank(how, by, after):
+    """In buckets numbers are added as they lie, so all ranks lay them out alike."""
+
+    def body(converted):
+        def run(rank):
+            model = Net()
+            if rank in converted and not after:
+                LAYOUTS[how](model.layers)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            optimizer = cd.DistributedOptimizer(optimizer, model.named_parameters(), compression=COMPRESSIONS[by]())
+            if rank in converted and after:
+                LAYOUTS[how](model.layers)
+            return train(model, optimizer, lambda _: None, 0, [rank], none=False)
+
+        return run
+
+    wanted, _ = each_rank(2, body(()))
+    for found in each_rank(2, body([0])):
+        torch.testing.assert_close(found, wanted)
