@@ -22,6 +22,7 @@ from coordd.messages import ReduceOp
 from coordd.operations import Operations
 from coordd_torch.backward_pass import BackwardPass
 from coordd_torch.tensors import borrow, from_array, values_at
+from coordd_torch.uncompiled import keep_uncompiled
 
 __all__ = ["TorchReduction"]
 
@@ -154,3 +155,6 @@ class TorchReduction:
             context = self._contexts.get(index, parameter.dtype)
             found.append(self._choices.compression.decompress(arrived, context).to(parameter.dtype))
         return found
+
+
+keep_uncompiled()

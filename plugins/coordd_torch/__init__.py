@@ -79,6 +79,7 @@ from coordd_torch.sparse import sparse_allreduce_async
 from coordd_torch.state import broadcast_optimizer_state, broadcast_parameters
 from coordd_torch.sync_batch_norm import SyncBatchNorm
 from coordd_torch.tensors import empty_common
+from coordd_torch.uncompiled import keep_uncompiled
 
 __all__ = [
     "Adasum",
@@ -180,3 +181,6 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_PIPELINE[name]), name)
+
+
+keep_uncompiled()

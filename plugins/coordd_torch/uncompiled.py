@@ -1,0 +1,59 @@
+"""Keeps `torch.compile` out of coordd: where compiled code calls it, or autograd a hook of it, it runs as it is.
+
+`torch.compiler.disable` does that for one function, but needs all of the compiler, whose import takes seconds. So each
+function gets what that sets: a mark, by which the compiler does not trace into it from a caller, and a strategy of its
+code object, by which neither it nor what it calls is compiled when it is run. A compiled function that coordd calls,
+such as a closure of the user's, stays one.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["keep_uncompiled"]
+
+_PACKAGES = frozenset({"coordd", "coordd_keras", "coordd_torch"})
+
+
+def keep_uncompiled() -> None:
+    """Marks all functions of coordd's modules that are loaded; does nothing where PyTorch has no way to do so."""
+    try:
+        from torch._C._dynamo.eval_frame import (
+            _FrameAction,
+            _FrameExecStrategy,
+            set_code_exec_strategy,
+        )
+    except ImportError:  # before PyTorch 2.7
+        return
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for function in {found for module in _modules() for found in _functions(vars(module))}:
+        if not getattr(function, "_torchdynamo_disable", False):
+            vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="coordd is not compiled")
+            set_code_exec_strategy(function.__code__, skip)
+
+
+def _modules() -> list[types.ModuleType]:
+    return [
+        module for name, module in sys.modules.items() if name.partition(".")[0] in _PACKAGES and module is not None
+    ]
+
+
+def _functions(names: Any) -> Iterator[types.FunctionType]:
+    """Lists the functions of a module or class that are coordd's own, and what they wrap."""
+    for value in list(names.values()):
+        if isinstance(value, type):
+            if _is_ours(value):
+                yield from _functions(vars(value))
+            continue
+        parts = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+        for part in parts:
+            while isinstance(part, types.FunctionType) and _is_ours(part):
+                yield part
+                part = getattr(part, "__wrapped__", None)  # noqa: PLW2901 - one after the other
+
+
+def _is_ours(value: Any) -> bool:
+    return (value.__module__ or "").partition(".")[0] in _PACKAGES
