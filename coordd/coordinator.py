@@ -164,7 +164,8 @@ class Coordinator:
                 self._tell(range(len(self._voices)), plan)
             if self._negotiator.finished and not self._stopped:
                 self._stopped = True
-                self._tell(range(len(self._voices)), Plan(self._plans + 1, stop=True))
+                last = Plan(self._plans + 1, stop=True, left=self._negotiator.leavers.untold)
+                self._tell(range(len(self._voices)), last)
         self._conclude(now)
         out, self._out = self._out, []
         return out

@@ -382,4 +382,4 @@ class Daemon:
 
 def _is_refusal(error: BaseException) -> bool:
     """Whether coordd has raised an error, and not a signal's handler, which may call coordd as well."""
-    return isinstance(error, CoorddError) and not raised_by_handler(error)
+    return isinstance(error, CoorddError) and not raised_by_handler(error.__traceback__)

@@ -12,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
 from coordd.checks import finite
@@ -340,9 +340,12 @@ def users_frame(frame: Any) -> Any:
     return frame
 
 
-def raised_by_handler(error: BaseException) -> bool:
-    """Says whether the user's code has raised an error while coordd or a framework ran, as a signal's handler does."""
-    users = [is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+def raised_by_handler(trace: TracebackType | None) -> bool:
+    """Says of an error's traceback whether the user's code has raised it while coordd or a framework ran.
+
+    A signal's handler does so.
+    """
+    users = [is_users(frame) for frame, _ in traceback.walk_tb(trace)]
     return any(not outer and inner for outer, inner in itertools.pairwise(users))
 
 

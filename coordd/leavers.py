@@ -25,6 +25,11 @@ class Leavers:
         """Notes that a rank has messages to or from these ranks under way."""
         self._asked.update(ranks)
 
+    @property
+    def untold(self) -> tuple[Left, ...]:
+        """Lists those with messages of which the ranks have not been told."""
+        return tuple(left for _, left in sorted(self._left.items()) if left.traffic != Traffic())
+
     def take(self) -> tuple[Left, ...]:
         """Lists those of which the ranks are to be told, once each."""
         due = sorted(self._asked & self._left.keys())

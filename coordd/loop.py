@@ -473,7 +473,7 @@ class Loop:
         self._parting = now if self._parting is None else self._parting
         self._mailbox.peek()
         self._mailbox.drop_all()
-        if not (self._flights or self._mailbox or self._mailbox.in_transit):
+        if not self._flights and self._mailbox.is_through(now - self._parting):
             self._status.stopping = True
         elif now >= self._farewell:
             log.warning("left with operations that another rank has not taken part in")

@@ -32,6 +32,7 @@ __all__ = ["Letter", "Mailbox"]
 _HEADER_BYTES = 2048
 _HEADER_TAG = 0
 _PART_BYTES = 256 << 20
+_SERVES_SECONDS = 0.3
 _DONE = object()
 
 Disagreement = list[tuple[str, list[int], list[str]]]
@@ -121,6 +122,7 @@ class Mailbox:
         self._moving: list[tuple[Letter, Steps]] = []
         self._abandoned: list[tuple[Letter, Steps]] = []
         self._left: dict[int, int] = {}  # by rank that has left, how many messages it has sent to this one
+        self._unheard = False
         self._numbers: dict[tuple[int, int], int] = {}  # of what no receive has asked for, by sender and serial number
         self._sent: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
@@ -176,6 +178,15 @@ class Mailbox:
         wants = tuple(sorted({letter.peer for letter in self.wanted}))
         self._heard_at_goodbye = {peer: self._heard[peer] for peer in wants}
         return Traffic(self.sent, tuple(sorted(self._heard.items())), self.unclaimed, wants)
+
+    def is_through(self, seconds: float) -> bool:
+        """Says whether nothing is under way any more, so many seconds after all ranks have left.
+
+        A rank that had not heard of all messages of this one when it left takes them in now, which may need calls of
+        MPI here.
+        """
+        coming = any(self._heard[rank] < count for rank, count in self._left.items())
+        return not (self or self.in_transit or coming or (self._unheard and seconds < _SERVES_SECONDS))
 
     @property
     def has_unclaimed(self) -> bool:
@@ -242,6 +253,7 @@ class Mailbox:
         """Notes that a rank has left, and fails what it takes no part in any more."""
         traffic = left.traffic
         self._left[left.rank] = dict(traffic.sent).get(self._rank, 0)
+        self._unheard |= self._sent[left.rank] > dict(traffic.heard).get(self._rank, 0)
         heard = math.inf if self._rank in traffic.wants else dict(traffic.heard).get(self._rank, 0)
         for letter, steps in [each for each in self._moving if each[0].outgoing and each[0].peer == left.rank]:
             if letter.number > heard or (self._rank, letter.number) in traffic.unclaimed:

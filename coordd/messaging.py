@@ -88,7 +88,8 @@ class Messages:
         except UNTOLD:
             raise
         except Exception as error:
-            if not outgoing and raised_by_handler(error):
+            trace = error.__traceback__  # begins with this function, which the user's own block may have left
+            if not outgoing and raised_by_handler(trace and trace.tb_next):
                 raise
             site = show_site(call_site(sys._getframe(2)))  # noqa: SLF001 - the documented way to the caller
             reason = f"refused to {'send' if outgoing else 'receive'} {name!r} at {site}: {brief(error)}"[:_LONGEST]

@@ -101,7 +101,7 @@ class Negotiator:
         self._complete: list[Ballot] = []
         self._refused: list[Response] = []
         self._unmatched: list[Unmatched] = []
-        self._leavers = Leavers()
+        self.leavers = Leavers()
         self._owed = Owed()
         self._refusals = Refusals()
         self._parts = RefusedParts()
@@ -151,7 +151,7 @@ class Negotiator:
             traffic: their messages, if there are any.
         """
         self._left |= ranks
-        self._leavers.leave(ranks, traffic or Traffic())
+        self.leavers.leave(ranks, traffic or Traffic())
         self._refusals.leave(ranks)
         self._parts.leave(ranks, self._everybody)
         self._settle_all()
@@ -219,7 +219,7 @@ class Negotiator:
 
     def expect(self, ranks: Sequence[int]) -> None:
         """Has all ranks told once one of these has left; others have messages to or from it under way."""
-        self._leavers.ask(ranks)
+        self.leavers.ask(ranks)
 
     def note_blocked(self, ranks: int, blocked: Blocked) -> None:
         """Notes for which operation the scripts of ranks, a bit mask, wait, or that they do not wait any more."""
@@ -300,7 +300,7 @@ class Negotiator:
         """Releases everything that is ready; None when there is nothing to say."""
         self._end_deadlock()
         ready, voids = self._ready_slots()
-        left = self._leavers.take()
+        left = self.leavers.take()
         if not (ready or self._complete or self._refused or self._unmatched or left or self._latch.ended):
             return None
         self._sequence += 1
