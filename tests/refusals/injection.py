@@ -217,9 +217,7 @@ def _judge(point: str, rank: int, trial: _Trial) -> None:
     """Looks what the ranks have raised, and how long it took."""
     errors = trial.errors
     where = f"rank {rank} fails in {point}; the ranks raise {errors!r}"
-    alike = (
-        len({repr(error) for error in errors}) == 1
-    )  # coordd has answered the error itself, as that of a user's metric
+    alike = len({repr(error) for error in errors}) == 1  # of a user's metric, say, coordd makes one error on all ranks
     assert alike or errors[rank] is not None, where
     for each, error in enumerate(errors):
         if not alike and each != rank:
