@@ -122,5 +122,7 @@ def test_parameters_may_lie_in_memory_in_another_way_on_each_rank(how, by, after
         return run
 
     wanted, _ = each_rank(2, body(()))
+    # Products of matrices in columns differ in their last digits, by which 16 bits or a choice may round otherwise.
+    tolerance = 1e-5 if by == "none" else 2e-4
     for found in each_rank(2, body([0])):
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
