@@ -207,7 +207,7 @@ class Daemon:
             error: the exception. If the message has begun to come, it is lost to the script, so the job fails.
         """
         own = handle.poll() and handle.error() is error  # such as that of what converts the result
-        if not (own or _is_refusal(error)):
+        if not (own or _raised_by_coordd(error)):
             text = f"was interrupted by {brief(error)} as {handle.name!r} arrived, which is lost: so the job ends"
             self._do(lambda: self._loop.take_back(handle, text))
 
@@ -305,7 +305,7 @@ class Daemon:
             error: the exception; errors that coordd raises are refusals, and leave nothing half done.
             what: the work.
         """
-        if not _is_refusal(error):
+        if not _raised_by_coordd(error):
             text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
             self.fail(text)
 
@@ -380,6 +380,6 @@ class Daemon:
         self._inbox.slip(work, wake=wake)
 
 
-def _is_refusal(error: BaseException) -> bool:
+def _raised_by_coordd(error: BaseException) -> bool:
     """Whether coordd has raised an error, and not a signal's handler, which may call coordd as well."""
     return isinstance(error, CoorddError) and not raised_by_handler(error.__traceback__)

@@ -326,16 +326,13 @@ _INSIDE = tuple(f"{name}." for name in _FRAMEWORKS)
 
 def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | None:
     """Finds the innermost line outside coordd and the frameworks, cheaply: as a code object and a line number."""
-    while frame is not None:
-        if is_users(frame, package):
-            return frame.f_code, frame.f_lineno
-        frame = frame.f_back
-    return getattr(_here, "site", None)
+    found = users_frame(frame, package)
+    return getattr(_here, "site", None) if found is None else (found.f_code, found.f_lineno)
 
 
-def users_frame(frame: Any) -> Any:
-    """Finds the innermost frame of the user's from a frame on; None if there is none."""
-    while frame is not None and not is_users(frame):
+def users_frame(frame: Any, package: str = "coordd") -> Any:
+    """Finds the innermost frame outside coordd and the frameworks from a frame on; None if there is none."""
+    while frame is not None and not is_users(frame, package):
         frame = frame.f_back
     return frame
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,9 +33,17 @@ _HEADER_BYTES = 2048
 _HEADER_TAG = 0
 _PART_BYTES = 256 << 20
 _SERVES_SECONDS = 0.3
+"""For so long a rank calls MPI after all have left, if another one had not heard of all its messages by then."""
 _DONE = object()
 
 Disagreement = list[tuple[str, list[int], list[str]]]
+
+
+class _Counts(NamedTuple):
+    """How many messages a rank that has left has sent to this one, and how many of this one it had heard of."""
+
+    sent: int
+    heard: int
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
@@ -121,8 +129,7 @@ class Mailbox:
         self._early: dict[tuple[int, int], tuple[np.ndarray, list[Ticket]]] = {}  # by sender and serial number
         self._moving: list[tuple[Letter, Steps]] = []
         self._abandoned: list[tuple[Letter, Steps]] = []
-        self._left: dict[int, int] = {}  # by rank that has left, how many messages it has sent to this one
-        self._unheard = False
+        self._left: dict[int, _Counts] = {}  # by rank that has left
         self._numbers: dict[tuple[int, int], int] = {}  # of what no receive has asked for, by sender and serial number
         self._sent: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
@@ -185,8 +192,9 @@ class Mailbox:
         A rank that had not heard of all messages of this one when it left takes them in now, which may need calls of
         MPI here.
         """
-        coming = any(self._heard[rank] < count for rank, count in self._left.items())
-        return not (self or self.in_transit or coming or (self._unheard and seconds < _SERVES_SECONDS))
+        coming = any(self._heard[rank] < counts.sent for rank, counts in self._left.items())
+        unheard = any(counts.heard < self._sent[rank] for rank, counts in self._left.items())
+        return not (self or self.in_transit or coming or (unheard and seconds < _SERVES_SECONDS))
 
     @property
     def has_unclaimed(self) -> bool:
@@ -252,9 +260,9 @@ class Mailbox:
     def note_left(self, left: Left) -> None:
         """Notes that a rank has left, and fails what it takes no part in any more."""
         traffic = left.traffic
-        self._left[left.rank] = dict(traffic.sent).get(self._rank, 0)
-        self._unheard |= self._sent[left.rank] > dict(traffic.heard).get(self._rank, 0)
-        heard = math.inf if self._rank in traffic.wants else dict(traffic.heard).get(self._rank, 0)
+        counts = _Counts(dict(traffic.sent).get(self._rank, 0), dict(traffic.heard).get(self._rank, 0))
+        self._left[left.rank] = counts
+        heard = math.inf if self._rank in traffic.wants else counts.heard
         for letter, steps in [each for each in self._moving if each[0].outgoing and each[0].peer == left.rank]:
             if letter.number > heard or (self._rank, letter.number) in traffic.unclaimed:
                 self._withdraw(letter, steps, ShutdownError(letter.name, (left.rank,), message=True))
@@ -294,11 +302,11 @@ class Mailbox:
 
     def _comes_from(self, sender: int) -> bool:
         """Whether messages have come, or will come, of a rank that has left, for which no receive has begun."""
-        return self._heard[sender] < self._left[sender] or any(peer == sender for peer, _ in self._arrived)
+        return self._heard[sender] < self._left[sender].sent or any(peer == sender for peer, _ in self._arrived)
 
     def _end_receives(self, sender: int) -> None:
         """Fails what this rank waits to receive from one that has left, once all that it has sent has come."""
-        if self._heard[sender] < self._left.get(sender, math.inf):
+        if sender not in self._left or self._heard[sender] < self._left[sender].sent:
             return
         for key in [key for key in self._wanted if key[0] == sender]:
             for letter in self._wanted.pop(key):

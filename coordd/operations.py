@@ -6,6 +6,7 @@ Each is asynchronous and in place; it checks its arguments here, on the caller's
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections import Counter
@@ -52,7 +53,7 @@ class _Group:
         self.refused: tuple[Kind, ProcessSet] | None = None
         self._unnamed = 0
 
-    def holds(self, frame: FrameType) -> bool:
+    def holds(self, frame: FrameType | None) -> bool:
         """Whether what a frame submits belongs to the group, and not to a signal's handler that has interrupted it."""
         return users_frame(frame) is self._caller
 
@@ -350,7 +351,7 @@ class Operations(Messages):
             DuplicateNameError: the name of one of them is in flight.
         """
         before = self._thread.group
-        group = self._thread.group = _Group(names, users_frame(sys._getframe(1)))  # noqa: SLF001 - the documented way
+        group = self._thread.group = _Group(names, users_frame(inspect.currentframe()))
         try:
             yield
         except Exception as error:
@@ -400,7 +401,7 @@ class Operations(Messages):
     def _group(self) -> _Group | None:
         """The group that this thread makes, if the calling code is part of it."""
         group = self._thread.group
-        return group if group is not None and group.holds(sys._getframe(1)) else None  # noqa: SLF001 - as above
+        return group if group is not None and group.holds(inspect.currentframe()) else None
 
     @property
     def part(self) -> Part | None:

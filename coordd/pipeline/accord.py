@@ -60,7 +60,7 @@ class Accord:
         self._operations = operations
         self._name = name
         self._calls = 0
-        self._known: BaseException | None = None
+        self._told_error = 0
 
     @contextmanager
     def several(self) -> Iterator[None]:
@@ -93,7 +93,7 @@ class Accord:
             RefusedError: another rank cannot make this call; it names the rank and the reason.
         """
         self._calls += 1
-        self._known = None
+        self._told_error = 0
         found: dict[str, Any] = {"what they call": f"{call}, call {self._calls}"}
         try:
             found.update(given) if isinstance(given, Mapping) else given(found)
@@ -101,18 +101,20 @@ class Accord:
             found[_REFUSED] = brief(error)
             with suppress(CoorddError):  # of them its own is the one to be raised here
                 self._compare(call, found, advice, parts)
-            self._known = error
+            self._told_error = id(error)
             raise
         try:
             self._compare(call, found, advice, parts)
         except CoorddError as error:
-            self._known = error
+            self._told_error = id(error)
             raise
 
     def has_told(self, error: BaseException) -> bool:
-        """Whether the last `check` has raised this error, so that all ranks have heard of it; answers once."""
-        known, self._known = self._known, None  # its frames hold the batch
-        return error is known
+        """Whether `check` has just raised this error, so that all ranks have heard of it.
+
+        It keeps the error's number only, for the error's frames hold the batch.
+        """
+        return id(error) == self._told_error
 
     def _compare(
         self, call: str, given: Mapping[str, Any], advice: str, parts: Sequence[Mapping[str, str] | None]

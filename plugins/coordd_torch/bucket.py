@@ -14,6 +14,7 @@ between the ranks.
 
 from __future__ import annotations
 
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,7 @@ _COPIED_AT_ONCE = 64 << 10
 Smaller ones are copied together, when the last of their bucket is there."""
 _FLAGS = 2
 _NOTHING = np.empty(0, np.uint8)
+_DTYPE = operator.attrgetter("dtype")
 
 
 class _Memory:
@@ -61,11 +63,12 @@ class _Memory:
         self.signals = self.tail[-SIGNALS:]
         self.array = view(self.flat) if self.flat.is_cpu else None
         self.order = tuple(
-            _shaped(self.flat[stop - size : stop], gradient.parameter, in_rows=reducer.in_rows)
+            _shaped(self.flat[stop - size : stop], gradient.parameter, row_major=reducer.row_major)
             for gradient, size, stop in zip(gradients, sizes, stops, strict=True)
         )
         self.places = dict(zip(gradients, self.order, strict=True))
         self.homes = [(gradient, gradient.parameter, place) for gradient, place in self.places.items()]
+        self._parameters = [gradient.parameter for gradient in gradients]
         self.large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
         self.small = [(index, *home) for index, home in enumerate(self.homes) if home[0] not in self.large]
         self._storage = self.flat.untyped_storage()
@@ -83,10 +86,9 @@ class _Memory:
     @property
     def outdated(self) -> bool:
         """Whether parameters have become others, as by ``model.to()``, which also moves each ``.grad`` elsewhere."""
-        dtype = self.flat.dtype
-        if any(parameter.dtype is not dtype for _, parameter, _ in self.homes):
+        if {*map(_DTYPE, self._parameters)} != {self.flat.dtype}:
             return True
-        return self.homes[0][1].device != self.flat.device or self._found_at() != self._addresses
+        return self._parameters[0].device != self.flat.device or self._found_at() != self._addresses
 
     @property
     def unused(self) -> bool:
@@ -433,17 +435,17 @@ class Bucket:
         self.underway.fail(error, self)
 
 
-def _shaped(room: torch.Tensor, parameter: torch.Tensor, *, in_rows: bool) -> torch.Tensor:
+def _shaped(room: torch.Tensor, parameter: torch.Tensor, *, row_major: bool) -> torch.Tensor:
     """Views room as a gradient, laid out as its parameter where that is dense, which autograd and optimizers like.
 
-    Unless ranks differ in that: then all of them lay it out row by row.
+    Where ranks differ in that, all of them lay it out ``row_major``.
     """
-    strides, size = None if in_rows else strides_of(parameter), parameter.shape
+    strides, size = None if row_major else strides_of(parameter), parameter.shape
     return room[: parameter.numel()].view(size) if strides is None else room.as_strided(size, strides)
 
 
 def strides_of(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a parameter that is dense, but does not lie row by row; None for all others."""
+    """The strides of a parameter that is dense, but not row-major, such as a transposed one; None for all others."""
     if parameter.is_contiguous():
         return None
     size, strides = parameter.shape, parameter.stride()

@@ -19,7 +19,7 @@ from coordd_torch.gradient import Gradient
 from coordd_torch.tuning import OVERLAP, Tuning, first_settings
 from coordd_torch.underway import Underway
 
-__all__ = ["Placement", "in_columns"]
+__all__ = ["Placement", "is_row_major"]
 
 _LAST_BUCKET_BYTES = 1 << 20
 
@@ -48,8 +48,8 @@ class Placement:
         self._buckets: list[Bucket] = []
         self._loose: list[Gradient] = []
         self._moving: list[Gradient] = []
-        self.in_rows = False
-        """Whether gradients lie in buckets row by row, because the ranks' parameters do not lie in one way."""
+        self.row_major = False
+        """Whether all gradients are row-major in buckets, because the ranks' parameters have different strides."""
 
     def _gradients(self) -> Iterator[Gradient]:
         yield from self._loose
@@ -103,14 +103,14 @@ class Placement:
             self._tuning = Tuning(daemon.config, daemon.world, requests, self._settings)
 
     def _compare_layouts(self, moving: Sequence[Gradient]) -> None:
-        """Finds out whether parameters lie in memory in one way on all ranks; in buckets numbers are added as they lie.
+        """Finds out whether parameters have the same strides on all ranks: buckets are added number by number.
 
-        All ranks call it if gradients of a parameter of any of them lie `in_columns`.
+        All ranks call it if a gradient of any of them is not `is_row_major`.
         """
         texts = sorted(f"{gradient.name} {strides_of(gradient.parameter)}" for gradient in moving)
         number = int.from_bytes(blake2b(repr(texts).encode(), digest_size=7).digest())
         largest, negated = self.channel.agree(np.array([number, -number], np.int64), "layouts", ReduceOp.MAX)
-        self.in_rows |= bool(largest != -negated)
+        self.row_major |= bool(largest != -negated)
 
     def _settle_in(self, gradients: Sequence[Gradient]) -> None:
         """Makes buckets for gradients, as the settings want them."""
@@ -135,7 +135,7 @@ class Placement:
             bucket.retire()
         self._buckets, self._moving, self._tuning, self._change = [], [], None, None
         self._settings = self._first_settings
-        self.open_buckets, self.in_rows = 0, False
+        self.open_buckets, self.row_major = 0, False
 
     def _rearrange(self, settings: Settings) -> None:
         """Carries a choice of autotune out, between two steps."""
@@ -149,6 +149,6 @@ class Placement:
         self._settle_in(gradients)
 
 
-def in_columns(gradient: Gradient) -> bool:
-    """Whether a gradient would lie in a bucket in another way than row by row."""
-    return strides_of(gradient.parameter) is not None
+def is_row_major(gradient: Gradient) -> bool:
+    """Whether a gradient would be row-major in a bucket anyway."""
+    return strides_of(gradient.parameter) is None

@@ -32,7 +32,7 @@ from coordd_torch.channel import Channel
 from coordd_torch.consistency import Consistency
 from coordd_torch.finiteness import Finiteness
 from coordd_torch.gradient import Gradient, nested, release
-from coordd_torch.placement import Placement, in_columns
+from coordd_torch.placement import Placement, is_row_major
 from coordd_torch.underway import Told
 
 __all__ = ["Reducer"]
@@ -492,7 +492,7 @@ class Reducer(Placement):
 
     def _question(self, *, more: bool = False, discard: bool = False, moving: Iterable[Gradient] = ()) -> Handle[Any]:
         """Starts to ask all ranks at the end of a round, and tells them the same of this one."""
-        flags = np.array([more, self._wants_again, discard, True, any(map(in_columns, moving))], np.float64)
+        flags = np.array([more, self._wants_again, discard, True, not all(map(is_row_major, moving))], np.float64)
         return self.channel.ask(flags, "another backward pass", ReduceOp.SUM)
 
     def _ask(self, *, more: bool, moving: list[Gradient]) -> tuple[bool, bool]:
@@ -502,7 +502,7 @@ class Reducer(Placement):
             DiscardedStepError: a rank has abandoned the step.
         """
         try:
-            others_more, again, discard, present, columns = self._question(more=more, moving=moving).result().tolist()
+            others_more, again, discard, present, strided = self._question(more=more, moving=moving).result().tolist()
         except MismatchError as error:
             self.abandon(f"could not end its step: {brief(error)}")
             raise
@@ -511,7 +511,7 @@ class Reducer(Placement):
         if again and self.channel.op is ReduceOp.AVERAGE and present < self.channel.members:
             self._repeated = bool(self._wants_again)
             self._discard()
-        if columns:
+        if strided:
             self._compare_layouts(moving)
         return not others_more, bool(again)
 

@@ -1,9 +1,9 @@
 """Keeps `torch.compile` out of coordd: where compiled code calls it, or autograd a hook of it, it runs as it is.
 
-`torch.compiler.disable` does that for one function, but needs all of the compiler, whose import takes seconds. So each
-function gets what that sets: a mark, by which the compiler does not trace into it from a caller, and a strategy of its
-code object, by which neither it nor what it calls is compiled when it is run. A compiled function that coordd calls,
-such as a closure of the user's, stays one.
+`torch.compiler.disable` does that for one function, but it imports the compiler, which takes seconds. So each function
+gets what `disable` sets: a mark, by which the compiler does not trace into it from a caller, and a strategy of its code
+object, by which neither it nor what it calls is compiled when it is run. A compiled function that coordd calls, such as
+a closure of the user's, stays compiled.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def keep_uncompiled() -> None:
 
 
 def _modules() -> list[types.ModuleType]:
-    return [
-        module for name, module in sys.modules.items() if name.partition(".")[0] in _PACKAGES and module is not None
-    ]
+    return [module for name, module in sys.modules.items() if name.partition(".")[0] in _PACKAGES]
 
 
 def _functions(names: Any) -> Iterator[types.FunctionType]:
@@ -50,9 +48,14 @@ def _functions(names: Any) -> Iterator[types.FunctionType]:
             continue
         parts = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
         for part in parts:
-            while isinstance(part, types.FunctionType) and _is_ours(part):
-                yield part
-                part = getattr(part, "__wrapped__", None)  # noqa: PLW2901 - one after the other
+            yield from _unwrapped(part)
+
+
+def _unwrapped(value: Any) -> Iterator[types.FunctionType]:
+    """Lists a function, the one that it wraps, and so on."""
+    while isinstance(value, types.FunctionType) and _is_ours(value):
+        yield value
+        value = getattr(value, "__wrapped__", None)
 
 
 def _is_ours(value: Any) -> bool:

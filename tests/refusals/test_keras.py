@@ -1,4 +1,4 @@
-"""Whatever one rank refuses in a call of `coordd.keras` that all ranks make, the others hear."""
+"""Whatever one rank refuses in a call of `coordd.keras` or `coordd.tensorflow` that all make, the other ranks hear."""
 
 from __future__ import annotations
 
@@ -35,6 +35,32 @@ def pipeline(_):
     return cd.Pipeline(model, cd.Config(microbatches=2), optimizer="sgd", loss="mse")
 
 
+def partial_optimizer(_):
+    import keras
+
+    import coordd.keras as cd
+
+    layer = keras.layers.Dense(2)
+    layer.build((None, 2))
+    return cd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=layer)
+
+
+def keras_variables(_):
+    import keras
+
+    import coordd.keras as cd
+
+    cd.broadcast_variables([keras.Variable([1.0, 2.0], name="one"), keras.Variable([[3.0]], name="other")], 0)
+
+
+def variables(_):
+    import tensorflow as tf
+
+    import coordd.tensorflow as cd
+
+    cd.broadcast_variables([tf.Variable([1.0, 2.0]), tf.Variable([[3.0]])], 0)
+
+
 def of_pipeline(call, *, first=False):
     """Makes a pipeline, which has seen a batch already unless the call is to be the ``first``, and what to call."""
 
@@ -61,7 +87,13 @@ METHODS = {
     "predict": of_pipeline(lambda pipe, rows, _: pipe.predict(rows)),
 }
 TWO = partial(local_ranks, 2, stall_check=False)
-CALLS = {"optimizer": optimizer, "pipeline": pipeline}
+CALLS = {
+    "optimizer": optimizer,
+    "partial optimizer": partial_optimizer,
+    "pipeline": pipeline,
+    "variables of Keras": keras_variables,
+    "variables of TensorFlow": variables,
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

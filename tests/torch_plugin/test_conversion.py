@@ -105,8 +105,8 @@ COMPRESSIONS = {
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("by", COMPRESSIONS)
 @pytest.mark.parametrize("how", LAYOUTS)
-def test_parameters_may_lie_in_memory_in_another_way_on_each_rank(how, by, after):
-    """In buckets numbers are added as they lie, so all ranks lay them out alike."""
+def test_parameters_may_have_other_strides_on_each_rank(how, by, after):
+    """Buckets are added number by number, so gradients have the same strides there on all ranks."""
 
     def body(converted):
         def run(rank):
@@ -122,7 +122,7 @@ def test_parameters_may_lie_in_memory_in_another_way_on_each_rank(how, by, after
         return run
 
     wanted, _ = each_rank(2, body(()))
-    # Products of matrices in columns differ in their last digits, by which 16 bits or a choice may round otherwise.
+    # Products of transposed matrices differ in their last digits, and 16 bits may be rounded the other way for that.
     tolerance = 1e-5 if by == "none" else 2e-4
     for found in each_rank(2, body([0])):
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
