@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ _MECHANISM = ("calls.py", "daemon.py", "inbox.py", "bell.py", "handles.py", "err
 """What tells the others cannot be what fails."""
 _SUBMISSION = ("table.py",)
 """What is reached while an operation is submitted; an error in there ends the job, see `test_broken_off`."""
-_FINALIZERS = ("_give_back", "_free", "_release", "_dropped")
+_FINALIZER = weakref.finalize.__call__.__code__
 """What is called as an object goes away; Python ignores an error in there."""
 _EXIT = calls.CollectiveCall.__exit__.__code__
 _ENTER = calls.CollectiveCall.__enter__.__code__
@@ -74,7 +75,7 @@ class _Tracer:
             self._inside = False
         elif code is _ENTER:
             return self._enter
-        elif _ours(code):
+        elif _ours(code) and not _in_finalizer(frame):
             return self._reach
         return None
 
@@ -108,9 +109,15 @@ def sample(points: int, part: float) -> list[int]:
 def _ours(code: CodeType) -> bool:
     folder, name = os.path.split(code.co_filename)
     whole = folder + os.sep
-    excluded = name in {*_MECHANISM, *_SUBMISSION} or code.co_name in {"__exit__", *_FINALIZERS}
-    excluded = excluded or code.co_name[0] == "<"
+    excluded = name in {*_MECHANISM, *_SUBMISSION} or code.co_name == "__exit__" or code.co_name[0] == "<"
     return not excluded and any(each + os.sep in whole for each in _FOLDERS)
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    """Says whether an object's finalizer has called this, directly or not."""
+    while frame is not None and frame.f_code is not _FINALIZER:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _failing(call: Call, rank: int, tracer: _Tracer) -> BaseException | None:
