@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,16 @@ from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
 from coordd.table import Site, show_site
 
-__all__ = ["error_of", "given_up", "of_step", "past_deadlocks", "reduced_already", "tell"]
+__all__ = [
+    "discarded",
+    "error_of",
+    "given_up",
+    "is_discarded",
+    "of_step",
+    "past_deadlocks",
+    "reduced_already",
+    "tell",
+]
 
 _LONGEST = 500
 
@@ -37,10 +46,22 @@ def tell(operations: Operations, name: str, reason: str, process_set: ProcessSet
     return handle
 
 
-def error_of(handle: Handle[Any]) -> DiscardedStepError:
+def error_of(handle: Handle[Any], optimizer: str = "") -> DiscardedStepError:
     """Waits for what all ranks have told, and makes the error of it."""
     lines = map(json.loads, bytes(handle.result()).decode("ascii").splitlines())
-    return DiscardedStepError([(rank, reason) for rank, reason in lines if reason])
+    return discarded([(rank, reason) for rank, reason in lines if reason], optimizer)
+
+
+def discarded(reasons: Sequence[tuple[int, str]], optimizer: str) -> DiscardedStepError:
+    """Makes the error of a step of one of several optimizers."""
+    error = DiscardedStepError(reasons)
+    error.optimizer = optimizer
+    return error
+
+
+def is_discarded(error: BaseException | None, optimizer: str) -> bool:
+    """Whether an error says that a step of this optimizer was discarded; another one's may have to be discarded yet."""
+    return isinstance(error, DiscardedStepError) and error.optimizer == optimizer
 
 
 def given_up(site: Site, error: BaseException | None) -> str:

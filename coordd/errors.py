@@ -197,7 +197,10 @@ class DiscardedStepError(CoorddError):
 
     Attributes:
         ranks: those on which the cause lies.
+        optimizer: the prefix of the optimizer's names whose step it is, where there may be several.
     """
+
+    optimizer = ""
 
     def __init__(self, reasons: Sequence[tuple[int, str]]) -> None:
         """Composes the text.

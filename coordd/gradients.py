@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from coordd.discarding import error_of, tell
 from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, NonFiniteError
 from coordd.grouping import Grouping
 from coordd.handles import Handle, wait_all
-from coordd.inventory import Inventory
+from coordd.inventory import Inventory, not_on_all
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
@@ -286,12 +286,16 @@ class Gradients:
             if sends and not self._lost:
                 bucket.submit()
 
-    def wait(self) -> Reduced:
+    def wait(self, absent: Collection[int] = ()) -> Reduced:
         """Returns the reduced gradients when they are there.
+
+        Args:
+            absent: the parameters for which this rank has no gradient, and cannot use that of other ranks.
 
         Raises:
             DiscardedStepError: a rank has not completed this step.
-            MismatchError, PeerError, ShutdownError: see `coordd.errors`.
+            MismatchError: on all ranks: some have a gradient that is absent on others.
+            PeerError, ShutdownError: see `coordd.errors`.
         """
         if self._told is not None:
             self._end_abandoned()
@@ -304,13 +308,15 @@ class Gradients:
             different = self._consistency.different()
             for bucket in self._buckets:
                 if not self._lost:
-                    bucket.close()
+                    bucket.close(absent)
             wait_all([bucket.handle for bucket in self._buckets if bucket.handle is not None])
             if different is not None:  # raised now, for ranks that have begun more of the step than others must end it
                 raise different
             if any(bucket.discarded for bucket in self._buckets):
                 told, self._told = self._told or self._tell(""), None
                 raise error_of(told)
+            if names := [name for bucket in self._buckets for name in bucket.unusable()]:
+                raise not_on_all(names)
             return Reduced([(bucket, bucket.lend()) for bucket in self._buckets])
         finally:
             self._reset()
@@ -397,11 +403,6 @@ class Reduced:
         bucket, flat = self._home[index]
         return bucket.view(flat, index) if bucket.marked(flat, index) else None
 
-    def has(self, index: int) -> bool:
-        """Whether any rank had one."""
-        bucket, flat = self._home[index]
-        return bucket.marked(flat, index)
-
     def packed(self, bucket: int) -> np.ndarray:
         """The small ones of a bucket, in the order of `Gradients.packed`, one behind the other; those of nobody too."""
         found, flat = self._buckets[bucket]
@@ -423,9 +424,10 @@ class _Place:
 
 
 class _Bucket:
-    """Gradients of one type, one behind the other, and behind them their marks.
+    """Gradients of one type, one behind the other, and behind them what the ranks say of each.
 
-    Each large one begins at a multiple of 64 bytes, the small ones follow them without gaps.
+    A mark is 1 from a rank that has the gradient; another number is 1 from a rank that has none and cannot use that of
+    others. Each large one begins at a multiple of 64 bytes, the small ones follow them without gaps.
     """
 
     def __init__(self, operations: Operations, name: str, places: Sequence[_Place], choices: Choices) -> None:
@@ -441,7 +443,7 @@ class _Bucket:
         sizes += [place.parameter.size for place in self.places[len(large) :]]
         starts = [0, *itertools.accumulate(sizes)]
         self._marks = starts[-1]
-        self._count = self._marks + len(places) + 1
+        self._count = self._marks + 2 * len(places) + 1
         self._small = starts[len(large)]
         self._spots = {
             place.index: _Spot(start, start + place.parameter.size, place.parameter.shape, self._marks + slot)
@@ -506,16 +508,24 @@ class _Bucket:
             self._missing -= 1
             return not self._missing
 
-    def close(self) -> None:
-        """Starts, with zeros for what is missing; does nothing if it has started."""
+    def close(self, absent: Collection[int] = ()) -> None:
+        """Starts, with zeros for what is missing and whether it is ``absent``; does nothing if it has started."""
         if self.handle is not None:
             return
         if self._block is None:
             self._open()
-        for spot in self._spots.values():
+        for index, spot in self._spots.items():
             if not self._flat[spot.mark]:
                 self._flat[spot.start : spot.stop] = 0
+                self._flat[spot.mark + len(self.places)] = index in absent
         self.submit()
+
+    def unusable(self) -> list[str]:
+        """Names the gradients that have arrived and cannot be used by all ranks."""
+        marks, lacks = self._flat[self._marks : -1].reshape(2, -1)
+        return [
+            place.parameter.name for place, mark, lack in zip(self.places, marks, lacks, strict=True) if mark and lack
+        ]
 
     def lend(self) -> np.ndarray:
         """Hands over what has been reduced; the memory is used again when the array and all views of it are gone."""

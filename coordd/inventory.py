@@ -17,7 +17,7 @@ from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
 
-__all__ = ["MARK", "Everybody", "Inventory", "NearlyEqual", "different_values"]
+__all__ = ["MARK", "Everybody", "Inventory", "NearlyEqual", "different_values", "not_on_all"]
 
 MARK = " has the checksum "
 """Between the name of a parameter and the checksum of its values, in a line."""
@@ -163,6 +163,15 @@ def different_values(everybody: Everybody, advice: str) -> str:
                 name, checksum, _ = line.partition(MARK)
                 found[name if checksum else f"{line} on rank {rank}"] = None
     return _values_differ([*found], advice)
+
+
+def not_on_all(names: Sequence[str]) -> MismatchError:
+    """Says of which parameters only some ranks have gradients, where the others cannot use them."""
+    text = (
+        f"some ranks have gradients for {', '.join(names)}, and others have none, and cannot use theirs: let all ranks "
+        "compute the same function, or add what is missing as zero times the variable"
+    )
+    return MismatchError.told(names[0], "gradients", text)
 
 
 def _values_differ(names: Sequence[str], advice: str) -> str:

@@ -113,7 +113,7 @@ class TorchReduction:
         if not self._begun:
             self._at_hand(self._variables)
             self._begun = True
-            BackwardPass(self._end_of_backward, self._backward_failed)
+            BackwardPass(self._end_of_backward, self._backward_failed, order=self._prefix)
         try:
             self._put(index, parameter.grad)
         except BaseException:

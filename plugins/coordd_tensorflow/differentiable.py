@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import tensorflow as tf
 from coordd.differentiable import Differentiable
 from coordd_tensorflow.graph import call
 
-__all__ = ["differentiable"]
+__all__ = ["derived", "differentiable"]
 
 
 def differentiable(
@@ -53,3 +53,22 @@ def differentiable(
 
     found: list[tf.Tensor] = list(run(*tensors))
     return found[:-1], found[-1]
+
+
+def derived(
+    own: Sequence[tf.Tensor], reduced: Sequence[tf.Tensor], reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]]
+) -> list[tf.Tensor]:
+    """Makes what was reduced depend on what this rank gave, for a tape that records outside, as for second derivatives.
+
+    Args:
+        own: what it gave.
+        reduced: what came back, in the same order.
+        reduce: reduces gradients of the latter in the same manner; all ranks call it.
+    """
+
+    @tf.custom_gradient
+    def run(*values: tf.Tensor) -> tuple[Any, Any]:
+        return list(reduced), lambda *upstream: reduce([tf.convert_to_tensor(each) for each in upstream])
+
+    found: list[tf.Tensor] = list(run(*own))
+    return found

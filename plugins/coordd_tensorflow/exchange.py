@@ -17,12 +17,13 @@ import tensorflow as tf
 from coordd import api
 from coordd.consistency import Reading, Settings
 from coordd.dtypes import dtype_of
-from coordd.errors import ArgumentError, MismatchError, brief
+from coordd.errors import ArgumentError, brief
 from coordd.gradients import Choices, Gradients, Parameter
 from coordd.grouping import Grouping
 from coordd.operations import Operations
+from coordd_tensorflow.differentiable import derived
 from coordd_tensorflow.graph import call, place_in_graph
-from coordd_tensorflow.operations import allreduce
+from coordd_tensorflow.operations import allreduce, grouped_allreduce
 from coordd_tensorflow.unfinished import UNFINISHED
 from coordd_tensorflow.values import READING, UNREADABLE
 
@@ -116,6 +117,8 @@ class Exchange:
         # Dense ones first: their ranks compare which variables have dense gradients, and hear of it where they differ.
         for index, gradient in zip(dense, way.reduce(settings), strict=True):
             found[index] = gradient
+        if settings is None:  # an optimizer uses its gradients itself, where no tape looks
+            self._derive(gradients, found, dense)
         for index in sparse:
             found[index] = allreduce(
                 gradients[index],
@@ -124,6 +127,21 @@ class Exchange:
                 process_set=self._choices.process_set,
             )
         return found
+
+    def _derive(self, own: Sequence[Gradient], found: list[Gradient], dense: Sequence[int]) -> None:
+        """Lets a tape around this one go through the reduction of dense gradients."""
+        places = [index for index in dense if found[index] is not None and found[index].dtype.is_floating]
+        if not places:
+            return
+        values = [tf.convert_to_tensor(own[index]) for index in places]
+        for index, value in zip(places, derived(values, [found[at] for at in places], self._again), strict=True):
+            found[index] = value
+
+    def _again(self, upstream: list[tf.Tensor]) -> list[tf.Tensor]:
+        reduced: list[tf.Tensor] = grouped_allreduce(
+            upstream, op=self._choices.op, process_set=self._choices.process_set
+        )
+        return reduced
 
 
 class _Way:
@@ -191,11 +209,9 @@ class _Way:
         def wait(*given: np.ndarray) -> list[np.ndarray]:
             gradients = self.gradients
             UNFINISHED.end(gradients)
-            found = gradients.wait()
+            found = gradients.wait(absent)
             if settings is not None:
                 gradients.note(lambda: settings.read(given[count] if given[count:] else None))
-            if only := [self._parameters[index].name for index in absent if found.has(index)]:
-                raise MismatchError.told(only[0], "gradients", _elsewhere(only))
             arrays = [*map(found.packed, packed), *map(found.__getitem__, large)]
             return [array for array in arrays if array is not None]
 
@@ -303,10 +319,3 @@ def _known(name: str, shape: Any) -> tuple[int, ...]:
         text = f"the shape of {name!r} is {found}: gradients of a shape that is known only later cannot share a bucket"
         raise ArgumentError(text)
     return found
-
-
-def _elsewhere(names: Sequence[str]) -> str:
-    return (
-        f"other ranks have gradients for {', '.join(names)}, and this one has none: let all ranks compute the same "
-        "function, or add what is missing as zero times the variable"
-    )

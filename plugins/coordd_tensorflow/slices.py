@@ -45,6 +45,7 @@ def join_slices(slices: tf.IndexedSlices, name: str | None, op: ReduceOp, proces
     joining = _Joining(api.source(), [name], process_set, op=op)
     (values,), kept = differentiable(joining, [slices.values], [slices.indices])
     indices = tf.cast(kept[2:], slices.indices.dtype)
+    indices.set_shape([None])  # which Keras's optimizers ask for in a graph
     members = process_set.count(api.size())
     if op is ReduceOp.AVERAGE and members != 1:
         values = values / tf.cast(members, values.dtype)  # integers become floats, as in Horovod

@@ -30,7 +30,7 @@ class Accumulated:
         """Sees what these are: their tensors, how often those were changed, and their largest values."""
         self._seen = []
         for gradient in gradients:
-            gradient.observe()
+            gradient.remember()
             self._seen.append((gradient, gradient.largest()))
 
     def forget(self) -> None:

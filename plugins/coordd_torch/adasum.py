@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from coordd import api
-from coordd.discarding import error_of, given_up, of_step, tell
+from coordd.discarding import error_of, given_up, is_discarded, of_step, tell
 from coordd.errors import ArgumentError, DiscardedStepError, brief
 from coordd.handles import Handle, call_site
 from coordd.messages import ReduceOp
@@ -72,7 +72,7 @@ class AdasumStep:
         """Discards the present step on all ranks. See `Reducer.discard_step`."""
         error = sys.exception()
         answered, self._answered = self._answered, True
-        if isinstance(error, DiscardedStepError) or (
+        if is_discarded(error, self._prefix) or (
             self._discarded is not None and not answered and (error is None or of_step(error))
         ):
             return
@@ -147,7 +147,7 @@ class AdasumStep:
         infinite, discard = self._ask(np.array([0.0 if found is None else found.item(), 0.0])).result().tolist()
         self._counted = False
         if discard:
-            self._discarded, self._answered = error_of(self._tell("")), False
+            self._discarded, self._answered = error_of(self._tell(""), self._prefix), False
             for _, parameter in self._named:
                 parameter.grad = None
             raise self._discarded.with_traceback(None)

@@ -17,8 +17,8 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ import torch
 from coordd.errors import CoorddError
 from coordd.table import Entry
 from coordd_torch.courier import Courier
+from coordd_torch.references import are_referenced, write
 from coordd_torch.tensors import view
 from coordd_torch.tuning import SIGNALS
 
@@ -43,6 +44,8 @@ Smaller ones are copied together, when the last of their bucket is there."""
 _FLAGS = 2
 _NOTHING = np.empty(0, np.uint8)
 _DTYPE = operator.attrgetter("dtype")
+_ADDRESS = torch.Tensor.data_ptr
+_VERSION = operator.attrgetter("_version")
 
 
 class _Memory:
@@ -69,26 +72,59 @@ class _Memory:
         self.places = dict(zip(gradients, self.order, strict=True))
         self.homes = [(gradient, gradient.parameter, place) for gradient, place in self.places.items()]
         self._parameters = [gradient.parameter for gradient in gradients]
+        self._starts = dict(zip(gradients, [0, *stops], strict=False))
+        self._row_major = reducer.row_major
         self.large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
         self.small = [(index, *home) for index, home in enumerate(self.homes) if home[0] not in self.large]
         self._storage = self.flat.untyped_storage()
         self._unused = self._users()
-        self._addresses = self._found_at()
+        self._addresses = dict(zip(gradients, map(_ADDRESS, self.order), strict=True))
+        self.versions: list[int] = list(map(_VERSION, self.order))
 
     def _users(self) -> tuple[int, list[int]]:
         """Counts the tensors and arrays that share the memory, and the references to each gradient."""
         found = torch._C._storage_Use_Count(self._storage._cdata)  # noqa: SLF001 - no public way
         return found, list(map(sys.getrefcount, self.order))
 
-    def _found_at(self) -> list[int]:
-        return [self.flat.data_ptr(), *map(torch.Tensor.data_ptr, self.order)]
-
     @property
     def outdated(self) -> bool:
         """Whether parameters have become others, as by ``model.to()``, which also moves each ``.grad`` elsewhere."""
         if {*map(_DTYPE, self._parameters)} != {self.flat.dtype}:
             return True
-        return self._parameters[0].device != self.flat.device or self._found_at() != self._addresses
+        return self._parameters[0].device != self.flat.device or self._moved(self.places)
+
+    def rooms(self, gradients: Sequence[Gradient]) -> list[torch.Tensor]:
+        """Returns the places of gradients; where the script has moved one, another view of its memory.
+
+        That is what ``parameter.grad.data = ...`` does.
+        """
+        places = [self.places[gradient] for gradient in gradients]
+        return [self._room(gradient) for gradient in gradients] if self._moved(gradients) else places
+
+    def _moved(self, gradients: Collection[Gradient]) -> bool:
+        places, addresses = map(self.places.__getitem__, gradients), map(self._addresses.__getitem__, gradients)
+        return any(map(operator.ne, map(_ADDRESS, places), addresses))
+
+    def _room(self, gradient: Gradient) -> torch.Tensor:
+        place, start, parameter = self.places[gradient], self._starts[gradient], gradient.parameter
+        room = _shaped(self.flat[start:], parameter, row_major=self._row_major)
+        return place if place.data_ptr() == room.data_ptr() else room
+
+    def remember(self, former: _Memory | None = None) -> None:
+        """Sees how often each place has been changed in place.
+
+        Args:
+            former: whose gradients have come here in the middle of a step; what was changed there still is.
+        """
+        versions: list[int] = list(map(_VERSION, self.order))
+        if former is not None:
+            pairs = zip(versions, former.versions, map(_VERSION, former.order), strict=True)
+            versions = [version if then == now else -1 for version, then, now in pairs]
+        self.versions = versions
+
+    def version(self, gradient: Gradient) -> int:
+        """Returns how often the place of a gradient had been changed in place when that was last seen."""
+        return self.versions[list(self.places).index(gradient)]
 
     @property
     def unused(self) -> bool:
@@ -101,15 +137,30 @@ class _Memory:
 
         While ``.grad`` still is the gradient, autograd adds to it in place, as the user expects.
         """
-        users = self._users()
-        if users == self._unused:
+        if self.unused:
             return False
+        pairs = zip(self.homes, self._referenced(), strict=True)
+        return any(referenced and parameter.grad is not place for (_, parameter, place), referenced in pairs)
+
+    def _referenced(self) -> list[bool]:
+        """Says of each gradient whether the user refers to it, or may refer to its memory."""
+        users = self._users()
         views = users[0] != self._unused[0]
-        pairs = zip(self.homes, users[1], self._unused[1], strict=True)
-        kept = [
-            parameter.grad is not place and (views or found > usual) for (_, parameter, place), found, usual in pairs
-        ]
-        return any(kept)
+        return [views or found > usual for found, usual in zip(users[1], self._unused[1], strict=True)]
+
+    def leave(self, home: Callable[[Gradient, torch.Tensor], torch.Tensor]) -> None:
+        """Gives every ``.grad`` that lies here another home, but for those to which the user refers.
+
+        Args:
+            home: makes it, with the same values.
+        """
+        referenced = self._referenced()
+        with torch.no_grad():
+            for (gradient, parameter, place), stays in zip(self.homes, referenced, strict=True):
+                if parameter.grad is place:
+                    if not stays:
+                        parameter.grad = home(gradient, place)
+                    gradient.remember()
 
 
 class Bucket:
@@ -135,6 +186,8 @@ class Bucket:
         self._spare: _Memory | None = None
         self._adopt(self._memory)
         self._absent: list[tuple[int, Gradient, torch.Tensor | None]] = []
+        self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Gradients that stay where they are because the user refers to them, and where they are reduced."""
         self._missing = len(gradients)
         self._entry: Entry | None = None
         self._dtype: np.dtype[Any] | None = None
@@ -146,7 +199,7 @@ class Bucket:
             names = [gradient.name for gradient in gradients]
             memory = self._memory
             self._courier = Courier(
-                reducer.underway, name, memory.flat, values, names, homes=memory.order, land=self._look
+                reducer.underway, name, memory.flat, values, names, places=memory.order, land=self._look
             )
         for gradient in gradients:
             gradient.bucket = self
@@ -171,11 +224,9 @@ class Bucket:
         self._adopt(spare)
         self._spare = old
         if self._courier is not None:
-            self._courier.move(self._memory.flat, self._memory.order)
-        with torch.no_grad():
-            for gradient, parameter, place in old.homes:
-                if parameter.grad is place:
-                    parameter.grad = self._places[gradient].copy_(place)
+            self._courier.move(self._memory.flat)
+        old.leave(lambda gradient, place: self._places[gradient].copy_(place))
+        self._memory.remember(old)
 
     def __iter__(self) -> Iterator[Gradient]:
         return iter(self._gradients)
@@ -204,6 +255,10 @@ class Bucket:
         """Says whether this is the gradient's place."""
         return value is self._places[gradient]
 
+    def version(self, gradient: Gradient) -> int:
+        """Returns how often the gradient's place had been changed in place when the last step ended."""
+        return self._memory.version(gradient)
+
     def take(self, gradient: Gradient) -> None:
         """Counts a gradient that is there; starts the reduction with the last one."""
         if gradient in self._large and not self._move(gradient):
@@ -216,45 +271,47 @@ class Bucket:
 
     def _move(self, gradient: Gradient) -> bool:
         """Copies a large gradient to its place; says whether there is one: a hook of the user's may take it away."""
-        value, place = gradient.dense(), self._places[gradient]
-        if value is None:
+        if gradient.dense() is None:
             return False
-        if value is not place:
-            with torch.no_grad():
-                place.copy_(value)
-            gradient.parameter.grad = place
+        self._move_all([gradient])
         return True
 
     def _move_small(self) -> None:
         """Copies the small gradients to their places, all at once."""
-        moving = [
-            (parameter, place, value)
-            for _, _, parameter, place in self._small
-            if (value := parameter.grad) is not None and value.layout is torch.strided
-        ]
-        if self._missing or len(moving) < len(self._small):
-            moving = self._sort_out()
-        if all(value is place for _, place, value in moving):
-            return
-        parameters, places, values = zip(*moving, strict=True)
-        with torch.no_grad():
-            torch._foreach_copy_(places, values)
-        for parameter, place in zip(parameters, places, strict=True):
-            parameter.grad = place
+        if moving := self._sort_out():
+            self._move_all(moving)
 
-    def _sort_out(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Finds the small gradients that are there, where some are not, or not as they should be."""
+    def _sort_out(self) -> Sequence[Gradient]:
+        """Finds the small gradients that are there; usually all are, and as they should be."""
+        values = [parameter.grad for _, _, parameter, _ in self._small]
+        if not self._missing and all(value is not None and value.layout is torch.strided for value in values):
+            return [gradient for _, gradient, _, _ in self._small]
         moving = []
-        for index, gradient, parameter, place in self._small:
+        for index, gradient, _, _ in self._small:
             if not gradient.started:
                 continue
-            value = gradient.dense()
-            if value is None:
+            if gradient.dense() is None:
                 gradient.started = False
                 self._absent.append((index, gradient, self._stand_in(gradient)))
             else:
-                moving.append((parameter, place, value))
+                moving.append(gradient)
         return moving
+
+    def _move_all(self, gradients: Sequence[Gradient]) -> None:
+        """Copies gradients to their places, which become their ``.grad`` unless the user refers to what that is."""
+        rooms = self._memory.rooms(gradients)
+        values = tuple([cast("torch.Tensor", gradient.parameter.grad) for gradient in gradients])
+        if all(map(operator.is_, values, rooms)):
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(rooms, values)
+        referenced = are_referenced(values)
+        for number, (gradient, room) in enumerate(zip(gradients, rooms, strict=True)):
+            if room is self._places[gradient] and not (referenced and referenced[number]):
+                gradient.parameter.grad = room
+            elif (value := values[number]) is not room:
+                self._outside.append((value, room))
+                gradient.remember()
 
     def close(self) -> None:
         """Fills up what this rank has no gradients for, and starts the reduction; does nothing if it has started."""
@@ -274,7 +331,7 @@ class Bucket:
 
     def _stand_in(self, gradient: Gradient) -> torch.Tensor | None:
         """Puts in place of a fresh gradient what the user has kept, and returns it, or zeros."""
-        place, kept = self._places[gradient], gradient.parameter.grad
+        place, kept = self._memory.rooms([gradient])[0], gradient.parameter.grad
         if kept is None or kept.layout is not torch.strided:
             place.zero_()
             return None
@@ -361,15 +418,26 @@ class Bucket:
         if discard or repeat:
             self.refused = bool(discard) or not self._reducer.channel.unanimous(tail[first], repeat)
 
-    def settle(self) -> Iterator[Gradient]:
+    def settle(self) -> None:
+        """Writes what has arrived to the gradients that have stayed where they are."""
+        if self._given:
+            for value, room in self._outside:
+                write(value, room)
+            self._outside.clear()
+
+    def missing(self) -> Iterator[Gradient]:
         """Keeps what others had where this rank had nothing; yields the gradients that no rank has."""
         for index, gradient, saved in self._absent:
-            place = self._places[gradient]
+            place, value = self._memory.rooms([gradient])[0], gradient.parameter.grad
             if self._memory.marks[index] != 0:  # complex numbers know no order
-                gradient.parameter.grad = place
+                if saved is None or value is None or value is place:
+                    gradient.parameter.grad = place
+                else:  # the user may refer to it
+                    write(value, place)
+                    gradient.remember()
                 gradient.started = True
             else:
-                if saved is not None and gradient.parameter.grad is place:
+                if saved is not None and value is place:
                     place.copy_(saved)
                 yield gradient
 
@@ -381,6 +449,7 @@ class Bucket:
     def retire(self) -> None:
         """Lets go of its memory, which its handle towards the daemon would keep until garbage is collected."""
         self._entry = self._courier = None
+        self._memory.leave(lambda _, place: place.clone())
 
     def reopen(self) -> None:
         """Gets ready to be reduced once more in the same step."""
@@ -391,6 +460,7 @@ class Bucket:
         self.open, self._given, self.refused = True, False, False
         self._missing = len(self._gradients)
         self._absent.clear()
+        self._outside.clear()
         for gradient in self._gradients:
             gradient.started = False
 
@@ -403,6 +473,8 @@ class Bucket:
         self.open, self._given, self.refused = True, False, False
         self._missing = len(self._gradients)
         self._absent.clear()
+        self._outside.clear()
+        self._memory.remember()
         for gradient, parameter, place in self._homes:
             gradient.passes = 0
             gradient.started = False
@@ -438,10 +510,11 @@ class Bucket:
 def _shaped(room: torch.Tensor, parameter: torch.Tensor, *, row_major: bool) -> torch.Tensor:
     """Views room as a gradient, laid out as its parameter where that is dense, which autograd and optimizers like.
 
-    Where ranks differ in that, all of them lay it out ``row_major``.
+    Where ranks differ in that, all of them lay it out ``row_major``. It counts its own changes, not those of all room.
     """
     strides, size = None if row_major else strides_of(parameter), parameter.shape
-    return room[: parameter.numel()].view(size) if strides is None else room.as_strided(size, strides)
+    shaped = room[: parameter.numel()].view(size) if strides is None else room.as_strided(size, strides)
+    return shaped.data
 
 
 def strides_of(parameter: torch.Tensor) -> tuple[int, ...] | None:

@@ -35,7 +35,7 @@ class Courier:
         stop: int,
         names: Sequence[str],
         *,
-        homes: tuple[Tensor, ...],
+        places: tuple[Tensor, ...],
         land: Callable[[list[float]], None],
     ) -> None:
         """Takes over what earlier buckets have left to be sent of these gradients.
@@ -46,7 +46,7 @@ class Courier:
             flat: the gradients, and behind them their marks and what else has to arrive as it is.
             stop: where the gradients end.
             names: of the gradients, in the order of the marks.
-            homes: where each of them lies in ``flat``.
+            places: where each of them lies in ``flat``.
             land: gets what travels behind the gradients when it has arrived; on the daemon's thread.
         """
         self.name = name
@@ -56,11 +56,11 @@ class Courier:
         self._compressor = self._channel.compressor
         self._look = land
         self._stop = stop
-        self.move(flat, homes)
+        self.move(flat)
         offset = flat.storage_offset()
         self._layout: dict[str, Place] = {
             name: (int(place.storage_offset() - offset), _shape(place))
-            for name, place in zip(names, homes, strict=True)
+            for name, place in zip(names, places, strict=True)
         }
         self._cargo = self._room()
         self._kept = self._room() if self._compressor.feedback else None
@@ -69,9 +69,9 @@ class Courier:
         if self._kept is not None:
             self._inherit(self._kept)
 
-    def move(self, flat: Tensor, homes: tuple[Tensor, ...]) -> None:
+    def move(self, flat: Tensor) -> None:
         """Takes gradients from other memory from now on, of the same layout."""
-        self._flat, self._homes = flat, homes
+        self._flat = flat
 
     @property
     def _body(self) -> Tensor:
@@ -137,8 +137,8 @@ class Courier:
             self._tail.copy_(tail)
             self._look(tail.tolist())
         if journey.mean is None:
-            for home in self._homes:
-                home.fill_(math.nan)
+            for start, shape in self._layout.values():
+                self._flat[start : start + math.prod(shape)].fill_(math.nan)
             return
         self._body.copy_(journey.mean if factor == 1.0 else journey.mean * factor)
         if self._kept is not None:

@@ -16,6 +16,7 @@ import torch
 from coordd.errors import ArgumentError
 from coordd.messages import Request
 from coordd.table import Entry
+from coordd_torch.references import has_other_users, write
 from coordd_torch.scattered import Scattered
 from coordd_torch.tensors import check_dense, view
 
@@ -42,6 +43,8 @@ class Gradient:
         self._known: weakref.ref[torch.Tensor] | None = None
         self._version = 0
         self._own: torch.Tensor | None = None
+        self._is_new = False
+        """Whether autograd has made ``.grad`` in the last pass; then it may lie where other gradients lie."""
         self._travelling: torch.Tensor | None = None
         self._entry: Entry | None = None
         self._dtype: np.dtype[Any] | None = None
@@ -101,7 +104,17 @@ class Gradient:
     @property
     def given(self) -> bool:
         """Whether there is something to reduce: of a backward pass, or set by hand since the last step."""
-        return self.passes > 0 or (self.parameter.grad is not None and self.changed)
+        return self.passes > 0 or (self.parameter.grad is not None and (self.changed or self._rewritten))
+
+    @property
+    def _rewritten(self) -> bool:
+        """Whether ``.grad`` was changed in place since the last step, but by more than `zero_grad`."""
+        value = self.parameter.grad
+        if value is None or value.layout is not torch.strided:
+            return False
+        at_home = self.bucket is not None and self.bucket.holds(self, value)
+        version = self.bucket.version(self) if self.bucket is not None and at_home else self._version
+        return value._version != version and bool(value.detach().any())  # noqa: SLF001 - there is no public way
 
     @property
     def changed(self) -> bool:
@@ -136,12 +149,6 @@ class Gradient:
             found: torch.Tensor = torch.linalg.vector_norm(value, torch.inf)
             return found
 
-    def observe(self) -> None:
-        """Sees what ``.grad`` is, and how often it has been changed."""
-        self.remember()
-        value = self.parameter.grad
-        self._version = 0 if value is None else value._version  # noqa: SLF001 - there is no public way
-
     def leave_bucket(self) -> None:
         """Goes on alone; what lies at its place stays there."""
         value = self.parameter.grad
@@ -150,9 +157,10 @@ class Gradient:
         self.bucket = None
 
     def remember(self) -> None:
-        """Sees which tensor ``.grad`` is."""
+        """Sees which tensor ``.grad`` is, and how often it has been changed in place."""
         value = self.parameter.grad
         self._known = None if value is None else weakref.ref(value)
+        self._version = 0 if value is None else value._version  # noqa: SLF001 - there is no public way
 
     def submit(self) -> None:
         """Starts the reduction of what has been accumulated, or tells its bucket."""
@@ -175,6 +183,7 @@ class Gradient:
         else:
             self._own = gradient
             self.remember()
+            self._is_new = self._version == 0
             # A copy travels, for autograd may still read this memory on behalf of another branch.
             self._start(gradient.detach().resolve_conj().resolve_neg().clone(), filler=False)
 
@@ -202,14 +211,14 @@ class Gradient:
             self.parameter.grad = value.to_sparse(self._sparse_dim)
             self.remember()
 
-    def _scatter(self, value: torch.Tensor | None) -> None:
-        """Takes part with a sparse gradient, or without one where others may have it."""
+    def _scatter(self, value: torch.Tensor | None, *, filler: bool = False) -> None:
+        """Takes part with a sparse gradient, or with what the user has kept or nothing where others may have one."""
         if self.scattered is None and value is not None:
             self.scattered = Scattered(self.reducer.underway, self.name, value)
         assert self.scattered is not None  # noqa: S101 - for the type checker
         self.started = True
         self.remember()
-        self.scattered.start(value)
+        self.scattered.start(value, filler=filler)
 
     def forget(self) -> None:
         """Forgets passes that were given up; what a new one has put in the place of a cleared gradient stays."""
@@ -225,13 +234,14 @@ class Gradient:
         Args:
             kept: whether ``.grad`` is of this step.
         """
-        if self.scattered is not None:
-            self._scatter(None)
-            return
         value = self.parameter.grad
+        if self.scattered is not None:
+            self._scatter(value if kept and value is not None and value.is_sparse else None, filler=True)
+            return
         if not kept or value is None or value.layout is not torch.strided:
             value = torch.zeros_like(self.parameter, requires_grad=False)
         else:
+            self._own, self._is_new = value, False
             value = value.detach().resolve_conj().resolve_neg().clone()
         self._start(value, filler=True)
 
@@ -244,14 +254,19 @@ class Gradient:
         value, self._travelling = self._travelling, None
         if value is None or not self.started:
             return
-        if own is not None and self.bucket is not None and self.bucket.holds(self, own):
-            with torch.no_grad():
-                own.copy_(value)  # the bucket's place must stay where it is
+        if own is not None and self._stays(own):
+            write(own, value)
         elif own is not None:
             own.data = value
         else:
             self.parameter.grad = value
             self.remember()
+
+    def _stays(self, own: torch.Tensor) -> bool:
+        """Whether ``.grad`` must stay where it is in memory: at its bucket's place, or where the user refers to it."""
+        if self.bucket is not None and self.bucket.holds(self, own):
+            return True
+        return not self._is_new and has_other_users(own)
 
     def _settle_scattered(self, value: torch.Tensor | None) -> None:
         if value is None:

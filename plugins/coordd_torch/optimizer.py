@@ -519,12 +519,13 @@ def _beside(
 
 def _late(optimizer: torch.optim.Optimizer, reducer: Reducer) -> list[tuple[str, torch.Tensor]]:
     """Finds the parameters that were added or thawed after the optimizer was made distributed."""
-    return [
+    late = [
         (f"param.{index}.{place}", parameter)
         for index, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
         if id(parameter) not in reducer.known and parameter.requires_grad
     ]
+    return reducer.renamed(late) if late else late
 
 
 def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:

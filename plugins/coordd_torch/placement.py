@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
@@ -56,6 +57,12 @@ class Placement:
         for bucket in self._buckets:
             yield from bucket
 
+    def renamed(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Gives parameters other names where they have taken the places of earlier ones, which keep theirs."""
+        names = (gradient.name.removeprefix(self.channel.prefix) for gradient in self._gradients())
+        taken = Counter(name.partition("@")[0] for name in names)
+        return [(f"{name}@{taken[name]}" if taken[name] else name, parameter) for name, parameter in named]
+
     def _clear(self) -> None:
         for gradient in self._gradients():
             gradient.parameter.grad = None
@@ -68,6 +75,13 @@ class Placement:
                     gradient.submit()
                 else:
                     gradient.fill(kept=wanted or not gradient.changed)
+
+    def _take_over(self, gradients: Iterable[Gradient]) -> None:
+        """Takes over what has arrived: in buckets, and what these gradients have reduced on their own."""
+        for bucket in self._buckets:
+            bucket.settle()
+        for gradient in gradients:
+            gradient.settle()
 
     def _sums(self) -> Iterator[torch.Tensor]:
         """What has been reduced."""

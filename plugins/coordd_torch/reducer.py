@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from coordd.discarding import error_of, given_up, of_step, past_deadlocks, reduced_already
+from coordd.discarding import discarded, error_of, given_up, is_discarded, of_step, past_deadlocks, reduced_already
 from coordd.errors import CoorddError, DiscardedStepError, MismatchError, brief, is_deadlock
 from coordd.grouping import Grouping
 from coordd.handles import Handle, call_site
@@ -147,7 +147,8 @@ class Reducer(Placement):
         self.expected.add(task)
         self._finished = False
         self.underway.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
-        BackwardPass(lambda: self.end_of_backward(task), lambda: self.backward_failed(task))
+        ended, failed = lambda: self.end_of_backward(task), lambda: self.backward_failed(task)
+        BackwardPass(ended, failed, order=self.channel.prefix)
         return True
 
     def _begin_pass(self, first: Gradient) -> None:
@@ -254,8 +255,7 @@ class Reducer(Placement):
             for bucket in self._buckets:
                 bucket.close()
         self.underway.settle()
-        for gradient in (*self._loose, *self._adrift):
-            gradient.settle()
+        self._take_over((*self._loose, *self._adrift))
 
     def _observe(self) -> None:
         self._accumulated.observe(filter(self._is_local, self._gradients()))
@@ -304,7 +304,7 @@ class Reducer(Placement):
         """
         self._count()
         self._abandoned, self.limit = True, _NEVER
-        self._discarded = DiscardedStepError([(self.channel.daemon.world.rank, reason)])
+        self._discarded = discarded([(self.channel.daemon.world.rank, reason)], self.channel.prefix)
         self._answered = False
         self._clear()
         first, self._gone_round = not self._gone_round, True
@@ -344,7 +344,8 @@ class Reducer(Placement):
         """
         error = sys.exception()
         answered, self._answered = self._answered, True
-        if isinstance(error, DiscardedStepError) or (self._abandoned and not answered and is_deadlock(error)):
+        mine = is_discarded(error, self.channel.prefix)
+        if mine or (self._abandoned and not answered and is_deadlock(error)):
             if self._discarded is not None:
                 self._clear()
             return
@@ -384,7 +385,7 @@ class Reducer(Placement):
         """
         if self._repeated and not reason:
             reason = not_all_have_repeated(self.underway.site)
-        error = error_of(self.channel.tell("discarded", reason))
+        error = error_of(self.channel.tell("discarded", reason), self.channel.prefix)
         self._clear()
         self.reset()
         self._discarded, self._answered = error, False
@@ -419,7 +420,7 @@ class Reducer(Placement):
         moving = self._moving
         if first:
             self._listen()
-            self._adrift = [gradient for bucket in self._buckets for gradient in bucket.settle()]
+            self._adrift = [gradient for bucket in self._buckets for gradient in bucket.missing()]
             moving = [gradient for gradient in self._loose if gradient.started and gradient.scattered is None]
         missing = [gradient for gradient in (*self._loose, *self._adrift) if not gradient.started]
         again = False
@@ -517,8 +518,7 @@ class Reducer(Placement):
 
     def _settle(self, gradients: Iterable[Gradient]) -> None:
         """Takes over what has been reduced on its own, and looks at all sums if the user wants that."""
-        for gradient in gradients:
-            gradient.settle()
+        self._take_over(gradients)
         if self.finiteness is not None:
             self.finiteness.judge(self._sums())
 

@@ -60,9 +60,9 @@ class Scattered:
         self.name = name
         self.submitted = 0.0
 
-    def start(self, value: torch.Tensor | None) -> None:
-        """Announces this rank's rows; without a gradient only that it has none."""
-        kind = _NOTHING if value is None else _GIVEN
+    def start(self, value: torch.Tensor | None, *, filler: bool) -> None:
+        """Announces this rank's rows; without a fresh gradient that it has none, and what the user has kept."""
+        kind = _NOTHING if filler else _GIVEN
         indices = torch.full((1, self._sparse), kind, dtype=torch.int64, device="cpu")
         values = torch.zeros(1, *self._shape[self._sparse :], dtype=self._dtype, device="cpu")
         if value is not None:

@@ -315,7 +315,8 @@ class Boundary:
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
+    # Without gradients a view of a parameter says that it requires some, too, and has nowhere to send them.
+    return get_gradient_edge(tensor) if tensor.requires_grad and torch.is_grad_enabled() else None
 
 
 def _taken(passage: _Passage) -> dict[int, list[Tensor | None]]:
