@@ -24,6 +24,7 @@ __all__ = [
     "check_reducible",
     "check_rows",
     "check_splits",
+    "check_writable",
     "listed",
     "name_of",
     "no_gradient",
@@ -85,8 +86,15 @@ def _meaningless(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool, truncate: 
 
 @functools.cache
 def name_of(dtype: np.dtype[Any]) -> str:
-    """The name of a type, which NumPy composes anew each time."""
-    return dtype.name
+    """The name of a type, which NumPy composes anew each time; of a structured one with its fields."""
+    return str(dtype) if dtype.type is np.void else dtype.name
+
+
+def check_writable(array: np.ndarray, kind: Kind) -> None:
+    """Refuses to change an array that cannot be changed; reductions and broadcasts of arrays are in place."""
+    if not array.flags.writeable:
+        text = f"{kind.name.lower()} of a read-only array, which is changed in place: give a copy, as array.copy()"
+        raise ArgumentError(text)
 
 
 def check_rows(array: np.ndarray, name: str | None, kind: Kind) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from typing import Any
 
@@ -12,7 +13,7 @@ __all__ = ["digits_of", "dtype_of"]
 
 @functools.cache
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Finds a type by the name that `numpy.dtype.name` gives it.
+    """Finds a type by the name that `numpy.dtype.name` gives it, or by its fields.
 
     What NumPy lacks, such as ``bfloat16``, is imported only here: it takes a megabyte.
 
@@ -20,7 +21,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
         TypeError: there is no such type.
     """
     try:
-        return np.dtype(name)
+        return np.dtype(ast.literal_eval(name) if name.startswith(("[", "{")) else name)
     except TypeError:
         import ml_dtypes
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
+from coordd.dtypes import dtype_of
 from coordd.messages import Kind, ReduceOp, Request, Response
 
 __all__ = ["buckets", "item_size", "size"]
@@ -14,6 +15,8 @@ __all__ = ["buckets", "item_size", "size"]
 @lru_cache(maxsize=64)
 def item_size(dtype: str) -> int:
     """Bytes of one element: ``float32`` has 4, ``bfloat16`` 2, ``float8_e4m3fn`` and ``int4`` 1."""
+    if not dtype[0].isalpha():  # one with fields
+        return dtype_of(dtype).itemsize
     digits = "".join(character for character in dtype.partition("_")[0] if character.isdigit())
     return 1 if dtype == "bool" else -(-int(digits) // 8)
 

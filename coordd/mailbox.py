@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from coordd.arguments import name_of
 from coordd.control.notes import Notes
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, MismatchError, RefusedError, ShutdownError
@@ -359,7 +360,7 @@ class Mailbox:
         near = letter.peer in self.notes
         loan = self.notes.loans.lend(array) if near else None
         header = _Header(
-            self._rank, serial, letter.name, array.dtype.name, array.shape, loan, letter.refused, self._after
+            self._rank, serial, letter.name, name_of(array.dtype), array.shape, loan, letter.refused, self._after
         )
         tickets = []
         if near:
@@ -467,7 +468,7 @@ class Mailbox:
     def _receive(self, letter: Letter, header: _Header) -> Steps:
         """Takes the payload in, and only then compares: what was sent must be taken, whether it fits or not."""
         sent, wanted = _describe(header.dtype, header.shape), letter.array
-        fits = wanted is not None and sent == _describe(wanted.dtype.name, wanted.shape)
+        fits = wanted is not None and sent == _describe(name_of(wanted.dtype), wanted.shape)
         early = self._early.pop((header.sender, header.serial), None)
         direct = fits and header.loan is None and early is None and wanted is not None and wanted.flags.c_contiguous
         if header.loan is not None:
@@ -491,12 +492,12 @@ class Mailbox:
             letter.handle.fail(RefusedError(header.sender, header.refused))
         elif wanted is None:
             self._finish(letter, raw.view(dtype_of(header.dtype)).reshape(header.shape), header)
-        elif direct or sent == _describe(wanted.dtype.name, wanted.shape):
+        elif direct or sent == _describe(name_of(wanted.dtype), wanted.shape):
             if not direct:
                 wanted[...] = raw.view(wanted.dtype).reshape(wanted.shape)
             self._finish(letter, wanted, header)
         else:
-            here = _describe(wanted.dtype.name, wanted.shape)
+            here = _describe(name_of(wanted.dtype), wanted.shape)
             values: Disagreement = [(sent, [letter.peer], []), (here, [self._rank], [])]
             letter.handle.fail(MismatchError(letter.name, "tensor that is sent and received", values))
 

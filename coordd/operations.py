@@ -19,7 +19,16 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from coordd.arguments import check_name, check_op, check_rank, check_reducible, check_rows, check_splits, name_of
+from coordd.arguments import (
+    check_name,
+    check_op,
+    check_rank,
+    check_reducible,
+    check_rows,
+    check_splits,
+    check_writable,
+    name_of,
+)
 from coordd.blocked import Submitter
 from coordd.checks import finite
 from coordd.daemon import Daemon
@@ -158,6 +167,7 @@ class Operations(Messages):
         op = check_op(op)
         prescale, postscale = finite(prescale, "prescale_factor"), finite(postscale, "postscale_factor")
         self._check_reducible(array, op, prescale, postscale)
+        check_writable(array, Kind.ALLREDUCE)
         request = self._request(Kind.ALLREDUCE, name, array, process_set, op=op, prescale=prescale, postscale=postscale)
         return self.submit(request, array, land=land)
 
@@ -182,6 +192,7 @@ class Operations(Messages):
         if root not in members:
             text = f"broadcast received invalid root rank {root} for provided process set: members are {tuple(members)}"
             raise ArgumentError(text)
+        check_writable(array, Kind.BROADCAST)
         return self.submit(self._request(Kind.BROADCAST, name, array, process_set, root=root), array, land=land)
 
     @refusable(Kind.ALLGATHER, _itself, announces=True)

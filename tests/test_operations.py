@@ -251,3 +251,29 @@ def test_an_operation_that_one_rank_refuses_is_not_paired_with_its_next_one(rank
         return None if rank == 1 else type(first.error())
 
     assert ranks.each(body) == [RefusedError, None, RefusedError]
+
+
+def test_an_array_that_cannot_be_changed_is_refused():
+    def body(rank):
+        fixed = np.ones(3)
+        fixed.flags.writeable = False
+        for start in (lambda: api.operations().allreduce(fixed), lambda: api.operations().broadcast(fixed, 0)):
+            with pytest.raises(ArgumentError, match="read-only"):
+                start()
+        return api.operations().allgather(fixed).result().shape
+
+    assert each_rank(2, body) == [(6,)] * 2
+
+
+def test_structured_types_differ_by_their_fields():
+    """NumPy's name of such a type says only how large it is."""
+    kinds = [np.dtype([("a", "i4"), ("b", "f8")]), np.dtype([("b", "f8"), ("a", "i4")])]
+
+    def body(rank):
+        with pytest.raises(MismatchError, match="Mismatched data types"):
+            api.operations().allgather(np.ones(1, kinds[rank]), name="other").result()
+        found = api.operations().allgather(np.array([(rank, 1.5)], kinds[0]), name="same").result()
+        api.operations().broadcast(np.zeros(2, kinds[1]), 0, name="sent").result()
+        return found.tolist()
+
+    assert each_rank(2, body) == [[(0, 1.5), (1, 1.5)]] * 2

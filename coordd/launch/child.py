@@ -66,6 +66,18 @@ class Child:
         if not self._buried:
             os.kill(self.pid, number)
 
+    def ask(self, number: int) -> None:
+        """Sends a signal that asks to end to the command alone if it handles that, else to whatever it started, too.
+
+        One that handles it may want to go on for a moment, for which it needs its helpers, such as data loaders; a
+        shell does not, and what it waits for would never hear of it.
+        """
+        if self._buried or not _handles(self.pid, number):
+            self.tell_all(number)
+        else:
+            self.tell(number)
+            signal_group(self.pid, signal.SIGCONT)
+
     def tell_all(self, number: int) -> None:
         """Sends a signal to the command and to whatever it started, and wakes what was stopped."""
         if not self._buried:
@@ -77,6 +89,13 @@ class Child:
         signal_group(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         self._buried = True
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    with open(f"/proc/{pid}/status", "rb") as lines:  # noqa: PTH123 - importing pathlib takes long here
+        caught = next(line for line in lines if line.startswith(b"SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _detach(parent: int, cpus: Iterable[int], reset: Iterable[int]) -> None:

@@ -169,7 +169,12 @@ class Rank:
 
     def _stop(self, number: int) -> None:
         self._asked += 2 if number == _PARENT_DIED else 1
-        self._child.tell_all(self._stops[signal.Signals(number)] if self._asked == 1 else signal.SIGKILL)
+        if self._asked > 1:
+            self._child.tell_all(signal.SIGKILL)
+        elif (asked := self._stops[signal.Signals(number)]) is signal.SIGTERM:
+            self._child.ask(asked)
+        else:
+            self._child.tell_all(asked)
 
 
 def _environment(share: Share, *, insist: bool, bind: bool) -> dict[str, str]:

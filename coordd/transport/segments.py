@@ -14,6 +14,7 @@ import itertools
 import logging
 import mmap
 import os
+import resource
 import threading
 import weakref
 from collections import deque
@@ -71,6 +72,9 @@ class Heap:
         return self._allocate(size, populate=True)
 
     def _allocate(self, size: int, *, populate: bool) -> np.ndarray:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if len(self._descriptors) > limit // 2 > 0:  # the script opens files, too; an unlimited number is negative
+            raise OSError(errno.EMFILE, f"half of the {limit} files that may be open are common memory")
         descriptor = nameless(size)
         try:
             memory = _mapped(descriptor, size, populate=populate)

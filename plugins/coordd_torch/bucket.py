@@ -186,6 +186,8 @@ class Bucket:
         self._spare: _Memory | None = None
         self._adopt(self._memory)
         self._absent: list[tuple[int, Gradient, torch.Tensor | None]] = []
+        self._by_hand = False
+        """Whether the script has set gradients of this step that backward has not made."""
         self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Gradients that stay where they are because the user refers to them, and where they are reduced."""
         self._missing = len(gradients)
@@ -305,7 +307,7 @@ class Bucket:
             return
         with torch.no_grad():
             torch._foreach_copy_(rooms, values)
-        referenced = are_referenced(values)
+        referenced = are_referenced(values, by_hand=self._by_hand)
         for number, (gradient, room) in enumerate(zip(gradients, rooms, strict=True)):
             if room is self._places[gradient] and not (referenced and referenced[number]):
                 gradient.parameter.grad = room
@@ -322,6 +324,7 @@ class Bucket:
             return
         for index, gradient in enumerate(self._gradients):
             if not gradient.started and gradient.given:
+                self._by_hand |= not gradient.passes
                 gradient.submit()
             if not self.open:
                 return
@@ -332,6 +335,8 @@ class Bucket:
     def _stand_in(self, gradient: Gradient) -> torch.Tensor | None:
         """Puts in place of a fresh gradient what the user has kept, and returns it, or zeros."""
         place, kept = self._memory.rooms([gradient])[0], gradient.parameter.grad
+        if kept is not None and kept.is_sparse and gradient.reducer.sparse_as_dense:
+            kept = gradient.dense()
         if kept is None or kept.layout is not torch.strided:
             place.zero_()
             return None
@@ -430,11 +435,13 @@ class Bucket:
         for index, gradient, saved in self._absent:
             place, value = self._memory.rooms([gradient])[0], gradient.parameter.grad
             if self._memory.marks[index] != 0:  # complex numbers know no order
-                if saved is None or value is None or value is place:
-                    gradient.parameter.grad = place
-                else:  # the user may refer to it
-                    write(value, place)
+                if value is not None and saved is not None and value is not place and value.layout is torch.strided:
+                    write(value, place)  # the user may refer to it
                     gradient.remember()
+                else:
+                    gradient.parameter.grad = place
+                    if value is not None and value.is_sparse:
+                        gradient.make_sparse()
                 gradient.started = True
             else:
                 if saved is not None and value is place:
@@ -459,6 +466,7 @@ class Bucket:
             self._entry.array, self._entry.land = _NOTHING, None
         self.open, self._given, self.refused = True, False, False
         self._missing = len(self._gradients)
+        self._by_hand = False
         self._absent.clear()
         self._outside.clear()
         for gradient in self._gradients:
@@ -472,6 +480,7 @@ class Bucket:
             self._entry.array, self._entry.land = _NOTHING, None
         self.open, self._given, self.refused = True, False, False
         self._missing = len(self._gradients)
+        self._by_hand = False
         self._absent.clear()
         self._outside.clear()
         self._memory.remember()

@@ -39,7 +39,7 @@ def _usual() -> tuple[int, int]:
 _ONE_USER, _ONE_REFERENCE = _usual()
 
 
-def are_referenced(values: tuple[torch.Tensor, ...]) -> list[bool] | None:
+def are_referenced(values: tuple[torch.Tensor, ...], *, by_hand: bool) -> list[bool] | None:
     """Says of each gradient whether anything refers to it besides its parameter; None where nothing does to any.
 
     What this pass has made is usually new, and then it costs little: autograd has not added to it yet, which is what
@@ -47,11 +47,12 @@ def are_referenced(values: tuple[torch.Tensor, ...]) -> list[bool] | None:
 
     Args:
         values: they; no other Python object of ours may refer to them.
+        by_hand: whether the script has set one of them, which may be new, too.
     """
     references = _references(values)
-    if any(map(_HAS_GRAPH, values)) or max(references) > _ONE_REFERENCE or any(map(_is_old, values)):
+    if by_hand or any(map(_HAS_GRAPH, values)) or max(references) > _ONE_REFERENCE or any(map(_is_old, values)):
         return [
-            value.requires_grad or count > _ONE_REFERENCE or (_is_old(value) and _users(value) > _ONE_USER)
+            value.requires_grad or count > _ONE_REFERENCE or ((by_hand or _is_old(value)) and _users(value) > _ONE_USER)
             for value, count in zip(values, references, strict=True)
         ]
     return None

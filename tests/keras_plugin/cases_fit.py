@@ -47,6 +47,24 @@ def case_sparse_gradients_beside_dense_ones_train_alike() -> None:
             np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+def case_every_optimizer_takes_sparse_gradients_in_a_graph() -> None:
+    """Some add to them, for which they look at the shapes of what has arrived."""
+    x = np.arange(24).reshape(4, 6) % 5 + cd.rank()
+    for kind in ("RMSprop", "Nadam", "Ftrl", "Lion", "Adafactor", "Adadelta"):
+        keras.utils.set_random_seed(1)
+        layers = keras.layers.Embedding(9, 4), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(2)
+        net = keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
+        mixed = len({*cd.allgather_object(keras.backend.backend())}) > 1
+        optimizer = getattr(keras.optimizers, kind)(0.01)
+        net.compile(cd.DistributedOptimizer(optimizer, sparse_as_dense=mixed), "mse")
+        begin = [cd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        net.fit(x, np.ones((4, 2)), batch_size=2, epochs=1, shuffle=False, verbose=0, callbacks=begin)
+        mine_ = net.get_weights()
+        for theirs in cd.allgather_object(mine_):
+            for one, other in zip(mine_, theirs, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def case_the_optimizer_stays_what_it_was() -> None:
     plain = keras.optimizers.Adam(0.5, name="mine")
     found = cd.DistributedOptimizer(plain)

@@ -184,6 +184,25 @@ def test_parameters_that_come_later_get_a_bucket_of_their_own():
     assert first == second == [1.0 - 3 * 1.5] * 2
 
 
+def test_a_parameter_may_be_replaced_again_and_again():
+    """Models grow that way; each new parameter takes the place of the one before in its group."""
+
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD([{"params": [value]} for value in net.values()], lr=1.0))
+        for step in range(9):
+            if step % 3 == 2:
+                net["a"] = nn.Parameter(torch.cat([net["a"].detach(), torch.ones(1, dtype=torch.float64)]))
+                optimizer.param_groups[0]["params"][0] = net["a"]
+            optimizer.zero_grad()
+            ((net["a"].sum() + net["b"].sum()) * (rank + 1)).backward()
+            optimizer.step()
+        return net["a"].tolist()
+
+    first, second = each_rank(2, body)
+    assert first == second == [1 - 9 * 1.5] * 3 + [1 - 7 * 1.5, 1 - 4 * 1.5, 1 - 1.5]
+
+
 def test_a_hook_of_the_users_may_take_a_gradient_away_on_one_rank():
     def body(rank):
         net, armed = weights({"a": 2, "b": 2}), []

@@ -334,13 +334,18 @@ def test_the_next_pass_keeps_its_first_gradient_if_the_step_before_is_discarded_
     assert each_rank(2, body) == [[1.5, 3.0, 4.5]] * 2
 
 
-def test_gradients_of_another_optimizer_stay_that_are_reduced():
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_step_of_another_optimizer_is_discarded_unless_it_is_complete(steps):
     def body(rank):
         first, second = weights(SIZES), weights(SIZES)
         one, other = (
             cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
             for net in (first, second)
         )
+        for _ in range(steps):
+            loss_of(second, 1.0).backward()
+            other.step()
+            other.zero_grad()
         loss_of(second, 1.0).backward()
         try:
             if rank:
@@ -350,10 +355,14 @@ def test_gradients_of_another_optimizer_stay_that_are_reduced():
             one.step()
         except cd.DiscardedStepError:
             one.discard_step()
-            other.discard_step()
+            if steps:  # all ranks know that no more is to come
+                with pytest.raises(cd.CoorddError, match="come too late"):
+                    other.discard_step()
+            else:
+                other.discard_step()
         return [value.grad is None for value in second.values()]
 
-    assert each_rank(2, body) == [[False] * 3] * 2
+    assert each_rank(2, body) == [[not steps] * 3] * 2
 
 
 def test_adasum_hears_that_ranks_have_waited_for_each_other():
@@ -429,3 +438,33 @@ def test_an_error_of_a_later_forward_pass_discards_that_step():
     assert first == [(1, BadBatchError), (2, cd.MismatchError)]
     assert second == [(1, cd.DiscardedStepError), (2, cd.MismatchError)]
     same([values, others])
+
+
+def step_of(net, optimizer, factor, *, fails):
+    optimizer.zero_grad()
+    if fails:
+        raise BadBatchError
+    loss_of(net, factor).backward()
+    optimizer.step()
+
+
+def test_of_two_optimizers_each_discards_its_own_step():
+    """The rank that hears of the first one's has not discarded the second one's by that."""
+
+    def body(rank):
+        nets = [weights({"a": 3}) for _ in range(2)]
+        first, second = (cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets)
+        made = []
+        for number in range(6):
+            try:
+                for net, optimizer in zip(nets, (first, second), strict=True):
+                    step_of(net, optimizer, factor_of(rank, number), fails=(rank, number) == (1, 3))
+                made.append(number)
+            except (BadBatchError, cd.DiscardedStepError):
+                first.discard_step()
+                second.discard_step()
+        return made, [net["a"].tolist() for net in nets]
+
+    found = each_rank(2, body)
+    assert found[0] == found[1]
+    assert found[0][0] == [0, 1, 2, 4, 5]

@@ -149,3 +149,40 @@ def test_what_was_sparse_may_be_dense_later():
         return made.weight.detach()
 
     assert_lowered(body, {0: 4 * 0.5, 1: 4 * 0.5})
+
+
+def row_of(table, rank, *, second):
+    """What a rank computes with; in the second pass rank 0 alone uses the table."""
+    if not second:
+        return table(torch.tensor([0, 1])) + rank
+    return torch.ones(1, 2) if rank else table(torch.tensor([2]))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_rank_that_adds_nothing_takes_part_with_what_it_has(sparse, clears):
+    """In a second backward pass, or in a step that goes on from the gradients of the one before."""
+
+    def body(rank, count=2):
+        table = nn.Embedding(4, 2, sparse=sparse, _weight=torch.arange(8.0).reshape(4, 2) / 8)
+        layer = nn.Linear(2, 1)
+        with torch.no_grad():
+            layer.weight.fill_(0.5)
+            layer.bias.fill_(0.1)
+        parameters = [table.weight, *layer.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        ranks = range(2) if count == 1 else [rank]
+        if count == 2:
+            optimizer = cd.DistributedOptimizer(optimizer)
+        for step in range(4):
+            if clears:
+                optimizer.zero_grad()
+            for number in range(2) if clears else [step % 2]:
+                rows = [row_of(table, each, second=bool(number)) for each in ranks]
+                sum(layer(row).square().mean() for row in rows).div(len(rows)).backward()
+            optimizer.step()
+        return [value.detach().clone() for value in parameters]
+
+    wanted = body(0, count=1)
+    for found in each_rank(2, body):
+        torch.testing.assert_close(found, wanted)

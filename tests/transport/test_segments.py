@@ -324,3 +324,13 @@ def test_where_there_is_no_memory_no_descriptor_is_kept():
     with pytest.raises(OSError, match=r"."):
         lasting(-1)
     assert psutil.Process().num_fds() == before
+
+
+def test_half_of_the_files_that_may_be_open_are_left_to_the_script(listing, monkeypatch):
+    monkeypatch.setattr(segments.resource, "getrlimit", lambda _: (16, 16))
+    heap = listing.heap()
+    blocks = [heap.allocate(8) for _ in range(9)]
+    with pytest.raises(OSError, match="half of the 16 files"):
+        heap.allocate(8)
+    del blocks[0]
+    heap.allocate(8)

@@ -1,0 +1,171 @@
+"""Gradients to which the script refers: ``.grad`` stays the tensor that it is, as under PyTorch alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import coordd.torch as cd
+from coordd_torch.references import are_referenced
+from tests.local_ranks import each_rank
+from tests.torch_plugin.training import LARGE, WAYS, alone, same, settled, together, weights, wrapped
+
+
+def loss_of(net, inputs, targets):
+    return nn.functional.mse_loss(net(inputs), targets)
+
+
+def one_buffer(net, optimizer, inputs, targets):
+    """All gradients are views of one tensor, which is cleared and clipped as a whole."""
+    if not hasattr(net, "buffer"):
+        parameters = list(net.parameters())
+        net.buffer = torch.zeros(sum(map(torch.numel, parameters)), dtype=torch.float64)
+        for parameter, part in zip(parameters, net.buffer.split([*map(torch.numel, parameters)]), strict=True):
+            parameter.grad = part.view_as(parameter)
+    net.buffer.zero_()
+    loss_of(net, inputs, targets).backward()
+    net.buffer.clamp_(-0.05, 0.05)
+    optimizer.step()
+
+
+def a_list(net, optimizer, inputs, targets):
+    """The list of all gradients is made once."""
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(net, inputs, targets).backward()
+    if not hasattr(net, "gradients"):
+        net.gradients = [parameter.grad for parameter in net.parameters()]
+    torch._foreach_mul_(net.gradients, 0.3)
+    optimizer.step()
+
+
+def arrays(net, optimizer, inputs, targets):
+    """So is one of arrays that share their memory."""
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(net, inputs, targets).backward()
+    if not hasattr(net, "arrays"):
+        net.arrays = [parameter.grad.numpy() for parameter in net.parameters()]
+    for array in net.arrays:
+        np.multiply(array, 0.3, out=array)
+    optimizer.step()
+
+
+def by_data(net, optimizer, inputs, targets):
+    """Between two passes gradients get other memory."""
+    optimizer.zero_grad(set_to_none=False)
+    for number in range(2):
+        loss_of(net, inputs, targets * (number + 1)).backward()
+        if not number:
+            for parameter in net.parameters():
+                parameter.grad.data = parameter.grad.data * 0.5
+    optimizer.step()
+
+
+def by_hand(net, optimizer, inputs, targets):
+    """Gradients of no backward pass are written in place."""
+    found = torch.autograd.grad(loss_of(net, inputs, targets), list(net.parameters()))
+    optimizer.zero_grad(set_to_none=False)
+    for parameter, gradient in zip(net.parameters(), found, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.copy_(gradient)
+    optimizer.step()
+
+
+def by_hand_without_clearing(net, optimizer, inputs, targets):
+    """The same, each step writing over what the last one has left."""
+    found = torch.autograd.grad(loss_of(net, inputs, targets), list(net.parameters()))
+    for parameter, gradient in zip(net.parameters(), found, strict=True):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.copy_(gradient)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+@pytest.mark.parametrize("step", [one_buffer, a_list, arrays, by_data, by_hand, by_hand_without_clearing])
+def test_the_script_sees_and_changes_the_gradients_that_are_used(step, settings):
+    same(together(2, step=step, settings=settings), alone(2, step=step))
+
+
+@pytest.mark.parametrize(
+    "compression", [cd.Compression.fp16, cd.Compression.powersgd(rank=4)], ids=["fp16", "powersgd"]
+)
+@pytest.mark.parametrize("step", [one_buffer, a_list, by_data])
+def test_what_travels_smaller_arrives_there_too(step, compression):
+    passes = 2 if step is by_data else 1
+    found = together(2, step=step, compression=compression, backward_passes_per_step=passes)
+    same(found, alone(2, step=step), rtol=0.05, atol=5e-3)
+
+
+def test_accumulated_gradients_get_other_memory():
+    same(together(2, step=by_data, backward_passes_per_step=2), alone(2, step=by_data))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_with_a_graph_keep_it():
+    """A penalty on the averaged gradients is differentiated through those of each rank, and averaged in its turn."""
+
+    def step(net, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        loss_of(net, inputs, targets).backward(create_graph=True)
+        penalty = sum(parameter.grad.square().sum() for parameter in net.parameters())
+        assert penalty.requires_grad
+        optimizer.zero_grad()
+        (loss_of(net, 0.5 * inputs, targets) + penalty).backward()
+        optimizer.step()
+
+    same(together(2, step=step), alone(2, step=step))
+
+
+def test_large_gradients_may_be_views_too():
+    def body(rank):
+        net = weights({"a": 3, "b": LARGE})
+        optimizer = wrapped(net)
+        settled(net, optimizer)
+        buffer = torch.zeros(LARGE, dtype=torch.float64)
+        net["b"].grad = buffer[:]
+        for _ in range(3):
+            buffer.zero_()
+            sum(value.sum() * (rank + 1) for value in net.values()).backward()
+            assert net["b"].grad.data_ptr() == buffer.data_ptr()
+            optimizer.step()
+        return buffer[0].item()
+
+    assert each_rank(2, body) == [1.5] * 2
+
+
+def test_a_rank_without_a_fresh_gradient_gets_that_of_others_where_its_own_lies():
+    def body(rank):
+        net = weights({"a": 3, "b": 5})
+        optimizer = wrapped(net)
+        settled(net, optimizer)
+        optimizer.zero_grad()
+        buffer = torch.zeros(5, dtype=torch.float64)
+        net["b"].grad = buffer[:]
+        (net["a"].sum() + (net["b"].sum() * 4 if rank else 0)).backward()
+        return buffer.tolist()
+
+    assert each_rank(2, body) == [[2.0] * 5] * 2
+
+
+def test_gradients_are_referenced_by_what_the_script_holds():
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+
+    def found(*, by_hand=False):
+        return are_referenced(tuple([parameter.grad for parameter in parameters]), by_hand=by_hand)
+
+    for parameter in parameters:
+        (parameter * torch.ones(2)).sum().backward()
+    assert found() is None
+    held = parameters[1].grad
+    array = parameters[2].grad.numpy()
+    assert found() == [False, True, False, False]  # what backward has just made nobody has an array of
+    assert found(by_hand=True) == [False, True, True, False]
+    parameters[2].sum().backward()
+    parameters[3].sum().backward()
+    assert found() == [False, True, True, False]
+    del held, array
+    assert found() == [False] * 4
