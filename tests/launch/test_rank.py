@@ -207,6 +207,31 @@ for name in ("INT", "TERM", "USR1", "USR2"):
         assert outcome == Outcome(told="USR" not in sent)
 
 
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_command_that_handles_sigterm_keeps_its_helpers(handles):
+    """It may want to save, with its data loaders; a shell hands nothing on, so there the helpers hear of it, too."""
+    handler = (
+        "lambda *_: print(helper.poll(), flush=True) or helper.kill() or sys.exit()" if handles else "signal.SIG_DFL"
+    )
+    source = f"""
+import signal, subprocess, sys
+helper = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+helper.stdout.readline()
+signal.signal(signal.SIGTERM, {handler})
+{SLEEP if handles else "print('ready', flush=True); print(helper.wait(), flush=True)"}
+"""
+    with RankProcess(source) as rank:
+        below = rank.ready().below
+        rank.process.send_signal(signal.SIGTERM)
+        outcome = rank.ended()
+        assert wait_until(lambda: not any(map(alive, below)))
+    if handles:
+        assert rank.text[-1] == "None"
+        assert outcome == Outcome(told=True)
+    else:
+        assert outcome.signal == signal.SIGTERM
+
+
 def test_the_second_request_kills_what_ignored_the_first():
     with RankProcess(STUBBORN) as rank:
         below = rank.ready().below

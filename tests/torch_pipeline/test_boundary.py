@@ -345,3 +345,39 @@ def test_recomputing_happens_under_the_same_autocast():
         stage.zero_grad()
     for left, right in zip(*gradients, strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+class Scaling(nn.Module):
+    """Hands a row of a parameter of its own on, and one of a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.scales = nn.Parameter(torch.ones(3, 6))
+
+    def forward(self, x):
+        return self.linear(x) * self.scales[0], self.scales[1], self.scales.unsqueeze(0).expand(5, -1, -1)[:, 2]
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, h, scale, other):
+        return self.linear(h * scale + other)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_rows_of_parameters_travel_with_gradients_and_without(recompute):
+    """A view of a parameter that is made without gradients says that it requires some."""
+    names = ["h", "scale", "other"]
+    stages = [Stage(Scaling(), ["x"], names), Stage(Scaled(), names, ["y"])]
+    line = Line(stages, {0: {1: names}}, recompute=recompute)
+    inputs = {"x": torch.randn(5, 6)}
+    with torch.no_grad():
+        torch.testing.assert_close(line.forward(0, inputs)["y"], line.plain(inputs)["y"])
+    expected = plain(line, inputs)
+    gradients = line.gradients()
+    assert torch.equal(step(line, inputs, "backward"), expected)
+    same(line.gradients(), gradients)
