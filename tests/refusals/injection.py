@@ -68,12 +68,16 @@ class _Tracer:
         self.raised: float | None = None
         self._point = point
         self._inside = False
+        self._entered: set[tuple[CodeType, int]] = set()
+        """Where calls are entered: Python reaches that line again just before it leaves one, and nothing runs there."""
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> TraceFunction | None:
         code = frame.f_code
         if code is _EXIT:
             self._inside = False
         elif code is _ENTER:
+            if frame.f_back is not None:
+                self._entered.add((frame.f_back.f_code, frame.f_back.f_lineno))
             return self._enter
         elif _ours(code) and not _in_finalizer(frame):
             return self._reach
@@ -85,7 +89,7 @@ class _Tracer:
 
     def _reach(self, frame: FrameType, event: str, argument: object) -> TraceFunction:
         place = frame.f_code, frame.f_lineno
-        if event == "line" and self._inside and place not in self.seen:
+        if event == "line" and self._inside and place not in self.seen and place not in self._entered:
             self.seen[place] = None
             if len(self.seen) - 1 == self._point:
                 self.raised = time.monotonic()
