@@ -11,6 +11,8 @@ __all__ = ["LastWords"]
 
 _RANK = re.compile(rb"^\[rank\d+\]:\s?")
 """What PyTorch puts before each line of a traceback in a process of a process group."""
+_CHATTER = re.compile(rb"[IW]\d{4} \d\d:|WARNING: All log messages before absl::InitializeLog")
+"""What TensorFlow's libraries log as information or warnings; never why a process has ended."""
 _MEMORY = 60  # lines after which an exception was survived, and so is not how the process ended
 _CONSEQUENCES = {"PeerError", "RefusedError", "ShutdownError"}
 _CONFESSION = "the job has failed: this rank "  # what `coordd.api` says on the rank that is to blame
@@ -43,7 +45,7 @@ class LastWords:
             self._line = b""
 
     def _read(self, said: bytes) -> None:
-        if not said:
+        if not said or _CHATTER.match(said):
             return
         said = _RANK.sub(b"", said)
         self.last = line = said.decode(errors="replace")

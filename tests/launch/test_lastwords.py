@@ -77,6 +77,17 @@ def test_what_comes_after_the_exception_does_not_hide_it():
     assert (words.exception, words.last) == ("ValueError: bad", "resource_tracker: a warning")
 
 
+def test_what_tensorflow_logs_as_it_starts_is_not_why_a_process_ends():
+    words = heard(
+        "cannot find the data\n"
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+        "I0000 00:00:1795615955.228341   10301 port.cc:153] oneDNN custom operations are on.\n"
+        "W0000 00:00:1795615958.778553   10301 cpu.cc:1] slow\n"
+    )
+    assert words.last == "cannot find the data"
+    assert heard("E0000 00:00:1 10301 cuda.cc:1] no device\n").last.startswith("E0000")
+
+
 def test_what_pytorch_puts_before_the_lines_of_a_process_group_is_no_part_of_them():
     traceback = [
         "Traceback (most recent call last):",
