@@ -87,7 +87,7 @@ def _meaningless(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool, truncate: 
 @functools.cache
 def name_of(dtype: np.dtype[Any]) -> str:
     """The name of a type, which NumPy composes anew each time; of a structured one with its fields."""
-    return str(dtype) if dtype.type is np.void else dtype.name
+    return str(np.dtype((np.void, dtype))) if issubclass(dtype.type, np.void) else dtype.name
 
 
 def check_writable(array: np.ndarray, kind: Kind) -> None:

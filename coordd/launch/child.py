@@ -19,6 +19,8 @@ __all__ = ["Child", "End"]
 
 _NOT_FOUND, _NOT_STARTED = 127, 126  # as shells have it
 
+_SHELLS = {b"sh", b"bash", b"dash", b"zsh", b"ksh", b"mksh", b"fish", b"csh", b"tcsh", b"busybox"}
+
 End = tuple[int, int]  # exit code and signal, one of them 0
 
 
@@ -69,10 +71,10 @@ class Child:
     def ask(self, number: int) -> None:
         """Sends a signal that asks to end to the command alone if it handles that, else to whatever it started, too.
 
-        One that handles it may want to go on for a moment, for which it needs its helpers, such as data loaders; a
-        shell does not, and what it waits for would never hear of it.
+        One that handles it may want to go on for a moment, for which it needs its helpers, such as data loaders. A
+        shell only waits for what it runs, which would never hear of it, even if the shell has a trap.
         """
-        if self._buried or not _handles(self.pid, number):
+        if self._buried or _is_shell(self.pid) or not _handles(self.pid, number):
             self.tell_all(number)
         else:
             self.tell(number)
@@ -91,9 +93,14 @@ class Child:
         self._buried = True
 
 
+def _is_shell(pid: int) -> bool:
+    with open(f"/proc/{pid}/comm", "rb") as name:  # noqa: PTH123 - importing pathlib takes long here
+        return name.read().strip() in _SHELLS
+
+
 def _handles(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal."""
-    with open(f"/proc/{pid}/status", "rb") as lines:  # noqa: PTH123 - importing pathlib takes long here
+    with open(f"/proc/{pid}/status", "rb") as lines:  # noqa: PTH123 - as above
         caught = next(line for line in lines if line.startswith(b"SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 

@@ -38,16 +38,30 @@ class BackwardPass:
         engine.queue_callback(self)
 
     def __call__(self) -> None:
-        """Runs when the pass has ended well: the first one that autograd calls calls all."""
-        for waiting in sorted(_running.pop(self._task, ()), key=lambda waiting: waiting.order):
-            waiting.end()
+        """Runs when the pass has ended well: the first one that autograd calls calls all.
+
+        If one of them raises, the pass has failed for the others: they hear of it before the error reaches the script.
+        """
+        waiting = sorted(_running.pop(self._task, ()), key=lambda each: each.order)
+        try:
+            for each in waiting:
+                each.end()
+        except BaseException:
+            for each in waiting:
+                each.fail()
+            raise
 
     def end(self) -> None:
-        """Tells the owner."""
+        """Tells the owner that the pass has ended well."""
         self._called = True
         self._ended()
 
+    def fail(self) -> None:
+        """Tells the owner that the pass has failed, unless it has heard of its end."""
+        if not self._called:
+            self._called = True
+            self._failed()
+
     def __del__(self) -> None:
         _running.pop(self._task, None)
-        if not self._called:
-            self._failed()
+        self.fail()

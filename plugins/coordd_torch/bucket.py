@@ -73,6 +73,7 @@ class _Memory:
         self.homes = [(gradient, gradient.parameter, place) for gradient, place in self.places.items()]
         self._parameters = [gradient.parameter for gradient in gradients]
         self._starts = dict(zip(gradients, [0, *stops], strict=False))
+        self._numbers = {gradient: number for number, gradient in enumerate(gradients)}
         self._row_major = reducer.row_major
         self.large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
         self.small = [(index, *home) for index, home in enumerate(self.homes) if home[0] not in self.large]
@@ -124,7 +125,18 @@ class _Memory:
 
     def version(self, gradient: Gradient) -> int:
         """Returns how often the place of a gradient had been changed in place when that was last seen."""
-        return self.versions[list(self.places).index(gradient)]
+        return self.versions[self._numbers[gradient]]
+
+    def note_version(self, gradient: Gradient) -> None:
+        """Sees how often a place has been changed in place, after a change of ours."""
+        self.versions[self._numbers[gradient]] = _VERSION(self.places[gradient])
+
+    def _changed(self, place: torch.Tensor, number: int) -> bool:
+        """Whether the script has changed a gradient since the last step, in place or by other memory of this kind."""
+        if place._version != self.versions[number]:  # noqa: SLF001 - there is no public way
+            return True
+        alike = place.dtype == self.flat.dtype and place.device == self.flat.device
+        return alike and place.data_ptr() != self._addresses[self.homes[number][0]]
 
     @property
     def unused(self) -> bool:
@@ -156,11 +168,12 @@ class _Memory:
         """
         referenced = self._referenced()
         with torch.no_grad():
-            for (gradient, parameter, place), stays in zip(self.homes, referenced, strict=True):
+            for number, (gradient, parameter, place) in enumerate(self.homes):
                 if parameter.grad is place:
-                    if not stays:
+                    changed = self._changed(place, number)
+                    if not referenced[number]:
                         parameter.grad = home(gradient, place)
-                    gradient.remember()
+                    gradient.remember(changed=changed)
 
 
 class Bucket:
@@ -261,6 +274,10 @@ class Bucket:
         """Returns how often the gradient's place had been changed in place when the last step ended."""
         return self._memory.version(gradient)
 
+    def note_version(self, gradient: Gradient) -> None:
+        """Sees how often the gradient's place has been changed in place, after a change of ours."""
+        self._memory.note_version(gradient)
+
     def take(self, gradient: Gradient) -> None:
         """Counts a gradient that is there; starts the reduction with the last one."""
         if gradient in self._large and not self._move(gradient):
@@ -337,11 +354,12 @@ class Bucket:
         place, kept = self._memory.rooms([gradient])[0], gradient.parameter.grad
         if kept is not None and kept.is_sparse and gradient.reducer.sparse_as_dense:
             kept = gradient.dense()
-        if kept is None or kept.layout is not torch.strided:
+        saved = kept.detach().clone() if kept is not None and kept.layout is torch.strided else None
+        if saved is None:
             place.zero_()
-            return None
-        saved = kept.detach().clone()
-        place.copy_(saved)
+        else:
+            place.copy_(saved)
+        self.note_version(gradient)
         return saved
 
     @property
@@ -446,6 +464,7 @@ class Bucket:
             else:
                 if saved is not None and value is place:
                     place.copy_(saved)
+                    self.note_version(gradient)
                 yield gradient
 
     def commit(self) -> None:
@@ -466,6 +485,7 @@ class Bucket:
             self._entry.array, self._entry.land = _NOTHING, None
         self.open, self._given, self.refused = True, False, False
         self._missing = len(self._gradients)
+        self._memory.remember()
         self._by_hand = False
         self._absent.clear()
         self._outside.clear()

@@ -16,7 +16,7 @@ import torch
 from coordd.errors import ArgumentError
 from coordd.messages import Request
 from coordd.table import Entry
-from coordd_torch.references import has_other_users, write
+from coordd_torch.references import has_other_users, version_of, whereabouts, write
 from coordd_torch.scattered import Scattered
 from coordd_torch.tensors import check_dense, view
 
@@ -42,6 +42,7 @@ class Gradient:
         self.reducer = reducer
         self._known: weakref.ref[torch.Tensor] | None = None
         self._version = 0
+        self._whereabouts: tuple[object, int] = (None, 0)
         self._own: torch.Tensor | None = None
         self._is_new = False
         """Whether autograd has made ``.grad`` in the last pass; then it may lie where other gradients lie."""
@@ -108,13 +109,20 @@ class Gradient:
 
     @property
     def _rewritten(self) -> bool:
-        """Whether ``.grad`` was changed in place since the last step, but by more than `zero_grad`."""
+        """Whether ``.grad`` was changed since the last step, in place or by other memory, but by more than `zero_grad`.
+
+        Sums that clipping has changed in this step, say, must not be added up again.
+        """
         value = self.parameter.grad
-        if value is None or value.layout is not torch.strided:
+        if value is None or value.layout is not torch.strided or not self.reducer.counts_changes:
             return False
-        at_home = self.bucket is not None and self.bucket.holds(self, value)
-        version = self.bucket.version(self) if self.bucket is not None and at_home else self._version
-        return value._version != version and bool(value.detach().any())  # noqa: SLF001 - there is no public way
+        if self.bucket is not None and self.bucket.holds(self, value):
+            changed = version_of(value) != self.bucket.version(self)
+        else:
+            kind, address = whereabouts(value)
+            moved = kind == self._whereabouts[0] and address != self._whereabouts[1]
+            changed = moved or version_of(value) != self._version
+        return changed and bool(value.detach().any())
 
     @property
     def changed(self) -> bool:
@@ -150,17 +158,19 @@ class Gradient:
             return found
 
     def leave_bucket(self) -> None:
-        """Goes on alone; what lies at its place stays there."""
-        value = self.parameter.grad
-        if self.bucket is not None and value is not None and self.bucket.holds(self, value):
-            self.remember()
+        """Goes on alone, when its bucket is retired."""
         self.bucket = None
 
-    def remember(self) -> None:
-        """Sees which tensor ``.grad`` is, and how often it has been changed in place."""
+    def remember(self, *, changed: bool = False) -> None:
+        """Sees which tensor ``.grad`` is, and how often it has been changed in place.
+
+        Args:
+            changed: whether the script has changed it since the last step, which is not forgotten by this.
+        """
         value = self.parameter.grad
         self._known = None if value is None else weakref.ref(value)
-        self._version = 0 if value is None else value._version  # noqa: SLF001 - there is no public way
+        self._version = -1 if changed else 0 if value is None else version_of(value)
+        self._whereabouts = whereabouts(value)
 
     def submit(self) -> None:
         """Starts the reduction of what has been accumulated, or tells its bucket."""
@@ -183,7 +193,7 @@ class Gradient:
         else:
             self._own = gradient
             self.remember()
-            self._is_new = self._version == 0
+            self._is_new = self.passes > 0 and self._version == 0
             # A copy travels, for autograd may still read this memory on behalf of another branch.
             self._start(gradient.detach().resolve_conj().resolve_neg().clone(), filler=False)
 
@@ -256,6 +266,9 @@ class Gradient:
             return
         if own is not None and self._stays(own):
             write(own, value)
+            self.remember()
+            if self.bucket is not None:
+                self.bucket.note_version(self)
         elif own is not None:
             own.data = value
         else:

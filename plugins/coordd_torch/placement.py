@@ -43,7 +43,7 @@ class Placement:
         self._first_settings = self._settings
         self._tuning: Tuning | None = None
         self._change: Settings | None = None
-        self._repeated = False
+        self._repeated = self._reduced = False
         self.open_buckets = 0
         """How many buckets have not been given to be reduced in this round."""
         self._buckets: list[Bucket] = []
@@ -51,6 +51,11 @@ class Placement:
         self._moving: list[Gradient] = []
         self.row_major = False
         """Whether all gradients are row-major in buckets, because the ranks' parameters have different strides."""
+
+    @property
+    def counts_changes(self) -> bool:
+        """Whether gradients that the script has changed in place are to be reduced, if no pass has made them."""
+        return self.channel.op.averages or not self._reduced
 
     def _gradients(self) -> Iterator[Gradient]:
         yield from self._loose

@@ -12,10 +12,9 @@ import sys
 
 import torch
 
-__all__ = ["are_referenced", "has_other_users", "write"]
+__all__ = ["are_referenced", "has_other_users", "version_of", "whereabouts", "write"]
 
-_is_old = operator.attrgetter("_version")
-"""How often it has been changed in place; a new one has not."""
+_VERSION = operator.attrgetter("_version")
 _HAS_GRAPH = operator.attrgetter("requires_grad")
 
 
@@ -50,27 +49,55 @@ def are_referenced(values: tuple[torch.Tensor, ...], *, by_hand: bool) -> list[b
         by_hand: whether the script has set one of them, which may be new, too.
     """
     references = _references(values)
-    if by_hand or any(map(_HAS_GRAPH, values)) or max(references) > _ONE_REFERENCE or any(map(_is_old, values)):
-        return [
-            value.requires_grad or count > _ONE_REFERENCE or ((by_hand or _is_old(value)) and _users(value) > _ONE_USER)
-            for value, count in zip(values, references, strict=True)
-        ]
-    return None
+    if not by_hand and max(references) <= _ONE_REFERENCE and not any(map(_HAS_GRAPH, values)) and _all_new(values):
+        return None
+    return [
+        not value.is_inference()  # which nothing may be written to
+        and (
+            value.requires_grad
+            or count > _ONE_REFERENCE
+            or ((by_hand or version_of(value) > 0) and _users(value) > _ONE_USER)
+        )
+        for value, count in zip(values, references, strict=True)
+    ]
+
+
+def _all_new(values: tuple[torch.Tensor, ...]) -> bool:
+    try:
+        return not any(map(_VERSION, values))
+    except RuntimeError:  # an inference tensor counts no versions
+        return False
+
+
+def version_of(value: torch.Tensor) -> int:
+    """Returns how often a tensor has been changed in place; 0 for an inference tensor, which does not count."""
+    try:
+        return value._version  # noqa: SLF001 - there is no public way
+    except RuntimeError:
+        return 0
+
+
+def whereabouts(value: torch.Tensor | None) -> tuple[object, int]:
+    """Returns of what kind a gradient is, and where it lies in memory."""
+    if value is None or value.layout is not torch.strided:
+        return None, 0
+    return (value.dtype, value.device), value.data_ptr()
 
 
 def has_other_users(value: torch.Tensor) -> bool:
-    """Whether another tensor, or an array, shares the memory of a gradient that is not a bucket's."""
-    return _users(value) > _ONE_USER
+    """Whether others share the memory of a gradient outside of buckets, and what is reduced can be written there."""
+    return not value.is_inference() and _users(value) > _ONE_USER
 
 
 def write(value: torch.Tensor, reduced: torch.Tensor) -> None:
     """Makes a gradient that stays the tensor that it is what was reduced.
 
     Where it has a graph, that is the graph of this rank's own gradient, whose derivatives are reduced in their turn;
-    the memory that the graph may have saved stays as it was.
+    the memory that the graph may have saved stays as it was. Nor can one be written of which elements share memory.
     """
+    expanded = any(length > 1 and not step for length, step in zip(value.shape, value.stride(), strict=True))
     with torch.no_grad():
-        if value.requires_grad:
+        if value.requires_grad or expanded:
             value.data = reduced.clone()
         else:
             value.copy_(reduced)

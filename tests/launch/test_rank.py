@@ -232,6 +232,17 @@ signal.signal(signal.SIGTERM, {handler})
         assert outcome.signal == signal.SIGTERM
 
 
+def test_a_shell_with_a_trap_does_not_keep_sigterm_from_what_it_runs():
+    """It runs its trap only when what it waits for has ended."""
+    inner = "import signal, sys; signal.signal(15, lambda *_: print('saved', flush=True) or sys.exit()); "
+    inner += "print('ready', flush=True); signal.pause()"
+    script = f"trap 'echo cleaned' TERM; {sys.executable} -c \"{inner}\"; echo ended"
+    with RankProcess(script, program="bash") as rank:
+        rank.ready().process.send_signal(signal.SIGTERM)
+        rank.ended()
+        assert [line.strip() for line in rank.text[-3:]] == ["saved", "cleaned", "ended"]
+
+
 def test_the_second_request_kills_what_ignored_the_first():
     with RankProcess(STUBBORN) as rank:
         below = rank.ready().below

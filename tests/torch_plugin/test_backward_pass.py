@@ -55,6 +55,56 @@ def test_a_pass_that_fails_is_told():
     assert sorted(failed) == ["a", "b"]
 
 
+def test_an_error_at_the_end_is_a_failure_for_those_that_come_later():
+    """They hear of it before the script does, although autograd keeps the object that has raised."""
+    told = []
+
+    def fail():
+        raise KeyError
+
+    def hook(_):
+        BackwardPass(lambda: told.append("late ended"), lambda: told.append("late failed"), order="b")
+        BackwardPass(fail, lambda: told.append("early failed"), order="a")
+
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.register_post_accumulate_grad_hook(hook)
+    try:
+        parameter.sum().backward()
+    except KeyError:
+        assert told == ["late failed"]
+    else:
+        pytest.fail("the error is lost")
+
+
+def bad():
+    """Reads a batch that cannot be read."""
+    raise ValueError
+
+
+def test_a_step_of_two_optimizers_that_fails_on_one_rank_is_discarded_for_both():
+    def body(rank):
+        back, head = weights({"back": 2}), weights({"head": 2})
+        optimizers = [cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1)) for net in (back, head)]
+        made = []
+        for number in range(7):
+            try:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                weight = bad() if (rank, number) == (1, 3) else rank + 1
+                (back["back"] * head["head"] * weight).sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                made.append(number)
+            except (ValueError, cd.DiscardedStepError):
+                for optimizer in optimizers:
+                    optimizer.discard_step()
+        return made, back["back"].tolist(), head["head"].tolist()
+
+    first, second = each_rank(2, body)
+    assert first == second
+    assert first[0] == [0, 1, 2, 4, 5, 6]
+
+
 def test_two_optimizers_whose_gradients_come_in_another_order_on_each_rank():
     """As in a graph that depends on the data."""
 

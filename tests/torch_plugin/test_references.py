@@ -84,8 +84,63 @@ def by_hand_without_clearing(net, optimizer, inputs, targets):
     optimizer.step()
 
 
+def by_hand_into_new_memory(net, optimizer, inputs, targets):
+    """The same by ``.grad.data``."""
+    found = torch.autograd.grad(loss_of(net, inputs, targets), list(net.parameters()))
+    for parameter, gradient in zip(net.parameters(), found, strict=True):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.data = gradient
+    optimizer.step()
+
+
+def by_hand_as_views(net, optimizer, inputs, targets):
+    """Each step's gradients are views of a new buffer, which the script changes after they are averaged."""
+    parameters = list(net.parameters())
+    found = torch.autograd.grad(loss_of(net, inputs, targets), parameters)
+    buffer = torch.cat([gradient.flatten() for gradient in found])
+    for parameter, part in zip(parameters, buffer.split([*map(torch.numel, parameters)]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
+    buffer.clamp_(-0.05, 0.05)
+    optimizer.step()
+
+
+def by_hand_in_inference_mode(net, optimizer, inputs, targets):
+    """As evolution strategies do."""
+    found = torch.autograd.grad(loss_of(net, inputs, targets), list(net.parameters()))
+    with torch.inference_mode():
+        for parameter, gradient in zip(net.parameters(), found, strict=True):
+            parameter.grad = gradient * 0.5
+    optimizer.step()
+
+
+def expanded(net, optimizer, inputs, targets):
+    """One number for all of a gradient, whose elements share its memory."""
+    optimizer.zero_grad()
+    found = torch.autograd.grad(loss_of(net, inputs, targets), list(net.parameters()))
+    for parameter, gradient in zip(net.parameters(), found, strict=True):
+        parameter.grad = gradient.mean().expand_as(parameter)
+    optimizer.step()
+
+
+STEPS = [
+    one_buffer,
+    a_list,
+    arrays,
+    by_data,
+    by_hand,
+    by_hand_without_clearing,
+    by_hand_into_new_memory,
+    by_hand_as_views,
+    by_hand_in_inference_mode,
+    expanded,
+]
+
+
 @pytest.mark.parametrize("settings", WAYS, ids=str)
-@pytest.mark.parametrize("step", [one_buffer, a_list, arrays, by_data, by_hand, by_hand_without_clearing])
+@pytest.mark.parametrize("step", STEPS)
 def test_the_script_sees_and_changes_the_gradients_that_are_used(step, settings):
     same(together(2, step=step, settings=settings), alone(2, step=step))
 
@@ -118,6 +173,70 @@ def test_gradients_with_a_graph_keep_it():
         optimizer.step()
 
     same(together(2, step=step), alone(2, step=step))
+
+
+def fill(net, number):
+    """Writes gradients by hand, in place where there are some."""
+    for value in net.values():
+        if value.grad is None:
+            value.grad = torch.zeros_like(value, requires_grad=False)
+        value.grad.fill_(number)
+
+
+@pytest.mark.parametrize("event", ["double", "join", "view"])
+def test_what_is_written_by_hand_is_averaged_though_memory_changes(event):
+    """The buckets, or their memory, are others when the next step begins."""
+
+    def body(rank, count=2):
+        net = weights({"a": 3, "b": 5}, dtype=torch.float32)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if count == 2:
+            optimizer = cd.DistributedOptimizer(optimizer, net.named_parameters())
+        kept = None
+        for number in range(6):
+            if number == 3 and event == "double":
+                net.double()
+            if number == 3 and event == "join" and count == 2:
+                optimizer.join()
+            if number == 3 and event == "view":
+                kept, net["a"].grad = net["a"].grad.view(-1), None
+            fill(net, number + (1.5 if count == 1 else rank + 1.0))
+            optimizer.step()
+        assert (kept is not None) == (event == "view")
+        return [value.detach().double() for value in net.values()]
+
+    first, second = each_rank(2, body)
+    torch.testing.assert_close(first, body(0, count=1), rtol=1e-6, atol=1e-6)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_gradient_that_no_rank_has_made_anew_is_not_added_up_again(clips):
+    """A head that is not used any more, whose gradient the script has left."""
+
+    def body(rank, count=2):
+        net = weights({"body": 3, "head": 2})
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        if count == 2:
+            optimizer = cd.DistributedOptimizer(optimizer, net.named_parameters(), op=cd.Sum)
+        for number in range(7):
+            net["body"].grad = None
+            if number < 3:
+                net["head"].grad = None
+            for each in range(2) if count == 1 else [rank]:
+                value = (net["body"] * (each + 1.0)).square().sum()
+                if number < 3:
+                    value = value + (net["head"] * (each + 1.0)).square().sum()
+                value.backward()
+            if clips:
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        return [value.detach().clone() for value in net.values()]
+
+    wanted = body(0, count=1)
+    first, second = each_rank(2, body)
+    torch.testing.assert_close(first, wanted)
+    assert all(map(torch.equal, first, second))
 
 
 def test_large_gradients_may_be_views_too():
