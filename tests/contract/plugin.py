@@ -30,7 +30,7 @@ class Plugin(Protocol):
         writable: whether an operation may change a tensor through its view.
         adopts: whether a tensor that is made of an array has the array's memory.
         keeps: whether gradients that a user keeps stay as they are when the next step overwrites theirs.
-        mends: whether a rank without a gradient gets that of the others; else it is told that they have one.
+        mends: whether a rank without a gradient gets that of the others; else all ranks are told that it lacks one.
         precision: the type in which it trains here.
         reductions: all functions that reduce a tensor, with ``name`` and ``op``; the first of them differentiable.
         allgather: takes a tensor and its ``name``, as do the others; differentiable.
