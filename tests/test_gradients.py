@@ -165,11 +165,27 @@ def test_who_has_no_gradient_takes_part_with_zeros():
         if rank:
             gradients.put(1, np.ones(2, np.float32))
         reduced = gradients.wait()
-        assert [reduced.has(index) for index in range(3)] == [True, True, False]
         assert reduced[2] is None
         return reduced[0].tolist(), reduced[1].tolist()
 
     assert each_rank(2, body) == [([1.0, 1.0], [0.5, 0.5])] * 2
+
+
+@pytest.mark.parametrize("count", [2, LARGE])
+def test_a_gradient_that_one_rank_cannot_use_is_refused_on_all(count):
+    def body(rank):
+        gradients = made({"both": (2,), "one": (count,), "none": (2,)})
+        for _ in range(2):
+            gradients.put(0, np.ones(2, np.float32))
+            if rank:
+                gradients.put(1, np.ones(count, np.float32))
+            with pytest.raises(MismatchError, match="some ranks have gradients for one, and others have none"):
+                gradients.wait([2] if rank else [1, 2])
+        for index in range(2):
+            gradients.put(index, np.ones(2 if not index else count, np.float32))
+        return gradients.wait([2])[1][0]
+
+    assert each_rank(2, body) == [1.0] * 2
 
 
 def test_sums_and_process_sets_and_scales():
