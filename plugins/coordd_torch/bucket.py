@@ -103,6 +103,8 @@ class _Memory:
         return [self._room(gradient) for gradient in gradients] if self._moved(gradients) else places
 
     def _moved(self, gradients: Collection[Gradient]) -> bool:
+        if len(gradients) == len(self.order):  # the usual case, quickly
+            return list(map(_ADDRESS, self.order)) != [*self._addresses.values()]
         places, addresses = map(self.places.__getitem__, gradients), map(self._addresses.__getitem__, gradients)
         return any(map(operator.ne, map(_ADDRESS, places), addresses))
 
