@@ -130,7 +130,8 @@ class Exchange:
 
     def _derive(self, own: Sequence[Gradient], found: list[Gradient], dense: Sequence[int]) -> None:
         """Lets a tape around this one go through the reduction of dense gradients."""
-        places = [index for index in dense if found[index] is not None and found[index].dtype.is_floating]
+        kinds = {index: found[index].dtype for index in dense if found[index] is not None}
+        places = [index for index, kind in kinds.items() if kind.is_floating or kind.is_complex]
         if not places:
             return
         values = [tf.convert_to_tensor(own[index]) for index in places]

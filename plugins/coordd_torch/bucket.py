@@ -26,7 +26,7 @@ import torch
 from coordd.errors import CoorddError
 from coordd.table import Entry
 from coordd_torch.courier import Courier
-from coordd_torch.references import are_referenced, write
+from coordd_torch.references import are_referenced, version_of, write
 from coordd_torch.tensors import view
 from coordd_torch.tuning import SIGNALS
 
@@ -117,7 +117,7 @@ class _Memory:
         """Sees how often each place has been changed in place.
 
         Args:
-            former: whose gradients have come here in the middle of a step; what was changed there still is.
+            former: the memory from which gradients have come in the middle of a step, with what was changed there.
         """
         versions: list[int] = list(map(_VERSION, self.order))
         if former is not None:
@@ -135,7 +135,7 @@ class _Memory:
 
     def _changed(self, place: torch.Tensor, number: int) -> bool:
         """Whether the script has changed a gradient since the last step, in place or by other memory of this kind."""
-        if place._version != self.versions[number]:  # noqa: SLF001 - there is no public way
+        if version_of(place) != self.versions[number]:
             return True
         alike = place.dtype == self.flat.dtype and place.device == self.flat.device
         return alike and place.data_ptr() != self._addresses[self.homes[number][0]]

@@ -281,7 +281,7 @@ def test_gradients_are_referenced_by_what_the_script_holds():
     assert found() is None
     held = parameters[1].grad
     array = parameters[2].grad.numpy()
-    assert found() == [False, True, False, False]  # what backward has just made nobody has an array of
+    assert found() == [False, True, False, False]  # no array can share what backward has just made
     assert found(by_hand=True) == [False, True, True, False]
     parameters[2].sum().backward()
     parameters[3].sum().backward()
