@@ -17,6 +17,7 @@ from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet
 from coordd_torch.compressor import Compressor
 from coordd_torch.consistency import Consistency
+from coordd_torch.late import late
 from coordd_torch.operations import allreduce_async_
 from coordd_torch.underway import Told
 
@@ -120,7 +121,7 @@ class AdasumStep:
             self._abandon(f"could not begin it: {brief(error)}")
             raise
         self._count()
-        self._take_late(optimizer)
+        self._follow(optimizer)
         found = getattr(optimizer, "found_inf", None)
         if self._agree(optimizer, found):
             self._hidden = [(parameter, parameter.grad) for _, parameter in self._named]
@@ -129,13 +130,14 @@ class AdasumStep:
             return
         self._before = [parameter.detach().clone() for _, parameter in self._named]
 
-    def _take_late(self, optimizer: Any) -> None:
-        """Takes in the parameters that were added or thawed since, as all ranks do before the same step."""
-        known = {id(parameter) for _, parameter in self._named}
-        for index, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and id(parameter) not in known:
-                    self._named.append((f"param.{index}.{place}", parameter))
+    def _follow(self, optimizer: Any) -> None:
+        """Takes in the parameters that were added or thawed, and drops those that have left, as all ranks do."""
+        groups = optimizer.param_groups
+        if late(groups, {id(parameter) for _, parameter in self._named}, ()):
+            trained = {id(parameter) for group in groups for parameter in group["params"]}
+            self._named = [(name, parameter) for name, parameter in self._named if id(parameter) in trained]
+            known = {id(parameter) for _, parameter in self._named}
+            self._named += late(groups, known, (name for name, _ in self._named))
 
     def _agree(self, optimizer: Any, found: torch.Tensor | None) -> bool:
         """Finds out whether any rank's gradients are not finite; takes the loss scale off them, unless others do.

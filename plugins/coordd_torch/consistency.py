@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class Consistency:
         """
         self._operations = operations
         self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object
-        self._names = names
+        self._names = dict(names)
         self._start: Start | None = start
         self._drifts = Drifts(operations, framework="PyTorch", prefix=prefix, process_set=process_set)
         self._process_set = process_set
@@ -88,6 +88,11 @@ class Consistency:
             self._start.begin_again()
         if self._now is not None:
             self._now.begin_again()
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Forgets the names of parameters that are trained no longer: new ones may get their ids."""
+        for parameter in parameters:
+            self._names.pop(id(parameter), None)
 
     def check_alone(self) -> None:
         """Looks at this rank alone, in its first step.

@@ -157,6 +157,10 @@ class Gradient:
             found: torch.Tensor = torch.linalg.vector_norm(value, torch.inf)
             return found
 
+    def leave(self) -> None:
+        """Goes out of the reduction, with its parameter; an error is raised if that gets a gradient after all."""
+        self.parameter.register_post_accumulate_grad_hook(_Refusal(weakref.ref(self.reducer), self.name))
+
     def leave_bucket(self) -> None:
         """Goes on alone, when its bucket is retired."""
         self.bucket = None
@@ -341,6 +345,34 @@ def release(parameter: torch.Tensor) -> None:
     """Takes a parameter from the optimizer that had it; that may be one which is about to be replaced by this one."""
     for gradient in _reduced(parameter):
         gradient.reducer.replace()
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}  # noqa: SLF001 - no public way
+    for number in [number for number, hook in hooks.items() if isinstance(hook, _Refusal)]:
+        del hooks[number]
+
+
+class _Refusal:
+    """The hook of a parameter that is in no group of its optimizer any more, and whose gradient no rank reduces."""
+
+    def __init__(self, reducer: weakref.ref[Reducer], name: str) -> None:
+        self._reducer, self._name = reducer, name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Runs when backward has accumulated a gradient; the other ranks hear that this pass fails.
+
+        Raises:
+            ArgumentError: always, while the optimizer lives and no group has the parameter.
+        """
+        reducer = self._reducer()
+        if reducer is None or reducer.trains(parameter):
+            return
+        if (task := _current_task()) not in reducer.expected:
+            reducer.expect_end_of_backward(task, Gradient(reducer, self._name, parameter))
+        text = (
+            f"{self._name!r} has a gradient, but it has left the parameter groups of its optimizer, and its gradients "
+            "are not reduced since a step in which no rank had one: add it to a group, or freeze it by "
+            "requires_grad_(False)"
+        )
+        raise ArgumentError(text)
 
 
 def check_unreduced(parameters: Mapping[str, torch.Tensor]) -> None:

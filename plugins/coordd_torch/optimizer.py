@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -29,6 +29,7 @@ from coordd_torch.adasum import AdasumStep
 from coordd_torch.channel import Channel, check_combines
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.consistency import Consistency
+from coordd_torch.late import late
 from coordd_torch.operations import Average, allreduce_, join
 from coordd_torch.reducer import Reducer
 from coordd_torch.start import Start, structure
@@ -189,7 +190,7 @@ class _Distributed(torch.optim.Optimizer):
         """Clears the gradients, after what is under way has ended."""
         if self._coordd is not None:
             self._coordd.drop()
-            self._coordd.adopt(_late(self, self._coordd))
+            self._coordd.adopt(late(self.param_groups, self._coordd.known, self._coordd.names))
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -321,6 +322,7 @@ def _distributed(
         reducer = Reducer(
             channel,
             named,
+            trained=_lists_parameters(optimizer),
             passes_per_step=passes,
             sparse_as_dense=sparse_as_dense,
             grouping=grouping,
@@ -406,6 +408,17 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _lists_parameters(optimizer: torch.optim.Optimizer) -> Callable[[], list[torch.Tensor]]:
+    """Makes what lists the parameters of an optimizer, and does not keep it alive."""
+    living = weakref.ref(optimizer)
+
+    def trained() -> list[torch.Tensor]:
+        found = living()
+        return [] if found is None else _parameters(found)
+
+    return trained
+
+
 def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
     optimizer._steps += 1  # noqa: SLF001 - it is ours
 
@@ -418,7 +431,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     reducer: Reducer = optimizer._coordd  # noqa: SLF001 - set above
     reducer.check_current()
     reducer.check_outside()
-    reducer.adopt(_late(optimizer, reducer))
+    reducer.adopt(late(optimizer.param_groups, reducer.known, reducer.names))
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         if not reducer.skipped:
@@ -515,17 +528,6 @@ def _beside(
         ]
     trained = {id(parameter) for parameter in _parameters(optimizer) if parameter.requires_grad}
     return [(name, value) for name, value in given if id(value) not in trained]
-
-
-def _late(optimizer: torch.optim.Optimizer, reducer: Reducer) -> list[tuple[str, torch.Tensor]]:
-    """Finds the parameters that were added or thawed after the optimizer was made distributed."""
-    late = [
-        (f"param.{index}.{place}", parameter)
-        for index, group in enumerate(optimizer.param_groups)
-        for place, parameter in enumerate(group["params"])
-        if id(parameter) not in reducer.known and parameter.requires_grad
-    ]
-    return reducer.renamed(late) if late else late
 
 
 def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
@@ -28,16 +29,18 @@ _LAST_BUCKET_BYTES = 1 << 20
 class Placement:
     """The gradients of one optimizer, by where they live; autotune may lay the buckets out anew between two steps."""
 
-    def __init__(self, channel: Channel, grouping: Grouping) -> None:
+    def __init__(self, channel: Channel, grouping: Grouping, trained: Callable[[], Collection[torch.Tensor]]) -> None:
         """Starts without gradients.
 
         Args:
             channel: how they travel.
             grouping: which of them the user wants in one bucket.
+            trained: lists the parameters that are in the optimizer's groups now.
         """
         self.channel = channel
         self.underway = Underway(channel)
         self._grouping = grouping
+        self._trained = trained
         self._joins = channel.joins
         self._settings = first_settings(channel.daemon.config, compresses=not channel.plain)
         self._first_settings = self._settings
@@ -49,6 +52,11 @@ class Placement:
         self._buckets: list[Bucket] = []
         self._loose: list[Gradient] = []
         self._moving: list[Gradient] = []
+        self._hooks: dict[Gradient, RemovableHandle] = {}
+        self.known: set[int] = set()
+        """The ids of the parameters whose gradients are reduced."""
+        self.grown = False
+        """Whether parameters were added that may have taken the places of others."""
         self.row_major = False
         """Whether all gradients are row-major in buckets, because the ranks' parameters have different strides."""
 
@@ -62,11 +70,45 @@ class Placement:
         for bucket in self._buckets:
             yield from bucket
 
-    def renamed(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Gives parameters other names where they have taken the places of earlier ones, which keep theirs."""
-        names = (gradient.name.removeprefix(self.channel.prefix) for gradient in self._gradients())
-        taken = Counter(name.partition("@")[0] for name in names)
-        return [(f"{name}@{taken[name]}" if taken[name] else name, parameter) for name, parameter in named]
+    @property
+    def names(self) -> Iterator[str]:
+        """What the parameters are called whose gradients are reduced."""
+        return (gradient.name.removeprefix(self.channel.prefix) for gradient in self._gradients())
+
+    def detach(self) -> None:
+        """Takes the hooks off; for when the optimizer is gone."""
+        for hook in self._hooks.values():
+            hook.remove()
+
+    def trains(self, parameter: torch.Tensor) -> bool:
+        """Says whether a parameter is in one of the optimizer's groups."""
+        return any(parameter is one for one in self._trained())
+
+    def unused(self) -> list[Gradient]:
+        """Finds the gradients of parameters that are in no group any more, if no rank had one in this step.
+
+        All ranks find the same, for their groups are equal.
+        """
+        trained = set(map(id, self._trained()))
+        beside = [gradient for gradient in self._gradients() if id(gradient.parameter) not in trained]
+        self.grown = bool(beside)
+        return [gradient for gradient in beside if not gradient.started]
+
+    def let_go(self, gradients: Sequence[Gradient]) -> None:
+        """Reduces gradients no longer, between two steps, so that their parameters do not live on for our sake."""
+        if not gradients:
+            return
+        leaving = set(gradients)
+        for gradient in leaving:
+            self._hooks.pop(gradient).remove()
+            self.known.discard(id(gradient.parameter))
+            gradient.leave()
+        self._loose = [gradient for gradient in self._loose if gradient not in leaving]
+        left = [bucket for bucket in self._buckets if not leaving.isdisjoint(bucket)]
+        self._buckets = [bucket for bucket in self._buckets if bucket not in left]
+        for bucket in left:
+            bucket.retire()
+        self._settle_in([gradient for bucket in left for gradient in bucket if gradient not in leaving])
 
     def _clear(self) -> None:
         for gradient in self._gradients():
@@ -140,9 +182,13 @@ class Placement:
         limit = settings.bucket_bytes(total) if early else sys.maxsize
         last = min(limit, _LAST_BUCKET_BYTES) if early else limit
         for group in self._grouping.buckets(gradients, limit=limit, last=last):
-            name = f"{self.channel.prefix}gradients.{len(self._buckets)}"
-            self._buckets.append(Bucket(self, name, group, early=early))
+            self._buckets.append(Bucket(self, self._free_name(), group, early=early))
         self.open_buckets = len(self._buckets)
+
+    def _free_name(self) -> str:
+        taken = {bucket.name for bucket in self._buckets}
+        names = (f"{self.channel.prefix}gradients.{number}" for number in itertools.count())
+        return next(name for name in names if name not in taken)
 
     def _start_over(self) -> None:
         """Makes the next step a first one, as on ranks that have joined and missed what the others did meanwhile."""

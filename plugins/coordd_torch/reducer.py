@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from coordd.discarding import discarded, error_of, given_up, is_discarded, of_step, past_deadlocks, reduced_already
 from coordd.errors import CoorddError, DiscardedStepError, MismatchError, brief, is_deadlock
@@ -53,13 +52,14 @@ class Reducer(Placement):
         channel: Channel,
         parameters: Iterable[tuple[str, torch.Tensor]],
         *,
+        trained: Callable[[], Collection[torch.Tensor]],
         passes_per_step: int,
         sparse_as_dense: bool,
         grouping: Grouping,
         consistency: Consistency,
     ) -> None:
         """Takes the parameters of one optimizer over; ``consistency`` compares them between the ranks."""
-        super().__init__(channel, grouping)
+        super().__init__(channel, grouping, trained)
         self.passes_per_step = passes_per_step
         self.sparse_as_dense = sparse_as_dense
         self.expected: set[int] = set()
@@ -80,9 +80,6 @@ class Reducer(Placement):
         """Whether anything has been given to be reduced since the last round."""
         self._adrift: list[Gradient] = []
         self._accumulated = Accumulated()
-        self._hooks: list[RemovableHandle] = []
-        self.known: set[int] = set()
-        """The ids of the parameters whose gradients are reduced."""
         named = list(parameters)
         self.consistency = consistency
         wanted, rank = self.channel.daemon.config.nonfinite, self.channel.daemon.world.rank
@@ -97,14 +94,9 @@ class Reducer(Placement):
             release(parameter)
             gradient = Gradient(self, self.channel.prefix + name, parameter)
             self._loose.append(gradient)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient.ready))
+            self._hooks[gradient] = parameter.register_post_accumulate_grad_hook(gradient.ready)
             self.known.add(id(parameter))
-            self._finished = False
-
-    def detach(self) -> None:
-        """Takes the hooks off; for when the optimizer is gone."""
-        for hook in self._hooks:
-            hook.remove()
+            self._finished, self.grown = False, True
 
     def replace(self) -> None:
         """Gives way to another optimizer that has been made for the same parameters."""
@@ -572,7 +564,10 @@ class Reducer(Placement):
         """Gets ready for the next step, after this one has been made, or skipped by the optimizer itself."""
         for bucket in self._buckets if made else ():
             bucket.commit()
+        unused = self.unused() if self.grown and self.complete else []
         self.drop()
+        self.let_go(unused)
+        self.consistency.forget(gradient.parameter for gradient in unused)
         if self._tuning is not None:
             self._tuning.step_done()
 

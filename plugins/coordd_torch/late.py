@@ -1,0 +1,39 @@
+"""Parameters that are added, thawed or replaced after their optimizer was made distributed; the same on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["late"]
+
+
+def late(
+    groups: Iterable[Mapping[str, Any]], known: Collection[int], taken: Iterable[str]
+) -> list[tuple[str, torch.Tensor]]:
+    """Finds the parameters to train that are not known yet, and names them by their places.
+
+    Args:
+        groups: an optimizer's parameter groups.
+        known: the ids of the parameters that are reduced.
+        taken: the names of those. A parameter that has taken another one's place gets a name of its own.
+    """
+    found = [
+        (f"param.{index}.{place}", parameter)
+        for index, group in enumerate(groups)
+        for place, parameter in enumerate(group["params"])
+        if id(parameter) not in known and parameter.requires_grad
+    ]
+    names = set(taken) if found else set()
+    return [(_free(name, names), parameter) for name, parameter in found]
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """Returns the name, with a number if it is taken, and takes it."""
+    choices = itertools.chain([name], (f"{name}@{number}" for number in itertools.count(1)))
+    found = next(choice for choice in choices if choice not in taken)
+    taken.add(found)
+    return found
