@@ -161,6 +161,24 @@ def case_a_tape_around_another_one_goes_through_its_reduction() -> None:
         same(way(*batch(cd.rank())), wanted)
 
 
+def case_second_derivatives_of_complex_variables_are_those_of_one_process() -> None:
+    def gradients(held: list[tf.Variable], x: tf.Tensor, wrap: Any) -> list[tf.Tensor]:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_mean(tf.abs(tf.sin(x * held[0]) + held[1] ** 2) ** 2)
+            first = wrap(inner).gradient(loss, held)
+            penalty = sum(tf.reduce_sum(tf.abs(gradient) ** 2) for gradient in first)
+        return wrap(outer).gradient(penalty, held)
+
+    held = [tf.Variable([0.3 + 0.2j, -0.1 + 0.4j]), tf.Variable([0.5 - 0.3j, 0.2 + 0.1j])]
+    rows = [
+        tf.constant([[0.7 - 0.5j, 0.1 + 0.9j], [0.2 + 0.3j, -0.6 + 0.1j]]) * (rank + 1) for rank in range(cd.size())
+    ]
+    wanted = gradients(held, tf.concat(rows, 0), lambda tape: tape)
+    for way in ways(lambda x: gradients(held, x, cd.DistributedGradientTape)):
+        same(way(rows[cd.rank()]), wanted)
+
+
 def case_a_rank_without_any_gradient_is_told_in_a_graph() -> None:
     held = [tf.Variable([1.0, 2.0], name="lonely")]
 
