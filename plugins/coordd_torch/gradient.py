@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from coordd.errors import ArgumentError
 from coordd.messages import Request
@@ -58,6 +59,8 @@ class Gradient:
         self.submitted = 0.0
         self.passes = 0
         self.started = False
+        self.unused = 0
+        """For how many steps it has been in no group, and no rank had it."""
 
     @property
     def nbytes(self) -> int:
@@ -157,9 +160,10 @@ class Gradient:
             found: torch.Tensor = torch.linalg.vector_norm(value, torch.inf)
             return found
 
-    def leave(self) -> None:
-        """Goes out of the reduction, with its parameter; an error is raised if that gets a gradient after all."""
-        self.parameter.register_post_accumulate_grad_hook(_Refusal(weakref.ref(self.reducer), self.name))
+    def leave(self, hook: RemovableHandle) -> None:
+        """Goes out of the reduction; in the place of its hook, an error is raised if there is a gradient after all."""
+        hooks = self.parameter._post_accumulate_grad_hooks  # noqa: SLF001 - frozen parameters take no new hooks
+        hooks[hook.id] = _Refusal(weakref.ref(self.reducer), self.name)
 
     def leave_bucket(self) -> None:
         """Goes on alone, when its bucket is retired."""
@@ -369,7 +373,7 @@ class _Refusal:
             reducer.expect_end_of_backward(task, Gradient(reducer, self._name, parameter))
         text = (
             f"{self._name!r} has a gradient, but it has left the parameter groups of its optimizer, and its gradients "
-            "are not reduced since a step in which no rank had one: add it to a group, or freeze it by "
+            "are not reduced any more, for no rank had one in many steps: add it to a group, or freeze it by "
             "requires_grad_(False)"
         )
         raise ArgumentError(text)

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["late"]
+__all__ = ["Groups", "groups_of", "late"]
+
+Groups = Callable[[], Sequence[Mapping[str, Any]]]
+"""Returns an optimizer's parameter groups as they are now."""
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
+    """Makes what returns an optimizer's parameter groups, and does not keep it alive."""
+    living = weakref.ref(optimizer)
+
+    def groups() -> Sequence[Mapping[str, Any]]:
+        found = living()
+        return () if found is None else found.param_groups
+
+    return groups
 
 
 def late(

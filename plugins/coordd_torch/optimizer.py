@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -25,11 +25,12 @@ from coordd.messages import ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set
 from coordd_torch import as_horovod
+from coordd_torch.accumulation import inside_backward
 from coordd_torch.adasum import AdasumStep
 from coordd_torch.channel import Channel, check_combines
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.consistency import Consistency
-from coordd_torch.late import late
+from coordd_torch.late import groups_of
 from coordd_torch.operations import Average, allreduce_, join
 from coordd_torch.reducer import Reducer
 from coordd_torch.start import Start, structure
@@ -190,7 +191,7 @@ class _Distributed(torch.optim.Optimizer):
         """Clears the gradients, after what is under way has ended."""
         if self._coordd is not None:
             self._coordd.drop()
-            self._coordd.adopt(late(self.param_groups, self._coordd.known, self._coordd.names))
+            self._coordd.adopt_late()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -322,7 +323,7 @@ def _distributed(
         reducer = Reducer(
             channel,
             named,
-            trained=_lists_parameters(optimizer),
+            groups=groups_of(optimizer),
             passes_per_step=passes,
             sparse_as_dense=sparse_as_dense,
             grouping=grouping,
@@ -408,17 +409,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _lists_parameters(optimizer: torch.optim.Optimizer) -> Callable[[], list[torch.Tensor]]:
-    """Makes what lists the parameters of an optimizer, and does not keep it alive."""
-    living = weakref.ref(optimizer)
-
-    def trained() -> list[torch.Tensor]:
-        found = living()
-        return [] if found is None else _parameters(found)
-
-    return trained
-
-
 def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
     optimizer._steps += 1  # noqa: SLF001 - it is ours
 
@@ -430,19 +420,20 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     reducer: Reducer = optimizer._coordd  # noqa: SLF001 - set above
     reducer.check_current()
-    reducer.check_outside()
-    reducer.adopt(late(optimizer.param_groups, reducer.known, reducer.names))
+    if reducer.expected:
+        raise inside_backward()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         if not reducer.skipped:
             reducer.finish_step(stepping=True)
-        elif not reducer.complete:
+        elif reducer.adopt_late() or not reducer.complete:
             reducer.consistency.local = True
         if api.operations().as_horovod:
             as_horovod.fill_missing(_parameters(optimizer))
         _skip(optimizer, reducer)
         return None
     reducer.drop()
+    reducer.adopt_late()
 
     def reduced() -> Any:
         reducer.drop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -18,29 +18,32 @@ from coordd_torch.bucket import Bucket, strides_of
 from coordd_torch.channel import Channel
 from coordd_torch.devices import overlaps
 from coordd_torch.gradient import Gradient
+from coordd_torch.late import Groups
 from coordd_torch.tuning import OVERLAP, Tuning, first_settings
 from coordd_torch.underway import Underway
 
 __all__ = ["Placement", "is_row_major"]
 
 _LAST_BUCKET_BYTES = 1 << 20
+_UNUSED_STEPS = 16
+"""Steps in which no rank has the gradient of a parameter that is in no group, before it is let go."""
 
 
 class Placement:
     """The gradients of one optimizer, by where they live; autotune may lay the buckets out anew between two steps."""
 
-    def __init__(self, channel: Channel, grouping: Grouping, trained: Callable[[], Collection[torch.Tensor]]) -> None:
+    def __init__(self, channel: Channel, grouping: Grouping, groups: Groups) -> None:
         """Starts without gradients.
 
         Args:
             channel: how they travel.
             grouping: which of them the user wants in one bucket.
-            trained: lists the parameters that are in the optimizer's groups now.
+            groups: the optimizer's parameter groups.
         """
         self.channel = channel
         self.underway = Underway(channel)
         self._grouping = grouping
-        self._trained = trained
+        self._groups = groups
         self._joins = channel.joins
         self._settings = first_settings(channel.daemon.config, compresses=not channel.plain)
         self._first_settings = self._settings
@@ -82,17 +85,22 @@ class Placement:
 
     def trains(self, parameter: torch.Tensor) -> bool:
         """Says whether a parameter is in one of the optimizer's groups."""
-        return any(parameter is one for one in self._trained())
+        return id(parameter) in self._trained()
+
+    def _trained(self) -> set[int]:
+        return {id(parameter) for group in self._groups() for parameter in group["params"]}
 
     def unused(self) -> list[Gradient]:
-        """Finds the gradients of parameters that are in no group any more, if no rank had one in this step.
+        """Finds the gradients of parameters that are in no group any more, if no rank had one in the last steps.
 
         All ranks find the same, for their groups are equal.
         """
-        trained = set(map(id, self._trained()))
+        trained = self._trained()
         beside = [gradient for gradient in self._gradients() if id(gradient.parameter) not in trained]
         self.grown = bool(beside)
-        return [gradient for gradient in beside if not gradient.started]
+        for gradient in beside:
+            gradient.unused = 0 if gradient.started else gradient.unused + 1
+        return [gradient for gradient in beside if gradient.unused >= _UNUSED_STEPS]
 
     def let_go(self, gradients: Sequence[Gradient]) -> None:
         """Reduces gradients no longer, between two steps, so that their parameters do not live on for our sake."""
@@ -100,9 +108,8 @@ class Placement:
             return
         leaving = set(gradients)
         for gradient in leaving:
-            self._hooks.pop(gradient).remove()
             self.known.discard(id(gradient.parameter))
-            gradient.leave()
+            gradient.leave(self._hooks.pop(gradient))
         self._loose = [gradient for gradient in self._loose if gradient not in leaving]
         left = [bucket for bucket in self._buckets if not leaving.isdisjoint(bucket)]
         self._buckets = [bucket for bucket in self._buckets if bucket not in left]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,13 @@ from coordd.grouping import Grouping
 from coordd.handles import Handle, call_site
 from coordd.messages import ReduceOp
 from coordd.table import show_site
-from coordd_torch.accumulation import Accumulated, inside_backward, not_all_have_repeated, replaced, too_many
+from coordd_torch.accumulation import Accumulated, not_all_have_repeated, replaced, too_many
 from coordd_torch.backward_pass import BackwardPass
 from coordd_torch.channel import Channel
 from coordd_torch.consistency import Consistency
 from coordd_torch.finiteness import Finiteness
 from coordd_torch.gradient import Gradient, nested, release
+from coordd_torch.late import Groups, late
 from coordd_torch.placement import Placement, is_row_major
 from coordd_torch.underway import Told
 
@@ -52,14 +53,14 @@ class Reducer(Placement):
         channel: Channel,
         parameters: Iterable[tuple[str, torch.Tensor]],
         *,
-        trained: Callable[[], Collection[torch.Tensor]],
+        groups: Groups,
         passes_per_step: int,
         sparse_as_dense: bool,
         grouping: Grouping,
         consistency: Consistency,
     ) -> None:
         """Takes the parameters of one optimizer over; ``consistency`` compares them between the ranks."""
-        super().__init__(channel, grouping, trained)
+        super().__init__(channel, grouping, groups)
         self.passes_per_step = passes_per_step
         self.sparse_as_dense = sparse_as_dense
         self.expected: set[int] = set()
@@ -98,6 +99,15 @@ class Reducer(Placement):
             self.known.add(id(parameter))
             self._finished, self.grown = False, True
 
+    def adopt_late(self) -> bool:
+        """Takes in the parameters that were added or thawed; says whether there are any.
+
+        All ranks have made the same rounds of a step when they call it: in other rounds they would wait for each other.
+        """
+        found = late(self._groups(), self.known, self.names)
+        self.adopt(found)
+        return bool(found)
+
     def replace(self) -> None:
         """Gives way to another optimizer that has been made for the same parameters."""
         if self._abandoned:
@@ -114,15 +124,6 @@ class Reducer(Placement):
         """
         if self._replaced:
             raise replaced()
-
-    def check_outside(self) -> None:
-        """Refuses a step that a hook makes while backward runs.
-
-        Raises:
-            CoorddError: gradients are not reduced before the pass ends.
-        """
-        if self.expected:
-            raise inside_backward()
 
     def expect_end_of_backward(self, task: int, first: Gradient) -> bool:
         """Has autograd call us when the backward pass with this number ends; it has made this gradient first.
@@ -529,8 +530,12 @@ class Reducer(Placement):
             CoorddError: gradients that are not averaged yet were changed.
         """
         self._raise_discarded()
-        if self._finished:
-            return
+        if not self._finished:
+            self._finish(stepping=stepping)
+        if self.adopt_late():
+            self._finish(stepping=False)
+
+    def _finish(self, *, stepping: bool) -> None:
         if not self._begun:
             self._begin_step()
         if stepping and (text := self._accumulated.check(filter(self._is_local, self._gradients()))):

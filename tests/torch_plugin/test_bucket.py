@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -183,106 +182,6 @@ def test_parameters_that_come_later_get_a_bucket_of_their_own():
 
     first, second = each_rank(2, body)
     assert first == second == [1.0 - 3 * 1.5] * 2
-
-
-def test_a_parameter_may_be_replaced_again_and_again():
-    """Models grow that way; each new parameter takes the place of the one before in its group."""
-
-    def body(rank):
-        net = weights({"a": 3, "b": 2})
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD([{"params": [value]} for value in net.values()], lr=1.0))
-        for step in range(9):
-            if step % 3 == 2:
-                net["a"] = nn.Parameter(torch.cat([net["a"].detach(), torch.ones(1, dtype=torch.float64)]))
-                optimizer.param_groups[0]["params"][0] = net["a"]
-            optimizer.zero_grad()
-            ((net["a"].sum() + net["b"].sum()) * (rank + 1)).backward()
-            optimizer.step()
-        return net["a"].tolist()
-
-    first, second = each_rank(2, body)
-    assert first == second == [1 - 9 * 1.5] * 3 + [1 - 7 * 1.5, 1 - 4 * 1.5, 1 - 1.5]
-
-
-@pytest.mark.parametrize("op", [cd.Average, cd.Adasum], ids=["average", "adasum"])
-@pytest.mark.parametrize("cleared", [True, False], ids=["zero_grad", "no zero_grad"])
-def test_parameters_that_were_replaced_are_not_kept_alive(cleared, op):
-    """Else a model that grows all the time needs more and more memory, and reduces zeros for what is gone."""
-
-    def body(rank):
-        net = weights({"a": 3, "b": 2, "c": 2})
-        groups = [{"params": [net["a"], net["b"]]}, {"params": [net["c"]]}]
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD(groups, lr=1.0), op=op)
-        gone = []
-        for step in range(24):
-            if step > 1 and step % 2:
-                gone.append(weakref.ref(net["a"]))
-                net["a"] = nn.Parameter(torch.cat([net["a"].detach(), torch.ones(1, dtype=torch.float64)]))
-                optimizer.param_groups[0]["params"][0] = net["a"]
-            if cleared:
-                optimizer.zero_grad()
-            else:
-                for value in net.values():
-                    value.grad = None
-            sum(value.sum() * (rank + 1) for value in net.values()).backward()
-            optimizer.step()
-        gc.collect()
-        alive = [number for number, value in enumerate(gone) if value() is not None]
-        return [net[name].tolist() for name in "abc"], alive
-
-    (first, kept), (second, also_kept) = each_rank(2, body)
-    assert first == second
-    assert {*kept, *also_kept} <= {0, 10}  # Horovod's own attribute has the first; the last has left only now
-
-
-def test_a_parameter_that_has_left_its_group_is_reduced_while_it_gets_gradients():
-    """Scripts clip by the norm of all gradients of a model, also of what its optimizer does not train any more."""
-
-    def body(rank):
-        net, seen = weights({"a": 3, "b": 2, "c": 2}), []
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD([net["a"], net["b"]], lr=1.0))
-        for step in range(8):
-            if step == 3:
-                optimizer.param_groups[0]["params"][0] = net["c"]
-            optimizer.zero_grad()
-            net["a"].grad = None
-            used = net.values() if step < 6 else [net["b"], net["c"]]
-            sum(value.sum() * (rank + 1) for value in used).backward()
-            optimizer.step()
-            seen.append(net["a"].grad.tolist() if step < 6 else None)
-        with pytest.raises(cd.ArgumentError, match="add it to a group, or freeze it"):
-            net["a"].sum().backward()
-        optimizer.zero_grad()
-        net["a"].grad = None
-        optimizer.add_param_group({"params": [net["a"]]})
-        (net["a"].sum() * (rank + 1)).backward()
-        optimizer.step()
-        return seen, net["a"].tolist()
-
-    (seen, last), (also_seen, also_last) = each_rank(2, body)
-    assert seen == also_seen == [[1.5] * 3] * 6 + [None] * 2
-    assert last == also_last == [1.0 - 4 * 1.5] * 3
-
-
-def test_one_rank_alone_that_computes_a_gradient_which_has_left_tells_all():
-    def body(rank):
-        net = weights({"a": 3, "b": 2})
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD([net["a"]], lr=1.0))
-        for step in range(4):
-            if step == 2:
-                optimizer.param_groups[0]["params"][0] = net["b"]
-            optimizer.zero_grad()
-            (net["b" if step > 1 else "a"].sum() * (rank + 1)).backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(cd.DiscardedStepError if rank else cd.ArgumentError):
-            (net["b" if rank else "a"].sum() * (rank + 1)).backward()
-        optimizer.zero_grad()
-        (net["b"].sum() * (rank + 1)).backward()
-        optimizer.step()
-        return net["b"].tolist()
-
-    assert each_rank(2, body) == [[1.0 - 3 * 1.5] * 2] * 2
 
 
 def test_a_hook_of_the_users_may_take_a_gradient_away_on_one_rank():
