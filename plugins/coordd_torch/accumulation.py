@@ -5,6 +5,7 @@ The other errors of an optimizer that is used wrongly are here, too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,20 @@ import torch
 
 from coordd.errors import ArgumentError, CoorddError
 from coordd.table import Site, show_site
-from coordd_torch.gradient import nested
 
 if TYPE_CHECKING:
     from coordd_torch.gradient import Gradient
 
-__all__ = ["Accumulated", "inside_backward", "not_all_have_repeated", "replaced", "too_many"]
+__all__ = [
+    "Accumulated",
+    "compiled",
+    "inside_backward",
+    "is_compiled",
+    "not_all_have_repeated",
+    "replaced",
+    "too_many",
+    "without_hook",
+]
 
 
 class Accumulated:
@@ -54,17 +63,18 @@ class TooManyPassesError(CoorddError, AssertionError):
     """A gradient was computed more often than declared; Horovod raises an `AssertionError`."""
 
 
-def too_many(gradient: Gradient, passes: int) -> CoorddError:
+def too_many(gradient: Gradient, passes: int, *, nested: bool) -> CoorddError:
     """Says that a gradient was computed when its step should have been made.
 
     Args:
         gradient: the first that was.
         passes: what was declared as ``backward_passes_per_step``.
+        nested: whether reentrant checkpoints have made passes inside this one.
     """
-    if nested():
+    if nested:
         text = (
-            f"{gradient.name!r} is computed in several reentrant checkpoints of one backward pass, so nobody can "
-            "tell when it is complete: use checkpoint(..., use_reentrant=False)"
+            f"{gradient.name!r} is computed in several reentrant checkpoints of one backward pass, or in one and "
+            "outside, so nobody can tell when it is complete: use checkpoint(..., use_reentrant=False)"
         )
     else:
         text = (
@@ -74,6 +84,31 @@ def too_many(gradient: Gradient, passes: int) -> CoorddError:
             "optimizer.no_sync(); to skip a step, clear them by optimizer.zero_grad()."
         )
     return TooManyPassesError(text)
+
+
+def without_hook(name: str) -> ArgumentError:
+    """Says that a backward pass may have made a gradient without a call of its hook."""
+    text = (
+        f"{name!r} has a gradient, and autograd does not call the hook that tells when backward has made one, because "
+        "PyTorch has swapped parameters (torch.__future__.set_swap_module_params_on_conversion, "
+        "torch.utils.swap_tensors): call optimizer.zero_grad(), which puts the hooks back, before the next backward()"
+    )
+    return ArgumentError(text)
+
+
+def compiled() -> ArgumentError:
+    """Says that gradients cannot be reduced as they are computed by compiled autograd."""
+    text = (
+        "this backward pass is compiled (torch._dynamo.config.compiled_autograd), and does not tell when gradients are "
+        "complete: turn that off; torch.compile(model), also around backward(), works without it"
+    )
+    return ArgumentError(text)
+
+
+def is_compiled() -> bool:
+    """Whether compiled autograd runs the present backward pass."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def inside_backward() -> CoorddError:

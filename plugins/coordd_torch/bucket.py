@@ -44,6 +44,7 @@ Smaller ones are copied together, when the last of their bucket is there."""
 _FLAGS = 2
 _NOTHING = np.empty(0, np.uint8)
 _DTYPE = operator.attrgetter("dtype")
+_SHAPE = operator.attrgetter("shape")
 _ADDRESS = torch.Tensor.data_ptr
 _VERSION = operator.attrgetter("_version")
 
@@ -66,15 +67,15 @@ class _Memory:
         self.signals = self.tail[-SIGNALS:]
         self.array = view(self.flat) if self.flat.is_cpu else None
         self.order = tuple(
-            _shaped(self.flat[stop - size : stop], gradient.parameter, row_major=reducer.row_major)
+            _shaped(self.flat[stop - size : stop], gradient)
             for gradient, size, stop in zip(gradients, sizes, stops, strict=True)
         )
         self.places = dict(zip(gradients, self.order, strict=True))
         self.homes = [(gradient, gradient.parameter, place) for gradient, place in self.places.items()]
         self._parameters = [gradient.parameter for gradient in gradients]
+        self._shapes = list(map(_SHAPE, self._parameters))
         self._starts = dict(zip(gradients, [0, *stops], strict=False))
         self._numbers = {gradient: number for number, gradient in enumerate(gradients)}
-        self._row_major = reducer.row_major
         self.large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
         self.small = [(index, *home) for index, home in enumerate(self.homes) if home[0] not in self.large]
         self._storage = self.flat.untyped_storage()
@@ -90,7 +91,7 @@ class _Memory:
     @property
     def outdated(self) -> bool:
         """Whether parameters have become others, as by ``model.to()``, which also moves each ``.grad`` elsewhere."""
-        if {*map(_DTYPE, self._parameters)} != {self.flat.dtype}:
+        if {*map(_DTYPE, self._parameters)} != {self.flat.dtype} or list(map(_SHAPE, self._parameters)) != self._shapes:
             return True
         return self._parameters[0].device != self.flat.device or self._moved(self.places)
 
@@ -109,8 +110,8 @@ class _Memory:
         return any(map(operator.ne, map(_ADDRESS, places), addresses))
 
     def _room(self, gradient: Gradient) -> torch.Tensor:
-        place, start, parameter = self.places[gradient], self._starts[gradient], gradient.parameter
-        room = _shaped(self.flat[start:], parameter, row_major=self._row_major)
+        place, start = self.places[gradient], self._starts[gradient]
+        room = _shaped(self.flat[start:], gradient)
         return place if place.data_ptr() == room.data_ptr() else room
 
     def remember(self, former: _Memory | None = None) -> None:
@@ -538,13 +539,13 @@ class Bucket:
         self.underway.fail(error, self)
 
 
-def _shaped(room: torch.Tensor, parameter: torch.Tensor, *, row_major: bool) -> torch.Tensor:
-    """Views room as a gradient, laid out as its parameter where that is dense, which autograd and optimizers like.
+def _shaped(room: torch.Tensor, gradient: Gradient) -> torch.Tensor:
+    """Views room as a gradient, in the layout that the ranks have agreed on: one parameter may be converted since.
 
-    Where ranks differ in that, all of them lay it out ``row_major``. It counts its own changes, not those of all room.
+    It counts its own changes, not those of all room.
     """
-    strides, size = None if row_major else strides_of(parameter), parameter.shape
-    shaped = room[: parameter.numel()].view(size) if strides is None else room.as_strided(size, strides)
+    strides, size = gradient.strides, gradient.parameter.shape
+    shaped = room[: size.numel()].view(size) if strides is None else room.as_strided(size, strides)
     return shaped.data
 
 

@@ -59,6 +59,8 @@ class Gradient:
         self.submitted = 0.0
         self.passes = 0
         self.started = False
+        self.strides: tuple[int, ...] | None = None
+        """How it lies in a bucket, the same on all ranks; None for row-major."""
         self.unused = 0
         """For how many steps it has been in no group, and no rank had it."""
 
@@ -107,8 +109,17 @@ class Gradient:
 
     @property
     def given(self) -> bool:
-        """Whether there is something to reduce: of a backward pass, or set by hand since the last step."""
-        return self.passes > 0 or (self.parameter.grad is not None and (self.changed or self._rewritten))
+        """Whether there is something to reduce: of a backward pass, or set by hand since the last step.
+
+        Raises:
+            ArgumentError: a backward pass may have made it unnoticed, for the hook is gone.
+        """
+        if self.passes > 0:
+            return True
+        found = self.parameter.grad is not None and (self.changed or self._rewritten)
+        if found:
+            self.reducer.check_hook(self)
+        return found
 
     @property
     def _rewritten(self) -> bool:
@@ -167,7 +178,7 @@ class Gradient:
 
     def leave_bucket(self) -> None:
         """Goes on alone, when its bucket is retired."""
-        self.bucket = None
+        self.bucket = self.strides = None
 
     def remember(self, *, changed: bool = False) -> None:
         """Sees which tensor ``.grad`` is, and how often it has been changed in place.

@@ -191,6 +191,7 @@ class _Distributed(torch.optim.Optimizer):
         """Clears the gradients, after what is under way has ended."""
         if self._coordd is not None:
             self._coordd.drop()
+            self._coordd.restore_hooks()
             self._coordd.adopt_late()
         super().zero_grad(set_to_none)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -14,16 +16,22 @@ from torch.utils.hooks import RemovableHandle
 from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
 from coordd.settings import Settings
+from coordd_torch.accumulation import without_hook
 from coordd_torch.bucket import Bucket, strides_of
 from coordd_torch.channel import Channel
 from coordd_torch.devices import overlaps
-from coordd_torch.gradient import Gradient
-from coordd_torch.late import Groups
+from coordd_torch.gradient import Gradient, release
+from coordd_torch.late import Groups, late
 from coordd_torch.tuning import OVERLAP, Tuning, first_settings
 from coordd_torch.underway import Underway
 
-__all__ = ["Placement", "is_row_major"]
+if TYPE_CHECKING:
+    from coordd_torch.reducer import Reducer
 
+__all__ = ["Placement"]
+
+_BEHIND = operator.attrgetter("_cdata")
+"""What a tensor of Python stands for; autograd calls its hooks, and there is no public way to know it."""
 _LAST_BUCKET_BYTES = 1 << 20
 _UNUSED_STEPS = 16
 """Steps in which no rank has the gradient of a parameter that is in no group, before it is let go."""
@@ -49,18 +57,21 @@ class Placement:
         self._first_settings = self._settings
         self._tuning: Tuning | None = None
         self._change: Settings | None = None
-        self._repeated = self._reduced = False
+        self._repeated = self._reduced = self._finished = False
         self.open_buckets = 0
         """How many buckets have not been given to be reduced in this round."""
         self._buckets: list[Bucket] = []
         self._loose: list[Gradient] = []
         self._moving: list[Gradient] = []
         self._hooks: dict[Gradient, RemovableHandle] = {}
+        self._hooked: list[torch.Tensor] = []
+        self._behind: list[int] = []
         self.known: set[int] = set()
         """The ids of the parameters whose gradients are reduced."""
+        self._used: set[Gradient] = set()
         self.grown = False
         """Whether parameters were added that may have taken the places of others."""
-        self.row_major = False
+        self._row_major = False
         """Whether all gradients are row-major in buckets, because the ranks' parameters have different strides."""
 
     @property
@@ -77,6 +88,48 @@ class Placement:
     def names(self) -> Iterator[str]:
         """What the parameters are called whose gradients are reduced."""
         return (gradient.name.removeprefix(self.channel.prefix) for gradient in self._gradients())
+
+    def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes parameters in: at the start, and those that are added or thawed later."""
+        for name, parameter in parameters:
+            release(parameter)
+            gradient = Gradient(cast("Reducer", self), self.channel.prefix + name, parameter)
+            self._loose.append(gradient)
+            self._hooks[gradient] = parameter.register_post_accumulate_grad_hook(gradient.ready)
+            self.known.add(id(parameter))
+            self._finished, self.grown = False, True
+        self._note_hooked()
+
+    def adopt_late(self) -> bool:
+        """Takes in the parameters that were added or thawed; says whether there are any.
+
+        All ranks have made the same rounds of a step when they call it: in other rounds they would wait for each other.
+        """
+        found = late(self._groups(), self.known, self.names)
+        if found:
+            self.adopt(found)
+        return bool(found)
+
+    def restore_hooks(self) -> None:
+        """Has autograd call our hooks again where PyTorch has swapped what is behind parameters, as `to()` may."""
+        if list(map(_BEHIND, self._hooked)) == self._behind:
+            return
+        for parameter in self._hooked:
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - as `_BEHIND`
+        self._note_hooked()
+
+    def _note_hooked(self) -> None:
+        self._hooked = [gradient.parameter for gradient in self._hooks]
+        self._behind = list(map(_BEHIND, self._hooked))
+
+    def check_hook(self, gradient: Gradient) -> None:
+        """Refuses a gradient of which nobody can tell whether backward has made it.
+
+        Raises:
+            ArgumentError: PyTorch has swapped what is behind a parameter.
+        """
+        if list(map(_BEHIND, self._hooked)) != self._behind:
+            raise without_hook(gradient.name)
 
     def detach(self) -> None:
         """Takes the hooks off; for when the optimizer is gone."""
@@ -99,8 +152,12 @@ class Placement:
         beside = [gradient for gradient in self._gradients() if id(gradient.parameter) not in trained]
         self.grown = bool(beside)
         for gradient in beside:
-            gradient.unused = 0 if gradient.started else gradient.unused + 1
+            gradient.unused = 0 if gradient.started or gradient in self._used else gradient.unused + 1
         return [gradient for gradient in beside if gradient.unused >= _UNUSED_STEPS]
+
+    def _note_used(self) -> None:
+        """Remembers, before gradients are reduced once more in a step, which there were."""
+        self._used |= {gradient for gradient in self._gradients() if self.grown and gradient.started}
 
     def let_go(self, gradients: Sequence[Gradient]) -> None:
         """Reduces gradients no longer, between two steps, so that their parameters do not live on for our sake."""
@@ -110,6 +167,7 @@ class Placement:
         for gradient in leaving:
             self.known.discard(id(gradient.parameter))
             gradient.leave(self._hooks.pop(gradient))
+        self._note_hooked()
         self._loose = [gradient for gradient in self._loose if gradient not in leaving]
         left = [bucket for bucket in self._buckets if not leaving.isdisjoint(bucket)]
         self._buckets = [bucket for bucket in self._buckets if bucket not in left]
@@ -164,21 +222,34 @@ class Placement:
         """Gives the gradients that were reduced on their own places in buckets, in the order of the plans."""
         moving, self._moving = sorted(self._moving, key=lambda gradient: gradient.turn), []
         self._loose = [gradient for gradient in self._loose if gradient not in moving]
+        for gradient in moving if self._row_major else ():
+            gradient.strides = None
         self._settle_in(moving)
         daemon = self.channel.daemon
         if daemon.config.autotune and self._tuning is None and self.channel.members == daemon.world.size:
             requests = [gradient.request for gradient in moving]
             self._tuning = Tuning(daemon.config, daemon.world, requests, self._settings)
 
+    @staticmethod
+    def _note_layouts(moving: Iterable[Gradient]) -> bool:
+        """Has gradients laid out as their parameters are now, which autograd and optimizers like.
+
+        Returns:
+            whether one is not row-major.
+        """
+        for gradient in moving:
+            gradient.strides = strides_of(gradient.parameter)
+        return any(gradient.strides is not None for gradient in moving)
+
     def _compare_layouts(self, moving: Sequence[Gradient]) -> None:
         """Finds out whether parameters have the same strides on all ranks: buckets are added number by number.
 
-        All ranks call it if a gradient of any of them is not `is_row_major`.
+        All ranks call it if `_note_layouts` says of any of them that it has one.
         """
-        texts = sorted(f"{gradient.name} {strides_of(gradient.parameter)}" for gradient in moving)
+        texts = sorted(f"{gradient.name} {gradient.strides}" for gradient in moving)
         number = int.from_bytes(blake2b(repr(texts).encode(), digest_size=7).digest())
         largest, negated = self.channel.agree(np.array([number, -number], np.int64), "layouts", ReduceOp.MAX)
-        self.row_major |= bool(largest != -negated)
+        self._row_major |= bool(largest != -negated)
 
     def _settle_in(self, gradients: Sequence[Gradient]) -> None:
         """Makes buckets for gradients, as the settings want them."""
@@ -207,7 +278,7 @@ class Placement:
             bucket.retire()
         self._buckets, self._moving, self._tuning, self._change = [], [], None, None
         self._settings = self._first_settings
-        self.open_buckets, self.row_major = 0, False
+        self.open_buckets, self._row_major = 0, False
 
     def _rearrange(self, settings: Settings) -> None:
         """Carries a choice of autotune out, between two steps."""
@@ -219,8 +290,3 @@ class Placement:
             bucket.retire()
         self._buckets = []
         self._settle_in(gradients)
-
-
-def is_row_major(gradient: Gradient) -> bool:
-    """Whether a gradient would be row-major in a bucket anyway."""
-    return strides_of(gradient.parameter) is None

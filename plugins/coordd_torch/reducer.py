@@ -25,14 +25,14 @@ from coordd.grouping import Grouping
 from coordd.handles import Handle, call_site
 from coordd.messages import ReduceOp
 from coordd.table import show_site
-from coordd_torch.accumulation import Accumulated, not_all_have_repeated, replaced, too_many
+from coordd_torch.accumulation import Accumulated, compiled, is_compiled, not_all_have_repeated, replaced, too_many
 from coordd_torch.backward_pass import BackwardPass
 from coordd_torch.channel import Channel
 from coordd_torch.consistency import Consistency
 from coordd_torch.finiteness import Finiteness
-from coordd_torch.gradient import Gradient, nested, release
-from coordd_torch.late import Groups, late
-from coordd_torch.placement import Placement, is_row_major
+from coordd_torch.gradient import Gradient, nested
+from coordd_torch.late import Groups
+from coordd_torch.placement import Placement
 from coordd_torch.underway import Told
 
 __all__ = ["Reducer"]
@@ -74,7 +74,7 @@ class Reducer(Placement):
         self._passes, self._spoilt = 0, ""
         self._begun = self._reduced = self._finished = self._owed = self._gone_round = False
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self._replaced = False
-        self._counted = self._answered = False
+        self._counted = self._answered = self._nested = False
         self._discarded: CoorddError | None = None
         self._told = Told()
         self.touched = False
@@ -88,25 +88,6 @@ class Reducer(Placement):
         self.adopt(named)
         for gradient in self._loose:
             gradient.remember()
-
-    def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes parameters in: at the start, and those that are added or thawed later."""
-        for name, parameter in parameters:
-            release(parameter)
-            gradient = Gradient(self, self.channel.prefix + name, parameter)
-            self._loose.append(gradient)
-            self._hooks[gradient] = parameter.register_post_accumulate_grad_hook(gradient.ready)
-            self.known.add(id(parameter))
-            self._finished, self.grown = False, True
-
-    def adopt_late(self) -> bool:
-        """Takes in the parameters that were added or thawed; says whether there are any.
-
-        All ranks have made the same rounds of a step when they call it: in other rounds they would wait for each other.
-        """
-        found = late(self._groups(), self.known, self.names)
-        self.adopt(found)
-        return bool(found)
 
     def replace(self) -> None:
         """Gives way to another optimizer that has been made for the same parameters."""
@@ -142,6 +123,8 @@ class Reducer(Placement):
         self.underway.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
         ended, failed = lambda: self.end_of_backward(task), lambda: self.backward_failed(task)
         BackwardPass(ended, failed, order=self.channel.prefix)
+        if is_compiled():
+            raise compiled()
         return True
 
     def _begin_pass(self, first: Gradient) -> None:
@@ -186,6 +169,7 @@ class Reducer(Placement):
 
     def _reopen(self) -> None:
         """Lets all gradients be reduced once more in this step."""
+        self._note_used()
         self._repeated, self._gone_round, self._adrift = True, False, []
         self._counted = False
         for gradient in self._loose:
@@ -216,7 +200,7 @@ class Reducer(Placement):
         self._wants_again = True
 
     def _refused(self, gradient: Gradient) -> CoorddError:
-        error = too_many(gradient, self.passes_per_step)
+        error = too_many(gradient, self.passes_per_step, nested=self._nested or nested())
         self.abandon(f"has computed a gradient too often: {error}")
         return error
 
@@ -230,7 +214,8 @@ class Reducer(Placement):
         self.expected.discard(task)
         if self._abandoned:
             self._raise_discarded()
-        if nested():
+        self._nested = nested()
+        if self._nested:
             if not self.expected:
                 self._end_of_nested()
             return
@@ -408,7 +393,8 @@ class Reducer(Placement):
 
     def _go_round(self, *, more: bool, wanted: bool) -> None:
         self._check_unspoilt()
-        first = not self._gone_round
+        if first := not self._gone_round:
+            self.adopt_late()
         self._reduce(first=first, wanted=wanted)
         moving = self._moving
         if first:
@@ -486,7 +472,7 @@ class Reducer(Placement):
 
     def _question(self, *, more: bool = False, discard: bool = False, moving: Iterable[Gradient] = ()) -> Handle[Any]:
         """Starts to ask all ranks at the end of a round, and tells them the same of this one."""
-        flags = np.array([more, self._wants_again, discard, True, not all(map(is_row_major, moving))], np.float64)
+        flags = np.array([more, self._wants_again, discard, True, self._note_layouts(moving)], np.float64)
         return self.channel.ask(flags, "another backward pass", ReduceOp.SUM)
 
     def _ask(self, *, more: bool, moving: list[Gradient]) -> tuple[bool, bool]:
@@ -559,7 +545,7 @@ class Reducer(Placement):
         for bucket in self._buckets:
             bucket.reset()
         self.open_buckets = len(self._buckets)
-        self._adrift = []
+        self._adrift, self._used = [], set()
         if self._moving:
             self._move_in()
         if self._change is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -16,6 +17,7 @@ __all__ = ["are_referenced", "has_other_users", "version_of", "whereabouts", "wr
 
 _VERSION = operator.attrgetter("_version")
 _HAS_GRAPH = operator.attrgetter("requires_grad")
+_OWNERS: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
 
 
 def _users(value: torch.Tensor) -> int:
@@ -28,14 +30,19 @@ def _references(values: tuple[torch.Tensor, ...]) -> list[int]:
     return list(map(sys.getrefcount, values))
 
 
-def _usual() -> tuple[int, int]:
-    """Counts both for a gradient to which nothing refers besides its parameter; that depends on PyTorch's version."""
+def _owners(values: tuple[torch.Tensor, ...]) -> list[int]:
+    """Counts what PyTorch itself has of each: another parameter may have the same ``.grad``, as in A3C."""
+    return list(map(_OWNERS, values))
+
+
+def _usual() -> tuple[int, int, int]:
+    """Counts them for a gradient to which nothing refers besides its parameter; that depends on PyTorch's version."""
     parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     parameter.grad = torch.zeros(1, device="cpu")
-    return _users(parameter.grad), _references((parameter.grad,))[0]
+    return _users(parameter.grad), _references((parameter.grad,))[0], _owners((parameter.grad,))[0]
 
 
-_ONE_USER, _ONE_REFERENCE = _usual()
+_ONE_USER, _ONE_REFERENCE, _ONE_OWNER = _usual()
 
 
 def are_referenced(values: tuple[torch.Tensor, ...], *, by_hand: bool) -> list[bool] | None:
@@ -48,17 +55,19 @@ def are_referenced(values: tuple[torch.Tensor, ...], *, by_hand: bool) -> list[b
         values: they; no other Python object of ours may refer to them.
         by_hand: whether the script has set one of them, which may be new, too.
     """
-    references = _references(values)
-    if not by_hand and max(references) <= _ONE_REFERENCE and not any(map(_HAS_GRAPH, values)) and _all_new(values):
+    references, owners = _references(values), _owners(values)
+    none_refers = max(references) <= _ONE_REFERENCE and max(owners) <= _ONE_OWNER
+    if not by_hand and none_refers and not any(map(_HAS_GRAPH, values)) and _all_new(values):
         return None
     return [
         not value.is_inference()  # which nothing may be written to
         and (
             value.requires_grad
             or count > _ONE_REFERENCE
+            or owned > _ONE_OWNER
             or ((by_hand or version_of(value) > 0) and _users(value) > _ONE_USER)
         )
-        for value, count in zip(values, references, strict=True)
+        for value, count, owned in zip(values, references, owners, strict=True)
     ]
 
 

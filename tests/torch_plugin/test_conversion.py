@@ -126,3 +126,78 @@ def test_parameters_may_have_other_strides_on_each_rank(how, by, after):
     tolerance = 1e-5 if by == "none" else 2e-4
     for found in each_rank(2, body([0])):
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("event", ["kept on one rank", "bucket made anew"])
+@pytest.mark.parametrize("converted", [[0], [0, 1]], ids=["one rank", "all ranks"])
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_a_layout_that_changes_later_changes_no_bucket(converted, event):
+    """A rank may give a bucket other memory at any time: there, too, gradients lie as the ranks have agreed."""
+
+    def body(rank):
+        net = copy.deepcopy(MADE)
+        wide, bias = net[0].weight, net[0].bias
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD([wide, bias], lr=0.0))
+        numbers = torch.arange(float(wide.numel())).view(wide.shape)
+        kept, right = [], []
+        for step in range(8):
+            optimizer.zero_grad()  # what is converted would move gradients, too, on one rank only
+            if step == 3 and rank in converted:
+                net[0].to(memory_format=torch.channels_last)
+            if step == 5 and event == "bucket made anew":
+                bias = optimizer.param_groups[0]["params"][1] = nn.Parameter(torch.zeros(3))
+            ((wide * numbers * (rank + 1)).sum() + bias.sum()).backward()
+            right.append(torch.equal(wide.grad, numbers * 1.5))
+            if step == 4 and not rank and event == "kept on one rank":
+                kept.append(wide.grad)
+            optimizer.step()
+        return right
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coordd_torch.placement._UNUSED_STEPS", 1)
+        assert each_rank(2, body) == [[True] * 8] * 2
+
+
+def test_a_parameter_that_gets_another_shape_between_two_steps_is_followed():
+    """As pruning does that assigns to ``.data``."""
+
+    def body(rank):
+        net = nn.ParameterDict({"a": nn.Parameter(torch.ones(4, 6)), "b": nn.Parameter(torch.ones(3))})
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
+        for step, shape in enumerate([(4, 6), (4, 6), (4, 4), (2, 4), (4, 2), (4, 2), (1, 2)]):
+            net["a"].data = torch.ones(shape)
+            optimizer.zero_grad()
+            ((net["a"].sum() + net["b"].sum()) * (rank + 1)).backward()
+            assert net["a"].grad.tolist() == torch.full(shape, 1.5).tolist(), step
+            optimizer.step()
+        return net["b"].tolist()
+
+    assert each_rank(2, body) == [[1 - 7 * 1.5] * 3] * 2
+
+
+@pytest.mark.parametrize("cleared", [True, False], ids=["zero_grad", "no zero_grad"])
+def test_parameters_that_are_swapped_keep_their_hooks_or_are_refused(cleared):
+    def body(rank):
+        net = nn.Linear(3, 2)
+        with torch.no_grad():
+            for value in net.parameters():
+                value.fill_(1.0)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
+        for step in range(5):
+            if step == 3:
+                for value in list(net.parameters()):
+                    torch.utils.swap_tensors(value, nn.Parameter(value.detach().double()))
+            if cleared:
+                optimizer.zero_grad()
+            else:
+                net.zero_grad()
+            net(torch.full((1, 3), rank + 1.0, dtype=net.weight.dtype)).sum().backward()
+            if not cleared and step == 3:
+                with pytest.raises(cd.ArgumentError, match=r"swapped parameters .* call optimizer.zero_grad"):
+                    optimizer.step()
+                return None
+            assert net.weight.grad.tolist() == [[1.5] * 3] * 2
+            optimizer.step()
+        return net.bias.tolist()
+
+    assert each_rank(2, body) == [[1.0 - 5.0] * 2 if cleared else None] * 2

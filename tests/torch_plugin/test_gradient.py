@@ -236,7 +236,8 @@ def test_lazily_conjugated_and_negated_gradients_are_reduced():
     assert each_rank(2, body) == [((3 + 6j), (1 + 0j))] * 2
 
 
-def test_a_layer_in_two_reentrant_checkpoints_is_refused_with_a_way_out():
+@pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
+def test_a_layer_in_two_reentrant_checkpoints_is_refused_with_a_way_out(outside):
     def body(rank):
         net = model()
         optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
@@ -244,6 +245,9 @@ def test_a_layer_in_two_reentrant_checkpoints_is_refused_with_a_way_out():
             optimizer.zero_grad()
             hidden = batch(rank, 0)[0].requires_grad_()
             for _ in range(2):
+                hidden = checkpoint(lambda value: net[0](value)[:, :5], hidden, use_reentrant=reentrant)
+            if outside:
+                hidden = net[0](batch(rank, 0)[0])[:, :5]
                 hidden = checkpoint(lambda value: net[0](value)[:, :5], hidden, use_reentrant=reentrant)
             if reentrant:
                 with pytest.raises(cd.CoorddError, match=r"several reentrant checkpoints .* use_reentrant=False"):

@@ -230,6 +230,51 @@ def test_one_rank_alone_that_computes_a_gradient_which_has_left_tells_all():
     assert each_rank(2, body) == [[1.0 - 3 * 1.5] * 2] * 2
 
 
+@pytest.mark.parametrize("how", ["thawed", "added"])
+def test_what_comes_after_zero_grad_is_averaged_when_backward_returns(how):
+    """Scripts thaw layers at the start of an epoch, and clip before `step`."""
+
+    def body(rank):
+        net, seen = weights({"a": 3, "b": 2}), []
+        net["b"].requires_grad_(how == "added")
+        trained = [net["a"]] if how == "added" else net.parameters()
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(trained, lr=1.0))
+        optimizer.zero_grad()
+        for step in range(5):
+            if step == 3:
+                net["b"].requires_grad_(True)
+            if step == 3 and how == "added":
+                optimizer.add_param_group({"params": [net["b"]]})
+            (sum(value.sum() for value in net.values() if step > 2 or value is net["a"]) * (rank + 1)).backward()
+            seen.append(nn.utils.clip_grad_norm_(net.parameters(), 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen, net["b"].tolist()
+
+    first, second = each_rank(2, body)
+    assert first == second
+    assert first[0] == pytest.approx([1.5 * 3**0.5] * 3 + [1.5 * 5**0.5] * 2)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_parameter_that_has_left_stays_while_any_pass_of_a_step_computes_its_gradient():
+    def body(rank):
+        net = weights({"a": 3, "b": 2, "c": 2})
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD([net["a"], net["b"]], lr=1.0))
+        for step in range(6):
+            if step == 2:
+                optimizer.param_groups[0]["params"][0] = net["c"]
+            optimizer.zero_grad()
+            net["a"].grad = None
+            for used in ("abc", "bc"):
+                (sum(net[name].sum() for name in used) * (rank + 1)).backward()
+            assert net["a"].grad.tolist() == [1.5] * 3
+            optimizer.step()
+        return net["c"].tolist()
+
+    assert each_rank(2, body) == [[1.0 - 4 * 3.0] * 2] * 2
+
+
 def test_what_comes_late_waits_until_all_ranks_have_made_the_same_rounds():
     """A rank without a backward pass makes its rounds in `step`, the others make one before."""
 

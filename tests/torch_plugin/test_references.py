@@ -270,6 +270,26 @@ def test_a_rank_without_a_fresh_gradient_gets_that_of_others_where_its_own_lies(
     assert each_rank(2, body) == [[2.0] * 5] * 2
 
 
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_a_gradient_may_be_that_of_another_parameter_too(size):
+    """A3C's workers compute gradients of a local model, which are those of a model that is common to all."""
+
+    def body(rank):
+        local, common = weights({"a": size, "b": 2}), weights({"a": size, "b": 2})
+        optimizer = wrapped(common)
+        for _step in range(5):
+            local.load_state_dict(common.state_dict())
+            local.zero_grad(set_to_none=False)
+            (sum((value**2).sum() for value in local.values()) * (rank + 1) / 20).backward()
+            for mine, shared in zip(local.values(), common.values(), strict=True):
+                if shared.grad is None:
+                    shared.grad = mine.grad
+            optimizer.step()
+        return [value[0].item() for value in common.values()]
+
+    assert each_rank(2, body) == [pytest.approx([0.85**5] * 2)] * 2
+
+
 def test_gradients_are_referenced_by_what_the_script_holds():
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
 
@@ -288,3 +308,6 @@ def test_gradients_are_referenced_by_what_the_script_holds():
     assert found() == [False, True, True, False]
     del held, array
     assert found() == [False] * 4
+    other = nn.Parameter(torch.ones(2))
+    other.grad = parameters[1].grad
+    assert found() == [False, True, False, False]
