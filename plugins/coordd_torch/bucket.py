@@ -44,6 +44,8 @@ Smaller ones are copied together, when the last of their bucket is there."""
 _FLAGS = 2
 _NOTHING = np.empty(0, np.uint8)
 _DTYPE = operator.attrgetter("dtype")
+_GRADIENT = operator.attrgetter("grad")
+_LAYOUT = operator.attrgetter("layout")
 _SHAPE = operator.attrgetter("shape")
 _ADDRESS = torch.Tensor.data_ptr
 _VERSION = operator.attrgetter("_version")
@@ -73,11 +75,16 @@ class _Memory:
         self.places = dict(zip(gradients, self.order, strict=True))
         self.homes = [(gradient, gradient.parameter, place) for gradient, place in self.places.items()]
         self._parameters = [gradient.parameter for gradient in gradients]
-        self._shapes = list(map(_SHAPE, self._parameters))
+        self._parameters_at, self._shapes = list(map(_ADDRESS, self._parameters)), list(map(_SHAPE, self._parameters))
+        self.misplaced = False
+        """Whether a conversion has moved places, too: ``model.to()`` moves each ``.grad``."""
         self._starts = dict(zip(gradients, [0, *stops], strict=False))
         self._numbers = {gradient: number for number, gradient in enumerate(gradients)}
         self.large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
         self.small = [(index, *home) for index, home in enumerate(self.homes) if home[0] not in self.large]
+        self.small_gradients = [gradient for _, gradient, _, _ in self.small]
+        self.small_parameters = [parameter for _, _, parameter, _ in self.small]
+        self.small_places = [place for _, _, _, place in self.small]
         self._storage = self.flat.untyped_storage()
         self._unused = self._users()
         self._addresses = dict(zip(gradients, map(_ADDRESS, self.order), strict=True))
@@ -90,18 +97,24 @@ class _Memory:
 
     @property
     def outdated(self) -> bool:
-        """Whether parameters have become others, as by ``model.to()``, which also moves each ``.grad`` elsewhere."""
+        """Whether parameters have another type, device or shape than they had, as after ``model.to()``."""
+        addresses = list(map(_ADDRESS, self._parameters))
+        if addresses == self._parameters_at:  # the usual case, quickly; no conversion is in place
+            return False
+        self._parameters_at, self.misplaced = addresses, self._moved(self.places)
         if {*map(_DTYPE, self._parameters)} != {self.flat.dtype} or list(map(_SHAPE, self._parameters)) != self._shapes:
             return True
-        return self._parameters[0].device != self.flat.device or self._moved(self.places)
+        return self._parameters[0].device != self.flat.device
 
     def rooms(self, gradients: Sequence[Gradient]) -> list[torch.Tensor]:
         """Returns the places of gradients; where the script has moved one, another view of its memory.
 
         That is what ``parameter.grad.data = ...`` does.
         """
-        places = [self.places[gradient] for gradient in gradients]
-        return [self._room(gradient) for gradient in gradients] if self._moved(gradients) else places
+        if self._moved(gradients):
+            return [self._room(gradient) for gradient in gradients]
+        usual = gradients is self.small_gradients
+        return self.small_places if usual else [self.places[gradient] for gradient in gradients]
 
     def _moved(self, gradients: Collection[Gradient]) -> bool:
         if len(gradients) == len(self.order):  # the usual case, quickly
@@ -232,15 +245,18 @@ class Bucket:
         return self._memory.outdated
 
     def secure(self) -> None:
-        """Leaves memory to the user in which gradients lie that were kept; called before a step writes to it."""
-        if not self._memory.kept:
+        """Leaves memory to the user in which gradients lie that were kept; called before a step writes to it.
+
+        So it does if a conversion has moved places out of it.
+        """
+        if not (self._memory.kept or self._memory.misplaced):
             self._spare = None
             return
         old, spare = self._memory, self._spare
         if spare is None or not spare.unused:
             spare = _Memory(self._reducer, self._gradients, early=self._early)
         self._adopt(spare)
-        self._spare = old
+        self._spare = None if old.misplaced else old
         if self._courier is not None:
             self._courier.move(self._memory.flat)
         old.leave(lambda gradient, place: self._places[gradient].copy_(place))
@@ -295,19 +311,22 @@ class Bucket:
         """Copies a large gradient to its place; says whether there is one: a hook of the user's may take it away."""
         if gradient.dense() is None:
             return False
-        self._move_all([gradient])
+        self._move_all([gradient], (cast("torch.Tensor", gradient.parameter.grad),))
         return True
 
     def _move_small(self) -> None:
-        """Copies the small gradients to their places, all at once."""
+        """Copies the small gradients to their places, all at once; usually all are there, and as they should be."""
+        memory = self._memory
+        values = tuple(map(_GRADIENT, memory.small_parameters))
+        if not self._missing and values and _all_dense(values):
+            self._move_all(memory.small_gradients, values)
+            return
+        del values  # to which nothing of ours may refer
         if moving := self._sort_out():
-            self._move_all(moving)
+            self._move_all(moving, tuple([cast("torch.Tensor", gradient.parameter.grad) for gradient in moving]))
 
     def _sort_out(self) -> Sequence[Gradient]:
-        """Finds the small gradients that are there; usually all are, and as they should be."""
-        values = [parameter.grad for _, _, parameter, _ in self._small]
-        if not self._missing and all(value is not None and value.layout is torch.strided for value in values):
-            return [gradient for _, gradient, _, _ in self._small]
+        """Finds the small gradients that are there."""
         moving = []
         for index, gradient, _, _ in self._small:
             if not gradient.started:
@@ -319,15 +338,23 @@ class Bucket:
                 moving.append(gradient)
         return moving
 
-    def _move_all(self, gradients: Sequence[Gradient]) -> None:
-        """Copies gradients to their places, which become their ``.grad`` unless the user refers to what that is."""
+    def _move_all(self, gradients: Sequence[Gradient], values: tuple[torch.Tensor, ...]) -> None:
+        """Copies gradients to their places, which become their ``.grad`` unless the user refers to what that is.
+
+        Args:
+            gradients: whose values.
+            values: what ``.grad`` is; nothing else of ours may refer to them.
+        """
         rooms = self._memory.rooms(gradients)
-        values = tuple([cast("torch.Tensor", gradient.parameter.grad) for gradient in gradients])
         if all(map(operator.is_, values, rooms)):
             return
         with torch.no_grad():
             torch._foreach_copy_(rooms, values)
-        referenced = are_referenced(values, by_hand=self._by_hand)
+        referenced = are_referenced(values, by_hand=self._by_hand, graphs=self._reducer.graphs)
+        if referenced is None and rooms is self._memory.small_places:  # the usual case, quickly
+            for parameter, room in zip(self._memory.small_parameters, rooms, strict=True):
+                parameter.grad = room
+            return
         for number, (gradient, room) in enumerate(zip(gradients, rooms, strict=True)):
             if room is self._places[gradient] and not (referenced and referenced[number]):
                 gradient.parameter.grad = room
@@ -547,6 +574,13 @@ def _shaped(room: torch.Tensor, gradient: Gradient) -> torch.Tensor:
     strides, size = gradient.strides, gradient.parameter.shape
     shaped = room[: size.numel()].view(size) if strides is None else room.as_strided(size, strides)
     return shaped.data
+
+
+def _all_dense(values: tuple[torch.Tensor, ...]) -> bool:
+    try:
+        return {*map(_LAYOUT, values)} == {torch.strided}
+    except AttributeError:  # there is none: a hook of the user's may take a gradient away
+        return False
 
 
 def strides_of(parameter: torch.Tensor) -> tuple[int, ...] | None:

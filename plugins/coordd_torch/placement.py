@@ -58,6 +58,8 @@ class Placement:
         self._tuning: Tuning | None = None
         self._change: Settings | None = None
         self._repeated = self._reduced = self._finished = False
+        self.graphs = False
+        """Whether a pass of this step may have given gradients graphs, by ``create_graph=True``."""
         self.open_buckets = 0
         """How many buckets have not been given to be reduced in this round."""
         self._buckets: list[Bucket] = []
@@ -112,7 +114,8 @@ class Placement:
 
     def restore_hooks(self) -> None:
         """Has autograd call our hooks again where PyTorch has swapped what is behind parameters, as `to()` may."""
-        if list(map(_BEHIND, self._hooked)) == self._behind:
+        ends = slice(None, None, max(1, len(self._hooked) - 1))  # of one that was swapped alone `check_hook` tells
+        if list(map(_BEHIND, self._hooked[ends])) == self._behind[ends]:
             return
         for parameter in self._hooked:
             parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - as `_BEHIND`

@@ -120,6 +120,7 @@ class Reducer(Placement):
             self._failed.discard(task)
         self.expected.add(task)
         self._finished = False
+        self.graphs |= torch.is_grad_enabled()  # so it is in hooks if the pass keeps its graph
         self.underway.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
         ended, failed = lambda: self.end_of_backward(task), lambda: self.backward_failed(task)
         BackwardPass(ended, failed, order=self.channel.prefix)
@@ -281,6 +282,8 @@ class Reducer(Placement):
             reason: what this rank has done, as the end of a sentence.
         """
         self._count()
+        if not self._gone_round:
+            self.adopt_late()  # as the others do in the round that begins now
         self._abandoned, self.limit = True, _NEVER
         self._discarded = discarded([(self.channel.daemon.world.rank, reason)], self.channel.prefix)
         self._answered = False
@@ -534,7 +537,7 @@ class Reducer(Placement):
         """Gets ready for the next step."""
         self._begun = self._reduced = self._finished = self._owed = self._gone_round = self._counted = False
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self.touched = False
-        self._passes, self._spoilt = 0, ""
+        self._passes, self._spoilt, self.graphs = 0, "", False
         self._accumulated.forget()
         self.underway.failed = None
         self._told.forget()

@@ -16,7 +16,6 @@ import torch
 __all__ = ["are_referenced", "has_other_users", "version_of", "whereabouts", "write"]
 
 _VERSION = operator.attrgetter("_version")
-_HAS_GRAPH = operator.attrgetter("requires_grad")
 _OWNERS: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
 
 
@@ -45,7 +44,7 @@ def _usual() -> tuple[int, int, int]:
 _ONE_USER, _ONE_REFERENCE, _ONE_OWNER = _usual()
 
 
-def are_referenced(values: tuple[torch.Tensor, ...], *, by_hand: bool) -> list[bool] | None:
+def are_referenced(values: tuple[torch.Tensor, ...], *, by_hand: bool, graphs: bool = False) -> list[bool] | None:
     """Says of each gradient whether anything refers to it besides its parameter; None where nothing does to any.
 
     What this pass has made is usually new, and then it costs little: autograd has not added to it yet, which is what
@@ -54,10 +53,11 @@ def are_referenced(values: tuple[torch.Tensor, ...], *, by_hand: bool) -> list[b
     Args:
         values: they; no other Python object of ours may refer to them.
         by_hand: whether the script has set one of them, which may be new, too.
+        graphs: whether passes of this step may have given them graphs.
     """
     references, owners = _references(values), _owners(values)
     none_refers = max(references) <= _ONE_REFERENCE and max(owners) <= _ONE_OWNER
-    if not by_hand and none_refers and not any(map(_HAS_GRAPH, values)) and _all_new(values):
+    if none_refers and not (by_hand or graphs) and _all_new(values):
         return None
     return [
         not value.is_inference()  # which nothing may be written to
