@@ -574,7 +574,7 @@ class Loop:
         it saves: a script that computes keeps the core for its whole slice, and what has come waits.
         """
         if self._landed and not (self._flights or self._member.table or self._mailbox):
-            os.sched_yield()
+            self._patience.offer(self._inbox.look)
 
     def _stay_awake(self) -> None:
         """Looks at the data several times for one look at everything else."""

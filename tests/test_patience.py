@@ -78,3 +78,19 @@ def test_precise_naps_are_asked_for_where_that_is_possible():
     thread = threading.Thread(target=nap_precisely)
     thread.start()
     thread.join()
+
+
+def test_a_script_that_does_not_use_the_core_is_offered_it_seldom(monkeypatch):
+    offers, came = [], []
+    monkeypatch.setattr(os, "sched_yield", lambda: offers.append(1))
+    patience = Patience()
+    for _ in range(160):
+        patience.offer(lambda: came)
+    assert len(offers) == 10
+    came.append("an operation")
+    for _ in range(16):  # until it is tried again
+        patience.offer(lambda: came)
+    assert len(offers) == 11
+    for _ in range(100):
+        patience.offer(lambda: came)
+    assert len(offers) == 111
