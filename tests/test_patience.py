@@ -88,9 +88,6 @@ def test_a_script_that_does_not_use_the_core_is_offered_it_seldom(monkeypatch):
         patience.offer(lambda: came)
     assert len(offers) == 10
     came.append("an operation")
-    for _ in range(16):  # until it is tried again
-        patience.offer(lambda: came)
-    assert len(offers) == 11
     for _ in range(100):
         patience.offer(lambda: came)
-    assert len(offers) == 111
+    assert len(offers) == 110
