@@ -256,6 +256,28 @@ def test_what_comes_after_zero_grad_is_averaged_when_backward_returns(how):
     assert first[0] == pytest.approx([1.5 * 3**0.5] * 3 + [1.5 * 5**0.5] * 2)
 
 
+def test_a_rank_that_fails_takes_part_with_what_the_others_have_thawed_after_zero_grad():
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        net["b"].requires_grad_(False)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:
+                net["b"].requires_grad_(True)
+                if rank:
+                    optimizer.discard_step()
+                else:
+                    with pytest.raises(cd.DiscardedStepError):
+                        (net["a"].sum() + net["b"].sum()).backward()
+                assert net["b"].grad is None
+            (sum(value.sum() for value in net.values()) * (rank + 1)).backward()
+            optimizer.step()
+        return [net[name].tolist() for name in "ab"]
+
+    assert each_rank(2, body) == [[[1 - 4 * 1.5] * 3, [1 - 2 * 1.5] * 2]] * 2
+
+
 @pytest.mark.usefixtures("soon")
 def test_a_parameter_that_has_left_stays_while_any_pass_of_a_step_computes_its_gradient():
     def body(rank):

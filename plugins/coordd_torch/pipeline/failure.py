@@ -23,7 +23,7 @@ class NoExampleError(ArgumentError):
     """A way to make a graph that needs an example of a batch, and there is none."""
 
     def __init__(self) -> None:
-        super().__init__("it needs an example of a batch")
+        super().__init__("it needs a batch (`example=`)")
 
 
 class DataDependentError(TraceError):
