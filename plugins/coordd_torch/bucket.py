@@ -76,8 +76,8 @@ class _Memory:
         self.homes = [(gradient, gradient.parameter, place) for gradient, place in self.places.items()]
         self._parameters = [gradient.parameter for gradient in gradients]
         self._parameters_at, self._shapes = list(map(_ADDRESS, self._parameters)), list(map(_SHAPE, self._parameters))
-        self.misplaced = False
-        """Whether a conversion has moved places, too: ``model.to()`` moves each ``.grad``."""
+        self._at = self.flat.data_ptr()
+        self._misplaced = False
         self._starts = dict(zip(gradients, [0, *stops], strict=False))
         self._numbers = {gradient: number for number, gradient in enumerate(gradients)}
         self.large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
@@ -101,10 +101,20 @@ class _Memory:
         addresses = list(map(_ADDRESS, self._parameters))
         if addresses == self._parameters_at:  # the usual case, quickly; no conversion is in place
             return False
-        self._parameters_at, self.misplaced = addresses, self._moved(self.places)
+        self._parameters_at, self._misplaced = addresses, self._moved(self.places)
         if {*map(_DTYPE, self._parameters)} != {self.flat.dtype} or list(map(_SHAPE, self._parameters)) != self._shapes:
             return True
         return self._parameters[0].device != self.flat.device
+
+    @property
+    def gone(self) -> bool:
+        """Whether the script has moved all of it elsewhere, as `share_memory_` does with a single gradient."""
+        return self.flat.data_ptr() != self._at
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether it is of no more use: it is gone, or a conversion has moved places, as ``model.to()`` may."""
+        return self._misplaced or self.gone
 
     def rooms(self, gradients: Sequence[Gradient]) -> list[torch.Tensor]:
         """Returns the places of gradients; where the script has moved one, another view of its memory.
@@ -247,16 +257,16 @@ class Bucket:
     def secure(self) -> None:
         """Leaves memory to the user in which gradients lie that were kept; called before a step writes to it.
 
-        So it does if a conversion has moved places out of it.
+        It takes other memory also if this is of no more use.
         """
-        if not (self._memory.kept or self._memory.misplaced):
+        if not (self._memory.kept or self._memory.spoilt):
             self._spare = None
             return
         old, spare = self._memory, self._spare
         if spare is None or not spare.unused:
             spare = _Memory(self._reducer, self._gradients, early=self._early)
         self._adopt(spare)
-        self._spare = None if old.misplaced else old
+        self._spare = None if old.spoilt else old
         if self._courier is not None:
             self._courier.move(self._memory.flat)
         old.leave(lambda gradient, place: self._places[gradient].copy_(place))
@@ -264,11 +274,6 @@ class Bucket:
 
     def __iter__(self) -> Iterator[Gradient]:
         return iter(self._gradients)
-
-    @property
-    def gradients(self) -> tuple[Gradient, ...]:
-        """Whose home it is, in their order."""
-        return self._gradients
 
     @property
     def nbytes(self) -> int:
@@ -449,6 +454,8 @@ class Bucket:
             self._given = True
             return
         land, array = None, self._memory.array
+        if array is not None and self._memory.gone:
+            array = view(self._flat)
         if array is None or not reducer.channel.plain:
             array, land = reducer.channel.compressed(self._flat, values=self._memory.values)
         entry = self._entry

@@ -288,7 +288,7 @@ class Placement:
         self._settings, self._change = settings, None
         self.channel.daemon.set_window(settings.cycle_ms / 1e3)
         self.channel.compress(wanted=settings.compression != "none")
-        gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
+        gradients = [gradient for bucket in self._buckets for gradient in bucket]
         for bucket in self._buckets:
             bucket.retire()
         self._buckets = []

@@ -270,6 +270,30 @@ def test_a_rank_without_a_fresh_gradient_gets_that_of_others_where_its_own_lies(
     assert each_rank(2, body) == [[2.0] * 5] * 2
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_one_rank_alone_may_move_the_memory_of_a_gradient(size, to_none):
+    def body(rank):
+        net, seen = weights({"a": size, "b": 2}), []
+        optimizer = wrapped(net)
+        for step in range(7):
+            if step in {2, 4} and not rank:
+                net["a"].grad.data = net["a"].grad.clone()
+            if step == 5 and rank:
+                net["b"].grad.share_memory_()
+            optimizer.zero_grad(set_to_none=to_none)
+            if step == 6:
+                with optimizer.no_sync():
+                    (net["a"].sum() * 0 + net["b"].sum() * 0).backward()
+                net["b"].grad.share_memory_()
+            (sum(value.sum() for value in net.values()) * (rank + 1)).backward()
+            seen.append({value for name in "ab" for value in net[name].grad.tolist()})
+            optimizer.step()
+        return seen, [net[name][-1].item() for name in "ab"]
+
+    assert each_rank(2, body) == [([{1.5}] * 7, [1 - 7 * 1.5] * 2)] * 2
+
+
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_a_gradient_may_be_that_of_another_parameter_too(size):
     """A3C's workers compute gradients of a local model, which are those of a model that is common to all."""
