@@ -70,9 +70,14 @@ def given_up(site: Site, error: BaseException | None) -> str:
     return f"has called discard_step() at {show_site(site)}{cause}"
 
 
-def of_step(error: BaseException) -> bool:
-    """Says whether an error, or one that it was raised from, is of a discarded step, or out of its backward pass."""
-    return any(isinstance(each, DiscardedStepError) or _of_backward(each) for each in _origins(error))
+def of_step(error: BaseException, *, own: bool) -> bool:
+    """Says whether an error, or one that it was raised from, is of a discarded step, or out of its backward pass.
+
+    Args:
+        error: what the script handles.
+        own: whether this rank's backward pass has had the step discarded; else one that fails is of a later step.
+    """
+    return any(isinstance(each, DiscardedStepError) or (own and _of_backward(each)) for each in _origins(error))
 
 
 def _of_backward(error: BaseException) -> bool:

@@ -44,6 +44,8 @@ class TorchReduction:
         self._gradients: Gradients | None = None
         self._contexts: dict[int, Any] = {}
         self._begun = self._reduced = False
+        self._fresh: set[int] = set()
+        """Of which parameters the present backward pass has made gradients."""
 
     def watch(self, variables: Sequence[Any]) -> None:
         """Has autograd tell when gradients are there."""
@@ -113,9 +115,14 @@ class TorchReduction:
         if not self._begun:
             self._at_hand(self._variables)
             self._begun = True
+            self._fresh.clear()
             BackwardPass(self._end_of_backward, self._backward_failed, order=self._prefix)
+        self._fresh.add(index)
+        self._give(index, parameter.grad)
+
+    def _give(self, index: int, gradient: torch.Tensor) -> None:
         try:
-            self._put(index, parameter.grad)
+            self._put(index, gradient)
         except BaseException:
             assert self._gradients is not None  # noqa: S101 - for the type checker
             self._begun = False
@@ -130,7 +137,13 @@ class TorchReduction:
                 self._gradients.drop("has not completed a backward pass, which has failed")
 
     def _end_of_backward(self) -> None:
-        """Puts reduced gradients in the place of this rank's."""
+        """Puts reduced gradients in the place of this rank's.
+
+        What this pass has not made and an earlier one has is reduced once more, for other ranks may have added to it.
+        """
+        for index, parameter in enumerate(self._parameters):
+            if index not in self._fresh and parameter.grad is not None:
+                self._give(index, parameter.grad)
         self._begun, self._reduced = False, True
         for parameter, gradient in zip(self._parameters, self._wait(), strict=True):
             if gradient is not None:  # else it may be that of an earlier pass

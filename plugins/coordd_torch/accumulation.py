@@ -91,7 +91,8 @@ def without_hook(name: str) -> ArgumentError:
     text = (
         f"{name!r} has a gradient, and autograd does not call the hook that tells when backward has made one, because "
         "PyTorch has swapped parameters (torch.__future__.set_swap_module_params_on_conversion, "
-        "torch.utils.swap_tensors): call optimizer.zero_grad(), which puts the hooks back, before the next backward()"
+        "torch.utils.swap_tensors). The hooks are back now: clear the gradients, and compute them again. To avoid "
+        "this, call optimizer.zero_grad() between such a conversion of the model and the next backward()"
     )
     return ArgumentError(text)
 

@@ -74,7 +74,7 @@ class AdasumStep:
         error = sys.exception()
         answered, self._answered = self._answered, True
         if is_discarded(error, self._prefix) or (
-            self._discarded is not None and not answered and (error is None or of_step(error))
+            self._discarded is not None and not answered and (error is None or of_step(error, own=False))
         ):
             return
         site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller

@@ -276,14 +276,14 @@ class Bucket:
         return iter(self._gradients)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that are reduced."""
-        return self._flat.nbytes
-
-    @property
     def sums(self) -> torch.Tensor:
         """The reduced gradients, and what travels behind them."""
         return self._flat
+
+    @property
+    def has_all_ranks(self) -> bool:
+        """Whether all ranks have taken part in what was reduced last."""
+        return self._reducer.channel.has_all(self._memory.marks_and_present[-1].item())
 
     @property
     def signals(self) -> torch.Tensor:

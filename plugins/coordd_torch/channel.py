@@ -130,6 +130,20 @@ class Channel:
         """Whether what has been averaged may be averaged once more, with something added, and stays what it is."""
         return self.op in _AVERAGES and not self.compressor.feedback
 
+    def forget(self, name: str) -> None:
+        """Forgets what the compressor has kept of a gradient that is reduced no longer: a new one may get its name."""
+        self.compressor.residuals.pop(name, None)
+        self.compressor.memory.pop(name, None)
+
+    def has_all(self, present: Any) -> bool:
+        """Says whether all members have taken part; False where the sum cannot tell.
+
+        Args:
+            present: as in `unanimous`.
+        """
+        wanted = {ReduceOp.AVERAGE: 1.0, ReduceOp.SUM: float(self.members)}.get(self.op)
+        return wanted is not None and abs(wanted - abs(present)) < 0.5 / self.members
+
     def unanimous(self, present: Any, repeat: Any) -> bool:
         """Says whether all that take part repeat, so that the average of what is equal on them all is what it was.
 

@@ -192,6 +192,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._coordd is not None:
             self._coordd.drop()
             self._coordd.restore_hooks()
+            self._coordd.adopt_late()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

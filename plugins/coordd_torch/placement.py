@@ -114,9 +114,10 @@ class Placement:
 
     def restore_hooks(self) -> None:
         """Has autograd call our hooks again where PyTorch has swapped what is behind parameters, as `to()` may."""
-        ends = slice(None, None, max(1, len(self._hooked) - 1))  # of one that was swapped alone `check_hook` tells
-        if list(map(_BEHIND, self._hooked[ends])) == self._behind[ends]:
-            return
+        if list(map(_BEHIND, self._hooked)) != self._behind:
+            self._hook_again()
+
+    def _hook_again(self) -> None:
         for parameter in self._hooked:
             parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - as `_BEHIND`
         self._note_hooked()
@@ -132,6 +133,7 @@ class Placement:
             ArgumentError: PyTorch has swapped what is behind a parameter.
         """
         if list(map(_BEHIND, self._hooked)) != self._behind:
+            self._hook_again()
             raise without_hook(gradient.name)
 
     def detach(self) -> None:
@@ -140,8 +142,8 @@ class Placement:
             hook.remove()
 
     def trains(self, parameter: torch.Tensor) -> bool:
-        """Says whether a parameter is in one of the optimizer's groups."""
-        return id(parameter) in self._trained()
+        """Says whether a parameter is in one of the optimizer's groups, or the optimizer is gone."""
+        return not self._groups() or id(parameter) in self._trained()
 
     def _trained(self) -> set[int]:
         return {id(parameter) for group in self._groups() for parameter in group["params"]}
@@ -149,8 +151,11 @@ class Placement:
     def unused(self) -> list[Gradient]:
         """Finds the gradients of parameters that are in no group any more, if no rank had one in the last steps.
 
-        All ranks find the same, for their groups are equal.
+        All ranks find the same, for their groups are equal. Steps that a rank has missed because it has joined do not
+        count: it would not find the same.
         """
+        if not (self._buckets and self._buckets[0].has_all_ranks):
+            return []
         trained = self._trained()
         beside = [gradient for gradient in self._gradients() if id(gradient.parameter) not in trained]
         self.grown = bool(beside)
@@ -170,6 +175,7 @@ class Placement:
         for gradient in leaving:
             self.known.discard(id(gradient.parameter))
             gradient.leave(self._hooks.pop(gradient))
+            self.channel.forget(gradient.name)
         self._note_hooked()
         self._loose = [gradient for gradient in self._loose if gradient not in leaving]
         left = [bucket for bucket in self._buckets if not leaving.isdisjoint(bucket)]
@@ -274,6 +280,8 @@ class Placement:
     def _start_over(self) -> None:
         """Makes the next step a first one, as on ranks that have joined and missed what the others did meanwhile."""
         self._joins = self.channel.joins
+        for gradient in self._gradients():
+            gradient.unused = 0
         for bucket in self._buckets:
             for gradient in bucket:
                 gradient.leave_bucket()

@@ -330,7 +330,7 @@ class Reducer(Placement):
             if self._discarded is not None:
                 self._clear()
             return
-        if self._discarded is not None and not answered and (error is None or of_step(error)):
+        if self._discarded is not None and not answered and (error is None or of_step(error, own=self._abandoned)):
             return
         while self._abandoned:  # others that were in another operation, and got an error, discard it only now
             with past_deadlocks():
@@ -535,6 +535,7 @@ class Reducer(Placement):
 
     def reset(self) -> None:
         """Gets ready for the next step."""
+        unused = self.unused() if self.grown and self._finished else []
         self._begun = self._reduced = self._finished = self._owed = self._gone_round = self._counted = False
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self.touched = False
         self._passes, self._spoilt, self.graphs = 0, "", False
@@ -553,15 +554,14 @@ class Reducer(Placement):
             self._move_in()
         if self._change is not None:
             self._rearrange(self._change)
+        self.let_go(unused)
+        self.consistency.forget(gradient.parameter for gradient in unused)
 
     def end_step(self, *, made: bool) -> None:
         """Gets ready for the next step, after this one has been made, or skipped by the optimizer itself."""
         for bucket in self._buckets if made else ():
             bucket.commit()
-        unused = self.unused() if self.grown and self.complete else []
         self.drop()
-        self.let_go(unused)
-        self.consistency.forget(gradient.parameter for gradient in unused)
         if self._tuning is not None:
             self._tuning.step_done()
 
