@@ -286,6 +286,26 @@ def case_a_job_that_is_started_anew_goes_on() -> None:
         cd.KerasState(model(), path)
 
 
+@ranks(2)
+def case_a_second_pass_adds_to_the_average_of_the_first() -> None:
+    """Also on a rank that does not use a variable in it; the trainer's own loop makes one pass a step."""
+    if keras.backend.backend() != "torch" or "TEST_KERAS_BACKENDS" in os.environ:
+        return
+    held = [keras.Variable([1.0, 1.0], name=name) for name in ("some", "all")]
+    optimizer = cd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(held)
+    some, every = (variable.value for variable in held)
+    factor = cd.rank() + 1.0
+    for _ in range(3):
+        some.grad = every.grad = None
+        ((some.sum() + every.sum()) * factor).backward()
+        assert some.grad.tolist() == [1.5, 1.5]
+        loss = every.sum() * factor
+        (loss + 10 * some.sum() if cd.rank() else loss).backward()
+        assert (some.grad.tolist(), every.grad.tolist()) == ([6.5, 6.5], [3.0, 3.0])
+        optimizer.apply([some.grad, every.grad], held)
+
+
 def case_other_backends_are_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keras.backend, "backend", lambda: "jax")

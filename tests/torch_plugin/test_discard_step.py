@@ -440,6 +440,31 @@ def test_an_error_of_a_later_forward_pass_discards_that_step():
     same([values, others])
 
 
+@pytest.mark.parametrize("op", [cd.Average, cd.Adasum], ids=["average", "adasum"])
+def test_a_backward_pass_that_fails_in_the_step_after_a_discarded_one_discards_its_own_step(op):
+    """Before its first gradient, on a rank that has not answered the error of the step before."""
+
+    def body(rank):
+        net, made = weights(SIZES), []
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), op=op)
+        for number in range(8):
+            net.zero_grad()
+            fails = (number, rank) in {(3, 0), (4, 1)}
+            try:
+                loss_of(net, factor_of(rank, number), "start" if fails else "").backward()
+                optimizer.step()
+                made.append(number)
+            except cd.DiscardedStepError:
+                pass
+            except MemoryError:
+                optimizer.discard_step()
+        return made, {name: value.detach() for name, value in net.items()}
+
+    (first, values), (second, others) = each_rank(2, body)
+    assert first == second == [0, 1, 2, 5, 6, 7]
+    same([values, others])
+
+
 def step_of(net, optimizer, factor, *, fails):
     optimizer.zero_grad()
     if fails:

@@ -19,7 +19,7 @@ from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
-from tests.torch_plugin.training import WAYS, weights
+from tests.torch_plugin.training import WAYS, weights, wrapped
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda groups: torch.optim.SGD(groups, lr=0.1),
@@ -276,6 +276,69 @@ def test_a_rank_that_fails_takes_part_with_what_the_others_have_thawed_after_zer
         return [net[name].tolist() for name in "ab"]
 
     assert each_rank(2, body) == [[[1 - 4 * 1.5] * 3, [1 - 2 * 1.5] * 2]] * 2
+
+
+def test_a_pass_of_thawed_parameters_alone_is_reduced_before_clipping():
+    """As where a body is frozen and its head thawed: no hook of the others tells of the pass."""
+
+    def body(rank):
+        net, seen = weights({"a": 3, "b": 2}), []
+        net["b"].requires_grad_(False)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+        for step in range(5):
+            if step == 3:
+                net["a"].requires_grad_(False)
+                net["b"].requires_grad_(True)
+            optimizer.zero_grad()
+            (sum(value.sum() for value in net.values()) * (rank + 1)).backward()
+            seen.append(nn.utils.clip_grad_norm_(net.parameters(), 1.0).item())
+            optimizer.step()
+        return seen
+
+    first, second = each_rank(2, body)
+    assert first == second == pytest.approx([1.5 * 3**0.5] * 3 + [1.5 * 2**0.5] * 2)
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_was_kept_of_a_parameter_that_has_left_is_added_to_no_other():
+    """Of a gradient that travels in parts the rest is kept under its name, which a new parameter may get."""
+
+    def body(rank):
+        net, seen = weights({"a": 8}), []
+        optimizer = wrapped(net, compression=cd.Compression.topk(ratio=0.25))
+        for step in range(16):
+            if step and step % 4 == 0:
+                net["a"] = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+            optimizer.zero_grad()
+            (net["a"] * torch.arange(1.0, 9.0)).sum().mul(1000.0 if step < 4 else 1.0).backward()
+            seen.append(net["a"].grad.max().item())
+            optimizer.step()
+        return seen
+
+    assert max(max(seen[4:]) for seen in each_rank(2, body)) < 40
+
+
+@pytest.mark.parametrize("batches", [1, 17], ids=["one more", "many more"])
+@pytest.mark.usefixtures("soon")
+def test_parameters_are_let_go_together_though_ranks_join(batches):
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        groups = [{"params": [value]} for value in net.values()]
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.01))
+        for epoch in range(4):
+            if epoch:
+                net["a"] = nn.Parameter(torch.cat([net["a"].detach(), torch.ones(1, dtype=torch.float64)]))
+                optimizer.param_groups[0]["params"][0] = net["a"]
+            for _ in range(5 + batches * rank):
+                optimizer.zero_grad()
+                ((net["a"].sum() + net["b"].sum()) * (rank + 1)).backward()
+                optimizer.step()
+            optimizer.join()
+        return net["a"].tolist()
+
+    first, second = each_rank(2, body)
+    step = 0.01 * (5 * 1.5 + batches * 2 / 2)
+    assert first == second == pytest.approx([1 - 4 * step] * 3 + [1 - 3 * step, 1 - 2 * step, 1 - step])
 
 
 @pytest.mark.usefixtures("soon")
