@@ -151,6 +151,7 @@ class Loop:
         for entry in entries:
             self._member.table.release(entry)
         self._landed = True
+        self._patience.note_landed()
         self._status.count(entries, time.monotonic())
         self._lookout.observe(entries[0], time.monotonic())
 
@@ -320,7 +321,7 @@ class Loop:
         """Takes in what framework threads have left, and reports what is new."""
         items = self._inbox.take()
         if items:
-            self._patience.restart()
+            self._patience.note_submitted()
             self._lookout.note(items)
             self._take_in(items)
         if self._inbox.waited and self._status.failure is None:
@@ -573,8 +574,8 @@ class Loop:
         each rank does on a full host, it gets to run only now. While anything else is under way, that costs more than
         it saves: a script that computes keeps the core for its whole slice, and what has come waits.
         """
-        if self._landed and not (self._flights or self._member.table or self._mailbox):
-            self._patience.offer(self._inbox.look)
+        if self._landed and self._patience.prompt and not (self._flights or self._member.table or self._mailbox):
+            os.sched_yield()
 
     def _stay_awake(self) -> None:
         """Looks at the data several times for one look at everything else."""

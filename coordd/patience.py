@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import time
-from collections.abc import Callable, Sized
 
 from coordd.bell import Bell
 
@@ -14,7 +14,7 @@ __all__ = ["Patience", "nap_precisely"]
 
 _AWAKE_FOR_DATA, _AWAKE_FOR_WORDS = 300e-6, 80e-6
 _AWAITED_NAP, _UNAWAITED_NAP, _LONGEST_NAP = 25e-6, 500e-6, 1e-3
-_LEFT_OUT = 15
+_PROMPT = 200e-6
 _SET_TIMER_SLACK = 29
 
 
@@ -23,7 +23,9 @@ class Patience:
 
     def __init__(self) -> None:
         self._since = 0.0
-        self._refused = 0
+        self._landed = math.inf
+        self.prompt = True
+        """Whether the script has submitted its last operation at once after the result of the one before."""
         self.crowded = False
         """Whether other ranks need this core, so that staying awake only keeps them from what is waited for."""
 
@@ -45,20 +47,14 @@ class Patience:
         """Stays awake; whoever computes on this core goes first."""
         os.sched_yield()
 
-    def offer(self, submitted: Callable[[], Sized]) -> None:
-        """Yields the core to a script that may submit its next operation at once, as long as that comes of it.
+    def note_landed(self) -> None:
+        """Notes that a script gets a result."""
+        self._landed = time.monotonic()
 
-        One that computes instead would be interrupted later, for this thread to go to sleep. So it is tried again only
-        after some times.
-
-        Args:
-            submitted: lists what the script has submitted, and is not looked at yet.
-        """
-        if self._refused:
-            self._refused -= 1
-            return
-        os.sched_yield()
-        self._refused = 0 if submitted() else _LEFT_OUT
+    def note_submitted(self) -> None:
+        """Notes that a script has submitted something."""
+        self.restart()
+        self.prompt = self._since - self._landed < _PROMPT
 
     def doze(self, bell: Bell, *, awaited: bool) -> None:
         """Naps, the longer the longer nothing has happened, and longer still if nobody waits; ``bell`` ends it."""

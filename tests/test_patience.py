@@ -80,14 +80,12 @@ def test_precise_naps_are_asked_for_where_that_is_possible():
     thread.join()
 
 
-def test_a_script_that_does_not_use_the_core_is_offered_it_seldom(monkeypatch):
-    offers, came = [], []
-    monkeypatch.setattr(os, "sched_yield", lambda: offers.append(1))
+def test_a_script_is_prompt_if_it_submits_at_once_after_a_result(recorder):
     patience = Patience()
-    for _ in range(160):
-        patience.offer(lambda: came)
-    assert len(offers) == 10
-    came.append("an operation")
-    for _ in range(100):
-        patience.offer(lambda: came)
-    assert len(offers) == 110
+    patience.note_submitted()
+    assert patience.prompt
+    for later, prompt in [(5e-5, True), (5e-3, False), (5e-5, True)]:
+        patience.note_landed()
+        recorder.now += later
+        patience.note_submitted()
+        assert patience.prompt is prompt
