@@ -74,7 +74,7 @@ def too_many(gradient: Gradient, passes: int, *, nested: bool) -> CoorddError:
     if nested:
         text = (
             f"{gradient.name!r} is computed in several reentrant checkpoints of one backward pass, or in one and "
-            "outside, so nobody can tell when it is complete: use checkpoint(..., use_reentrant=False)"
+            "outside, so no hook tells when it is complete: use checkpoint(..., use_reentrant=False)"
         )
     else:
         text = (

@@ -347,7 +347,7 @@ class Bucket:
         """Copies gradients to their places, which become their ``.grad`` unless the user refers to what that is.
 
         Args:
-            gradients: whose values.
+            gradients: those to copy.
             values: what ``.grad`` is; nothing else of ours may refer to them.
         """
         rooms = self._memory.rooms(gradients)

@@ -119,7 +119,7 @@ class Placement:
 
     def _hook_again(self) -> None:
         for parameter in self._hooked:
-            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - as `_BEHIND`
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - no public way
         self._note_hooked()
 
     def _note_hooked(self) -> None:
@@ -127,7 +127,7 @@ class Placement:
         self._behind = list(map(_BEHIND, self._hooked))
 
     def check_hook(self, gradient: Gradient) -> None:
-        """Refuses a gradient of which nobody can tell whether backward has made it.
+        """Refuses a gradient that a backward pass may have made without a call of its hook.
 
         Raises:
             ArgumentError: PyTorch has swapped what is behind a parameter.
@@ -253,7 +253,7 @@ class Placement:
     def _compare_layouts(self, moving: Sequence[Gradient]) -> None:
         """Finds out whether parameters have the same strides on all ranks: buckets are added number by number.
 
-        All ranks call it if `_note_layouts` says of any of them that it has one.
+        All ranks call it if a rank has a gradient that is not row-major.
         """
         texts = sorted(f"{gradient.name} {gradient.strides}" for gradient in moving)
         number = int.from_bytes(blake2b(repr(texts).encode(), digest_size=7).digest())
