@@ -86,13 +86,14 @@ class _Memory:
         self.small_parameters = [parameter for _, _, parameter, _ in self.small]
         self.small_places = [place for _, _, _, place in self.small]
         self._storage = self.flat.untyped_storage()
+        self._addresses = list(map(_ADDRESS, self.order))
         self._unused = self._users()
-        self._addresses = dict(zip(gradients, map(_ADDRESS, self.order), strict=True))
         self.versions: list[int] = list(map(_VERSION, self.order))
 
     def _users(self) -> tuple[int, list[int]]:
-        """Counts the tensors and arrays that share the memory, and the references to each gradient."""
+        """Counts what shares the memory (tensors, arrays, and places that were moved), and the references to places."""
         found = torch._C._storage_Use_Count(self._storage._cdata)  # noqa: SLF001 - no public way
+        found += sum(map(operator.ne, map(_ADDRESS, self.order), self._addresses))
         return found, list(map(sys.getrefcount, self.order))
 
     @property
@@ -128,9 +129,12 @@ class _Memory:
 
     def _moved(self, gradients: Collection[Gradient]) -> bool:
         if len(gradients) == len(self.order):  # the usual case, quickly
-            return list(map(_ADDRESS, self.order)) != [*self._addresses.values()]
-        places, addresses = map(self.places.__getitem__, gradients), map(self._addresses.__getitem__, gradients)
-        return any(map(operator.ne, map(_ADDRESS, places), addresses))
+            return list(map(_ADDRESS, self.order)) != self._addresses
+        return any(map(self._elsewhere, map(self._numbers.__getitem__, gradients)))
+
+    def _elsewhere(self, number: int) -> bool:
+        """Whether the script has given a place other memory."""
+        return self.order[number].data_ptr() != self._addresses[number]
 
     def _room(self, gradient: Gradient) -> torch.Tensor:
         place, start = self.places[gradient], self._starts[gradient]
@@ -162,7 +166,7 @@ class _Memory:
         if version_of(place) != self.versions[number]:
             return True
         alike = place.dtype == self.flat.dtype and place.device == self.flat.device
-        return alike and place.data_ptr() != self._addresses[self.homes[number][0]]
+        return alike and self._elsewhere(number)
 
     @property
     def unused(self) -> bool:
@@ -171,14 +175,16 @@ class _Memory:
 
     @property
     def kept(self) -> bool:
-        """Whether the user has kept a gradient, a view of it or an array, and ``.grad`` is not that gradient any more.
+        """Whether the user has kept a gradient, a view of it or an array, and ``.grad`` does not lie there any more.
 
-        While ``.grad`` still is the gradient, autograd adds to it in place, as the user expects.
+        While it does, autograd adds to it in place, as the user expects.
         """
         if self.unused:
             return False
-        pairs = zip(self.homes, self._referenced(), strict=True)
-        return any(referenced and parameter.grad is not place for (_, parameter, place), referenced in pairs)
+        left = [
+            parameter.grad is not place or self._elsewhere(at) for at, (_, parameter, place) in enumerate(self.homes)
+        ]
+        return any(map(operator.and_, left, self._referenced()))
 
     def _referenced(self) -> list[bool]:
         """Says of each gradient whether the user refers to it, or may refer to its memory."""
@@ -516,36 +522,30 @@ class Bucket:
 
     def reopen(self) -> None:
         """Gets ready to be reduced once more in the same step."""
+        self._open()
+        for gradient in self._gradients:
+            gradient.started = False
+
+    def reset(self) -> None:
+        """Gets ready for the next step."""
+        self._open()
+        for gradient, parameter, place in self._homes:
+            gradient.passes = 0
+            gradient.started = False
+            if parameter.grad is not place:
+                gradient.remember()
+
+    def _open(self) -> None:
         if self._courier is not None:
             self._courier.reset()
         if self._entry is not None:  # what shares its memory would look as if the user had kept a gradient
             self._entry.array, self._entry.land = _NOTHING, None
         self.open, self._given, self.refused = True, False, False
         self._missing = len(self._gradients)
-        self._memory.remember()
-        self._by_hand = False
-        self._absent.clear()
-        self._outside.clear()
-        for gradient in self._gradients:
-            gradient.started = False
-
-    def reset(self) -> None:
-        """Gets ready for the next step."""
-        if self._courier is not None:
-            self._courier.reset()
-        if self._entry is not None:
-            self._entry.array, self._entry.land = _NOTHING, None
-        self.open, self._given, self.refused = True, False, False
-        self._missing = len(self._gradients)
         self._by_hand = False
         self._absent.clear()
         self._outside.clear()
         self._memory.remember()
-        for gradient, parameter, place in self._homes:
-            gradient.passes = 0
-            gradient.started = False
-            if parameter.grad is not place:
-                gradient.remember()
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
         """Runs on the daemon's thread when the reduced gradients have arrived."""

@@ -6,6 +6,7 @@ import gc
 import sys
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from coordd_torch.reducer import Reducer
     from coordd_torch.underway import Underway
 
-__all__ = ["Gradient", "check_unreduced", "nested", "release"]
+__all__ = ["Gradient", "check_unreduced", "expect", "nested", "release"]
 
 _NOTHING = np.empty(0, np.uint8)
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no public way; FSDP uses it, too
@@ -147,6 +148,17 @@ class Gradient:
         if self.bucket is not None and self.bucket.holds(self, value):
             return False
         return self._known is None or self._known() is not value
+
+    @property
+    def cleared(self) -> bool:
+        """Whether there was a ``.grad`` and is none."""
+        return self.parameter.grad is None and self.changed
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a pass has made it anew; to what the script has put there it would have added."""
+        value = self.parameter.grad
+        return value is not None and self.changed and version_of(value) == 0
 
     def meddled(self, largest: torch.Tensor | None) -> bool:
         """Says whether ``.grad`` was replaced, or changed in place, since the last backward pass.
@@ -361,15 +373,45 @@ def release(parameter: torch.Tensor) -> None:
     for gradient in _reduced(parameter):
         gradient.reducer.replace()
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}  # noqa: SLF001 - no public way
-    for number in [number for number, hook in hooks.items() if isinstance(hook, _Refusal)]:
+    for number in [number for number, hook in hooks.items() if isinstance(hook, _Unreduced)]:
         del hooks[number]
 
 
-class _Refusal:
-    """The hook of a parameter that is in no group of its optimizer any more, and whose gradient no rank reduces."""
+def expect(reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
+    """Has a backward pass noticed that computes a gradient which is not reduced yet: it may compute no other.
+
+    The parameter may be frozen, so that it takes no hook by PyTorch's own function.
+    """
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or OrderedDict()  # noqa: SLF001 - no public way
+    if not any(isinstance(hook, _Late) and hook.reducer() is reducer for hook in hooks.values()):
+        hooks[RemovableHandle(hooks).id] = _Late(weakref.ref(reducer), name)
+        parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+
+
+class _Unreduced:
+    """The hook of a parameter whose gradient is not reduced."""
 
     def __init__(self, reducer: weakref.ref[Reducer], name: str) -> None:
-        self._reducer, self._name = reducer, name
+        self.reducer, self._name = reducer, name
+
+    def _begin(self, reducer: Reducer, parameter: torch.Tensor) -> None:
+        """Has autograd tell how this backward pass ends, if nothing else has."""
+        if (task := _current_task()) not in reducer.expected:
+            reducer.expect_end_of_backward(task, Gradient(reducer, self._name, parameter))
+
+
+class _Late(_Unreduced):
+    """The hook of a parameter that is in a group, and frozen or new; the next round of reductions takes it in."""
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Runs when backward has accumulated a gradient."""
+        reducer = self.reducer()
+        if reducer is not None and reducer.awaits(parameter):
+            self._begin(reducer, parameter)
+
+
+class _Refusal(_Unreduced):
+    """The hook of a parameter that is in no group of its optimizer any more, and whose gradient no rank reduces."""
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Runs when backward has accumulated a gradient; the other ranks hear that this pass fails.
@@ -377,11 +419,10 @@ class _Refusal:
         Raises:
             ArgumentError: always, while the optimizer lives and no group has the parameter.
         """
-        reducer = self._reducer()
+        reducer = self.reducer()
         if reducer is None or reducer.trains(parameter):
             return
-        if (task := _current_task()) not in reducer.expected:
-            reducer.expect_end_of_backward(task, Gradient(reducer, self._name, parameter))
+        self._begin(reducer, parameter)
         text = (
             f"{self._name!r} has a gradient, but it has left the parameter groups of its optimizer, and its gradients "
             "are not reduced any more, for no rank had one in many steps: add it to a group, or freeze it by "

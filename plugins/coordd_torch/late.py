@@ -27,7 +27,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 def late(
-    groups: Iterable[Mapping[str, Any]], known: Collection[int], taken: Iterable[str]
+    groups: Iterable[Mapping[str, Any]], known: Collection[int], taken: Iterable[str], *, frozen: bool = False
 ) -> list[tuple[str, torch.Tensor]]:
     """Finds the parameters to train that are not known yet, and names them by their places.
 
@@ -35,12 +35,13 @@ def late(
         groups: an optimizer's parameter groups.
         known: the ids of the parameters that are reduced.
         taken: the names of those. A parameter that has taken another one's place gets a name of its own.
+        frozen: whether to find those, too, that are not trained now.
     """
     found = [
         (f"param.{index}.{place}", parameter)
         for index, group in enumerate(groups)
         for place, parameter in enumerate(group["params"])
-        if id(parameter) not in known and parameter.requires_grad
+        if id(parameter) not in known and (frozen or parameter.requires_grad)
     ]
     names = set(taken) if found else set()
     return [(_free(name, names), parameter) for name, parameter in found]

@@ -195,6 +195,12 @@ class _Distributed(torch.optim.Optimizer):
             self._coordd.adopt_late()
         super().zero_grad(set_to_none)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, on all ranks alike; their gradients are averaged from the next backward pass on."""
+        super().add_param_group(param_group)
+        if self._coordd is not None:
+            self._coordd.expect_late()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state, after what is under way has ended."""
         if self._coordd is not None:

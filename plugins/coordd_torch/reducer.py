@@ -88,6 +88,11 @@ class Reducer(Placement):
         self.adopt(named)
         for gradient in self._loose:
             gradient.remember()
+        self.expect_late()
+
+    def awaits(self, parameter: torch.Tensor) -> bool:
+        """Says whether a parameter that is not reduced yet is adopted in the next round."""
+        return not self._replaced and id(parameter) in self._trained() - self.known
 
     def replace(self) -> None:
         """Gives way to another optimizer that has been made for the same parameters."""
@@ -181,14 +186,15 @@ class Reducer(Placement):
         self.open_buckets = len(self._buckets)
 
     def _given_up(self, first: Gradient) -> bool:
-        """Says whether all gradients of this step were cleared without a step."""
-        found = False
-        for gradient in (first, *self._gradients()):
-            if gradient.passes and (self._reduced or not gradient.started):
-                if not gradient.changed:
-                    return False
-                found = True
-        return found
+        """Says whether all gradients of this step were cleared without a step.
+
+        Once they are reduced, all ranks have the same, and say the same, whichever of them a rank has computed itself.
+        """
+        had = {
+            each for each in self._gradients() if (each.started if self._reduced else each.passes and not each.started)
+        }
+        others = had - {first}
+        return all(each.cleared for each in others) if others else first in had and first.is_new
 
     def repeat(self, gradient: Gradient) -> None:
         """Notes that a gradient was computed once more after its reduction had begun.

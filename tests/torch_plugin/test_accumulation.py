@@ -12,7 +12,7 @@ import coordd.torch as cd
 from tests.local_ranks import each_rank, local_ranks
 from tests.torch_plugin.test_courier import MAKERS
 from tests.torch_plugin.test_reducer import Checkpointed
-from tests.torch_plugin.training import ROWS, alone, batch, model, same, together, weights, wrapped
+from tests.torch_plugin.training import ROWS, alone, batch, model, same, settled, together, weights, wrapped
 
 mse = nn.functional.mse_loss
 
@@ -103,6 +103,54 @@ def test_so_do_those_of_checkpointed_layers(step, reentrant):
         clipped(net, optimizer)
 
     same(together(2, step=body), alone(2, step=body))
+
+
+def doubled(net):
+    for value in net.values():
+        value.grad = None if value.grad is None else value.grad * 2.0
+
+
+def some_cleared(net):
+    net["b"].grad = None
+
+
+@pytest.mark.parametrize("moved_in", [False, True], ids=["first step", "later"])
+@pytest.mark.parametrize("change", [doubled, some_cleared])
+def test_gradients_that_are_replaced_or_partly_cleared_between_two_passes_are_of_one_step(change, moved_in):
+    """A rank that has computed only those in its first pass must not take the second one for a new step."""
+
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = wrapped(net)
+        if moved_in:
+            settled(net, optimizer)
+        for _step in range(2):
+            optimizer.zero_grad()
+            (net["b"].sum() if rank else sum(value.sum() for value in net.values())).backward()
+            change(net)
+            (sum(value.sum() for value in net.values()) * (rank + 1)).backward()
+            seen = [value.grad[0].item() for value in net.values()]
+            optimizer.step()
+        return seen
+
+    wanted = [2.5, 3.5] if change is doubled else [2.0, 1.5]
+    assert each_rank(2, body) == [wanted] * 2
+
+
+@pytest.mark.parametrize("moved_in", [False, True], ids=["first step", "later"])
+def test_gradients_that_are_all_cleared_by_hand_begin_a_new_step(moved_in):
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = wrapped(net, op=cd.Sum)
+        if moved_in:
+            settled(net, optimizer)
+        for _try in range(3):
+            for value in net.values():
+                value.grad = None
+            (net["b"].sum() if rank else sum(value.sum() for value in net.values())).backward()
+        return [value.grad[0].item() for value in net.values()]
+
+    assert each_rank(2, body) == [[1.0, 2.0]] * 2
 
 
 def test_so_do_those_of_which_ranks_use_different_parameters():

@@ -256,6 +256,87 @@ def test_what_comes_after_zero_grad_is_averaged_when_backward_returns(how):
     assert first[0] == pytest.approx([1.5 * 3**0.5] * 3 + [1.5 * 5**0.5] * 2)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("alone", [[0], [0, 1]], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("how", ["thawed", "added"])
+def test_a_pass_of_late_parameters_alone_is_averaged_when_backward_returns(how, alone, passes):
+    """No hook of what is reduced already tells of such a pass, as where a frozen body's new head is trained first."""
+
+    def body(rank):
+        net, seen = weights({"a": 3, "b": 2}), []
+        net["b"].requires_grad_(how == "added")
+        trained = [net["a"]] if how == "added" else net.parameters()
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(trained, lr=1.0), backward_passes_per_step=passes)
+        for step in range(5):
+            optimizer.zero_grad()
+            if step == 3:
+                net["b"].requires_grad_(True)
+            if step == 3 and how == "added":
+                optimizer.add_param_group({"params": [net["b"]]})
+            used = ["a"] if step < 3 else ["b"] if step == 3 and rank in alone else ["a", "b"]
+            for _ in range(passes):
+                (sum(net[name].sum() for name in used) * (rank + 1)).backward()
+            seen.append(nn.utils.clip_grad_norm_(net.parameters(), 100.0).item())
+            optimizer.step()
+        return seen, net["b"].tolist()
+
+    first, second = each_rank(2, body)
+    assert first == second
+    mixed = 0 if len(alone) == 2 else 3 * 1.0**2  # the mean over 0 and 2
+    norms = [1.5 * 3**0.5] * 3 + [(mixed + 2 * 1.5**2) ** 0.5, 1.5 * 5**0.5]
+    assert first[0] == pytest.approx([passes * norm for norm in norms])
+
+
+def test_a_late_parameter_whose_pass_fails_has_all_ranks_discard_the_step():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(context, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            raise RuntimeError("no memory")
+
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        net["b"].requires_grad_(False)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:
+                net["b"].requires_grad_(True)
+                last = torch.zeros((), requires_grad=True, dtype=torch.float64)
+                last = last if rank else Fails.apply(last)  # what is computed first is differentiated last
+                with pytest.raises(cd.DiscardedStepError if rank else RuntimeError):
+                    (last + net["b"].sum()).backward()
+                assert net["b"].grad is None
+            (sum(value.sum() for value in net.values()) * (rank + 1)).backward()
+            optimizer.step()
+        return [net[name].tolist() for name in "ab"]
+
+    assert each_rank(2, body) == [[[1 - 4 * 1.5] * 3, [1 - 2 * 1.5] * 2]] * 2
+
+
+def test_a_frozen_parameter_tells_only_the_optimizer_that_has_it():
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        net["b"].requires_grad_(False)
+        for _again in range(3):
+            optimizer = wrapped(net)
+        net["b"].requires_grad_(True)
+        optimizer.zero_grad()
+        (net["b"].sum() * (rank + 1)).backward()
+        seen = net["b"].grad.tolist()
+        net["b"].requires_grad_(False)
+        del optimizer
+        gc.collect()
+        net["b"].requires_grad_(True).grad = None
+        (net["b"].sum() * (rank + 1)).backward()
+        return seen, net["b"].grad.tolist()
+
+    assert each_rank(2, body) == [([1.5] * 2, [1.0] * 2), ([1.5] * 2, [2.0] * 2)]
+
+
 def test_a_rank_that_fails_takes_part_with_what_the_others_have_thawed_after_zero_grad():
     def body(rank):
         net = weights({"a": 3, "b": 2})

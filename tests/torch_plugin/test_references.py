@@ -294,6 +294,32 @@ def test_one_rank_alone_may_move_the_memory_of_a_gradient(size, to_none):
     assert each_rank(2, body) == [([{1.5}] * 7, [1 - 7 * 1.5] * 2)] * 2
 
 
+@pytest.mark.parametrize("again", ["in the next step", "in this step"])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_what_is_kept_of_a_gradient_stays_when_that_gets_other_memory(size, again):
+    """In the bucket two changes cancel out then: one view more, and a gradient less."""
+
+    def body(rank):
+        net, seen = weights({"a": size, "b": 2}), []
+        optimizer = wrapped(net)
+        for step in range(1, 5):
+            optimizer.zero_grad(set_to_none=False)
+            (sum(value.sum() for value in net.values()) * (rank + step)).backward()
+            kept = net["a"].grad.detach()
+            net["a"].grad.data = net["a"].grad * 2.0
+            if again == "in the next step":
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            (sum(value.sum() for value in net.values()) * rank).backward()
+            seen.append((kept[0].item(), net["a"].grad[0].item()))
+            optimizer.step()
+        return seen
+
+    means = [step + 0.5 for step in range(1, 5)]
+    wanted = [(mean, 0.5 + (2 * mean if again == "in this step" else 0)) for mean in means]
+    assert each_rank(2, body) == [wanted] * 2
+
+
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_a_gradient_may_be_that_of_another_parameter_too(size):
     """A3C's workers compute gradients of a local model, which are those of a model that is common to all."""
