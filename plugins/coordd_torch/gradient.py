@@ -385,7 +385,7 @@ def expect(reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or OrderedDict()  # noqa: SLF001 - no public way
     if not any(isinstance(hook, _Late) and hook.reducer() is reducer for hook in hooks.values()):
         hooks[RemovableHandle(hooks).id] = _Late(weakref.ref(reducer), name)
-        parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+        parameter._post_accumulate_grad_hooks = hooks  # noqa: SLF001 - as above
 
 
 class _Unreduced:
