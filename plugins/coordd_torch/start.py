@@ -22,6 +22,7 @@ __all__ = ["Start", "hyperparameters", "structure"]
 
 _VALUES = 256
 """Of each parameter so many values are compared, spread over all of it."""
+_SHOWN = 4
 _PLAIN = (bool, int, float, str, type(None))
 _ADVICE = (
     "call broadcast_parameters(model.state_dict()) and broadcast_optimizer_state(optimizer) before the first step, and "
@@ -30,20 +31,29 @@ _ADVICE = (
 
 
 def structure(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]], settings: Iterable[object]
+    optimizer: torch.optim.Optimizer,
+    trained: Sequence[tuple[str, Tensor]],
+    others: Iterable[tuple[str, Tensor]],
+    settings: Iterable[object],
 ) -> list[str]:
     """Lists what must be equal on all ranks when an optimizer is made.
 
+    Gradients are matched by name, but an optimizer's state by the place of its parameter.
+
     Args:
         optimizer: the user's.
-        named: its parameters, and those that the user has named beside them; frozen ones, too.
-        settings: how their gradients are reduced, as texts.
+        trained: its parameters, in their order.
+        others: those that it does not train now, and what the user has named beside them.
+        settings: how gradients are reduced, as texts.
     """
     lines = sorted(
         f"{name} {tuple(value.shape)} {str(value.dtype)[6:]}{'' if value.requires_grad else ' frozen'}"
-        for name, value in named
+        for name, value in [*trained, *others]
     )
-    return [*lines, f"optimizer {type(optimizer).__name__}", *map(str, settings)]
+    names = [name for name, _ in trained]
+    first, rest = ", ".join(names[:_SHOWN]), ", …" * (len(names) > _SHOWN)
+    order = f"parameters in the order {first}{rest} (checksum {zlib.crc32(repr(names).encode()):08x})"
+    return [*lines, order, f"optimizer {type(optimizer).__name__}", *map(str, settings)]
 
 
 class Start:

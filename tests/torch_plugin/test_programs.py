@@ -252,10 +252,10 @@ def run(program: list[tuple[Any, ...]], ranks: int, world: dict[str, Any], **opt
     each_rank(ranks, body, **world)
 
 
-names = st.sets(st.sampled_from(sorted(SIZES)), max_size=4).map(lambda found: frozenset(found | {"a"}))
+any_names = st.frozensets(st.sampled_from(sorted(SIZES)), min_size=1, max_size=4)
 
 
-def passes_of(ranks: int, moments: list[str]) -> st.SearchStrategy[tuple[Any, ...]]:
+def passes_of(ranks: int, moments: list[str], names: st.SearchStrategy[Names]) -> st.SearchStrategy[tuple[Any, ...]]:
     failing = st.one_of(st.just(frozenset()), st.just(frozenset()), st.sets(st.integers(0, ranks - 1), max_size=1))
     return st.tuples(
         st.sampled_from(["backward", "backward", "local"]),
@@ -275,7 +275,8 @@ def programs(draw: Any) -> tuple[list[tuple[Any, ...]], int, dict[str, Any], dic
     )
     plain = options["passes"] == 1 and options["op"] == cd.Average
     # One pass too many is refused where "a" is computed again, which a pass that fails in the middle may not come to.
-    passes = passes_of(ranks, ["start", "middle", "end"] if plain else ["start", "end"])
+    moments = ["start", "middle", "end"] if plain else ["start", "end"]
+    passes = passes_of(ranks, moments, any_names if plain else any_names.map(lambda found: found | {"a"}))
     operation = st.one_of(
         passes,
         passes,

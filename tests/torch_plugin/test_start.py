@@ -34,12 +34,21 @@ def step(model: nn.Module, optimizer) -> None:
     optimizer.step()
 
 
+def in_order(step: int):
+    model = net()
+    return cd.DistributedOptimizer(torch.optim.SGD([*model.parameters()][::step], lr=0.1), model.named_parameters())
+
+
 SETTINGS = {
     "depth": (lambda rank: distributed(net(depth=1 + rank)), r"1\.weight"),
     "op": (lambda rank: distributed(net(), op=cd.Average if rank else cd.Sum), "op=Sum on rank 0 only"),
     "passes": (
         lambda rank: distributed(net(), backward_passes_per_step=1 + rank),
         "backward_passes_per_step=1 on rank 0",
+    ),
+    "order": (
+        lambda rank: in_order(-1 if rank else 1),
+        r"order 0\.weight, 0\.bias \(checksum .{8}\) on rank 0 only",
     ),
     "groups": (lambda rank: distributed(net(), num_groups=1 + rank), "groups"),
     "class": (
