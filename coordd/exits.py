@@ -182,8 +182,10 @@ class ExitWatch:
             self._excepthook(kind, error, trace)
 
     def _leaving(self, status: Any = None, /) -> NoReturn:
+        if status in (None, 0) or not _in_main_thread():  # only this very class ends a thread without a word
+            raise SystemExit(status)
         error = _Exit(status)
-        if status not in (None, 0) and not session_follows():
+        if not session_follows():
             code = status if isinstance(status, int) else 1
             frame = sys._getframe(1)  # noqa: SLF001 - the documented way to the caller
             site = "".join(traceback.format_stack(frame)[-4:])

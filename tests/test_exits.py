@@ -316,6 +316,14 @@ def test_other_ends_are_nobodys_business(end):
     assert run(script) == (code, "")
 
 
+def test_an_exit_of_a_thread_is_printed_no_more_than_without_coordd():
+    script = (
+        f"{PRELUDE}for code in (0, 3):\n    thread = threading.Thread(target=sys.exit, args=(code,)); thread.start()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_an_exit_code_can_be_insisted_on_after_everything_else_has_been_done():
     """By whoever is set up first: what was registered before is not waited for."""
     done = run("atexit.register(lambda: watch.insist(4)); atexit.register(print, 'first'); print('last', end='')")
