@@ -1,4 +1,4 @@
-"""Descriptors that a forked child must not keep: a connection lives as long as any process has it open.
+"""What a forked child must not keep, or change: a connection lives as long as any process has it open.
 
 A data loader's worker that outlives its rank would otherwise keep that rank's connections open, and the other ranks
 would not notice that the rank has died. Programs that are started with `exec` inherit none, for all are close-on-exec.
@@ -7,6 +7,7 @@ would not notice that the rank has died. Programs that are started with `exec` i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import stat
@@ -14,25 +15,32 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Inherited", "close_in_children", "close_sockets"]
+__all__ = ["Inherited", "close_in_children", "close_sockets", "forks"]
 
 _DESCRIPTORS = "/proc/self/fd"
 
 
 class Inherited(Protocol):
-    """Something whose descriptors a forked child closes."""
+    """Something with descriptors that a forked child closes, or with memory that is not to be shared with it."""
 
     def close_in_child(self) -> None:
-        """Closes this process's copies; runs in the child, whose only thread is the one that forked."""
+        """Closes this process's copies, or makes its own; runs in the child, in which no other thread is left."""
         ...
 
 
 _owners: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_count = itertools.count()
+_forks = next(_count)
 
 
 def close_in_children(owner: Inherited) -> None:
     """Has every child that Python forks from now on close what ``owner`` has open, as long as ``owner`` lives."""
     _owners.add(owner)
+
+
+def forks() -> int:
+    """Counts how often Python has forked this process."""
+    return _forks
 
 
 def close_sockets(is_ours: Callable[[socket.socket], bool]) -> None:
@@ -71,4 +79,9 @@ def _close_inherited() -> None:
         owner.close_in_child()
 
 
-os.register_at_fork(after_in_child=_close_inherited)
+def _count_fork() -> None:
+    global _forks  # noqa: PLW0603 - of the process
+    _forks = next(_count)
+
+
+os.register_at_fork(after_in_parent=_count_fork, after_in_child=_close_inherited)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coordd.forks import close_in_children
 from coordd.transport.board import release
-from coordd.transport.segments import attach, lasting
+from coordd.transport.segments import attach, lasting, made_private
 
 __all__ = ["Loan", "Loans", "blank"]
 
@@ -68,6 +69,7 @@ class Loans:
         self._made = 0
         self._own: list[_Block] = []  # the one used last is the last
         self._seen: dict[tuple[int, int], np.ndarray] = {}
+        close_in_children(self)
 
     def blank(self, nbytes: int) -> np.ndarray:
         """Allocates memory like that, which can be lent once; for any thread.
@@ -122,6 +124,13 @@ class Loans:
                 os.close(block.loan.descriptor)
             self._own.clear()
         self._seen.clear()
+
+    def close_in_child(self) -> None:
+        """Has what a forked child reads and writes where messages lie be its own, as all other memory is."""
+        mine = [block.memory for block in self._own if block.writer is not None and block.writer() is not None]
+        taken = [memory for memory in self._seen.values() if memory[:8].view(np.int64)[0] == _LENT]
+        for memory in (*mine, *taken):
+            made_private(memory)
 
     def _found(self, size: int) -> _Block | None:
         """Finds a free block that is large enough, and not twice as large as that; or makes one."""

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from coordd.forks import close_in_children
+from coordd.forks import close_in_children, forks
 
-__all__ = ["RESERVE_BYTES", "Heap", "attach", "lasting", "nameless"]
+__all__ = ["RESERVE_BYTES", "Heap", "attach", "lasting", "made_private", "nameless"]
 
 log = logging.getLogger("coordd")
 
@@ -84,7 +84,7 @@ class Heap:
             raise
         self._descriptors[number] = descriptor
         self._announce(number, descriptor, size)
-        weakref.finalize(memory, self._free, number, descriptor).atexit = False
+        weakref.finalize(memory, self._free, number, descriptor, forks()).atexit = False
         return np.frombuffer(memoryview(memory), np.uint8)
 
     def lay_by(self) -> None:
@@ -157,8 +157,11 @@ class Heap:
             bisect.insort(self._places, (address, size, found))
         return found
 
-    def _free(self, number: int, descriptor: int) -> None:
+    def _free(self, number: int, descriptor: int, made_after: int) -> None:
         """Gives the memory back at once, though neighbours may still map what is now empty.
+
+        If there were other forks than the ``made_after`` before it was made, a child may still read it, and would be
+        killed for that. Then it goes when nobody maps it any more.
 
         Runs wherever the last view dies, perhaps in the garbage collector of a thread that holds the lock, so it takes
         none. In a forked child it does nothing, for the memory is the parent's.
@@ -167,7 +170,8 @@ class Heap:
             return
         self._descriptors.pop(number, None)
         self._announce(number, -1, 0)
-        os.ftruncate(descriptor, 0)
+        if forks() == made_after:
+            os.ftruncate(descriptor, 0)
         os.close(descriptor)
         self._gone.append(number)
 
@@ -272,6 +276,14 @@ def lasting(size: int) -> tuple[np.ndarray, int]:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def made_private(memory: np.ndarray) -> None:
+    """Makes a whole block that is mapped here this process's own, with the contents that it has; for a forked child."""
+    contents, address = memory.tobytes(), _address(memory)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    _libc.mmap(address, memory.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    memory[:] = np.frombuffer(contents, np.uint8)
 
 
 def _mapped(descriptor: int, size: int, *, populate: bool = True) -> ctypes.Array[ctypes.c_uint8]:

@@ -1,13 +1,18 @@
 """Functions on arrays as parts of TensorFlow's programs: called at once, or put into the graph that is being traced.
 
 TensorFlow runs what has side effects in a function in the order of the program, one after the other. So all ranks,
-which trace the same program, wait for the same operation, and a function keeps no more than one thread waiting.
+which trace the same program, wait for the same operation, and a function keeps no more than one thread waiting. Several
+functions that are called side by side keep as many.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import sys
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -19,8 +24,9 @@ from coordd.errors import ArgumentError, CoorddError, PeerError, ShutdownError
 from coordd.handles import call_site, called_from
 from coordd_tensorflow.as_horovod import as_raised
 from coordd_tensorflow.tensors import to_tensor, view
+from coordd_tensorflow.unfinished import functions_called
 
-__all__ = ["call", "check_compiled", "place_in_graph"]
+__all__ = ["Waits", "call", "check_compiled", "place_in_graph"]
 
 # AutoGraph would rewrite our functions, too, and warn of what it cannot.
 _OURS = ("coordd", "coordd_keras", "coordd_tensorflow", "coordd_torch")
@@ -28,6 +34,63 @@ config.CONVERSION_RULES = (*map(config.DoNotConvert, _OURS), *config.CONVERSION_
 
 _PLACES = "coordd.places"
 Function = Callable[..., Sequence[np.ndarray]]
+
+log = logging.getLogger("coordd")
+
+_LOOK_SECONDS = 1.0
+
+
+class Waits:
+    """The functions of graphs that wait for other ranks just now.
+
+    Each keeps one of TensorFlow's threads. If all are kept, and a function that is called cannot run, ranks may come to
+    wait for each other; so a warning says what to do.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._count = 0
+        self._looks = self._told = False
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Counts one inside the block."""
+        with self._guard:
+            self._count += 1
+            looks = self._count >= _threads() and not (self._looks or self._told)
+            self._looks |= looks
+        if looks:
+            timer = threading.Timer(_LOOK_SECONDS, self.look)
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._count -= 1
+
+    def look(self) -> None:
+        """Warns, once, if functions are called that cannot run before others have waited."""
+        threads, called = _threads(), functions_called()
+        with self._guard:
+            self._looks = False
+            if self._count < threads or called <= self._count or self._told:
+                return
+            self._told = True
+        log.warning(
+            "%d functions of TensorFlow are called side by side, and of its inter-op threads (%d) all wait for other "
+            "ranks: ranks may come to wait for each other; before TensorFlow starts, call "
+            "tf.config.threading.set_inter_op_parallelism_threads() with more than the number of such functions",
+            called,
+            threads,
+        )
+
+
+_WAITS = Waits()
+
+
+def _threads() -> int:
+    return int(tf.config.threading.get_inter_op_parallelism_threads()) or len(os.sched_getaffinity(0))
 
 
 def call(
@@ -53,7 +116,7 @@ def call(
     site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        with called_from(site):
+        with called_from(site), _WAITS.one_more() if waits else contextlib.nullcontext():
             try:
                 return [*function(*arrays)]
             except (PeerError, ShutdownError) as error:  # TensorFlow's own error names neither the class nor the rank

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from coordd.gradients import Gradients
 
-__all__ = ["UNFINISHED", "Unfinished"]
+__all__ = ["UNFINISHED", "Unfinished", "functions_called"]
 
 _LOOK_SECONDS = 0.25
 _EXECUTE = "quick_execute"
@@ -73,8 +73,13 @@ class Unfinished:
                     self._some.clear()
             for gradients, step in steps.items():
                 if not _contains(step.thread, step.frame):
-                    self.end(gradients)
+                    self._forget(gradients, step)
                     gradients.give_up(step.step)
+
+    def _forget(self, gradients: Gradients, step: _Step) -> None:
+        with self._guard:
+            if self._steps.get(gradients) is step:  # else the next one has begun meanwhile
+                del self._steps[gradients]
 
 
 def _execution(thread: int) -> FrameType | None:
@@ -85,6 +90,11 @@ def _execution(thread: int) -> FrameType | None:
             found = frame
         frame = frame.f_back
     return found
+
+
+def functions_called() -> int:
+    """Counts the threads that are in a call which runs a graph or an operation."""
+    return sum(_execution(thread) is not None for thread in sys._current_frames())  # noqa: SLF001 - as above
 
 
 def _contains(thread: int, wanted: FrameType) -> bool:

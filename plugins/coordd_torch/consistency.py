@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Iterable, Mapping
 
@@ -134,6 +135,7 @@ class Consistency:
             for place, value in enumerate(group["params"])
             if value.requires_grad
         ]
+        trained.sort(key=operator.attrgetter("name"))
         return self._drifts.begin(trained, hyperparameters(groups), step=self.steps, unknown=self.local)
 
 

@@ -311,7 +311,7 @@ def _distributed(
     ]
     settings += [f"groups {grouping.choice(parameter for _, parameter in named)}"] if num_groups or groups else []
     others = _beside(optimizer, given)
-    call.lines += structure(optimizer, named, others, settings)
+    call.lines += structure(optimizer, named, others, settings, ordered=not operations.as_horovod)
     operations.uneven |= uneven == "join"
     prefix = call.prefix
     alone = world.size == 1 or len(process_set.ranks) == 1

@@ -6,6 +6,7 @@ scripts may broadcast them before or after they make the optimizer.
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,16 +36,18 @@ def structure(
     trained: Sequence[tuple[str, Tensor]],
     others: Iterable[tuple[str, Tensor]],
     settings: Iterable[object],
+    *,
+    ordered: bool,
 ) -> list[str]:
     """Lists what must be equal on all ranks when an optimizer is made.
-
-    Gradients are matched by name, but an optimizer's state by the place of its parameter.
 
     Args:
         optimizer: the user's.
         trained: its parameters, in their order.
         others: those that it does not train now, and what the user has named beside them.
         settings: how gradients are reduced, as texts.
+        ordered: whether the order must be equal. Gradients are matched by name, which is enough for Horovod; but an
+            optimizer's state is broadcast and loaded by the places of its parameters.
     """
     lines = sorted(
         f"{name} {tuple(value.shape)} {str(value.dtype)[6:]}{'' if value.requires_grad else ' frozen'}"
@@ -53,7 +56,7 @@ def structure(
     names = [name for name, _ in trained]
     first, rest = ", ".join(names[:_SHOWN]), ", …" * (len(names) > _SHOWN)
     order = f"parameters in the order {first}{rest} (checksum {zlib.crc32(repr(names).encode()):08x})"
-    return [*lines, order, f"optimizer {type(optimizer).__name__}", *map(str, settings)]
+    return [*lines, *[order] * ordered, f"optimizer {type(optimizer).__name__}", *map(str, settings)]
 
 
 class Start:
@@ -112,7 +115,7 @@ class Start:
             inventory.check()
 
     def _lines(self) -> Iterator[str]:
-        for name, value in self._named:
+        for name, value in sorted(self._named, key=operator.itemgetter(0)):
             yield f"{name}{MARK}{_checksum(value):08x}"
         for name, value in hyperparameters(self._optimizer.param_groups):
             key, _, group = name.partition(" ")

@@ -17,6 +17,7 @@ import coordd.tensorflow as cd
 from coordd import api
 from coordd.gradients import Choices, Gradients
 from coordd.grouping import Grouping
+from coordd_tensorflow import graph
 from coordd_tensorflow.exchange import Exchange
 from coordd_tensorflow.graph import call
 from tests.mpi.cases import ranks
@@ -49,6 +50,26 @@ def alone(steps: int) -> list[np.ndarray]:
         for variable, gradient in zip(held, tape.gradient(loss, held), strict=True):
             variable.assign_sub(0.1 * gradient)
     return [variable.numpy() for variable in held]
+
+
+@ranks(2)
+def case_functions_that_leave_no_thread_to_others_are_warned_of_once() -> None:
+    """Three are called, and TensorFlow has two threads."""
+    patched = {"_threads": unittest.mock.Mock(return_value=2), "functions_called": unittest.mock.Mock(return_value=3)}
+    with unittest.mock.patch.multiple(graph, **patched), unittest.mock.patch.object(graph.log, "warning") as warning:
+        waits = graph.Waits()
+        with waits.one_more():
+            waits.look()
+            warning.assert_not_called()
+            with waits.one_more():
+                patched["functions_called"].return_value = 2
+                waits.look()
+                warning.assert_not_called()
+                patched["functions_called"].return_value = 3
+                waits.look()
+                waits.look()
+                assert warning.call_args.args[1:] == (3, 2)
+                warning.assert_called_once()
 
 
 @ranks(2, deadline=60)

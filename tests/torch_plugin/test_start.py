@@ -60,6 +60,24 @@ SETTINGS = {
 }
 
 
+def test_as_horovod_the_order_of_parameters_is_each_ranks_own(caplog):
+    """Gradients are matched by name; values are compared before the first step and in the second."""
+
+    def body(rank):
+        torch.manual_seed(0)
+        model = net()
+        parameters = [*model.parameters()][:: -1 if rank else 1]
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model.named_parameters())
+        for _ in range(4):
+            step(model, optimizer)
+        return [value.tolist() for value in model.parameters()]
+
+    with caplog.at_level(logging.WARNING, "coordd"):
+        first, second = each_rank(2, body, as_horovod=True)
+    assert first == second
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_differs_is_told_to_all_when_the_optimizer_is_made(name):
     make, text = SETTINGS[name]

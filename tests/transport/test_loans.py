@@ -163,6 +163,34 @@ def test_a_forked_child_gives_nothing_back(pair, monkeypatch):
     assert handed(pair, 100)[0] != first
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_a_forked_child_does_to_messages_stays_its_own(pair):
+    """A child has what was sent and received before, and neither sees nor does any harm to what comes then."""
+    mine = pair[0].blank(10_000)
+    mine[:] = 3
+    _, found = handed(pair, 10_000)
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        alike = False
+        try:
+            found += 1
+            mine[5000:] = 4
+            os.write(ready[1], b"r")
+            os.read(done[0], 1)
+            alike = (found == 8).all() and (mine[:5000] == 3).all() and (mine[5000:] == 4).all()
+        finally:
+            os._exit(int(not alike))
+    os.read(ready[0], 1)
+    assert (found == 7).all()
+    assert (mine == 3).all()
+    found[:] = mine[:] = 1
+    os.write(done[1], b"d")
+    assert os.waitpid(child, 0)[1] == 0
+    for end in (*ready, *done):
+        os.close(end)
+
+
 def test_a_neighbour_that_is_gone_is_an_error(pair):
     gone = Loans({0: 1 << 30})
     loan = pair[0].lend(pair[0].blank(10))

@@ -307,6 +307,28 @@ def test_what_a_forked_child_writes_changes_its_own_copy_alone(listing):
     assert (block == 5).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_may_read_what_its_parent_has_freed(listing):
+    block = listing.heap().allocate(8192)
+    block[:] = 5
+    ends = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(ends[1])
+            os.read(ends[0], 1)
+        finally:
+            os._exit(int(not (block == 5).all()))
+    ((descriptor, _),) = listing.values()
+    del block
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    for end in ends:
+        os.close(end)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_lasting_memory_outlives_its_maker():
     memory, descriptor = lasting(5000)
     other = attach(os.getpid(), descriptor, 5000)

@@ -30,13 +30,18 @@ Every knob can be set in three ways. An argument of `init` beats the environment
 
 def row(knob: Knob) -> str:
     """Writes one knob as a row of a Markdown table."""
-    cells = [_code(knob.name), _code(knob.variable), _code(knob.flag), _default(knob), knob.legal, knob.about]
+    cells = [_code(knob.name), _code(knob.variable), _flags(knob), _default(knob), knob.legal, knob.about]
     cells.append(_code(knob.alias) if knob.alias else "")
     return line(cells)
 
 
 def _code(word: str) -> str:
     return f"`{word}`"
+
+
+def _flags(knob: Knob) -> str:
+    opposite = knob.flag.replace("--", "--no-", 1)
+    return f"{_code(knob.flag)}, {_code(opposite)}" if knob.kind is bool else _code(knob.flag)
 
 
 def _default(knob: Knob) -> str:
