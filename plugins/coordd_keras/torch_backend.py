@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class TorchReduction:
         self._gradients: Gradients | None = None
         self._contexts: dict[int, Any] = {}
         self._begun = self._reduced = False
+        self._sums: list[Callable[[], torch.Tensor | None]] = []
+        """Return what gradients were reduced last, while they live."""
         self._fresh: set[int] = set()
         """Of which parameters the present backward pass has made gradients."""
 
@@ -106,19 +109,27 @@ class TorchReduction:
             CoorddError: it was summed up already, and that cannot be told from what is new.
         """
         assert parameter.grad is not None  # noqa: S101 - autograd has just made it
-        if self._reduced and self._choices.op is ReduceOp.SUM:
-            text = (
-                "another backward pass before the step, whose gradients would be added to sums over all ranks: use "
-                "backward_passes_per_step, or op=Average"
-            )
-            raise CoorddError(text)
         if not self._begun:
             self._at_hand(self._variables)
             self._begun = True
             self._fresh.clear()
             BackwardPass(self._end_of_backward, self._backward_failed, order=self._prefix)
+            if self._reduced and self._choices.op is ReduceOp.SUM and self._adds(index):
+                text = (
+                    "another backward pass before the step, whose gradients would be added to sums over all ranks: use "
+                    "backward_passes_per_step, or op=Average"
+                )
+                raise CoorddError(text)
         self._fresh.add(index)
         self._give(index, parameter.grad)
+
+    def _adds(self, index: int) -> bool:
+        """Whether gradients were not cleared since they were reduced; this pass has made one so far."""
+        kept = self._sums[index]() is self._parameters[index].grad
+        return kept or any(parameter.grad is not None for parameter in self._others(index))
+
+    def _others(self, index: int) -> list[torch.Tensor]:
+        return [parameter for other, parameter in enumerate(self._parameters) if other != index]
 
     def _give(self, index: int, gradient: torch.Tensor) -> None:
         try:
@@ -131,7 +142,7 @@ class TorchReduction:
 
     def _backward_failed(self) -> None:
         """Runs when a backward pass has failed, before its error reaches the script."""
-        self._begun = False
+        self._begun = self._reduced = False
         if self._gradients is not None:
             with contextlib.suppress(CoorddError):  # the job has failed: whoever goes on hears of it
                 self._gradients.drop("has not completed a backward pass, which has failed")
@@ -144,10 +155,12 @@ class TorchReduction:
         for index, parameter in enumerate(self._parameters):
             if index not in self._fresh and parameter.grad is not None:
                 self._give(index, parameter.grad)
-        self._begun, self._reduced = False, True
+        self._begun = self._reduced = False
         for parameter, gradient in zip(self._parameters, self._wait(), strict=True):
             if gradient is not None:  # else it may be that of an earlier pass
                 parameter.grad = gradient
+        self._reduced = True
+        self._sums = [_reference(parameter.grad) for parameter in self._parameters]
 
     def _put(self, index: int, gradient: torch.Tensor) -> None:
         assert self._gradients is not None  # noqa: S101 - for the type checker
@@ -168,6 +181,10 @@ class TorchReduction:
             context = self._contexts.get(index, parameter.dtype)
             found.append(self._choices.compression.decompress(arrived, context).to(parameter.dtype))
         return found
+
+
+def _reference(gradient: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    return (lambda: None) if gradient is None else weakref.ref(gradient)
 
 
 keep_uncompiled()

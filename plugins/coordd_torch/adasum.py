@@ -12,7 +12,7 @@ import torch
 from coordd import api
 from coordd.discarding import error_of, given_up, is_discarded, of_step, tell
 from coordd.errors import ArgumentError, DiscardedStepError, brief
-from coordd.handles import Handle, call_site
+from coordd.handles import Handle, call_site, hear_of
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet
 from coordd_torch.compressor import Compressor
@@ -82,6 +82,8 @@ class AdasumStep:
 
     def _abandon(self, reason: str) -> None:
         """Takes part in the step for the sake of the others, and has all ranks discard it."""
+        before, self._before = self._before, []
+        self._put_back(before)  # if `step` has failed halfway
         self._end_abandoned()
         self._count()
         self._consistency.begin_again()  # the step may have begun before ranks waited for each other
@@ -90,6 +92,12 @@ class AdasumStep:
         self._counted = False
         for _, parameter in self._named:
             parameter.grad = None
+
+    def _put_back(self, before: list[torch.Tensor]) -> None:
+        """Undoes a step of this rank alone, which was not combined with those of the others."""
+        with torch.no_grad():
+            for (_, parameter), kept in zip(self._named, before, strict=bool(before)):
+                parameter.copy_(kept)
 
     def _end_abandoned(self) -> None:
         """Waits until the other ranks have discarded the step, too, however often ranks wait for each other first."""
@@ -178,8 +186,13 @@ class AdasumStep:
             small, context = self._compressor.compress(parameter.detach() - kept)
             title = f"{self._prefix}{name}"
             handle = allreduce_async_(small, name=title, op=ReduceOp.ADASUM, process_set=self._process_set)
+            handle.add_done_callback(hear_of)  # if one before has failed, this is not asked
             changes.append((handle, context))
-        found = [self._compressor.decompress(handle.result(), context) for handle, context in changes]
+        try:
+            found = [self._compressor.decompress(handle.result(), context) for handle, context in changes]
+        except BaseException:
+            self._put_back(before)
+            raise
         with torch.no_grad():
             for (_, parameter), kept, change in zip(self._named, before, found, strict=not hidden):
                 parameter.copy_(kept + change)

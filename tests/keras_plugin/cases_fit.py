@@ -306,6 +306,42 @@ def case_a_second_pass_adds_to_the_average_of_the_first() -> None:
         optimizer.apply([some.grad, every.grad], held)
 
 
+@ranks(2)
+def case_after_a_pass_that_fails_sums_are_made_anew() -> None:
+    """All ranks forget it; only what was not cleared is added up again, and refused."""
+    if keras.backend.backend() != "torch" or "TEST_KERAS_BACKENDS" in os.environ:
+        return
+    import torch
+
+    def fail(_: torch.Tensor) -> None:
+        raise MemoryError
+
+    held = [keras.Variable([1.0, 1.0], name=name) for name in ("first", "second")]
+    optimizer = cd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=cd.Sum)
+    optimizer.build(held)
+    first, second = (variable.value for variable in held)
+
+    def passed(*, fails: bool = False) -> None:
+        last = torch.zeros((), requires_grad=True) * 1.0
+        if fails:
+            last.register_hook(fail)
+        (last + (first.sum() + second.sum()) * (cd.rank() + 1.0)).backward()
+
+    for number in range(5):
+        with pytest.raises(MemoryError if cd.rank() else cd.DiscardedStepError):
+            passed(fails=cd.rank() == 1)
+        first.grad = second.grad = None
+        passed()
+        assert first.grad.tolist() == second.grad.tolist() == [3.0, 3.0]
+        if number != 1:  # that step is left out
+            optimizer.apply([first.grad, second.grad], held)
+        first.grad = second.grad = None
+    passed()
+    first.grad = None
+    with pytest.raises(cd.CoorddError, match="another backward pass before the step"):
+        passed()
+
+
 def case_other_backends_are_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keras.backend, "backend", lambda: "jax")

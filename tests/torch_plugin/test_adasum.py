@@ -112,6 +112,33 @@ def test_a_step_that_a_loss_scaler_skips_on_one_rank_is_skipped_on_all(fused):
     assert [gradients for *_, gradients in found] == [[True] * 4, [True, True, False, True]]
 
 
+def test_a_step_that_fails_on_one_rank_is_undone_on_the_others():
+    """They have made their own steps, and wait to combine them."""
+
+    def body(rank):
+        mine, seen = model(), []
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(mine.parameters(), lr=0.1), op=cd.Adasum)
+
+        def closure():
+            optimizer.zero_grad()
+            mine(torch.full((2, 5), rank + 1.0, dtype=torch.float64)).square().mean().backward()
+            if rank and len(seen) == 1:
+                raise ValueError("no batch")
+
+        for number in range(4):
+            try:
+                optimizer.step(closure)
+            except (cd.CoorddError, ValueError):
+                assert number == 1
+                optimizer.discard_step()
+            seen.append([parameter.tolist() for parameter in mine.parameters()])
+        return seen
+
+    first, second = each_rank(2, body)
+    assert first == second
+    assert first[0] == first[1] != first[2]
+
+
 def test_ranks_with_different_numbers_of_steps_go_on_together_after_a_join():
     def body(rank):
         mine = model()
