@@ -162,7 +162,21 @@ def different_values(everybody: Everybody, advice: str) -> str:
             if line not in common:
                 name, checksum, _ = line.partition(MARK)
                 found[name if checksum else f"{line} on rank {rank}"] = None
-    return _values_differ([*found], advice)
+    return _values_differ([*found], advice) if found else _order_differs(everybody)
+
+
+def _order_differs(everybody: Everybody) -> str:
+    orders: dict[tuple[str, ...], int] = {}
+    for rank, lines in everybody:
+        orders.setdefault(tuple(lines), rank)
+    (one, first), (other, second), *_ = orders.items()
+    start = next(place for place, (mine, its) in enumerate(zip(one, other, strict=True)) if mine != its)
+    mine, its = (line.partition(MARK)[0] for line in (one[start], other[start]))
+    return (
+        f"the ranks of a DistributedOptimizer have its parameters in another order: where rank {first} has {mine}, "
+        f"rank {second} has {its}: let all ranks list them alike, for an optimizer's state is broadcast and loaded by "
+        "places (a set of parameters has another order on each rank)"
+    )
 
 
 def not_on_all(names: Sequence[str]) -> MismatchError:

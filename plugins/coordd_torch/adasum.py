@@ -19,6 +19,7 @@ from coordd_torch.compressor import Compressor
 from coordd_torch.consistency import Consistency
 from coordd_torch.late import late
 from coordd_torch.operations import allreduce_async_
+from coordd_torch.scaler import forgets_scale
 from coordd_torch.underway import Told
 
 __all__ = ["AdasumStep"]
@@ -66,8 +67,8 @@ class AdasumStep:
         vars(optimizer)["_step_supports_amp_scaling"] = (
             True  # has a loss scaler tell what it has found, and call `step`
         )
-        optimizer.register_step_pre_hook(self._prepare)
-        optimizer.register_step_post_hook(self._combine)
+        optimizer.register_step_pre_hook(forgets_scale(self._prepare))
+        optimizer.register_step_post_hook(forgets_scale(self._combine))
 
     def discard_step(self) -> None:
         """Discards the present step on all ranks. See `Reducer.discard_step`."""

@@ -33,6 +33,7 @@ from coordd_torch.consistency import Consistency
 from coordd_torch.late import groups_of
 from coordd_torch.operations import Average, allreduce_, join
 from coordd_torch.reducer import Reducer
+from coordd_torch.scaler import forgets_scale
 from coordd_torch.start import Start, structure
 from coordd_torch.state import broadcast_optimizer_state, broadcast_parameters
 from coordd_torch.wrappers import check_parallel
@@ -311,7 +312,7 @@ def _distributed(
     ]
     settings += [f"groups {grouping.choice(parameter for _, parameter in named)}"] if num_groups or groups else []
     others = _beside(optimizer, given)
-    call.lines += structure(optimizer, named, others, settings, ordered=not operations.as_horovod)
+    call.lines += structure(optimizer, [*named, *others], settings)
     operations.uneven |= uneven == "join"
     prefix = call.prefix
     alone = world.size == 1 or len(process_set.ranks) == 1
@@ -387,8 +388,8 @@ def _consistency(
 def _attach(optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
     """Has an optimizer's steps wait for its gradients."""
     weakref.finalize(optimizer, reducer.detach)
-    optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(_after_step)
+    optimizer.register_step_pre_hook(forgets_scale(_before_step))
+    optimizer.register_step_post_hook(forgets_scale(_after_step))
 
 
 def _check_choices(op: ReduceOp, predivide: float, uneven: str | None) -> None:
@@ -469,8 +470,10 @@ def _agreed(loss: Any, reducer: Reducer) -> Any:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
+    reducer: Reducer = optimizer._coordd  # noqa: SLF001 - set above
+    skips = reducer.finiteness is not None and reducer.finiteness.skips
     found = getattr(optimizer, "found_inf", None)  # a loss scaler lets fused optimizers skip the step themselves
-    optimizer._coordd.end_step(made=found is None or not found.item())  # noqa: SLF001 - set above
+    reducer.end_step(made=not skips and (found is None or not found.item()))
 
 
 def _listed(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

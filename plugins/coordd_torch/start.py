@@ -23,7 +23,6 @@ __all__ = ["Start", "hyperparameters", "structure"]
 
 _VALUES = 256
 """Of each parameter so many values are compared, spread over all of it."""
-_SHOWN = 4
 _PLAIN = (bool, int, float, str, type(None))
 _ADVICE = (
     "call broadcast_parameters(model.state_dict()) and broadcast_optimizer_state(optimizer) before the first step, and "
@@ -32,31 +31,20 @@ _ADVICE = (
 
 
 def structure(
-    optimizer: torch.optim.Optimizer,
-    trained: Sequence[tuple[str, Tensor]],
-    others: Iterable[tuple[str, Tensor]],
-    settings: Iterable[object],
-    *,
-    ordered: bool,
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]], settings: Iterable[object]
 ) -> list[str]:
     """Lists what must be equal on all ranks when an optimizer is made.
 
     Args:
         optimizer: the user's.
-        trained: its parameters, in their order.
-        others: those that it does not train now, and what the user has named beside them.
-        settings: how gradients are reduced, as texts.
-        ordered: whether the order must be equal. Gradients are matched by name, which is enough for Horovod; but an
-            optimizer's state is broadcast and loaded by the places of its parameters.
+        named: its parameters, and those that the user has named beside them; frozen ones, too.
+        settings: how their gradients are reduced, as texts.
     """
     lines = sorted(
         f"{name} {tuple(value.shape)} {str(value.dtype)[6:]}{'' if value.requires_grad else ' frozen'}"
-        for name, value in [*trained, *others]
+        for name, value in named
     )
-    names = [name for name, _ in trained]
-    first, rest = ", ".join(names[:_SHOWN]), ", …" * (len(names) > _SHOWN)
-    order = f"parameters in the order {first}{rest} (checksum {zlib.crc32(repr(names).encode()):08x})"
-    return [*lines, *[order] * ordered, f"optimizer {type(optimizer).__name__}", *map(str, settings)]
+    return [*lines, f"optimizer {type(optimizer).__name__}", *map(str, settings)]
 
 
 class Start:
@@ -115,7 +103,9 @@ class Start:
             inventory.check()
 
     def _lines(self) -> Iterator[str]:
-        for name, value in sorted(self._named, key=operator.itemgetter(0)):
+        # Gradients are matched by name, which is enough for Horovod; but a state is broadcast and loaded by places.
+        named = sorted(self._named, key=operator.itemgetter(0)) if self._operations.as_horovod else self._named
+        for name, value in named:
             yield f"{name}{MARK}{_checksum(value):08x}"
         for name, value in hyperparameters(self._optimizer.param_groups):
             key, _, group = name.partition(" ")

@@ -121,3 +121,26 @@ def test_adasum_does_not_look_at_gradients():
             cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), op=cd.Adasum)
 
     each_rank(2, body, nonfinite="skip")
+
+
+def test_a_step_that_is_skipped_leaves_no_trace_in_what_compression_keeps():
+    """What another bucket has sent in it was used by nobody, so it is still to be sent."""
+
+    def body(rank):
+        named = {name: nn.Parameter(torch.zeros(4)) for name in ("a", "b")}
+        compression = cd.Compression.topk(ratio=0.25)
+        groups = [[value] for value in named.values()]
+        optimizer = cd.DistributedOptimizer(
+            torch.optim.SGD(named.values(), lr=1.0), named.items(), compression=compression, groups=groups
+        )
+        for number in range(8):
+            optimizer.zero_grad()
+            bad = math.inf if (rank, number) == (0, 4) else 1.0
+            wanted = torch.tensor([4.0, 3.0, 2.0, 1.0])
+            ((named["a"] * wanted).sum() + (named["b"] * wanted).sum() * bad).backward()
+            optimizer.step()
+        kept = compression.state_dict()["residuals"]
+        return [(kept[name].view(4) - named[name].detach()).tolist() for name in named]
+
+    wanted = [7 * value for value in (4.0, 3.0, 2.0, 1.0)]
+    assert each_rank(2, body, nonfinite="skip") == [[wanted] * 2] * 2

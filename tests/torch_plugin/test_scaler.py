@@ -51,6 +51,35 @@ def train(make, *, clip=True, bad=math.inf, backward_inside=False):
     return each_rank(RANKS, body)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("fused", {"backward_passes_per_step": 2}), ("fused", {}), ("plain", {"op": cd.Adasum})],
+    ids=["told in step", "told in backward", "Adasum"],
+)
+def test_a_step_that_is_discarded_leaves_no_scale_behind(kind, options):
+    """A scaler sets it on the optimizer for one step, and multiplies by what it finds there in the next."""
+
+    def body(rank):
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0, fused=kind == "fused")
+        optimizer = cd.DistributedOptimizer(optimizer, [("w", weight)], **options)
+        scaler, moved = torch.amp.GradScaler("cpu"), []
+        for number in range(6):
+            optimizer.zero_grad()
+            before = weight.detach().clone()
+            try:
+                loss = weight[0 if number not in {0, 3} or not rank else 9] + weight[1]
+                scaler.scale(loss).backward()  # of two passes the last one is missing
+                scaler.step(optimizer)
+                scaler.update()
+            except (IndexError, cd.DiscardedStepError):
+                optimizer.discard_step()
+            moved.append((before - weight.detach()).tolist())
+        return moved
+
+    assert each_rank(2, body) == [[[0.0, 0.0] if number in {0, 3} else [1.0, 1.0] for number in range(6)]] * 2
+
+
 def check(found):
     """All ranks have skipped the bad steps, and no other."""
     same([weights for weights, _, _ in found])
