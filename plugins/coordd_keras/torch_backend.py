@@ -69,16 +69,26 @@ class TorchReduction:
         return found
 
     def _found(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        if self._reduced:
-            self._reduced = False
-            return list(gradients)
         self._at_hand(variables)
-        places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        for gradient, variable in zip(gradients, variables, strict=True):
+        indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        places = [indices[id(variable.value)] for variable in variables]
+        reduced, self._reduced = self._reduced, False
+        if reduced and (self._choices.op is ReduceOp.SUM or self._are_sums(gradients, places)):
+            return list(gradients)
+        for gradient, place in zip(gradients, places, strict=True):
             if gradient is not None:
-                self._put(places[id(variable.value)], gradient)
+                self._put(place, gradient)
         found = self._wait()
-        return [found[places[id(variable.value)]] for variable in variables]
+        return [found[place] for place in places]
+
+    def _are_sums(self, gradients: Sequence[Any], places: Sequence[int]) -> bool:
+        """Whether these are what the last backward pass has reduced, and not gradients of another function.
+
+        An average that the script has changed since may be averaged again, for it is equal on all ranks; of a sum
+        nobody can tell.
+        """
+        pairs = zip(gradients, places, strict=True)
+        return all(gradient is None or gradient is self._sums[place]() for gradient, place in pairs)
 
     def _adopt(self, variables: Sequence[Any]) -> None:
         """Takes variables over."""

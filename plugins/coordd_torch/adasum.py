@@ -83,8 +83,7 @@ class AdasumStep:
 
     def _abandon(self, reason: str) -> None:
         """Takes part in the step for the sake of the others, and has all ranks discard it."""
-        before, self._before = self._before, []
-        self._put_back(before)  # if `step` has failed halfway
+        self._undo()
         self._end_abandoned()
         self._count()
         self._consistency.begin_again()  # the step may have begun before ranks waited for each other
@@ -93,6 +92,11 @@ class AdasumStep:
         self._counted = False
         for _, parameter in self._named:
             parameter.grad = None
+
+    def _undo(self) -> None:
+        """Forgets a step that has failed halfway."""
+        before, self._before, self._hidden = self._before, [], []
+        self._put_back(before)
 
     def _put_back(self, before: list[torch.Tensor]) -> None:
         """Undoes a step of this rank alone, which was not combined with those of the others."""
@@ -124,6 +128,7 @@ class AdasumStep:
     def _prepare(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
         """Keeps the parameters; has a step that a rank cannot make changed nothing."""
         self._end_abandoned()
+        self._undo()
         try:
             self._consistency.check_alone()
         except ArgumentError as error:

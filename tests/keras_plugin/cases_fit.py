@@ -342,6 +342,23 @@ def case_after_a_pass_that_fails_sums_are_made_anew() -> None:
         passed()
 
 
+@ranks(2)
+def case_gradients_of_another_function_are_reduced_after_a_pass_that_is_left_out() -> None:
+    if keras.backend.backend() != "torch" or "TEST_KERAS_BACKENDS" in os.environ:
+        return
+    import torch
+
+    held = keras.Variable([1.0, 1.0], name="held")
+    optimizer = cd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build([held])
+    for number in range(1, 4):
+        (held.value.sum() * 100.0).backward()
+        held.value.grad = None
+        found = torch.autograd.grad(held.value.sum() * (cd.rank() + 1.0), [held.value])
+        optimizer.apply(found, [held])
+        assert held.numpy().tolist() == [1.0 - 1.5 * number] * 2
+
+
 def case_other_backends_are_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keras.backend, "backend", lambda: "jax")
