@@ -151,8 +151,7 @@ class Gradients:
         self._looks = config.nonfinite
         order = [_Place(index, parameter) for index, parameter in enumerate(self._parameters)][::-1]
         limit = int(config.fusion_mb * MIB)
-        last = min(limit, _LAST_BUCKET_BYTES)
-        groups = choices.grouping.buckets(order, limit=limit, last=last)
+        groups = choices.grouping.buckets(order, limit=limit, last=min(limit, _LAST_BUCKET_BYTES))
         self._buckets = [
             _Bucket(operations, f"gradients.{number}", group, choices) for number, group in enumerate(groups)
         ]
@@ -383,6 +382,7 @@ class Gradients:
         nans, infinities = int(np.isnan(gradient).sum()), int(np.isinf(gradient).sum())
         error = NonFiniteError(name, self._operations.daemon.world.rank, nans=nans, infinities=infinities)
         if self._looks == "raise":
+            self.abandon(f"has a gradient that is not finite: {error}")
             raise error
         log.warning("%s", error)
 

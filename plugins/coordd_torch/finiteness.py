@@ -38,7 +38,9 @@ class Finiteness:
         Raises:
             NonFiniteError: it holds such values, and that is to be an error.
         """
-        if value is None or value.layout is not torch.strided or bool(torch.isfinite(value).all()):
+        if value is not None and value.is_sparse:
+            value = value._values()  # noqa: SLF001 - those of equal indices are not added up yet
+        if value is None or bool(torch.isfinite(value).all()):
             return
         nans, infinities = (int(found(value).sum()) for found in (torch.isnan, torch.isinf))
         error = NonFiniteError(name, self._rank, nans=nans, infinities=infinities)

@@ -203,9 +203,9 @@ class _Distributed(torch.optim.Optimizer):
             self._coordd.expect_late()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, after what is under way has ended."""
+        """Loads a state, on any rank, after what is under way has ended; gradients stay, for `step`."""
         if self._coordd is not None:
-            self._coordd.drop()
+            self._coordd.underway.wait()
         super().load_state_dict(state_dict)
 
 

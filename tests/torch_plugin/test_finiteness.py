@@ -144,3 +144,28 @@ def test_a_step_that_is_skipped_leaves_no_trace_in_what_compression_keeps():
 
     wanted = [7 * value for value in (4.0, 3.0, 2.0, 1.0)]
     assert each_rank(2, body, nonfinite="skip") == [[wanted] * 2] * 2
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients_are_looked_at_too(as_dense):
+    def body(rank):
+        table = nn.Embedding(6, 2, sparse=True)
+        with torch.no_grad():
+            table.weight.fill_(1.0)
+        optimizer = cd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), sparse_as_dense=as_dense
+        )
+        heard = []
+        for number in range(4):
+            optimizer.zero_grad()
+            try:
+                (table(torch.tensor([0, 2 + rank])).sum() * (math.nan if (rank, number) == (1, 2) else 1.0)).backward()
+                optimizer.step()
+            except cd.CoorddError as error:
+                heard.append((number, type(error)))
+                optimizer.discard_step()
+        return heard, table.weight[0].tolist()
+
+    wanted = [1.0 - 3] * 2
+    found = each_rank(2, body, nonfinite="raise")
+    assert found == [([(2, cd.DiscardedStepError)], wanted), ([(2, cd.NonFiniteError)], wanted)]

@@ -10,6 +10,7 @@ from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
+from tests.torch_plugin.training import weights
 
 
 def model(seed: int) -> nn.Module:
@@ -230,3 +231,27 @@ def test_the_state_of_every_optimizer_of_pytorch_becomes_the_roots_to_the_last_t
         for optimizer, root in zip(each, wanted, strict=True):
             assert_same(optimizer.state_dict(), root)
             assert_same_types(optimizer.state_dict(), root)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("how", ["one rank", "all ranks", "broadcast"])
+def test_a_state_may_be_loaded_between_backward_and_step(how, at):
+    """As PyTorch keeps gradients then; only ranks other than the root load what is broadcast."""
+
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
+        for step in range(6):
+            optimizer.zero_grad()
+            sum(value.sum() * (rank + 1) for value in net.values()).backward()
+            if step == at and how == "broadcast":
+                cd.broadcast_optimizer_state(optimizer, 0)
+            elif step == at and (rank or how == "all ranks"):
+                optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+        return [value.tolist() for value in net.values()]
+
+    first, second = each_rank(2, body)
+    moved = sum(0.1 * 1.5 * (2 - 0.5**step) for step in range(6))
+    assert first == second
+    assert first[0] == pytest.approx([1 - moved] * 3)
