@@ -28,8 +28,12 @@ _HOMES = {
 class Reduction(Protocol):
     """How the gradients of one optimizer are reduced."""
 
-    def watch(self, variables: Sequence[Any]) -> None:
-        """Hears of the variables, before their gradients are computed."""
+    def release(self, variables: Sequence[Any]) -> None:
+        """Takes variables from the optimizer that had them before."""
+        ...
+
+    def watch(self, variables: Sequence[Any], optimizer: Any) -> None:
+        """Hears of the variables, before their gradients are computed, for as long as there is their optimizer."""
         ...
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], settings: Settings) -> list[Any]:

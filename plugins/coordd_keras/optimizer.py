@@ -168,6 +168,8 @@ def _at_once() -> bool:
 def _prepare(optimizer: Any, variables: list[Any]) -> None:
     """Gets an optimizer that has been built ready."""
     plan: _Plan = optimizer._coordd  # noqa: SLF001 - it is ours
+    if plan.way is not None:
+        plan.way.release(variables)
     if plan.passes > 1:
         # No variables of the optimizer's, for what is saved is the plain optimizer.
         plan.sums = [
@@ -176,7 +178,7 @@ def _prepare(optimizer: Any, variables: list[Any]) -> None:
         ]
         plan.count = keras.Variable(0, trainable=False, dtype="int64", name="coordd_passes")
     elif plan.way is not None:
-        plan.way.watch(plan.common(variables))
+        plan.way.watch(plan.common(variables), optimizer)
 
 
 @collective("DistributedOptimizer", namespace=True)

@@ -18,8 +18,11 @@ class TensorFlowReduction:
     def __init__(self, choices: Choices, prefix: str) -> None:
         self._exchange = Exchange(choices, prefix)
 
-    def watch(self, variables: Sequence[Any]) -> None:
-        """Needs nothing: the graph says when gradients are there."""
+    def release(self, variables: Sequence[Any]) -> None:
+        """Does nothing: an optimizer reduces what it is given."""
+
+    def watch(self, variables: Sequence[Any], optimizer: Any) -> None:
+        """Does nothing: the graph says when gradients are there."""
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], settings: Settings) -> list[Any]:
         """Returns reduced gradients; None where no rank has one."""

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
+import keras
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from coordd import api
 from coordd.consistency import Reading, Settings
@@ -26,6 +31,8 @@ from coordd_torch.tensors import borrow, from_array, values_at
 from coordd_torch.uncompiled import keep_uncompiled
 
 __all__ = ["TorchReduction"]
+
+log = logging.getLogger("coordd")
 
 _HOOK = "_coordd_keras_hook"
 READING = Reading("PyTorch", lambda variable, places: values_at(variable.value, places))
@@ -45,21 +52,49 @@ class TorchReduction:
         self._gradients: Gradients | None = None
         self._contexts: dict[int, Any] = {}
         self._begun = self._reduced = False
+        self._hooks: list[RemovableHandle] = []
+        self._optimizer: Callable[[], Any] = lambda: None
         self._sums: list[Callable[[], torch.Tensor | None]] = []
         """Return what gradients were reduced last, while they live."""
         self._fresh: set[int] = set()
         """Of which parameters the present backward pass has made gradients."""
 
-    def watch(self, variables: Sequence[Any]) -> None:
-        """Has autograd tell when gradients are there."""
+    def release(self, variables: Sequence[Any]) -> None:
+        """Has autograd tell nothing of these variables to an optimizer that had them before."""
+        for variable in variables:
+            if (hook := getattr(variable.value, _HOOK, None)) is not None:
+                hook.remove()
+                delattr(variable.value, _HOOK)
+
+    def watch(self, variables: Sequence[Any], optimizer: Any) -> None:
+        """Has autograd tell when gradients are there, while there is their optimizer."""
         self._adopt(variables)
         if api.operations().part is None:  # else with the first gradient, as ranks do whose Keras runs on TensorFlow
             self._at_hand(variables)
+        self._optimizer = weakref.ref(optimizer)
         for index, parameter in enumerate(self._parameters):
-            if (hook := getattr(parameter, _HOOK, None)) is not None:
-                hook.remove()  # that of an optimizer which this one replaces
             ready = functools.partial(self._ready, index)
-            setattr(parameter, _HOOK, parameter.register_post_accumulate_grad_hook(ready))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
+            setattr(parameter, _HOOK, self._hooks[-1])
+        weakref.finalize(optimizer, self._detach).atexit = False
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _has_given_way(self) -> bool:
+        """Whether the model that trains uses another optimizer now, of which autograd tells nothing.
+
+        A script may have kept the one before. Models with several optimizers have them as attributes.
+        """
+        model, optimizer = _trained_model(), self._optimizer()
+        if model is None or optimizer is None:
+            return optimizer is None
+        used = [model.optimizer, *vars(model).values()]
+        used += [each for several in used if isinstance(several, (list, tuple)) for each in several]
+        used += [each for several in used if isinstance(several, dict) for each in several.values()]
+        return not any(each is optimizer for each in used)
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], settings: Settings) -> list[Any]:
         """Returns reduced gradients for a step with these settings; None where no rank has one."""
@@ -120,6 +155,10 @@ class TorchReduction:
         """
         assert parameter.grad is not None  # noqa: S101 - autograd has just made it
         if not self._begun:
+            if self._has_given_way():
+                self._detach()
+                log.warning("a model that had a DistributedOptimizer is trained by another optimizer now")
+                return
             self._at_hand(self._variables)
             self._begun = True
             self._fresh.clear()
@@ -191,6 +230,16 @@ class TorchReduction:
             context = self._contexts.get(index, parameter.dtype)
             found.append(self._choices.compression.decompress(arrived, context).to(parameter.dtype))
         return found
+
+
+def _trained_model() -> Any:
+    """Finds the model in whose ``train_step`` this backward pass runs; None in a loop of the script's own."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the callers
+    while frame is not None:
+        if frame.f_code.co_name == "train_step" and isinstance(found := frame.f_locals.get("self"), keras.Model):
+            return found
+        frame = frame.f_back
+    return None
 
 
 def _reference(gradient: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:

@@ -293,14 +293,19 @@ class Placement:
                 self._loose.append(gradient)
             bucket.retire()
         self._buckets, self._moving, self._tuning, self._change = [], [], None, None
-        self._settings = self._first_settings
         self.open_buckets, self._row_major = 0, False
+        if self._settings != self._first_settings:  # a rank that has joined does not know what was chosen since
+            self._use(self._first_settings)
+
+    def _use(self, settings: Settings) -> None:
+        self._settings = settings
+        self.channel.daemon.set_window(settings.cycle_ms / 1e3)
+        self.channel.compress(wanted=settings.compression != "none")
 
     def _rearrange(self, settings: Settings) -> None:
         """Carries a choice of autotune out, between two steps."""
-        self._settings, self._change = settings, None
-        self.channel.daemon.set_window(settings.cycle_ms / 1e3)
-        self.channel.compress(wanted=settings.compression != "none")
+        self._use(settings)
+        self._change = None
         gradients = [gradient for bucket in self._buckets for gradient in bucket]
         for bucket in self._buckets:
             bucket.retire()
