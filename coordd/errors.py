@@ -322,10 +322,11 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 class NonFiniteError(CoorddError, ArithmeticError):
-    """A gradient of this rank holds an infinity or a NaN."""
+    """A gradient of this rank, or one that has come from all ranks, holds an infinity or a NaN."""
 
-    def __init__(self, name: str, rank: int, *, nans: int, infinities: int) -> None:
-        super().__init__(f"the gradient of {name!r} on rank {rank} is not finite: {nans} NaN, {infinities} infinite")
+    def __init__(self, name: str, rank: int | None, *, nans: int, infinities: int) -> None:
+        where = "of all ranks" if rank is None else f"on rank {rank}"
+        super().__init__(f"the gradient of {name!r} {where} is not finite: {nans} NaN, {infinities} infinite")
 
 
 class TimelineError(CoorddError):

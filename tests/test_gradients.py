@@ -240,6 +240,18 @@ def test_what_is_not_finite_is_named_if_that_is_wanted(caplog):
 
     each_rank(1, body, nonfinite="raise")
 
+    def discarded(rank):
+        gradients, heard = made({"w": (3,)}), 0
+        for step in range(4):
+            try:
+                gradients.put(0, np.array([1.0, np.nan if (rank, step) == (0, 1) else 1.0, 1.0], np.float32))
+                assert gradients.wait()[0].tolist() == [1.0] * 3
+            except (NonFiniteError, DiscardedStepError) as error:
+                heard += isinstance(error, DiscardedStepError) == bool(rank)
+        return heard
+
+    assert each_rank(2, discarded, nonfinite="raise") == [1, 1]
+
     def warned(rank):
         gradients = made({"w": (1,)})
         gradients.put(0, np.array([np.nan], np.float32))

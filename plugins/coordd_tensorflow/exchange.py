@@ -24,6 +24,7 @@ from coordd.operations import Operations
 from coordd_tensorflow.differentiable import derived
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce, grouped_allreduce
+from coordd_tensorflow.slices import looked_at
 from coordd_tensorflow.unfinished import UNFINISHED
 from coordd_tensorflow.values import READING, UNREADABLE
 
@@ -119,13 +120,13 @@ class Exchange:
             found[index] = gradient
         if settings is None:  # an optimizer uses its gradients itself, where no tape looks
             self._derive(gradients, found, dense)
+        wanted = source().daemon.config.nonfinite
         for index in sparse:
-            found[index] = allreduce(
-                gradients[index],
-                op=self._choices.op,
-                name=f"sparse.{name_of(variables[index], index)}",
-                process_set=self._choices.process_set,
+            name = name_of(variables[index], index)
+            slices = allreduce(
+                gradients[index], op=self._choices.op, name=f"sparse.{name}", process_set=self._choices.process_set
             )
+            found[index] = slices if wanted == "ignore" else looked_at(slices, name, wanted)
         return found
 
     def _derive(self, own: Sequence[Gradient], found: list[Gradient], dense: Sequence[int]) -> None:

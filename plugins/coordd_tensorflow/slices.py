@@ -6,6 +6,7 @@ name, or the number, that a dense reduction would have, so that ranks of which o
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,18 @@ import tensorflow as tf
 from coordd import api
 from coordd.arguments import check_reducible
 from coordd.differentiable import Allgather, Source
-from coordd.errors import ArgumentError
+from coordd.errors import ArgumentError, NonFiniteError
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
 from coordd.refusing import refusable
 from coordd_tensorflow.differentiable import differentiable
+from coordd_tensorflow.graph import call
 from coordd_tensorflow.tensors import check_dense
 
-__all__ = ["checked_slices", "join_slices"]
+__all__ = ["checked_slices", "join_slices", "looked_at"]
+
+log = logging.getLogger("coordd")
 
 
 def checked_slices(slices: tf.IndexedSlices, op: ReduceOp, factors: tuple[Any, Any]) -> tf.IndexedSlices:
@@ -50,6 +54,28 @@ def join_slices(slices: tf.IndexedSlices, name: str | None, op: ReduceOp, proces
     if op is ReduceOp.AVERAGE and members != 1:
         values = values / tf.cast(members, values.dtype)  # integers become floats, as in Horovod
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+def looked_at(slices: tf.IndexedSlices, name: str, wanted: str) -> tf.IndexedSlices:
+    """Tells, equally on all ranks, whether joined slices are not finite.
+
+    Args:
+        slices: those of all ranks.
+        name: of their variable.
+        wanted: ``warn`` or ``raise``.
+    """
+
+    def look(values: np.ndarray) -> list[np.ndarray]:
+        if not np.isfinite(values).all():
+            nans, infinities = int(np.isnan(values).sum()), int(np.isinf(values).sum())
+            error = NonFiniteError(name, None, nans=nans, infinities=infinities)
+            if wanted == "raise":
+                raise error
+            log.warning("%s", error)
+        return [np.array(0, np.int32)]
+
+    with tf.control_dependencies(call(look, [slices.values], [tf.int32])):
+        return tf.IndexedSlices(tf.identity(slices.values), slices.indices, slices.dense_shape)
 
 
 class _Joining(Allgather):

@@ -301,6 +301,7 @@ def _distributed(
     given = None if named_parameters is None else _listed(named_parameters)
     named = _named(optimizer, given)
     check_parallel(optimizer, [parameter for _, parameter in named])
+    _check_types(named)
     settings = [
         f"op={op.name.capitalize()}",
         f"backward_passes_per_step={passes}",
@@ -543,6 +544,18 @@ def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:
     if op is ReduceOp.ADASUM and api.operations().daemon.config.nonfinite != "ignore":
         text = "nonfinite looks at gradients, and Adasum combines steps: leave nonfinite out, or use another op"
         raise ArgumentError(text)
+
+
+def _check_types(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuses parameters whose gradients may be of another type, as newer versions of PyTorch allow."""
+    for name, parameter in named:
+        wanted = getattr(parameter, "grad_dtype", parameter.dtype)
+        if wanted is not parameter.dtype:
+            text = (
+                f"gradients of {name!r} are of {wanted or 'any type'}, and the parameter is of {parameter.dtype}: "
+                "gradients are reduced in the type of their parameter, so leave grad_dtype as it is"
+            )
+            raise ArgumentError(text)
 
 
 def _check_passes(passes: int) -> None:

@@ -67,7 +67,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - as PyTor
         if not self.affine:
             return normalised
         shape = (1, -1, *[1] * (input.ndim - 2))
-        return normalised * self.weight.view(shape) + self.bias.view(shape)
+        return (normalised * self.weight.view(shape) + self.bias.view(shape)).to(input.dtype)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:

@@ -359,6 +359,35 @@ def case_gradients_of_another_function_are_reduced_after_a_pass_that_is_left_out
         assert held.numpy().tolist() == [1.0 - 1.5 * number] * 2
 
 
+@ranks(2)
+def case_a_model_that_is_compiled_anew_leaves_its_optimizer() -> None:
+    """Its gradients are reduced as the new optimizer says, also if the script has kept the one before."""
+    for kind in ("plain", "passes", "partial"):
+        held = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+        held.set_weights([np.ones_like(value) for value in held.get_weights()])
+        x = np.full((4, 3), cd.rank() + 1.0, "float32")
+        y = np.zeros((4, 1), "float32")
+        kept = cd.DistributedOptimizer(keras.optimizers.SGD(0.0), op=cd.Sum)
+        held.compile(optimizer=kept, loss="mse")
+        held.train_on_batch(x, y)
+        optimizer = keras.optimizers.SGD(0.01)
+        if kind == "passes":
+            optimizer = cd.DistributedOptimizer(optimizer, op=cd.Sum, backward_passes_per_step=2)
+        elif kind == "partial":
+            optimizer = cd.PartialDistributedOptimizer(
+                optimizer, op=cd.Sum, local_layers=held.layers[0], scale_local_gradients=False
+            )
+        held.compile(optimizer=optimizer, loss="mse")
+        for _ in range(2 if kind == "passes" else 1):
+            held.train_on_batch(x, y)
+        # The output is 2 (3 x + 1) + 1, and the gradient of the last bias twice that; of the first bias, too.
+        mine, both = 2 * (6 * (cd.rank() + 1.0) + 3), 2 * (9 + 15)
+        first, last = {"plain": (mine, mine), "passes": (2 * both, 2 * both), "partial": (mine, both)}[kind]
+        assert held.get_weights()[1] == pytest.approx(1 - 0.01 * first, rel=1e-4)
+        assert held.get_weights()[3] == pytest.approx(1 - 0.01 * last, rel=1e-4)
+        assert kept is not held.optimizer
+
+
 def case_other_backends_are_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keras.backend, "backend", lambda: "jax")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
@@ -61,3 +62,15 @@ def test_what_is_no_truth_value_is_refused_in_the_place_of_average(call, second)
         return cd.allreduce(torch.ones(1) + rank, op=cd.Sum).item()
 
     assert each_rank(2, body) == [3.0, 3.0]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have the type of their parameter")
+@pytest.mark.parametrize("wanted", [None, torch.float32])
+def test_gradients_of_another_type_than_their_parameter_are_refused(wanted):
+    def body(_):
+        weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        weight.grad_dtype = wanted
+        with pytest.raises(cd.ArgumentError, match="leave grad_dtype as it is"):
+            cd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+
+    each_rank(2, body)

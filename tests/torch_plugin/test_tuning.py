@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -56,6 +57,32 @@ def test_what_is_tried_is_the_same_on_all_ranks_and_changes_no_result(config):
     assert tuned[0][1] == tuned[1][1]
     same([weights for weights, _ in tuned])
     same([tuned[0][0], train(Config())[0][0]])
+
+
+def test_a_choice_is_forgotten_when_all_ranks_have_joined():
+    """A rank that had joined has not heard of it; so all begin again with what the user wants."""
+
+    def body(rank):
+        net = model()
+        optimizer = cd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.05), net.named_parameters(), compression=cd.Compression.bf16()
+        )
+        reducer = optimizer._coordd
+        for step in range(4):
+            if step == 2:
+                if not rank:
+                    reducer._use(msgspec.structs.replace(reducer._settings, compression="none"))
+                optimizer.join()
+            optimizer.zero_grad()
+            net(batch(rank, step)[0]).square().mean().backward()
+            optimizer.step()
+        return reducer.channel.plain, net.state_dict()
+
+    with local_ranks(2) as ranks:
+        (first, one), (second, other) = ranks.each(body)
+    assert not first
+    assert not second
+    same([one, other])
 
 
 def test_the_record_is_found_where_the_knob_says(config):
