@@ -93,7 +93,8 @@ class _Memory:
     def _users(self) -> tuple[int, list[int]]:
         """Counts what shares the memory (tensors, arrays, and places that were moved), and the references to places."""
         found = torch._C._storage_Use_Count(self._storage._cdata)  # noqa: SLF001 - no public way
-        found += sum(map(operator.ne, map(_ADDRESS, self.order), self._addresses))
+        if (addresses := list(map(_ADDRESS, self.order))) != self._addresses:  # compared as a whole, quickly
+            found += sum(map(operator.ne, addresses, self._addresses))
         return found, list(map(sys.getrefcount, self.order))
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 def late(
-    groups: Iterable[Mapping[str, Any]], known: Collection[int], taken: Iterable[str], *, frozen: bool = False
+    groups: Iterable[Mapping[str, Any]], known: set[int], taken: Iterable[str], *, frozen: bool = False
 ) -> list[tuple[str, torch.Tensor]]:
     """Finds the parameters to train that are not known yet, and names them by their places.
 
@@ -40,6 +40,7 @@ def late(
     found = [
         (f"param.{index}.{place}", parameter)
         for index, group in enumerate(groups)
+        if not known.issuperset(map(id, group["params"]))  # the usual case, quickly
         for place, parameter in enumerate(group["params"])
         if id(parameter) not in known and (frozen or parameter.requires_grad)
     ]
