@@ -7,7 +7,6 @@ would not notice that the rank has died. Programs that are started with `exec` i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
 import stat
@@ -29,8 +28,7 @@ class Inherited(Protocol):
 
 
 _owners: weakref.WeakSet[Inherited] = weakref.WeakSet()
-_count = itertools.count()
-_forks = next(_count)
+_forks = 0
 
 
 def close_in_children(owner: Inherited) -> None:
@@ -80,8 +78,8 @@ def _close_inherited() -> None:
 
 
 def _count_fork() -> None:
-    global _forks  # noqa: PLW0603 - of the process
-    _forks = next(_count)
+    global _forks  # noqa: PLW0603 - a count of the process, which `os.register_at_fork` gives no object to keep
+    _forks += 1
 
 
 os.register_at_fork(after_in_parent=_count_fork, after_in_child=_close_inherited)

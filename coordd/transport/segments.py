@@ -157,11 +157,11 @@ class Heap:
             bisect.insort(self._places, (address, size, found))
         return found
 
-    def _free(self, number: int, descriptor: int, made_after: int) -> None:
+    def _free(self, number: int, descriptor: int, forks_before: int) -> None:
         """Gives the memory back at once, though neighbours may still map what is now empty.
 
-        If there were other forks than the ``made_after`` before it was made, a child may still read it, and would be
-        killed for that. Then it goes when nobody maps it any more.
+        If this process has forked more often than ``forks_before``, its count when the block was made, a child may
+        still read the block, and would be killed for that. Then the memory goes when no process maps it any more.
 
         Runs wherever the last view dies, perhaps in the garbage collector of a thread that holds the lock, so it takes
         none. In a forked child it does nothing, for the memory is the parent's.
@@ -170,7 +170,7 @@ class Heap:
             return
         self._descriptors.pop(number, None)
         self._announce(number, -1, 0)
-        if forks() == made_after:
+        if forks() == forks_before:
             os.ftruncate(descriptor, 0)
         os.close(descriptor)
         self._gone.append(number)

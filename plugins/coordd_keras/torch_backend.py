@@ -83,7 +83,7 @@ class TorchReduction:
             hook.remove()
         self._hooks.clear()
 
-    def _has_given_way(self) -> bool:
+    def _is_replaced(self) -> bool:
         """Whether the model that trains uses another optimizer now, of which autograd tells nothing.
 
         A script may have kept the one before. Models with several optimizers have them as attributes.
@@ -119,8 +119,8 @@ class TorchReduction:
     def _are_sums(self, gradients: Sequence[Any], places: Sequence[int]) -> bool:
         """Whether these are what the last backward pass has reduced, and not gradients of another function.
 
-        An average that the script has changed since may be averaged again, for it is equal on all ranks; of a sum
-        nobody can tell.
+        An average that the script has changed since may be averaged again, for it is equal on all ranks. A sum may not,
+        and gradients of another function cannot be told from a sum that was changed.
         """
         pairs = zip(gradients, places, strict=True)
         return all(gradient is None or gradient is self._sums[place]() for gradient, place in pairs)
@@ -155,7 +155,7 @@ class TorchReduction:
         """
         assert parameter.grad is not None  # noqa: S101 - autograd has just made it
         if not self._begun:
-            if self._has_given_way():
+            if self._is_replaced():
                 self._detach()
                 log.warning("a model that had a DistributedOptimizer is trained by another optimizer now")
                 return

@@ -24,7 +24,7 @@ from coordd.operations import Operations
 from coordd_tensorflow.differentiable import derived
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce, grouped_allreduce
-from coordd_tensorflow.slices import looked_at
+from coordd_tensorflow.slices import checked_finite
 from coordd_tensorflow.unfinished import UNFINISHED
 from coordd_tensorflow.values import READING, UNREADABLE
 
@@ -126,7 +126,7 @@ class Exchange:
             slices = allreduce(
                 gradients[index], op=self._choices.op, name=f"sparse.{name}", process_set=self._choices.process_set
             )
-            found[index] = slices if wanted == "ignore" else looked_at(slices, name, wanted)
+            found[index] = slices if wanted == "ignore" else checked_finite(slices, name, wanted)
         return found
 
     def _derive(self, own: Sequence[Gradient], found: list[Gradient], dense: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from coordd_tensorflow.differentiable import differentiable
 from coordd_tensorflow.graph import call
 from coordd_tensorflow.tensors import check_dense
 
-__all__ = ["checked_slices", "join_slices", "looked_at"]
+__all__ = ["checked_finite", "checked_slices", "join_slices"]
 
 log = logging.getLogger("coordd")
 
@@ -56,7 +56,7 @@ def join_slices(slices: tf.IndexedSlices, name: str | None, op: ReduceOp, proces
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
-def looked_at(slices: tf.IndexedSlices, name: str, wanted: str) -> tf.IndexedSlices:
+def checked_finite(slices: tf.IndexedSlices, name: str, wanted: str) -> tf.IndexedSlices:
     """Tells, equally on all ranks, whether joined slices are not finite.
 
     Args:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from coordd_torch.reducer import Reducer
     from coordd_torch.underway import Underway
 
-__all__ = ["Gradient", "check_unreduced", "expect", "nested", "release"]
+__all__ = ["Gradient", "add_late_hook", "check_unreduced", "nested", "release"]
 
 _NOTHING = np.empty(0, np.uint8)
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no public way; FSDP uses it, too
@@ -186,7 +186,7 @@ class Gradient:
     def leave(self, hook: RemovableHandle) -> None:
         """Goes out of the reduction; in the place of its hook, an error is raised if there is a gradient after all."""
         hooks = self.parameter._post_accumulate_grad_hooks  # noqa: SLF001 - frozen parameters take no new hooks
-        hooks[hook.id] = _Refusal(weakref.ref(self.reducer), self.name)
+        hooks[hook.id] = _RefusingHook(weakref.ref(self.reducer), self.name)
 
     def leave_bucket(self) -> None:
         """Goes on alone, when its bucket is retired."""
@@ -373,22 +373,22 @@ def release(parameter: torch.Tensor) -> None:
     for gradient in _reduced(parameter):
         gradient.reducer.replace()
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}  # noqa: SLF001 - no public way
-    for number in [number for number, hook in hooks.items() if isinstance(hook, _Unreduced)]:
+    for number in [number for number, hook in hooks.items() if isinstance(hook, _UnreducedHook)]:
         del hooks[number]
 
 
-def expect(reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
-    """Has a backward pass noticed that computes a gradient which is not reduced yet: it may compute no other.
+def add_late_hook(reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
+    """Has autograd tell of a gradient that is not reduced yet: its backward pass may compute no other.
 
-    The parameter may be frozen, so that it takes no hook by PyTorch's own function.
+    The parameter may be frozen, and PyTorch's own function adds no hooks to frozen ones.
     """
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or OrderedDict()  # noqa: SLF001 - no public way
-    if not any(isinstance(hook, _Late) and hook.reducer() is reducer for hook in hooks.values()):
-        hooks[RemovableHandle(hooks).id] = _Late(weakref.ref(reducer), name)
+    if not any(isinstance(hook, _LateHook) and hook.reducer() is reducer for hook in hooks.values()):
+        hooks[RemovableHandle(hooks).id] = _LateHook(weakref.ref(reducer), name)
         parameter._post_accumulate_grad_hooks = hooks  # noqa: SLF001 - as above
 
 
-class _Unreduced:
+class _UnreducedHook:
     """The hook of a parameter whose gradient is not reduced."""
 
     def __init__(self, reducer: weakref.ref[Reducer], name: str) -> None:
@@ -400,7 +400,7 @@ class _Unreduced:
             reducer.expect_end_of_backward(task, Gradient(reducer, self._name, parameter))
 
 
-class _Late(_Unreduced):
+class _LateHook(_UnreducedHook):
     """The hook of a parameter that is in a group, and frozen or new; the next round of reductions takes it in."""
 
     def __call__(self, parameter: torch.Tensor) -> None:
@@ -410,7 +410,7 @@ class _Late(_Unreduced):
             self._begin(reducer, parameter)
 
 
-class _Refusal(_Unreduced):
+class _RefusingHook(_UnreducedHook):
     """The hook of a parameter that is in no group of its optimizer any more, and whose gradient no rank reduces."""
 
     def __call__(self, parameter: torch.Tensor) -> None:

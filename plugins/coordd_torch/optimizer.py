@@ -200,7 +200,7 @@ class _Distributed(torch.optim.Optimizer):
         """Adds parameters, on all ranks alike; their gradients are averaged from the next backward pass on."""
         super().add_param_group(param_group)
         if self._coordd is not None:
-            self._coordd.expect_late()
+            self._coordd.add_late_hooks()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state, on any rank, after what is under way has ended; gradients stay, for `step`."""

@@ -20,7 +20,7 @@ from coordd_torch.accumulation import without_hook
 from coordd_torch.bucket import Bucket, strides_of
 from coordd_torch.channel import Channel
 from coordd_torch.devices import overlaps
-from coordd_torch.gradient import Gradient, expect, release
+from coordd_torch.gradient import Gradient, add_late_hook, release
 from coordd_torch.late import Groups, late
 from coordd_torch.tuning import OVERLAP, Tuning, first_settings
 from coordd_torch.underway import Underway
@@ -112,10 +112,10 @@ class Placement:
             self.adopt(found)
         return bool(found)
 
-    def expect_late(self) -> None:
+    def add_late_hooks(self) -> None:
         """Has backward passes noticed that compute gradients only of parameters that may be adopted late."""
         for name, parameter in late(self._groups(), self.known, self.names, frozen=True):
-            expect(cast("Reducer", self), name, parameter)
+            add_late_hook(cast("Reducer", self), name, parameter)
 
     def restore_hooks(self) -> None:
         """Has autograd call our hooks again where PyTorch has swapped what is behind parameters, as `to()` may."""

@@ -88,7 +88,7 @@ class Reducer(Placement):
         self.adopt(named)
         for gradient in self._loose:
             gradient.remember()
-        self.expect_late()
+        self.add_late_hooks()
 
     def awaits(self, parameter: torch.Tensor) -> bool:
         """Says whether a parameter that is not reduced yet is adopted in the next round."""

@@ -21,7 +21,7 @@ from coordd.grouping import Grouping
 from coordd_tensorflow import graph
 from coordd_tensorflow.exchange import Exchange
 from coordd_tensorflow.graph import call
-from coordd_tensorflow.slices import looked_at
+from coordd_tensorflow.slices import checked_finite
 from tests.mpi.cases import ranks
 from tests.tf_plugin.reference import ways
 
@@ -58,9 +58,9 @@ def alone(steps: int) -> list[np.ndarray]:
 def case_joined_slices_are_looked_at() -> None:
     slices = tf.IndexedSlices(tf.constant([[1.0, np.nan]]), tf.constant([0]), tf.constant([2, 2]))
     with pytest.raises(NonFiniteError, match="'table' of all ranks is not finite: 1 NaN, 0 infinite"):
-        looked_at(slices, "table", "raise")
+        checked_finite(slices, "table", "raise")
     with unittest.mock.patch("coordd_tensorflow.slices.log.warning") as warning:
-        assert looked_at(slices, "table", "warn").values.shape == (1, 2)
+        assert checked_finite(slices, "table", "warn").values.shape == (1, 2)
     warning.assert_called_once()
 
 

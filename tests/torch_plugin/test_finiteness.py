@@ -124,7 +124,7 @@ def test_adasum_does_not_look_at_gradients():
 
 
 def test_a_step_that_is_skipped_leaves_no_trace_in_what_compression_keeps():
-    """What another bucket has sent in it was used by nobody, so it is still to be sent."""
+    """What another bucket has sent in it was applied on no rank, so it is still to be sent."""
 
     def body(rank):
         named = {name: nn.Parameter(torch.zeros(4)) for name in ("a", "b")}

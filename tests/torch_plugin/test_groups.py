@@ -19,6 +19,7 @@ from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
+from tests.torch_plugin.test_discarded import Failing
 from tests.torch_plugin.training import WAYS, weights, wrapped
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
@@ -287,36 +288,6 @@ def test_a_pass_of_late_parameters_alone_is_averaged_when_backward_returns(how, 
     assert first[0] == pytest.approx([passes * norm for norm in norms])
 
 
-def test_a_late_parameter_whose_pass_fails_has_all_ranks_discard_the_step():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(context, value):
-            return value.clone()
-
-        @staticmethod
-        def backward(context, gradient):
-            raise RuntimeError("no memory")
-
-    def body(rank):
-        net = weights({"a": 3, "b": 2})
-        net["b"].requires_grad_(False)
-        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
-        for step in range(4):
-            optimizer.zero_grad()
-            if step == 2:
-                net["b"].requires_grad_(True)
-                last = torch.zeros((), requires_grad=True, dtype=torch.float64)
-                last = last if rank else Fails.apply(last)  # what is computed first is differentiated last
-                with pytest.raises(cd.DiscardedStepError if rank else RuntimeError):
-                    (last + net["b"].sum()).backward()
-                assert net["b"].grad is None
-            (sum(value.sum() for value in net.values()) * (rank + 1)).backward()
-            optimizer.step()
-        return [net[name].tolist() for name in "ab"]
-
-    assert each_rank(2, body) == [[[1 - 4 * 1.5] * 3, [1 - 2 * 1.5] * 2]] * 2
-
-
 def test_a_frozen_parameter_tells_only_the_optimizer_that_has_it():
     def body(rank):
         net = weights({"a": 3, "b": 2})
@@ -337,7 +308,16 @@ def test_a_frozen_parameter_tells_only_the_optimizer_that_has_it():
     assert each_rank(2, body) == [([1.5] * 2, [1.0] * 2), ([1.5] * 2, [2.0] * 2)]
 
 
-def test_a_rank_that_fails_takes_part_with_what_the_others_have_thawed_after_zero_grad():
+@pytest.mark.parametrize("how", ["its pass fails", "it calls discard_step"])
+def test_a_rank_that_cannot_make_a_step_discards_what_others_have_thawed_after_zero_grad(how):
+    def fails(optimizer, net):
+        if how == "it calls discard_step":
+            optimizer.discard_step()
+            return
+        failing = Failing.apply(torch.zeros((), requires_grad=True, dtype=torch.float64))
+        with pytest.raises(MemoryError):  # what is computed first is differentiated last
+            (failing + net["b"].sum()).backward()
+
     def body(rank):
         net = weights({"a": 3, "b": 2})
         net["b"].requires_grad_(False)
@@ -347,10 +327,11 @@ def test_a_rank_that_fails_takes_part_with_what_the_others_have_thawed_after_zer
             if step == 2:
                 net["b"].requires_grad_(True)
                 if rank:
-                    optimizer.discard_step()
+                    fails(optimizer, net)
                 else:
+                    used = "b" if how == "its pass fails" else "ab"
                     with pytest.raises(cd.DiscardedStepError):
-                        (net["a"].sum() + net["b"].sum()).backward()
+                        sum(net[name].sum() for name in used).backward()
                 assert net["b"].grad is None
             (sum(value.sum() for value in net.values()) * (rank + 1)).backward()
             optimizer.step()
