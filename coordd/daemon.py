@@ -144,8 +144,12 @@ class Daemon:
         """Changes the batching window."""
         self._inbox.window = seconds
 
-    def submit(self, entry: Entry) -> None:
+    def submit(self, entry: Entry, *, lazy: bool = False) -> None:
         """Announces a tensor; its handle is resolved or failed later, on every path.
+
+        Args:
+            entry: the tensor.
+            lazy: whether the thread that submits it waits for it next, which wakes the daemon, too.
 
         Raises:
             DuplicateNameError: an operation of this name is in flight; it is not disturbed.
@@ -159,7 +163,7 @@ class Daemon:
         try:
             if self._status.parts is not None:
                 self._status.parts.member.table.reserve(entry)
-            self._inbox.put(entry, entry.array.nbytes)
+            self._inbox.put(entry, entry.array.nbytes, wake=not lazy)
         except BaseException as error:
             self.broken_off(error, f"the submission of {entry.request.name!r}")
             raise

@@ -56,11 +56,14 @@ class Inbox(Generic[Item]):
         """
         return list(self._items)
 
-    def put(self, item: Item, weight: int = 0) -> None:
-        """Adds an item; wakes the reader only from deep sleep, for in the window it comes by itself."""
+    def put(self, item: Item, weight: int = 0, *, wake: bool = True) -> None:
+        """Adds an item; wakes the reader only from deep sleep, for in the window it comes by itself.
+
+        If it is not to ``wake`` the reader, the writer hurries it next.
+        """
         self._items.append(item)
         self._weight += weight
-        if self._deep or self._weight >= self._limit:
+        if wake and (self._deep or self._weight >= self._limit):
             self._bell.ring()
 
     def slip(self, item: Item, *, wake: bool) -> None:

@@ -64,6 +64,20 @@ def test_without_a_window_nothing_waits(bell):
     assert not inbox
 
 
+def test_an_item_that_does_not_wake_the_reader_is_taken_when_its_writer_hurries(bell):
+    inbox = Inbox(bell, window=LONG, limit=1)
+    sleeper = threading.Thread(target=inbox.sleep, args=(LONG,), daemon=True)
+    sleeper.start()
+    while not inbox._deep:
+        time.sleep(0.001)
+    inbox.put(1, 2, wake=False)
+    assert not bell._rung
+    inbox.hurry()
+    sleeper.join(DEADLINE)
+    assert not sleeper.is_alive()
+    assert inbox.take() == [1]
+
+
 def test_who_waits_ends_the_window_once(bell):
     inbox = Inbox(bell, window=LONG)
     inbox.put(1)

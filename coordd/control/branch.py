@@ -35,7 +35,7 @@ class Branch:
         return self._above.receive() + self._below.receive()
 
     def ready(self) -> bool:
-        """Says whether something may have arrived."""
+        """Says whether something may have arrived of which no descriptor tells."""
         return self._above.ready() or self._below.ready()
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ sending is found again.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +20,7 @@ from coordd.control.ring import RingError, RingReader, RingWriter
 from coordd.messages import Message
 from coordd.transport.board import Board
 from coordd.transport.commons import Commons
-from coordd.tree import Post
+from coordd.tree import NOBODY, Post
 from coordd.wire import Scribe
 
 __all__ = ["Edge", "Nearby", "join"]
@@ -26,6 +28,7 @@ __all__ = ["Edge", "Nearby", "join"]
 log = logging.getLogger("coordd")
 
 _COUNT = 8
+_PAUSE = 100e-6
 Arrived = list[tuple[int, Message | Lost]]
 
 
@@ -74,18 +77,23 @@ class Edge:
 class Nearby:
     """One rank's end."""
 
-    def __init__(self, far: Control, edges: Mapping[int, Edge], boards: Mapping[int, Board]) -> None:
+    def __init__(
+        self, far: Control, edges: Mapping[int, Edge], boards: Mapping[int, Board], *, pause: float = 0.0
+    ) -> None:
         """Puts the two ways together.
 
         Args:
             far: the network.
             edges: the neighbours with whom this rank speaks through memory.
             boards: theirs, for their bells.
+            pause: seconds between two looks at the network, unless it has brought something: each look is a system
+                call, and where all neighbours are near, hardly anything comes that way.
         """
         self._far = far
         self._edges = dict(edges)
         self._boards = boards
         self._scribe = Scribe()
+        self._pause, self._next = pause, -math.inf
         self.descriptors = far.descriptors
 
     def send(self, rank: int, message: Message) -> None:
@@ -99,7 +107,7 @@ class Nearby:
     def receive(self) -> Arrived:
         """Takes what has arrived; what a rank had sent before it was lost comes before its loss."""
         found: Arrived = []
-        for sender, message in self._far.receive():
+        for sender, message in self._receive_far():
             found += self._take(sender)
             found.append((sender, message))
             if isinstance(message, Lost):
@@ -112,12 +120,23 @@ class Nearby:
         return found
 
     def ready(self) -> bool:
-        """Says whether something may have arrived."""
+        """Says whether something may have arrived of which no descriptor tells."""
         return any(edge.news for edge in self._edges.values()) or self._far.ready()
 
     def close(self) -> None:
         """Leaves; what lies in the rings stays there for their readers."""
         self._far.close()
+
+    def _receive_far(self) -> Arrived:
+        if self._pause:
+            now = time.monotonic()
+            if now < self._next:
+                return []
+            self._next = now + self._pause
+        found = self._far.receive()
+        if found:
+            self._next = -math.inf
+        return found
 
     def _take(self, rank: int) -> Arrived:
         if rank not in self._edges:
@@ -150,4 +169,5 @@ def join(far: Control, place: Post, gather: Callable[[Any], list[Any]], commons:
     if rings is None:
         return far
     edges = {rank: Edge(*pair, upward=rank == place.parent) for rank, pair in rings.items()}
-    return Nearby(far, edges, commons.boards)
+    all_near = len(near) == len(place.children) + (place.parent != NOBODY)
+    return Nearby(far, edges, commons.boards, pause=_PAUSE if all_near else 0.0)

@@ -40,7 +40,7 @@ class Control(Protocol):
         ...
 
     def ready(self) -> bool:
-        """Says whether `receive` would return something; called before every sleep on the descriptors."""
+        """Says whether `receive` may return something of which no descriptor tells; asked before a sleep on them."""
         ...
 
     def close(self) -> None:

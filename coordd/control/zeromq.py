@@ -148,7 +148,9 @@ class ZmqControl:
 
     def receive(self) -> list[tuple[int, Message | Lost]]:
         """Takes what has arrived; bytes that are no message are logged and dropped."""
-        if not self.ready():
+        if self._stale or self._changes.poll(0):
+            self._stale = _readable(self._socket) | _readable(self._monitor) | self._ends.any
+        if not self._stale:
             return []
         found = self._messages()
         if lost := self._losses():
@@ -157,12 +159,10 @@ class ZmqControl:
         return found
 
     def ready(self) -> bool:
-        """Says whether something may have arrived.
+        """Says whether something may have arrived of which no descriptor tells.
 
         ZeroMQ's descriptors tell only of changes since its events were last looked at, and sending looks at them too.
         """
-        if self._stale or self._changes.poll(0):
-            self._stale = _readable(self._socket) | _readable(self._monitor) | self._ends.any
         return self._stale
 
     def close(self) -> None:

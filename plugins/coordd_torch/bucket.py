@@ -78,6 +78,8 @@ class _Memory:
         self._parameters_at, self._shapes = list(map(_ADDRESS, self._parameters)), list(map(_SHAPE, self._parameters))
         self._at = self.flat.data_ptr()
         self._misplaced = False
+        self.private = False
+        """Whether no place is moved, or can be while gradients move in: nothing has referred to any in this step."""
         self._starts = dict(zip(gradients, [0, *stops], strict=False))
         self._numbers = {gradient: number for number, gradient in enumerate(gradients)}
         self.large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
@@ -87,15 +89,15 @@ class _Memory:
         self.small_places = [place for _, _, _, place in self.small]
         self._storage = self.flat.untyped_storage()
         self._addresses = list(map(_ADDRESS, self.order))
-        self._unused = self._users()
+        self._usual = self._users()[:2]
         self.versions: list[int] = list(map(_VERSION, self.order))
 
-    def _users(self) -> tuple[int, list[int]]:
-        """Counts what shares the memory (tensors, arrays, and places that were moved), and the references to places."""
-        found = torch._C._storage_Use_Count(self._storage._cdata)  # noqa: SLF001 - no public way
+    def _users(self) -> tuple[int, list[int], int]:
+        """Counts what shares the memory (tensors, arrays, moved places), the references to places, and moved places."""
+        found, moved = torch._C._storage_Use_Count(self._storage._cdata), 0  # noqa: SLF001 - no public way
         if (addresses := list(map(_ADDRESS, self.order))) != self._addresses:  # compared as a whole, quickly
-            found += sum(map(operator.ne, addresses, self._addresses))
-        return found, list(map(sys.getrefcount, self.order))
+            moved = sum(map(operator.ne, addresses, self._addresses))
+        return found + moved, list(map(sys.getrefcount, self.order)), moved
 
     @property
     def outdated(self) -> bool:
@@ -123,9 +125,9 @@ class _Memory:
 
         That is what ``parameter.grad.data = ...`` does.
         """
-        if self._moved(gradients):
-            return [self._room(gradient) for gradient in gradients]
         usual = gradients is self.small_gradients
+        if not (usual and self.private) and self._moved(gradients):
+            return [self._room(gradient) for gradient in gradients]
         return self.small_places if usual else [self.places[gradient] for gradient in gradients]
 
     def _moved(self, gradients: Collection[Gradient]) -> bool:
@@ -169,10 +171,12 @@ class _Memory:
         alike = place.dtype == self.flat.dtype and place.device == self.flat.device
         return alike and self._elsewhere(number)
 
-    @property
-    def unused(self) -> bool:
-        """Whether nothing but its bucket refers to it, not even ``.grad``."""
-        return self._users() == self._unused
+    def is_unused(self) -> bool:
+        """Says whether nothing but its bucket refers to it, not even ``.grad``; sees whether places are private."""
+        users, references, moved = self._users()
+        unused = (users, references) == self._usual
+        self.private = unused and not moved
+        return unused
 
     @property
     def kept(self) -> bool:
@@ -180,8 +184,6 @@ class _Memory:
 
         While it does, autograd adds to it in place, as the user expects.
         """
-        if self.unused:
-            return False
         left = [
             parameter.grad is not place or self._elsewhere(at) for at, (_, parameter, place) in enumerate(self.homes)
         ]
@@ -189,9 +191,9 @@ class _Memory:
 
     def _referenced(self) -> list[bool]:
         """Says of each gradient whether the user refers to it, or may refer to its memory."""
-        users = self._users()
-        views = users[0] != self._unused[0]
-        return [views or found > usual for found, usual in zip(users[1], self._unused[1], strict=True)]
+        users, references, _ = self._users()
+        views = users != self._usual[0]
+        return [views or found > usual for found, usual in zip(references, self._usual[1], strict=True)]
 
     def leave(self, home: Callable[[Gradient, torch.Tensor], torch.Tensor]) -> None:
         """Gives every ``.grad`` that lies here another home, but for those to which the user refers.
@@ -244,11 +246,8 @@ class Bucket:
         self._courier: Courier | None = None
         first, values = gradients[0].parameter, self._memory.values
         if reducer.channel.carries(first) and values:
-            names = [gradient.name for gradient in gradients]
-            memory = self._memory
-            self._courier = Courier(
-                reducer.underway, name, memory.flat, values, names, places=memory.order, land=self._look
-            )
+            names, places = [gradient.name for gradient in gradients], self._memory.order
+            self._courier = Courier(reducer.underway, name, self._flat, values, names, places=places, land=self._look)
         for gradient in gradients:
             gradient.bucket = self
 
@@ -262,18 +261,15 @@ class Bucket:
         return self._memory.outdated
 
     def secure(self) -> None:
-        """Leaves memory to the user in which gradients lie that were kept; called before a step writes to it.
-
-        It takes other memory also if this is of no more use.
-        """
-        if not (self._memory.kept or self._memory.spoilt):
+        """Takes other memory before a step writes to this one, if the user has kept gradients here, or it is spoilt."""
+        old, spare = self._memory, self._spare
+        if (old.is_unused() or not old.kept) and not old.spoilt:
             self._spare = None
             return
-        old, spare = self._memory, self._spare
-        if spare is None or not spare.unused:
+        if spare is None or not spare.is_unused():
             spare = _Memory(self._reducer, self._gradients, early=self._early)
         self._adopt(spare)
-        self._spare = None if old.spoilt else old
+        spare.private, self._spare = False, None if old.spoilt else old
         if self._courier is not None:
             self._courier.move(self._memory.flat)
         old.leave(lambda gradient, place: self._places[gradient].copy_(place))
@@ -472,7 +468,7 @@ class Bucket:
         entry.array, entry.land, entry.site = array, land, self.underway.site
         self.submitted = time.monotonic()
         try:
-            self.underway.submit(entry)
+            self.underway.submit(entry, lazy=reducer.closing and not reducer.open_buckets)
         except CoorddError:
             self._given = True  # it never will be
             raise
@@ -546,6 +542,7 @@ class Bucket:
         self._by_hand = False
         self._absent.clear()
         self._outside.clear()
+        self._memory.private = False
         self._memory.remember()
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:

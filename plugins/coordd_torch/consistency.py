@@ -140,12 +140,16 @@ class Consistency:
 
 
 def _trained(name: str, value: Tensor) -> Trained:
-    """Describes a parameter; ranks may differ by half of the digits that its type has.
-
-    That is enough for what ranks with other processors round otherwise in a million steps, and less than what a step
-    with another learning rate or gradient changes.
-    """
-    exact = float(torch.finfo(value.dtype).eps) ** 0.5  # a type that is trained has a fraction
-    what = f"{tuple(value.shape)} {value.dtype}"
-    size = value.numel() * (1 + value.is_complex())
+    what, size, exact = _kind(value.shape, value.dtype)
     return Trained(name, what, size, exact, functools.partial(values_at, value))
+
+
+@functools.lru_cache(1024)  # a model has many parameters of a few kinds
+def _kind(shape: torch.Size, dtype: torch.dtype) -> tuple[str, int, float]:
+    """Describes a parameter: its kind, how many values it has, and by how much of the largest one ranks may differ.
+
+    That is half of the digits that its type has: enough for what ranks with other processors round otherwise in a
+    million steps, and less than what a step with another learning rate or gradient changes.
+    """
+    exact = float(torch.finfo(dtype).eps) ** 0.5  # a type that is trained has a fraction
+    return f"{tuple(shape)} {dtype}", shape.numel() * (1 + dtype.is_complex), exact

@@ -41,7 +41,12 @@ class Gradient:
     """
 
     def __init__(self, reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
+        # First what each backward pass looks at, in the memory that processors fetch together.
         self.reducer = reducer
+        self.bucket: Bucket | None = None
+        self.started = False
+        self.passes = 0
+        self.parameter = parameter
         self._known: weakref.ref[torch.Tensor] | None = None
         self._version = 0
         self._whereabouts: tuple[object, int] = (None, 0)
@@ -51,15 +56,11 @@ class Gradient:
         self._travelling: torch.Tensor | None = None
         self._entry: Entry | None = None
         self._dtype: np.dtype[Any] | None = None
-        self.parameter = parameter
-        self.bucket: Bucket | None = None
         self._sparse_dim = 1
         self.scattered: Scattered | None = None
         """Its way, once it has been sparse."""
         self.name = name
         self.submitted = 0.0
-        self.passes = 0
-        self.started = False
         self.strides: tuple[int, ...] | None = None
         """How it lies in a bucket, the same on all ranks; None for row-major."""
         self.unused = 0

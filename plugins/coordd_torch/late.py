@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["Groups", "groups_of", "late"]
+__all__ = ["Groups", "groups_of", "late", "unchanged"]
 
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
 """Returns an optimizer's parameter groups as they are now."""
@@ -24,6 +25,17 @@ def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
         return () if found is None else found.param_groups
 
     return groups
+
+
+def unchanged(groups: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether the parameters of groups are the very ones of these lists, in the same order; looks at all, quickly."""
+    if len(groups) != len(lists):
+        return False
+    for group, seen in zip(groups, lists, strict=True):
+        now = group["params"]
+        if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
+            return False
+    return True
 
 
 def late(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from coordd_torch.bucket import Bucket, strides_of
 from coordd_torch.channel import Channel
 from coordd_torch.devices import overlaps
 from coordd_torch.gradient import Gradient, add_late_hook, release
-from coordd_torch.late import Groups, late
+from coordd_torch.late import Groups, late, unchanged
 from coordd_torch.tuning import OVERLAP, Tuning, first_settings
 from coordd_torch.underway import Underway
 
@@ -62,6 +62,8 @@ class Placement:
         """Whether a pass of this step may have given gradients graphs, by ``create_graph=True``."""
         self.open_buckets = 0
         """How many buckets have not been given to be reduced in this round."""
+        self.closing = False
+        """Whether all buckets that are open are given to be reduced, and awaited next."""
         self._buckets: list[Bucket] = []
         self._loose: list[Gradient] = []
         self._moving: list[Gradient] = []
@@ -70,6 +72,8 @@ class Placement:
         self._behind: list[int] = []
         self.known: set[int] = set()
         """The ids of the parameters whose gradients are reduced."""
+        self._lists: list[list[torch.Tensor]] = []
+        """The groups' parameters when they were last looked at, if the gradients of all of them are reduced."""
         self._used: set[Gradient] = set()
         self.grown = False
         """Whether parameters were added that may have taken the places of others."""
@@ -107,10 +111,20 @@ class Placement:
 
         All ranks have made the same rounds of a step when they call it: in other rounds they would wait for each other.
         """
-        found = late(self._groups(), self.known, self.names)
+        groups = self._groups()
+        if self._lists and unchanged(groups, self._lists):
+            return False
+        found = late(groups, self.known, self.names)
         if found:
             self.adopt(found)
+        self._lists = self._known_lists(groups)
         return bool(found)
+
+    def _known_lists(self, groups: Iterable[Mapping[str, Any]]) -> list[list[torch.Tensor]]:
+        """Lists the parameters of each group; nothing if there are some whose gradients are not reduced."""
+        lists = [list(group["params"]) for group in groups]
+        enough = sum(map(len, lists)) <= len(self.known)  # quickly: most of a model may be frozen
+        return lists if enough and self.known.issuperset(map(id, itertools.chain(*lists))) else []
 
     def add_late_hooks(self) -> None:
         """Has backward passes noticed that compute gradients only of parameters that may be adopted late."""
@@ -192,6 +206,14 @@ class Placement:
     def _clear(self) -> None:
         for gradient in self._gradients():
             gradient.parameter.grad = None
+
+    def _close_buckets(self) -> None:
+        self.closing = True
+        try:
+            for bucket in self._buckets:
+                bucket.close()
+        finally:
+            self.closing = False
 
     def _start(self, gradients: Iterable[Gradient], *, wanted: bool) -> None:
         """Starts what has not started yet, on behalf of other ranks where this one has nothing."""

@@ -457,8 +457,7 @@ class Reducer(Placement):
         self._count()
         try:
             self.consistency.check_alone()
-            for bucket in self._buckets:
-                bucket.close()
+            self._close_buckets()
             self._start(alone, wanted=wanted)
         except Exception as error:
             self.abandon(f"could not give its gradients away: {brief(error)}")

@@ -52,11 +52,11 @@ class Underway:
         self._lock = threading.Lock()
         self._awaited: _Landing | None = None
 
-    def submit(self, entry: Entry) -> None:
-        """Announces one of them."""
+    def submit(self, entry: Entry, *, lazy: bool = False) -> None:
+        """Announces one of them; ``lazy`` if this thread calls `wait` next."""
         try:
             self._started += 1
-            self.channel.daemon.submit(entry)
+            self.channel.daemon.submit(entry, lazy=lazy)
         except CoorddError:
             self._started -= 1
             raise

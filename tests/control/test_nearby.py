@@ -184,6 +184,25 @@ def test_a_broken_ring_counts_as_the_loss_of_its_writer(pair, caplog):
     assert pair.settle(1) == [(0, Abort(Failure(1, "is not heard any more")))]
 
 
+def test_the_network_is_looked_at_now_and_then_and_again_when_it_has_brought_something(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("coordd.control.nearby.time.monotonic", lambda: now)
+    wire = Wire()
+    end = Nearby(Far(wire, 0), {}, {}, pause=1.0)
+    assert end.receive() == []
+    wire.arrived[0].append((1, HELLO))
+    assert end.receive() == []
+    now = 1.0
+    assert end.receive() == [(1, HELLO)]
+    wire.arrived[0].append((1, Inquiry()))
+    assert end.receive() == [(1, Inquiry())]
+    assert end.receive() == []
+    wire.arrived[0].append((1, LOST))
+    assert end.receive() == []
+    now = 2.0
+    assert end.receive() == [(1, LOST)]
+
+
 def test_bytes_that_are_no_message_are_dropped_and_told(pair, caplog):
     edge = pair.ends[1]._edges[0]
     assert edge.put(b"\xc1nothing")

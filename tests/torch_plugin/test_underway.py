@@ -20,7 +20,7 @@ class Daemon:
         self.entries: list[object] = []
         self.over = 0
 
-    def submit(self, entry: object) -> None:
+    def submit(self, entry: object, *, lazy: bool) -> None:
         self.entries.append(entry)
 
     def hurry(self, _: str) -> Any:
