@@ -42,7 +42,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """
         super().__init__()
         self._root = root_rank
-        self._local = {id(variable) for variable in local_variables or ()}
+        self._local = {id(variable): variable for variable in local_variables or ()}
         self._done = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

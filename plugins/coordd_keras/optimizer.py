@@ -47,8 +47,8 @@ class _Plan:
         """The places of those that had gradients in these passes; in graphs in any."""
         self.traced = False
         """Whether one of them was in a graph."""
-        self.local: set[int] = set()
-        """Variables whose gradients are not reduced, by their ids."""
+        self.local: dict[int, Any] = {}
+        """Variables whose gradients are not reduced, by their ids, which no others get while they are here."""
         self._scale = scale
 
     def common(self, variables: Sequence[Any]) -> list[Any]:
@@ -309,7 +309,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         weights = _weights_of(local_layers)
         call.lines += sorted(f"the local {weight.path} {tuple(weight.shape)}" for weight in weights)
     found = DistributedOptimizer(optimizer, *args, **details)
-    found._coordd.local.update(map(id, weights))  # noqa: SLF001 - it is ours
+    found._coordd.local.update({id(weight): weight for weight in weights})  # noqa: SLF001 - it is ours
     return found
 
 
