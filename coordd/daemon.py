@@ -5,10 +5,11 @@ They leave work in its inbox and wait on handles; nothing else crosses the line.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,15 @@ class Daemon:
         if not _raised_by_coordd(error):
             text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
             self.fail(text)
+
+    @contextlib.contextmanager
+    def unbroken(self, what: str) -> Iterator[None]:
+        """Fails the job if an exception that coordd has not raised breaks into the work inside; see `broken_off`."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken_off(error, what)
+            raise
 
     def note_told(self, handle: Handle[Any]) -> None:
         """Notes what other ranks should hear before this one leaves."""

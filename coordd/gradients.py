@@ -27,7 +27,7 @@ from coordd.consistency import NUMPY, Consistency, Reading
 from coordd.discarding import error_of, tell
 from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, NonFiniteError
 from coordd.grouping import Grouping
-from coordd.handles import Handle, wait_all
+from coordd.handles import Handle, check_may_wait, wait_all
 from coordd.inventory import Inventory, not_on_all
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
@@ -226,10 +226,9 @@ class Gradients:
 
     @contextlib.contextmanager
     def begun(self, step: Hashable) -> Iterator[None]:
-        """Puts gradients inside; several threads may do so at once, each for buckets of its own.
+        """Puts gradients of a step inside; several threads may do so at once, each for buckets of its own.
 
-        Args:
-            step: to which they belong; if the one before was never waited for, all ranks discard that first.
+        If the step before was never waited for, all ranks discard that first.
 
         Raises:
             DiscardedStepError: this step has been given up.
@@ -288,37 +287,41 @@ class Gradients:
     def wait(self, absent: Collection[int] = ()) -> Reduced:
         """Returns the reduced gradients when they are there.
 
-        Args:
-            absent: the parameters for which this rank has no gradient, and cannot use that of other ranks.
+        For the parameters that are ``absent`` this rank has no gradient, and cannot use that of other ranks.
 
         Raises:
             DiscardedStepError: a rank has not completed this step.
             MismatchError: on all ranks: some have a gradient that is absent on others.
-            PeerError, ShutdownError: see `coordd.errors`.
+            DeadlockError, PeerError, ShutdownError: see `coordd.errors`.
         """
+        check_may_wait("waiting for gradients")
         if self._told is not None:
             self._end_abandoned()
         self._rename_after_deadlock()
         try:
-            inventory, self._inventory = self._inventory, None
-            if inventory is not None:
-                inventory.check()
-            self._count_step()
-            different = self._consistency.different()
-            for bucket in self._buckets:
-                if not self._lost:
-                    bucket.close(absent)
-            wait_all([bucket.handle for bucket in self._buckets if bucket.handle is not None])
-            if different is not None:  # raised now, for ranks that have begun more of the step than others must end it
-                raise different
-            if any(bucket.discarded for bucket in self._buckets):
-                told, self._told = self._told or self._tell(""), None
-                raise error_of(told)
-            if names := [name for bucket in self._buckets for name in bucket.unusable()]:
-                raise not_on_all(names)
-            return Reduced([(bucket, bucket.lend()) for bucket in self._buckets])
+            with self._operations.daemon.unbroken("the reduction of gradients"):
+                return self._reduce(absent)
         finally:
             self._reset()
+
+    def _reduce(self, absent: Collection[int]) -> Reduced:
+        inventory, self._inventory = self._inventory, None
+        if inventory is not None:
+            inventory.check()
+        self._count_step()
+        different = self._consistency.different()
+        for bucket in self._buckets:
+            if not self._lost:
+                bucket.close(absent)
+        wait_all([bucket.handle for bucket in self._buckets if bucket.handle is not None])
+        if different is not None:  # raised now, for ranks that have begun more of the step than others must end it
+            raise different
+        if any(bucket.discarded for bucket in self._buckets):
+            told, self._told = self._told or self._tell(""), None
+            raise error_of(told)
+        if names := [name for bucket in self._buckets for name in bucket.unusable()]:
+            raise not_on_all(names)
+        return Reduced([(bucket, bucket.lend()) for bucket in self._buckets])
 
     @property
     def _lost(self) -> bool:
@@ -336,11 +339,12 @@ class Gradients:
             reason: what this rank has done, as the end of a sentence.
         """
         if self._told is None:
-            self._rename_after_deadlock()
-            self._count_step()
-            for bucket in self._buckets:
-                bucket.discard()
-            self._told = self._tell(reason)
+            with self._operations.daemon.unbroken("the end of a step that is discarded"):
+                self._rename_after_deadlock()
+                self._count_step()
+                for bucket in self._buckets:
+                    bucket.discard()
+                self._told = self._tell(reason)
 
     def drop(self, reason: str = _FAILED) -> None:
         """Ends a step that is not to be completed here; all ranks discard it, and get the reason."""
@@ -390,8 +394,7 @@ class Gradients:
 class Reduced:
     """The reduced gradients of one step.
 
-    They are views of memory that is used again when they are gone: who still has one when the next step begins keeps
-    it.
+    They are views of memory that is used again only when they are gone.
     """
 
     def __init__(self, buckets: Sequence[tuple[_Bucket, np.ndarray]]) -> None:
@@ -485,8 +488,7 @@ class _Bucket:
         if self.handle is None:
             if self._block is None:
                 self._open()
-            self._flat[:] = 0
-            self._flat[-1] = 1
+            self._flat[:-1], self._flat[-1] = 0, 1
             self.submit()
 
     def put(self, index: int, gradient: np.ndarray) -> bool:
@@ -571,8 +573,7 @@ class _Bucket:
 
     def _open(self) -> None:
         """Finds memory for a step."""
-        nbytes = self._count * self._dtype.itemsize
-        self._used = True
+        self._used, nbytes = True, self._count * self._dtype.itemsize
         try:
             self._block = self._free.pop()
         except IndexError:  # asking before could be too early: it may be released in between

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from coordd import api, handles
 from coordd.dtypes import dtype_of
-from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, NonFiniteError
+from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, NonFiniteError, PeerError
 from coordd.gradients import Choices, Gradients, Parameter
+from coordd.handles import wait_all
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet
 from tests.local_ranks import each_rank
@@ -322,3 +324,25 @@ def test_a_step_that_a_rank_does_not_complete_is_discarded_on_all(puts, fails, t
     assert [step for step, text in enumerate(first) if text != "made"] == [fails]
     assert reason in first[fails]
     assert second == ["made" if step != fails else "failed" for step in range(9)]
+
+
+def test_an_interrupted_wait_fails_the_job(monkeypatch):
+    """Such as by a signal's handler: what was reduced is lost here, and the other ranks use it."""
+
+    def interrupted(handles):
+        usual(handles)
+        if api.rank() == 1:
+            text = "a handler's"
+            raise TimeoutError(text)
+
+    def body(rank):
+        gradients = made({"w": (3,)})
+        gradients.put(0, np.zeros(3, np.float32))
+        with pytest.raises(TimeoutError) if rank else contextlib.nullcontext():
+            gradients.wait()
+        with pytest.raises(PeerError, match="rank 1 was interrupted by TimeoutError: a handler's during the reduction"):
+            [api.operations().barrier().result() for _ in range(1000)]
+
+    usual = wait_all
+    monkeypatch.setattr("coordd.gradients.wait_all", interrupted)
+    each_rank(2, body)

@@ -412,20 +412,17 @@ class Bucket:
             self._given = False
         return found
 
-    def discard(self) -> None:
-        """Starts the reduction with nothing, and tells all ranks that this step does not count."""
+    def discard(self) -> bool:
+        """Starts the reduction with nothing, and has all ranks discard this step; False if it has started before."""
         if self._given:
-            return
-        try:
-            self.secure()
-            with torch.no_grad():
-                self._flat.zero_()
-                self._memory.flags[0] = 1
-                self._memory.marks_and_present[-1] = 1
-            self._send()
-        except BaseException as error:
-            self._reducer.channel.daemon.broken_off(error, "the end of a step that is discarded")
-            raise
+            return False
+        self.secure()
+        with torch.no_grad():
+            self._flat.zero_()
+            self._memory.flags[0] = 1
+            self._memory.marks_and_present[-1] = 1
+        self._send()
+        return True
 
     def _submit(self) -> None:
         self._move_small()

@@ -258,9 +258,9 @@ class Gradient:
         if self.scattered is None and value is not None:
             self.scattered = Scattered(self.reducer.underway, self.name, value)
         assert self.scattered is not None  # noqa: S101 - for the type checker
-        self.started = True
         self.remember()
         self.scattered.start(value, filler=filler)
+        self.started = True
 
     def forget(self) -> None:
         """Forgets passes that were given up; what a new one has put in the place of a cleared gradient stays."""

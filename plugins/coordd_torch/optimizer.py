@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from numbers import Real
 from typing import Any
@@ -188,13 +189,13 @@ class _Distributed(torch.optim.Optimizer):
         if self._coordd is not None:
             self._coordd.passes_per_step = passes
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, after what is under way has ended."""
+    def zero_grad(self, *args: Any, **options: Any) -> None:
+        """Clears the gradients, after what is under way has ended; takes what the user's optimizer takes."""
         if self._coordd is not None:
             self._coordd.drop()
             self._coordd.restore_hooks()
             self._coordd.adopt_late()
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, on all ranks alike; their gradients are averaged from the next backward pass on."""
@@ -302,6 +303,7 @@ def _distributed(
     named = _named(optimizer, given)
     check_parallel(optimizer, [parameter for _, parameter in named])
     _check_types(named)
+    own = _own_hooks(optimizer)
     settings = [
         f"op={op.name.capitalize()}",
         f"backward_passes_per_step={passes}",
@@ -344,7 +346,7 @@ def _distributed(
     if operations.as_horovod:
         optimizer.register_step_pre_hook(as_horovod.prepare_step)
     kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
+    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__, **own})
     optimizer._coordd = reducer  # type: ignore[attr-defined]  # noqa: SLF001 - it is ours now
     optimizer._adasum = adasum  # type: ignore[attr-defined]  # noqa: SLF001 - as above
     optimizer._process_set = process_set  # type: ignore[attr-defined]  # noqa: SLF001 - as above
@@ -532,12 +534,30 @@ def _beside(
     return [(name, value) for name, value in given if id(value) not in trained]
 
 
+def _own_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Makes hooks possible around the steps of an optimizer whose class has not called torch's ``__init__``.
+
+    Some that wrap another optimizer, such as Lookahead, do not.
+
+    Returns:
+        what its class lacks.
+    """
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        return {}
+    vars(optimizer).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # so that torch does not do the same
+    return {"step": hooked}
+
+
 def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:
     """Refuses what is no optimizer, is wrapped already, or could not do what the settings want."""
-    if not hasattr(optimizer, "param_groups"):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         given = type(optimizer).__name__
         text = f"DistributedOptimizer wants an optimizer, such as torch.optim.SGD(model.parameters()), not a {given}"
-        raise ArgumentError(text)
+        rest = ", which is no subclass of torch.optim.Optimizer" if hasattr(optimizer, "param_groups") else ""
+        raise ArgumentError(text + rest)
     if isinstance(optimizer, _Distributed):
         text = "this optimizer is a DistributedOptimizer already: wrap it once"
         raise ArgumentError(text)
@@ -547,8 +567,11 @@ def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:
 
 
 def _check_types(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuses parameters whose gradients may be of another type, as newer versions of PyTorch allow."""
+    """Refuses lazy parameters, and those whose gradients may be of another type, as newer versions of PyTorch allow."""
     for name, parameter in named:
+        if torch.nn.parameter.is_lazy(parameter):
+            text = f"{name!r} has no shape yet, for its layer is lazy: call the model on a batch before you wrap this"
+            raise ArgumentError(text)
         wanted = getattr(parameter, "grad_dtype", parameter.dtype)
         if wanted is not parameter.dtype:
             text = (

@@ -22,7 +22,7 @@ import torch
 from coordd.discarding import discarded, error_of, given_up, is_discarded, of_step, past_deadlocks, reduced_already
 from coordd.errors import CoorddError, DiscardedStepError, MismatchError, brief, is_deadlock
 from coordd.grouping import Grouping
-from coordd.handles import Handle, call_site
+from coordd.handles import Handle, call_site, check_may_wait
 from coordd.messages import ReduceOp
 from coordd.table import show_site
 from coordd_torch.accumulation import Accumulated, compiled, is_compiled, not_all_have_repeated, replaced, too_many
@@ -40,6 +40,7 @@ __all__ = ["Reducer"]
 log = logging.getLogger("coordd")
 
 _NEVER = sys.maxsize
+_DISCARDING = "the end of a step that is discarded"
 
 
 class Reducer(Placement):
@@ -295,30 +296,33 @@ class Reducer(Placement):
         self._answered = False
         self._clear()
         first, self._gone_round = not self._gone_round, True
-        again = self._discard_all()
-        if not ((first or again) and self._buckets):
-            self._told.tell(lambda: self._question(discard=True))
-        self._told.tell(lambda: self.channel.tell("discarded", reason))
+        with self.channel.daemon.unbroken(_DISCARDING):
+            flagged, again = self._discard_all()
+            if not ((first or again) and self._buckets):
+                self._told.tell(lambda: self._question(discard=True))
+            elif not flagged:
+                text = f"{reason}, after it had given all its gradients away: other ranks make this step"
+                self.channel.daemon.fail(text)
+            self._told.tell(lambda: self.channel.tell("discarded", reason))
 
-    def _discard_all(self) -> bool:
+    def _discard_all(self) -> tuple[bool, bool]:
         """Takes part with a flag, or nothing, in what has not begun, and in what ranks have lost by a deadlock.
 
         Those that did not come before may come yet, in a step of their own, which is discarded then: who has taken part
         in more than they have would pair one step with another ever after.
 
         Returns:
-            whether a bucket was lost.
+            whether a bucket has the flag, and whether a bucket was lost.
         """
         lost = self.underway.take_lost()
         again = [bucket for bucket in self._buckets if bucket.take_back(lost)]
-        for bucket in self._buckets:
-            bucket.discard()
+        flagged = [bucket for bucket in self._buckets if bucket.discard()]
         alone = [*self._loose, *self._adrift]
         for gradient in alone:
             gradient.take_back(lost)
         self._start(alone, wanted=False)
         self.consistency.begin_again()
-        return bool(again)
+        return bool(flagged), bool(again)
 
     def discard_step(self) -> None:
         """Discards the present step on all ranks; waits only until they have discarded the one before, if it was, too.
@@ -358,8 +362,9 @@ class Reducer(Placement):
         if error is not None and is_deadlock(error):
             self._clear()  # a pass may have begun since
             self._answered = False
-            self._discard_all()
-            self._told.tell_again()
+            with self.channel.daemon.unbroken(_DISCARDING):
+                self._discard_all()
+                self._told.tell_again()
             raise error
         self.consistency.begin_again()  # it may have failed only after the rest
         self.reset()
@@ -456,9 +461,10 @@ class Reducer(Placement):
         alone = [*self._loose, *self._adrift]
         self._count()
         try:
+            check_may_wait("waiting for gradients")
             self.consistency.check_alone()
-            self._close_buckets()
             self._start(alone, wanted=wanted)
+            self._close_buckets()  # the last one says whether this step counts
         except Exception as error:
             self.abandon(f"could not give its gradients away: {brief(error)}")
             raise

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 import coordd.torch as cd
+from coordd_torch.reducer import Reducer
 from tests.local_ranks import each_rank
 from tests.torch_plugin.test_discarded import loss_of
 from tests.torch_plugin.training import LARGE, WAYS, attempts, same, weights
@@ -493,3 +498,65 @@ def test_of_two_optimizers_each_discards_its_own_step():
     found = each_rank(2, body)
     assert found[0] == found[1]
     assert found[0][0] == [0, 1, 2, 4, 5]
+
+
+def interrupted_after(function):
+    """Makes a function that ends by an error on rank 1, once, as if a signal's handler had raised it."""
+    times = itertools.count()
+
+    def called(self, *args, **options):
+        found = function(self, *args, **options)
+        if self.channel.daemon.world.rank == 1 and not next(times):
+            text = "a handler's"
+            raise TimeoutError(text)
+        return found
+
+    return called
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_step_that_can_be_discarded_no_more_fails_the_job(monkeypatch, steps):
+    """All buckets are given away, so the others make the step."""
+    started = threading.Barrier(2)
+
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
+        for _ in range(1 + steps):
+            optimizer.zero_grad()
+            loss_of(net, 1.0).backward()
+            optimizer.step()
+        started.wait()
+        monkeypatch.setattr(Reducer, "_close_buckets", interrupted)
+        with pytest.raises((TimeoutError, cd.PeerError)) if rank else pytest.raises(cd.PeerError, match="a handler's"):
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(net, 1.0).backward()
+                optimizer.step()
+
+    interrupted = interrupted_after(Reducer._close_buckets)
+    each_rank(2, body)
+
+
+def test_an_error_before_the_last_bucket_is_given_away_discards_the_step(monkeypatch):
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
+        for number in range(4):
+            if number == 2:
+                started.wait()
+                monkeypatch.setattr(Reducer, "_start", interrupted)
+            optimizer.zero_grad()
+            with pytest.raises((TimeoutError, cd.DiscardedStepError)) if number == 2 else contextlib.nullcontext():
+                loss_of(net, 1.0).backward()
+            if number == 2:
+                started.wait()
+                monkeypatch.setattr(Reducer, "_start", usual)
+                optimizer.discard_step()
+            else:
+                optimizer.step()
+        return net.state_dict()
+
+    started, usual = threading.Barrier(2), Reducer._start
+    interrupted = interrupted_after(usual)
+    same(each_rank(2, body))
