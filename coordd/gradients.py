@@ -152,9 +152,8 @@ class Gradients:
         order = [_Place(index, parameter) for index, parameter in enumerate(self._parameters)][::-1]
         limit = int(config.fusion_mb * MIB)
         groups = choices.grouping.buckets(order, limit=limit, last=min(limit, _LAST_BUCKET_BYTES))
-        self._buckets = [
-            _Bucket(operations, f"gradients.{number}", group, choices) for number, group in enumerate(groups)
-        ]
+        names = (f"gradients.{number}" for number in itertools.count())
+        self._buckets = [_Bucket(operations, name, group, choices) for name, group in zip(names, groups, strict=False)]
         self._home = {place.index: bucket for bucket in self._buckets for place in bucket.places}
         self._prefix = prefix
         self._process_set = choices.process_set

@@ -15,12 +15,11 @@ import numpy as np
 
 from coordd import api
 from coordd.arguments import check_rank
-from coordd.errors import CoorddError, RefusedError, brief
-from coordd.handles import Handle
+from coordd.errors import RefusedError, brief
 from coordd.messages import Kind
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
-from coordd.refusing import Name, refusable, telling
+from coordd.refusing import Name, await_first, refusable, telling
 
 __all__ = ["allgather_object", "broadcast_object", "gathered", "sizes_of"]
 
@@ -67,7 +66,7 @@ def broadcast_object(
     size = np.array([data.size])
     second = name and f"{name}.t"
     first = operations.broadcast(size, root_rank, name=_sized(name), process_set=process_set)
-    _await_first(first, operations, Kind.BROADCAST, second, process_set)
+    await_first(first, operations, Kind.BROADCAST, second, process_set)
     with telling(operations, Kind.BROADCAST, [second], process_set):
         if not root:
             data = np.empty(size[0], np.uint8)
@@ -94,29 +93,13 @@ def gathered(operations: Operations, obj: Any, name: str | None, process_set: Pr
     size = np.array([data.size])
     second = name and f"{name}.t"
     first = operations.allgather(size, name=_sized(name), process_set=process_set)
-    sizes = _await_first(first, operations, Kind.ALLGATHER, second, process_set)
+    sizes = await_first(first, operations, Kind.ALLGATHER, second, process_set)
     joined = operations.allgather(data, name=second, process_set=process_set).result()
     if error is not None:
         raise error
     stops = itertools.accumulate(sizes.tolist(), initial=0)
     found = [pickle.loads(joined[start:stop].data) for start, stop in itertools.pairwise(stops)]  # noqa: S301 - as above
     return _checked(found)
-
-
-def _await_first(
-    first: Handle[Any], operations: Operations, kind: Kind, second: str | None, process_set: ProcessSet
-) -> Any:
-    """Waits for the sizes. If a signal's handler ends that, the second operation counts here all the same.
-
-    The others go on with it, so they hear that this rank does not; else it would be paired with a later one.
-    """
-    try:
-        return first.result()
-    except CoorddError:
-        raise
-    except Exception as error:
-        operations.refuse(kind, [second], process_set, error)
-        raise
 
 
 class _Refusal:

@@ -14,16 +14,18 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from coordd.arguments import places
-from coordd.errors import ArgumentError
+from coordd.errors import ArgumentError, CoorddError
+from coordd.handles import Handle
 from coordd.messages import Kind
-from coordd.process_sets import global_process_set
+from coordd.process_sets import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
     from coordd.operations import Operations
 
-__all__ = ["Find", "Name", "refusable", "telling"]
+__all__ = ["Find", "Name", "await_first", "refusable", "telling"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 Name = tuple[Kind, Sequence[str | None]]
 """The kind of an operation and its name, or those of a group; None for each without a name."""
 Find = Callable[[Mapping[str, Any]], Name]
@@ -115,6 +117,29 @@ class _Told:
         if isinstance(error, Exception) and self._operations.accounted == self._before:
             with contextlib.suppress(Exception):  # a name that is none counts nothing
                 self._operations.refuse(*self._what(), error)
+
+
+def await_first(
+    first: Handle[Result], operations: Operations, kind: Kind, second: str | None, process_set: ProcessSet
+) -> Result:
+    """Waits for the first of two operations. If a signal's handler ends that, the second one counts here all the same.
+
+    The others go on with it, so they hear that this rank does not; else it would be paired with a later one.
+
+    Args:
+        first: the operation.
+        operations: whose numbers count.
+        kind: of the second one.
+        second: its name.
+        process_set: the members.
+    """
+    try:
+        return first.result()
+    except CoorddError:
+        raise
+    except Exception as error:
+        operations.refuse(kind, [second], process_set, error)
+        raise
 
 
 def _what(

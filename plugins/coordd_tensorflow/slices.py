@@ -19,7 +19,7 @@ from coordd.errors import ArgumentError, NonFiniteError
 from coordd.messages import Kind, ReduceOp
 from coordd.operations import Operations
 from coordd.process_sets import ProcessSet
-from coordd.refusing import refusable
+from coordd.refusing import await_first, refusable
 from coordd_tensorflow.differentiable import differentiable
 from coordd_tensorflow.graph import call
 from coordd_tensorflow.tensors import check_dense
@@ -126,10 +126,10 @@ def _gathered(
         )
         raise ArgumentError(text)
     name = operations.number(Kind.ALLREDUCE, process_set) if name is None else name
-    rows, sizes = operations.allgather(
-        values, name=name, process_set=process_set, op=op, sized=True, land=_pair
-    ).result()
-    return rows, sizes, operations.allgather(indices, name=f"{name}.indices", process_set=process_set).result()
+    second = f"{name}.indices"
+    first = operations.allgather(values, name=name, process_set=process_set, op=op, sized=True, land=_pair)
+    rows, sizes = await_first(first, operations, Kind.ALLGATHER, second, process_set)
+    return rows, sizes, operations.allgather(indices, name=second, process_set=process_set).result()
 
 
 def _pair(rows: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
