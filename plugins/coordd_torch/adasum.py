@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,17 @@ from coordd_torch.scaler import forgets_scale
 from coordd_torch.underway import Told
 
 __all__ = ["AdasumStep"]
+
+
+def _whole(hook: Callable[..., None]) -> Callable[..., None]:
+    """Fails the job if anything but coordd, such as a signal's handler, ends a hook: the other ranks make the step."""
+
+    @functools.wraps(hook)
+    def whole(*args: Any) -> None:
+        with api.operations().daemon.unbroken("a step of Adasum"):
+            hook(*args)
+
+    return whole
 
 
 class AdasumStep:
@@ -67,8 +79,8 @@ class AdasumStep:
         vars(optimizer)["_step_supports_amp_scaling"] = (
             True  # has a loss scaler tell what it has found, and call `step`
         )
-        optimizer.register_step_pre_hook(forgets_scale(self._prepare))
-        optimizer.register_step_post_hook(forgets_scale(self._combine))
+        optimizer.register_step_pre_hook(forgets_scale(_whole(self._prepare)))
+        optimizer.register_step_post_hook(forgets_scale(_whole(self._combine)))
 
     def discard_step(self) -> None:
         """Discards the present step on all ranks. See `Reducer.discard_step`."""

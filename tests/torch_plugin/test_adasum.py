@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 import coordd.torch as cd
+from coordd import api
+from coordd_torch import adasum
 from tests.local_ranks import each_rank
 from tests.torch_plugin.training import model
 
@@ -137,6 +140,32 @@ def test_a_step_that_fails_on_one_rank_is_undone_on_the_others():
     first, second = each_rank(2, body)
     assert first == second
     assert first[0] == first[1] != first[2]
+
+
+def test_a_step_that_is_interrupted_on_one_rank_fails_the_job(monkeypatch):
+    """As by a signal's handler, while the ranks exchange their changes: the others make the step."""
+
+    def interrupted(*args, **options):
+        handle = usual(*args, **options)
+        if api.rank() == 1:
+            text = "a handler's"
+            raise TimeoutError(text)
+        return handle
+
+    def body(rank):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=cd.Adasum)
+        weight.sum().backward()
+        with pytest.raises(TimeoutError) if rank else contextlib.nullcontext():
+            optimizer.step()
+        with pytest.raises(
+            cd.PeerError, match="rank 1 was interrupted by TimeoutError: a handler's during a step of Ada"
+        ):
+            [cd.barrier() for _ in range(1000)]
+
+    usual = adasum.allreduce_async_
+    monkeypatch.setattr(adasum, "allreduce_async_", interrupted)
+    each_rank(2, body)
 
 
 def test_ranks_with_different_numbers_of_steps_go_on_together_after_a_join():
