@@ -156,11 +156,9 @@ def test_a_step_that_is_interrupted_on_one_rank_fails_the_job(monkeypatch):
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = cd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=cd.Adasum)
         weight.sum().backward()
-        with pytest.raises(TimeoutError) if rank else contextlib.nullcontext():
+        with pytest.raises(TimeoutError) if rank else contextlib.suppress(cd.PeerError):
             optimizer.step()
-        with pytest.raises(
-            cd.PeerError, match="rank 1 was interrupted by TimeoutError: a handler's during a step of Ada"
-        ):
+        with pytest.raises(cd.PeerError, match="rank 1 was interrupted by TimeoutError: a handler's during a step"):
             [cd.barrier() for _ in range(1000)]
 
     usual = adasum.allreduce_async_
