@@ -47,8 +47,13 @@ _COMBINE = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM, 
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What is added to the user's optimizer; its class becomes a subclass of both."""
+    """What is added to the user's optimizer: its class becomes a subclass of itself that has all this, too.
 
+    It is copied there. As a second base class it could give objects another layout in memory than they have.
+    """
+
+    _kind: type[torch.optim.Optimizer]
+    """The class that the user's optimizer had."""
     _coordd: Reducer | None = None
     _adasum: AdasumStep | None = None
     _process_set = global_process_set
@@ -92,9 +97,9 @@ class _Distributed(torch.optim.Optimizer):
             _log.warning(
                 "a copy of an optimizer of DistributedOptimizer is the plain %s, which reduces nothing: to train with "
                 "it on all ranks, wrap the copy",
-                type(self).__bases__[1].__name__,
+                self._kind.__name__,
             )
-        return object.__new__, (type(self).__bases__[1],), self.__getstate__()
+        return object.__new__, (self._kind,), self.__getstate__()
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced, those of an accumulation that is not complete, too.
@@ -195,11 +200,11 @@ class _Distributed(torch.optim.Optimizer):
             self._coordd.drop()
             self._coordd.restore_hooks()
             self._coordd.adopt_late()
-        super().zero_grad(*args, **options)
+        self._kind.zero_grad(self, *args, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, on all ranks alike; their gradients are averaged from the next backward pass on."""
-        super().add_param_group(param_group)
+        self._kind.add_param_group(self, param_group)
         if self._coordd is not None:
             self._coordd.add_late_hooks()
 
@@ -207,7 +212,7 @@ class _Distributed(torch.optim.Optimizer):
         """Loads a state, on any rank, after what is under way has ended; gradients stay, for `step`."""
         if self._coordd is not None:
             self._coordd.underway.wait()
-        super().load_state_dict(state_dict)
+        self._kind.load_state_dict(self, state_dict)
 
 
 @collective("DistributedOptimizer", namespace=True)
@@ -345,8 +350,7 @@ def _distributed(
         optimizer.register_step_post_hook(_count_step)
     if operations.as_horovod:
         optimizer.register_step_pre_hook(as_horovod.prepare_step)
-    kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__, **own})
+    optimizer.__class__ = _subclass(type(optimizer), own)
     optimizer._coordd = reducer  # type: ignore[attr-defined]  # noqa: SLF001 - it is ours now
     optimizer._adasum = adasum  # type: ignore[attr-defined]  # noqa: SLF001 - as above
     optimizer._process_set = process_set  # type: ignore[attr-defined]  # noqa: SLF001 - as above
@@ -534,6 +538,12 @@ def _beside(
     return [(name, value) for name, value in given if id(value) not in trained]
 
 
+def _subclass(kind: type[torch.optim.Optimizer], lacking: dict[str, Any]) -> Any:
+    """Makes the class that an optimizer of this kind gets."""
+    ours = {name: value for name, value in vars(_Distributed).items() if name not in {"__dict__", "__weakref__"}}
+    return type(kind.__name__, (kind,), {**ours, "__module__": kind.__module__, "_kind": kind, **lacking})
+
+
 def _own_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Makes hooks possible around the steps of an optimizer whose class has not called torch's ``__init__``.
 
@@ -558,7 +568,7 @@ def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:
         text = f"DistributedOptimizer wants an optimizer, such as torch.optim.SGD(model.parameters()), not a {given}"
         rest = ", which is no subclass of torch.optim.Optimizer" if hasattr(optimizer, "param_groups") else ""
         raise ArgumentError(text + rest)
-    if isinstance(optimizer, _Distributed):
+    if hasattr(optimizer, "_coordd"):
         text = "this optimizer is a DistributedOptimizer already: wrap it once"
         raise ArgumentError(text)
     if op is ReduceOp.ADASUM and api.operations().daemon.config.nonfinite != "ignore":

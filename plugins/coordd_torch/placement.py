@@ -190,7 +190,7 @@ class Placement:
         """Reduces gradients no longer, between two steps, so that their parameters do not live on for our sake."""
         if not gradients:
             return
-        leaving = set(gradients)
+        leaving, self._lists = set(gradients), []
         for gradient in leaving:
             self.known.discard(id(gradient.parameter))
             gradient.leave(self._hooks.pop(gradient))

@@ -301,8 +301,7 @@ class Reducer(Placement):
             if not ((first or again) and self._buckets):
                 self._told.tell(lambda: self._question(discard=True))
             elif not flagged:
-                text = f"{reason}, after it had given all its gradients away: other ranks make this step"
-                self.channel.daemon.fail(text)
+                self.channel.daemon.fail(f"{reason}, after it had given its gradients away: others make this step")
             self._told.tell(lambda: self.channel.tell("discarded", reason))
 
     def _discard_all(self) -> tuple[bool, bool]:
@@ -578,14 +577,15 @@ class Reducer(Placement):
 
     def drop(self) -> None:
         """Lets what is under way end, as other ranks may be in this step, before its memory is used for another one."""
-        if self._begun and (self._owed or self.touched) and not self._abandoned:
-            self._take_part_without_gradients()
-        if self._abandoned:
-            self._end_abandoned()
-        elif self._begun:
-            self.underway.wait()
-            self.reset()
-        self._discarded = None
+        with self.channel.daemon.unbroken("the end of a step"):
+            if self._begun and (self._owed or self.touched) and not self._abandoned:
+                self._take_part_without_gradients()
+            if self._abandoned:
+                self._end_abandoned()
+            elif self._begun:
+                self.underway.wait()
+                self.reset()
+            self._discarded = None
 
     def _take_part_without_gradients(self) -> None:
         """Makes the rounds of this step that other ranks may wait for; what this rank has added alone is forgotten."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC
 
 import pytest
 import torch
@@ -48,6 +49,18 @@ class WithPlainHooks(Lookahead):
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
 
 
+class Abstract(ABC, torch.optim.SGD):
+    """Its first base has no layout in memory of its own."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, lr=1.0)
+        self.steps = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps += 1
+
+
 def accumulated(net, optimizer, rank):
     with optimizer.no_sync():
         (sum(value.sum() for value in net.values()) * (rank + 1)).backward()
@@ -59,7 +72,7 @@ def by_hand(net, optimizer, rank):
 
 
 @pytest.mark.parametrize("gradients", [accumulated, by_hand])
-@pytest.mark.parametrize("kind", [Lookahead, WithHooks, WithPlainHooks])
+@pytest.mark.parametrize("kind", [Lookahead, WithHooks, WithPlainHooks, Abstract])
 def test_steps_of_an_optimizer_around_another_one_are_those_of_all_ranks(kind, gradients):
     def body(rank):
         net = weights(SIZES)
