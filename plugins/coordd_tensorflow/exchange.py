@@ -190,7 +190,7 @@ class _Way:
             try:
                 with gradients.begun(float(step)):
                     if watched:
-                        UNFINISHED.begin(gradients, float(step), self._source().daemon.status.script)
+                        UNFINISHED.begin(gradients, float(step))
                     for index, array in zip(given, arrays, strict=True):
                         gradients.put(index, array)
             except Exception as error:

@@ -24,11 +24,15 @@ _FILE = "tensorflow/python/eager/execute.py"
 
 
 class _Step(NamedTuple):
-    """A step that has begun in a call of the script: the thread, and the call's frame, which lives as long as this."""
+    """A step that has begun, and the calls that may run it.
+
+    Attributes:
+        step: which one it is.
+        calls: of the script, by thread: their frames, which live as long as this.
+    """
 
     step: Hashable
-    thread: int
-    frame: FrameType
+    calls: dict[int, FrameType]
 
 
 class Unfinished:
@@ -40,19 +44,20 @@ class Unfinished:
         self._some = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, gradients: Gradients, step: Hashable, script: int) -> None:
-        """Watches a step, if the script's thread is in a call of TensorFlow's that waits for the graph.
+    def begin(self, gradients: Gradients, step: Hashable) -> None:
+        """Watches a step, if threads of the script are in calls of TensorFlow's that wait for graphs.
+
+        It runs in one of these calls, and TensorFlow does not tell in which; so all of them must have ended first.
 
         Args:
             gradients: those of the step.
             step: which one it is.
-            script: the thread's identifier.
         """
         known = self._steps.get(gradients)
-        if (known is not None and known.step == step) or (frame := _execution(script)) is None:
+        if (known is not None and known.step == step) or not (calls := _executions()):
             return
         with self._guard:
-            self._steps[gradients] = _Step(step, script, frame)
+            self._steps[gradients] = _Step(step, calls)
             self._some.set()
             if self._thread is None or not self._thread.is_alive():  # as in a forked child
                 self._thread = threading.Thread(target=self._watch, name="coordd steps", daemon=True)
@@ -72,7 +77,7 @@ class Unfinished:
                 if not steps:
                     self._some.clear()
             for gradients, step in steps.items():
-                if not _contains(step.thread, step.frame):
+                if not any(_contains(thread, frame) for thread, frame in step.calls.items()):
                     self._forget(gradients, step)
                     gradients.give_up(step.step)
 
@@ -82,9 +87,15 @@ class Unfinished:
                 del self._steps[gradients]
 
 
-def _execution(thread: int) -> FrameType | None:
-    """Finds the call in which a thread runs a graph or an operation, the outermost one."""
-    frame, found = sys._current_frames().get(thread), None  # noqa: SLF001 - the documented way to other threads
+def _executions() -> dict[int, FrameType]:
+    """Finds the calls in which threads run graphs or operations, by thread."""
+    found = {thread: _execution(frame) for thread, frame in sys._current_frames().items()}  # noqa: SLF001 - the documented way to other threads
+    return {thread: frame for thread, frame in found.items() if frame is not None}
+
+
+def _execution(frame: FrameType | None) -> FrameType | None:
+    """Finds the call in which a thread with this innermost frame runs a graph or an operation, the outermost one."""
+    found = None
     while frame is not None:
         if frame.f_code.co_name == _EXECUTE and frame.f_code.co_filename.endswith(_FILE):
             found = frame
@@ -94,7 +105,7 @@ def _execution(thread: int) -> FrameType | None:
 
 def functions_called() -> int:
     """Counts the threads that are in a call which runs a graph or an operation."""
-    return sum(_execution(thread) is not None for thread in sys._current_frames())  # noqa: SLF001 - as above
+    return len(_executions())
 
 
 def _contains(thread: int, wanted: FrameType) -> bool:
