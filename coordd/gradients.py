@@ -14,27 +14,23 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from coordd.arguments import check_name, check_reducible, name_of
-from coordd.checks import finite
+from coordd.choices import Choices
 from coordd.config import MIB
 from coordd.consistency import NUMPY, Consistency, Reading
 from coordd.discarding import error_of, tell
 from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, NonFiniteError
-from coordd.grouping import Grouping
 from coordd.handles import Handle, check_may_wait, wait_all
 from coordd.inventory import Inventory, not_on_all
-from coordd.messages import Kind, ReduceOp
+from coordd.messages import Kind
 from coordd.operations import Operations
-from coordd.process_sets import ProcessSet, global_process_set
-from coordd.world import World
 
-__all__ = ["Choices", "Gradients", "Parameter", "Reduced"]
+__all__ = ["Gradients", "Parameter", "Reduced"]
 
 log = logging.getLogger("coordd")
 
@@ -43,45 +39,6 @@ _LAST_BUCKET_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
 """Gradients of fewer bytes lie close together, so that a framework may take them as one array."""
 _FAILED = "has not completed a step, which has failed"
-_COMBINE = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What the user has chosen for the gradients of one optimizer; equal on all ranks.
-
-    Attributes:
-        op: how gradients combine.
-        process_set: the ranks that take part.
-        predivide: gradients are divided by it before they are added up, and multiplied afterwards.
-        compression: what makes them smaller, an object of the framework's.
-        sparse_as_dense: whether sparse gradients are to become dense.
-        grouping: which gradients the user wants together.
-
-    Raises:
-        ArgumentError: these do not fit together.
-    """
-
-    op: ReduceOp = ReduceOp.AVERAGE
-    process_set: ProcessSet = global_process_set
-    predivide: float = 1.0
-    compression: Any = None
-    sparse_as_dense: bool = False
-    grouping: Grouping = field(default_factory=lambda: Grouping(kind=()))
-
-    def __post_init__(self) -> None:
-        finite(self.predivide, "gradient_predivide_factor", above=0)
-        if self.predivide != 1.0 and self.op is not ReduceOp.AVERAGE:
-            text = "gradient_predivide_factor not supported with op != Average"
-            raise ArgumentError(text)
-        if self.op not in _COMBINE:
-            text = f"gradients are averaged or added up here, not combined by {self.op.name.capitalize()}: choose op"
-            raise ArgumentError(text)
-
-    def exchanges(self, world: World) -> bool:
-        """Says whether this rank has others to reduce its gradients with."""
-        members = self.process_set.ranks or range(world.size)
-        return len(members) > 1 and world.rank in members
 
 
 class Parameter:
@@ -237,7 +194,7 @@ class Gradients:
             self._ending = step != self._step and (self._told is not None or any(one.begun for one in self._buckets))
             ends = self._ending
             if self._told is not None and not ends:
-                raise DiscardedStepError([(self._operations.daemon.world.rank, _FAILED)])
+                raise self._given_up()
             if ends:
                 self._turns.wait_for(lambda: not self._putting)
             self._step = step
@@ -250,6 +207,9 @@ class Gradients:
             with self._turns:
                 self._putting -= 1
                 self._turns.notify_all()
+
+    def _given_up(self) -> DiscardedStepError:
+        return DiscardedStepError([(self._operations.daemon.world.rank, _FAILED)])
 
     def _end_of_earlier(self) -> None:
         """Has all ranks discard a step that was never waited for here."""
@@ -271,6 +231,8 @@ class Gradients:
             NonFiniteError: it is not finite, and that is to be an error.
         """
         if self._told is not None:
+            if self._putting:  # by other threads, too, one of which has abandoned this very step
+                raise self._given_up()
             self._end_abandoned()
         self._rename_after_deadlock()
         if self._looks != "ignore":
@@ -337,8 +299,8 @@ class Gradients:
         Args:
             reason: what this rank has done, as the end of a sentence.
         """
-        if self._told is None:
-            with self._operations.daemon.unbroken("the end of a step that is discarded"):
+        with self._turns, self._operations.daemon.unbroken("the end of a step that is discarded"):
+            if self._told is None:
                 self._rename_after_deadlock()
                 self._count_step()
                 for bucket in self._buckets:
@@ -484,11 +446,12 @@ class _Bucket:
 
     def discard(self) -> None:
         """Starts with nothing, and tells all ranks that this step does not count; does nothing if it has started."""
-        if self.handle is None:
-            if self._block is None:
-                self._open()
-            self._flat[:-1], self._flat[-1] = 0, 1
-            self.submit()
+        with self._lock:
+            if self.handle is None:
+                if self._block is None:
+                    self._open()
+                self._flat[:-1], self._flat[-1] = 0, 1
+                self._submit()
 
     def put(self, index: int, gradient: np.ndarray) -> bool:
         """Copies one; says whether it was the last one."""
@@ -581,7 +544,12 @@ class _Bucket:
         self._flat[self._marks :] = 0
 
     def submit(self) -> None:
-        """Starts."""
+        """Starts, unless another thread has discarded the step meanwhile, and has started with that."""
+        with self._lock:
+            if self.handle is None:
+                self._submit()
+
+    def _submit(self) -> None:
         self.handle = self._operations.submit(self._request, self._flat)
 
 

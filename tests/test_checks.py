@@ -14,9 +14,9 @@ import coordd.torch as cd
 from coordd import api
 from coordd.arguments import check_splits
 from coordd.checks import finite, whole
+from coordd.choices import Choices
 from coordd.config import Config, knobs
 from coordd.errors import ArgumentError, ConfigError
-from coordd.gradients import Choices
 from coordd.grouping import Grouping
 from coordd.handles import Handle
 from coordd.pipeline.config import PipelineConfig

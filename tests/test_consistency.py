@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from coordd import api
+from coordd.choices import Choices
 from coordd.consistency import NUMPY, Reading
 from coordd.drift import UNSEEN
 from coordd.dtypes import digits_of, dtype_of
 from coordd.errors import DiscardedStepError, MismatchError
-from coordd.gradients import Choices, Gradients, Parameter
+from coordd.gradients import Gradients, Parameter
 from coordd.process_sets import ProcessSet
 from tests.local_ranks import each_rank
 

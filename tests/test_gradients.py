@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -12,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordd import api, handles
+from coordd.choices import Choices
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, NonFiniteError, PeerError
-from coordd.gradients import Choices, Gradients, Parameter
+from coordd.gradients import Gradients, Parameter
+from coordd.gradients import _Bucket as Bucket
 from coordd.handles import wait_all
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet
@@ -338,7 +341,7 @@ def test_an_interrupted_wait_fails_the_job(monkeypatch):
     def body(rank):
         gradients = made({"w": (3,)})
         gradients.put(0, np.zeros(3, np.float32))
-        with pytest.raises(TimeoutError) if rank else contextlib.nullcontext():
+        with pytest.raises(TimeoutError) if rank else contextlib.suppress(PeerError):
             gradients.wait()
         with pytest.raises(PeerError, match="rank 1 was interrupted by TimeoutError: a handler's during the reduction"):
             [api.operations().barrier().result() for _ in range(1000)]
@@ -346,3 +349,61 @@ def test_an_interrupted_wait_fails_the_job(monkeypatch):
     usual = wait_all
     monkeypatch.setattr("coordd.gradients.wait_all", interrupted)
     each_rank(2, body)
+
+
+def given(gradients, step, values):
+    """Puts some gradients on a thread of its own, as one operation of a graph does; returns it and its errors."""
+    found = []
+
+    def run():
+        try:
+            with gradients.begun(step):
+                for index, value in values.items():
+                    gradients.put(index, np.full(LARGE, value, np.float32))
+        except CoorddError as error:
+            found.append(type(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def fetched(gradients):
+    """Returns the first value of each gradient."""
+    try:
+        reduced = gradients.wait()
+    except DiscardedStepError:
+        return "discarded"
+    return [float(reduced[index][0]) for index in range(4)]
+
+
+def test_a_step_that_one_thread_discards_is_over_for_the_others(monkeypatch):
+    """One of TensorFlow's threads finds a value that is not finite while another one is about to end its bucket."""
+    copied, discarded = threading.Event(), threading.Event()
+
+    def slow(bucket, index, gradient):
+        found = usual(bucket, index, gradient)
+        if bucket._operations.daemon.world.rank == 0 and index == 1 and gradient[0] == 1:
+            copied.set()
+            assert discarded.wait(60)
+        return found
+
+    def body(rank):
+        gradients = made(dict.fromkeys("abcd", (LARGE,)))
+        seen = []
+        for step in range(4):
+            fails = step == 1 and not rank
+            one, errors = given(gradients, step, {1: step, 0: step})
+            assert not fails or copied.wait(60)
+            other, mine = given(gradients, step, {3: np.nan if fails else step, 2: step})
+            other.join(60)
+            discarded.set() if fails else None
+            one.join(60)
+            seen.append((mine, errors) if fails else fetched(gradients))
+        return seen
+
+    usual = Bucket.put
+    monkeypatch.setattr(Bucket, "put", slow)
+    first, second = each_rank(2, body, fusion_mb=0.5, nonfinite="raise")
+    assert first == [[0.0] * 4, ([NonFiniteError], [DiscardedStepError]), [2.0] * 4, [3.0] * 4]
+    assert second == [[0.0] * 4, "discarded", [2.0] * 4, [3.0] * 4]

@@ -15,8 +15,8 @@ from coordd import api
 from coordd.arguments import check_op, read_groups
 from coordd.calls import CollectiveCall, collective
 from coordd.checks import whole
+from coordd.choices import Choices
 from coordd.errors import ArgumentError
-from coordd.gradients import Choices
 from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set

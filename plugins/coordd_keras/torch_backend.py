@@ -20,10 +20,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from coordd import api
+from coordd.choices import Choices
 from coordd.consistency import Reading, Settings
 from coordd.dtypes import dtype_of
 from coordd.errors import CoorddError
-from coordd.gradients import Choices, Gradients, Parameter
+from coordd.gradients import Gradients, Parameter
 from coordd.messages import ReduceOp
 from coordd.operations import Operations
 from coordd_torch.backward_pass import BackwardPass

@@ -15,10 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from coordd import api
+from coordd.choices import Choices
 from coordd.consistency import Reading, Settings
 from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError, brief
-from coordd.gradients import Choices, Gradients, Parameter
+from coordd.gradients import Gradients, Parameter
 from coordd.grouping import Grouping
 from coordd.operations import Operations
 from coordd_tensorflow.differentiable import derived

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from coordd import api
 from coordd.arguments import check_op, read_groups
+from coordd.choices import Choices
 from coordd.errors import ArgumentError
-from coordd.gradients import Choices
 from coordd.grouping import Grouping
 from coordd.messages import ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set

@@ -16,8 +16,9 @@ import tensorflow as tf
 
 import coordd.tensorflow as cd
 from coordd import api
+from coordd.choices import Choices
 from coordd.errors import NonFiniteError
-from coordd.gradients import Choices, Gradients
+from coordd.gradients import Gradients
 from coordd.grouping import Grouping
 from coordd_tensorflow import graph, unfinished
 from coordd_tensorflow.exchange import Exchange

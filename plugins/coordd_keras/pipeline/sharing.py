@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from coordd.choices import Choices
 from coordd.dtypes import dtype_of
-from coordd.gradients import Choices, Gradients, Parameter
+from coordd.gradients import Gradients, Parameter
 from coordd.handles import wait_all
 from coordd.messages import ReduceOp
 from coordd.operations import Operations

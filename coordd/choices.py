@@ -1,0 +1,55 @@
+"""What a user may choose for the gradients of one optimizer that are reduced by `coordd.gradients`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordd.checks import finite
+from coordd.errors import ArgumentError
+from coordd.grouping import Grouping
+from coordd.messages import ReduceOp
+from coordd.process_sets import ProcessSet, global_process_set
+from coordd.world import World
+
+__all__ = ["Choices"]
+
+_COMBINE = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the user has chosen for the gradients of one optimizer; equal on all ranks.
+
+    Attributes:
+        op: how gradients combine.
+        process_set: the ranks that take part.
+        predivide: gradients are divided by it before they are added up, and multiplied afterwards.
+        compression: what makes them smaller, an object of the framework's.
+        sparse_as_dense: whether sparse gradients are to become dense.
+        grouping: which gradients the user wants together.
+
+    Raises:
+        ArgumentError: these do not fit together.
+    """
+
+    op: ReduceOp = ReduceOp.AVERAGE
+    process_set: ProcessSet = global_process_set
+    predivide: float = 1.0
+    compression: Any = None
+    sparse_as_dense: bool = False
+    grouping: Grouping = field(default_factory=lambda: Grouping(kind=()))
+
+    def __post_init__(self) -> None:
+        finite(self.predivide, "gradient_predivide_factor", above=0)
+        if self.predivide != 1.0 and self.op is not ReduceOp.AVERAGE:
+            text = "gradient_predivide_factor not supported with op != Average"
+            raise ArgumentError(text)
+        if self.op not in _COMBINE:
+            text = f"gradients are averaged or added up here, not combined by {self.op.name.capitalize()}: choose op"
+            raise ArgumentError(text)
+
+    def exchanges(self, world: World) -> bool:
+        """Says whether this rank has others to reduce its gradients with."""
+        members = self.process_set.ranks or range(world.size)
+        return len(members) > 1 and world.rank in members
