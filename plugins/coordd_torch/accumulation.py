@@ -54,7 +54,7 @@ class Accumulated:
                 return (
                     f"the gradient of {gradient.name!r} was changed on this rank before it was averaged: after an "
                     "accumulation that is not complete, call optimizer.synchronize() before you clip, unscale or "
-                    "change gradients"
+                    "change gradients, or optimizer.zero_grad() if you have given it up"
                 )
         return ""
 

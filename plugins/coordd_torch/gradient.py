@@ -204,6 +204,13 @@ class Gradient:
         self._version = -1 if changed else 0 if value is None else version_of(value)
         self._whereabouts = whereabouts(value)
 
+    def renew(self, value: torch.Tensor | None) -> None:
+        """Takes what ``.grad`` was when an earlier step was given up for one of the new step.
+
+        It was cleared if another rank has discarded the earlier one.
+        """
+        self.parameter.grad, self._known = value, None
+
     def submit(self) -> None:
         """Starts the reduction of what has been accumulated, or tells its bucket."""
         reducer = self.reducer

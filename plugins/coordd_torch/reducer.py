@@ -82,8 +82,7 @@ class Reducer(Placement):
         """Whether anything has been given to be reduced since the last round."""
         self._adrift: list[Gradient] = []
         self._accumulated = Accumulated()
-        named = list(parameters)
-        self.consistency = consistency
+        named, self.consistency = list(parameters), consistency
         wanted, rank = self.channel.daemon.config.nonfinite, self.channel.daemon.world.rank
         self.finiteness = Finiteness(wanted, rank) if wanted != "ignore" else None
         self.adopt(named)
@@ -137,9 +136,10 @@ class Reducer(Placement):
     def _begin_pass(self, first: Gradient) -> None:
         """Finds out to which step a backward pass belongs, and whether its gradients are to be reduced."""
         if self._abandoned or (self._begun and self._given_up(first)):
-            fresh = first.parameter.grad
+            fresh = [(each, each.parameter.grad) for each in self._gradients() if each is first or each.changed]
             self.drop()
-            first.parameter.grad = fresh  # of this pass; it was cleared if another rank has discarded the earlier step
+            for gradient, value in fresh:
+                gradient.renew(value)
         if not self._begun:
             self._begin_step()
         elif self._reduced and not self._adds:

@@ -331,3 +331,29 @@ def test_no_sync_is_there_in_a_world_of_one_and_with_adasum(ranks):
         return found
 
     assert each_rank(ranks, body) == [[[-2.0] * 2] * 2] * ranks
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("accumulates", ["no_sync", "passes"])
+def test_what_is_set_by_hand_after_an_accumulation_was_given_up_belongs_to_the_new_step(accumulates, steps):
+    passes = 2 if accumulates == "passes" else 1
+
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = wrapped(net, backward_passes_per_step=passes)
+        for number in range(steps * passes):
+            (sum(value.sum() for value in net.values()) / passes).backward()
+            if number % passes == passes - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        before = {name: value.detach().clone() for name, value in net.items()}
+        with optimizer.no_sync() if accumulates == "no_sync" else contextlib.nullcontext():
+            net["a"].sum().backward()
+        net.zero_grad()
+        net["b"].grad = torch.full_like(net["b"], 4.0 * rank)
+        for _ in range(passes):
+            (net["a"].sum() * (rank + 1)).backward()
+        optimizer.step()
+        return {name: (before[name] - value).unique().tolist() for name, value in net.items()}
+
+    assert each_rank(2, body) == [{"a": [1.5 * passes], "b": [2.0]}] * 2
