@@ -348,11 +348,11 @@ def test_what_is_set_by_hand_after_an_accumulation_was_given_up_belongs_to_the_n
                 optimizer.zero_grad()
         before = {name: value.detach().clone() for name, value in net.items()}
         with optimizer.no_sync() if accumulates == "no_sync" else contextlib.nullcontext():
-            net["a"].sum().backward()
+            (net["a"] * 3.0).sum().backward()
         net.zero_grad()
         net["b"].grad = torch.full_like(net["b"], 4.0 * rank)
         for _ in range(passes):
-            (net["a"].sum() * (rank + 1)).backward()
+            (net["a"] * (rank + 1)).sum().backward()
         optimizer.step()
         return {name: (before[name] - value).unique().tolist() for name, value in net.items()}
 
