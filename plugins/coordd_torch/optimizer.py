@@ -32,6 +32,7 @@ from coordd_torch.channel import Channel, check_combines
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.consistency import Consistency
 from coordd_torch.late import groups_of
+from coordd_torch.names import beside, listed, names_of
 from coordd_torch.operations import Average, allreduce_, join
 from coordd_torch.reducer import Reducer
 from coordd_torch.scaler import forgets_scale
@@ -304,8 +305,8 @@ def _distributed(
     compressor = made(compression)
     check_combines(compressor, op)
     _check_combined(op)
-    given = None if named_parameters is None else _listed(named_parameters)
-    named = _named(optimizer, given)
+    given = None if named_parameters is None else listed(named_parameters)
+    named = names_of(optimizer, given)
     check_parallel(optimizer, [parameter for _, parameter in named])
     _check_types(named)
     own = _own_hooks(optimizer)
@@ -319,7 +320,7 @@ def _distributed(
         call.prefix,
     ]
     settings += [f"groups {grouping.choice(parameter for _, parameter in named)}"] if num_groups or groups else []
-    others = _beside(optimizer, given)
+    others = beside(optimizer, given)
     call.lines += structure(optimizer, [*named, *others], settings)
     operations.uneven |= uneven == "join"
     prefix = call.prefix
@@ -447,11 +448,11 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             as_horovod.fill_missing(_parameters(optimizer))
         _skip(optimizer, reducer)
         return None
-    reducer.drop()
+    _begin_closure(reducer)
     reducer.adopt_late()
 
     def reduced() -> Any:
-        reducer.drop()
+        _begin_closure(reducer)
         loss = closure()
         reducer.finish_step(stepping=True)
         _skip(optimizer, reducer)
@@ -459,6 +460,12 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     rest = {key: value for key, value in kwargs.items() if key != "closure"}
     return (optimizer, reduced, *args[2:]), rest
+
+
+def _begin_closure(reducer: Reducer) -> None:
+    """Lets what is under way end; to what has been accumulated the closure adds, unless it clears it."""
+    if not reducer.accumulating:
+        reducer.drop()
 
 
 def _skip(optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
@@ -481,61 +488,6 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
     skips = reducer.finiteness is not None and reducer.finiteness.skips
     found = getattr(optimizer, "found_inf", None)  # a loss scaler lets fused optimizers skip the step themselves
     reducer.end_step(made=not skips and (found is None or not found.item()))
-
-
-def _listed(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Lists what was given once, for it may be an iterator; nothing if it is no sequence, such as a model."""
-    try:
-        return list(named_parameters)
-    except TypeError:
-        return []
-
-
-def _named(
-    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None
-) -> list[tuple[str, torch.Tensor]]:
-    """Gives every parameter of the optimizer a name."""
-    places = [
-        (f"param.{index}.{place}", parameter)
-        for index, group in enumerate(optimizer.param_groups)
-        for place, parameter in enumerate(group["params"])
-        if parameter.requires_grad
-    ]
-    if named is None:
-        return places
-    if not named or any(type(item) is not tuple or len(item) != 2 for item in named):
-        text = (
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-        raise ArgumentError(text)
-    names = [name for name, _ in named]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        text = f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}"
-        raise ArgumentError(text)
-    known = {id(parameter): name for name, parameter in named}
-    if unnamed := [place for place, parameter in places if id(parameter) not in known]:
-        text = (
-            "named_parameters was specified, but one or more model parameters were not named: "
-            f"{', '.join(unnamed)} (group and place in the optimizer)"
-        )
-        raise ArgumentError(text)
-    return [(known[id(parameter)], parameter) for _, parameter in places]
-
-
-def _beside(
-    optimizer: torch.optim.Optimizer, given: list[tuple[str, torch.Tensor]] | None
-) -> list[tuple[str, torch.Tensor]]:
-    """Lists what is not trained now, and may be later: frozen parameters, and what else is named."""
-    if given is None:
-        return [
-            (f"param.{index}.{place}", parameter)
-            for index, group in enumerate(optimizer.param_groups)
-            for place, parameter in enumerate(group["params"])
-            if not parameter.requires_grad
-        ]
-    trained = {id(parameter) for parameter in _parameters(optimizer) if parameter.requires_grad}
-    return [(name, value) for name, value in given if id(value) not in trained]
 
 
 def _subclass(kind: type[torch.optim.Optimizer], lacking: dict[str, Any]) -> Any:

@@ -57,7 +57,9 @@ class Placement:
         self._first_settings = self._settings
         self._tuning: Tuning | None = None
         self._change: Settings | None = None
-        self._repeated = self._reduced = self._finished = False
+        self._repeated = self._reduced = self._finished = self._begun = self._abandoned = False
+        self.touched = False
+        """Whether anything has been given to be reduced since the last round."""
         self.graphs = False
         """Whether a pass of this step may have given gradients graphs, by ``create_graph=True``."""
         self.open_buckets = 0
@@ -84,6 +86,16 @@ class Placement:
     def counts_changes(self) -> bool:
         """Whether gradients that the script has changed in place are to be reduced, if no pass has made them."""
         return self.channel.op.averages or not self._reduced
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of the present step are reduced."""
+        return self._begun and self._finished
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether all that passes have made in this step is this rank's alone."""
+        return self._begun and not (self._reduced or self.touched or self._abandoned)
 
     def _gradients(self) -> Iterator[Gradient]:
         yield from self._loose

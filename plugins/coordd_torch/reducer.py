@@ -78,8 +78,6 @@ class Reducer(Placement):
         self._counted = self._answered = self._nested = False
         self._discarded: CoorddError | None = None
         self._told = Told()
-        self.touched = False
-        """Whether anything has been given to be reduced since the last round."""
         self._adrift: list[Gradient] = []
         self._accumulated = Accumulated()
         named, self.consistency = list(parameters), consistency
@@ -211,11 +209,6 @@ class Reducer(Placement):
         error = too_many(gradient, self.passes_per_step, nested=self._nested or nested())
         self.abandon(f"has computed a gradient too often: {error}")
         return error
-
-    @property
-    def complete(self) -> bool:
-        """Whether all gradients of the present step are reduced."""
-        return self._begun and self._finished
 
     def end_of_backward(self, task: int) -> None:
         """Reduces what this pass was the last for, and waits."""

@@ -8,7 +8,7 @@ from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
-from tests.torch_plugin.training import alone, model, same, together
+from tests.torch_plugin.training import alone, model, same, settled, together, weights, wrapped
 
 mse = nn.functional.mse_loss
 
@@ -81,3 +81,25 @@ def test_a_closure_may_come_by_keyword():
         optimizer.step(closure=lambda: mse(net(inputs), targets).backward())
 
     same(together(2, step=step), alone(2))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_closure_adds_to_what_was_accumulated_before(steps):
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = wrapped(net)
+        for _ in range(steps):
+            settled(net, optimizer)
+        optimizer.zero_grad()
+        before = {name: value.detach().clone() for name, value in net.items()}
+        with optimizer.no_sync():
+            (net["a"] * (rank + 1)).sum().backward()
+
+        def closure():
+            (net["b"] * (rank + 3)).sum().backward()
+            return 0.0
+
+        optimizer.step(closure)
+        return {name: (before[name] - value).unique().tolist() for name, value in net.items()}
+
+    assert each_rank(2, body) == [{"a": [1.5], "b": [3.5]}] * 2
