@@ -199,9 +199,9 @@ class Gradients:
                 self._turns.wait_for(lambda: not self._putting)
             self._step = step
             self._putting += 1
-        if ends:
-            self._end_of_earlier()
         try:
+            if ends:
+                self._end_of_earlier()
             yield
         finally:
             with self._turns:

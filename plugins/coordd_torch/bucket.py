@@ -160,9 +160,9 @@ class _Memory:
         """Returns how often the place of a gradient had been changed in place when that was last seen."""
         return self.versions[self._numbers[gradient]]
 
-    def note_version(self, gradient: Gradient) -> None:
-        """Sees how often a place has been changed in place, after a change of ours."""
-        self.versions[self._numbers[gradient]] = _VERSION(self.places[gradient])
+    def note_version(self, gradient: Gradient, *, changed: bool = False) -> None:
+        """Sees how often a place has been changed, after a change of ours, or that the script has changed it."""
+        self.versions[self._numbers[gradient]] = -1 if changed else _VERSION(self.places[gradient])
 
     def _changed(self, place: torch.Tensor, number: int) -> bool:
         """Whether the script has changed a gradient since the last step, in place or by other memory of this kind."""
@@ -301,9 +301,9 @@ class Bucket:
         """Returns how often the gradient's place had been changed in place when the last step ended."""
         return self._memory.version(gradient)
 
-    def note_version(self, gradient: Gradient) -> None:
-        """Sees how often the gradient's place has been changed in place, after a change of ours."""
-        self._memory.note_version(gradient)
+    def note_version(self, gradient: Gradient, *, changed: bool = False) -> None:
+        """Sees how often the gradient's place has been changed in place; see `_Memory.note_version`."""
+        self._memory.note_version(gradient, changed=changed)
 
     def take(self, gradient: Gradient) -> None:
         """Counts a gradient that is there; starts the reduction with the last one."""

@@ -118,7 +118,7 @@ class Gradient:
         """
         if self.passes > 0:
             return True
-        found = self.parameter.grad is not None and (self.changed or self._rewritten)
+        found = self.by_hand
         if found:
             self.reducer.check_hook(self)
         return found
@@ -149,6 +149,11 @@ class Gradient:
         if self.bucket is not None and self.bucket.holds(self, value):
             return False
         return self._known is None or self._known() is not value
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the script has set ``.grad`` since it was seen last, or has changed what is there."""
+        return self.parameter.grad is not None and (self.changed or self._rewritten)
 
     @property
     def cleared(self) -> bool:
@@ -210,6 +215,8 @@ class Gradient:
         It was cleared if another rank has discarded the earlier one.
         """
         self.parameter.grad, self._known = value, None
+        if value is not None and self.bucket is not None and self.bucket.holds(self, value):
+            self.bucket.note_version(self, changed=True)
 
     def submit(self) -> None:
         """Starts the reduction of what has been accumulated, or tells its bucket."""

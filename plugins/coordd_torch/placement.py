@@ -251,6 +251,17 @@ class Placement:
             if gradient.started and (value := gradient.parameter.grad) is not None:
                 yield value if value.layout is torch.strided else value.coalesce().values()
 
+    def _replaced_by_hand(self) -> bool:
+        """Whether all sums of this step were cleared or replaced, and what lies there instead is to be reduced.
+
+        If none was cleared, they are the sums still, clipped, say.
+        """
+        if None not in (gradient.parameter.grad for gradient in self._gradients()):  # the usual case, quickly
+            return False
+        had = [gradient for gradient in self._gradients() if gradient.started]
+        given_up = all(gradient.changed for gradient in had) and any(gradient.cleared for gradient in had)
+        return given_up and any(gradient.by_hand for gradient in self._gradients())
+
     def passes(self) -> dict[torch.Tensor, int]:
         """Counts each parameter's backward passes of this step."""
         return {gradient.parameter: gradient.passes for gradient in self._gradients()}

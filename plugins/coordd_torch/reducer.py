@@ -134,10 +134,7 @@ class Reducer(Placement):
     def _begin_pass(self, first: Gradient) -> None:
         """Finds out to which step a backward pass belongs, and whether its gradients are to be reduced."""
         if self._abandoned or (self._begun and self._given_up(first)):
-            fresh = [(each, each.parameter.grad) for each in self._gradients() if each is first or each.changed]
-            self.drop()
-            for gradient, value in fresh:
-                gradient.renew(value)
+            self._begin_anew([first, *(each for each in self._gradients() if each is not first and each.by_hand)])
         if not self._begun:
             self._begin_step()
         elif self._reduced and not self._adds:
@@ -145,6 +142,13 @@ class Reducer(Placement):
             self._adds = True
         last = not self.local and self._passes + 1 >= self.passes_per_step
         self.limit = 1 if last else _NEVER if self.local else self.passes_per_step
+
+    def _begin_anew(self, gradients: Iterable[Gradient]) -> None:
+        """Ends a step that was given up; what is in these gradients belongs to the next one."""
+        fresh = [(gradient, gradient.parameter.grad) for gradient in gradients]
+        self.drop()
+        for gradient, value in fresh:
+            gradient.renew(value)
 
     def _begin_step(self) -> None:
         self._begun, self._discarded = True, None
@@ -193,7 +197,8 @@ class Reducer(Placement):
             each for each in self._gradients() if (each.started if self._reduced else each.passes and not each.started)
         }
         others = had - {first}
-        return all(each.cleared for each in others) if others else first in had and first.is_new
+        new = first.changed if others else first.is_new
+        return bool(had) and all(each.cleared for each in others) and (new or first not in had)
 
     def repeat(self, gradient: Gradient) -> None:
         """Notes that a gradient was computed once more after its reduction had begun.
@@ -522,6 +527,8 @@ class Reducer(Placement):
             CoorddError: gradients that are not averaged yet were changed.
         """
         self._raise_discarded()
+        if self._reduced and self.channel.op.averages and self._replaced_by_hand():
+            self._begin_anew([each for each in self._gradients() if each.by_hand])
         if not self._finished:
             self._finish(stepping=stepping)
         if self.adopt_late():

@@ -357,3 +357,68 @@ def test_what_is_set_by_hand_after_an_accumulation_was_given_up_belongs_to_the_n
         return {name: (before[name] - value).unique().tolist() for name, value in net.items()}
 
     assert each_rank(2, body) == [{"a": [1.5 * passes], "b": [2.0]}] * 2
+
+
+def put_after_all_was_cleared(net, optimizer, rank):
+    (net["a"] * 3.0 + net["b"].sum()).sum().backward()
+    net.zero_grad()
+    net["a"].grad = torch.full_like(net["a"], 4.0 * rank)
+
+
+def put_beside_what_was_cleared(net, optimizer, rank):
+    (net["b"] * 3.0).sum().backward()
+    net.zero_grad()
+    net["a"].grad = torch.full_like(net["a"], 4.0 * rank)
+
+
+def partly_cleared(net, optimizer, rank):
+    """Only what the next pass does not compute first."""
+    with optimizer.no_sync():
+        (net["a"] * rank + net["b"].sum()).sum().backward()
+    net["b"].grad = None
+    (net["a"] * (4.0 - rank)).sum().backward()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [
+        (put_after_all_was_cleared, {"a": [2.0], "b": [0.0]}),
+        (put_beside_what_was_cleared, {"a": [2.0], "b": [0.0]}),
+        (partly_cleared, {"a": [4.0], "b": [0.0]}),
+    ],
+)
+def test_what_a_script_does_to_gradients_between_passes_and_step(program, wanted, steps):
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = wrapped(net)
+        for _ in range(steps):
+            settled(net, optimizer)
+        optimizer.zero_grad()
+        before = {name: value.detach().clone() for name, value in net.items()}
+        program(net, optimizer, rank)
+        optimizer.step()
+        return {name: (before[name] - value).unique().tolist() for name, value in net.items()}
+
+    assert each_rank(2, body) == [wanted] * 2
+
+
+def test_what_is_written_in_place_after_an_accumulation_was_given_up_belongs_to_the_new_step():
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = wrapped(net)
+        for _ in range(2):
+            settled(net, optimizer)
+        optimizer.zero_grad()
+        (net["b"] * 1.0).sum().backward()
+        optimizer.step()
+        before = net["b"].detach().clone()
+        with optimizer.no_sync():
+            (net["a"] * 1.0).sum().backward()
+        net["a"].grad = None
+        net["b"].grad.fill_(4.0 * rank)
+        (net["a"] * 1.0).sum().backward()
+        optimizer.step()
+        return (before - net["b"]).unique().tolist()
+
+    assert each_rank(2, body) == [[2.0]] * 2
