@@ -270,16 +270,16 @@ class Gradients:
         if inventory is not None:
             inventory.check()
         self._count_step()
-        different = self._consistency.different()
         for bucket in self._buckets:
             if not self._lost:
                 bucket.close(absent)
         wait_all([bucket.handle for bucket in self._buckets if bucket.handle is not None])
-        if different is not None:  # raised now, for ranks that have begun more of the step than others must end it
-            raise different
         if any(bucket.discarded for bucket in self._buckets):
             told, self._told = self._told or self._tell(""), None
             raise error_of(told)
+        different = self._consistency.different()  # now, for ranks that have begun more of the step must end it
+        if different is not None:
+            raise different
         if names := [name for bucket in self._buckets for name in bucket.unusable()]:
             raise not_on_all(names)
         return Reduced([(bucket, bucket.lend()) for bucket in self._buckets])

@@ -407,3 +407,61 @@ def test_a_step_that_one_thread_discards_is_over_for_the_others(monkeypatch):
     first, second = each_rank(2, body, fusion_mb=0.5, nonfinite="raise")
     assert first == [[0.0] * 4, ([NonFiniteError], [DiscardedStepError]), [2.0] * 4, [3.0] * 4]
     assert second == [[0.0] * 4, "discarded", [2.0] * 4, [3.0] * 4]
+
+
+class Owner:
+    """A variable of this rank."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def numpy(self):
+        return self.value
+
+
+def test_that_values_differ_is_told_after_a_discarded_step():
+    def body(rank):
+        operations = api.operations()
+        owner = Owner(np.full(3, rank, np.float32))
+        parameter = Parameter("a", (3,), dtype_of("float32"), owner)
+        gradients = Gradients(operations, [parameter], Choices(), prefix=operations.namespace())
+        seen = []
+        for step in range(4):
+            try:
+                with gradients.begun(step):
+                    gradients.put(0, np.full(3, step, np.float32))
+                if step == 1 and not rank:
+                    gradients.drop("has failed")
+                    seen.append("dropped")
+                else:
+                    seen.append(float(gradients.wait()[0][0]))
+            except CoorddError as error:
+                seen.append(type(error))
+        return seen
+
+    first, second = each_rank(2, body)
+    assert first == [0.0, "dropped", MismatchError, 3.0]
+    assert second == [0.0, DiscardedStepError, MismatchError, 3.0]
+
+
+def test_the_end_of_an_earlier_step_may_fail():
+    """Later steps get the error, too, and do not wait for the one that has begun by it."""
+
+    def step(gradients, number):
+        with gradients.begun(number):
+            gradients.put(0, np.zeros(3, np.float32))
+        gradients.wait()
+
+    def body(rank):
+        gradients = made({"w": (3,)})
+        if rank:
+            api.operations().daemon.fail("has failed")
+            return
+        gradients.put(0, np.zeros(3, np.float32))
+        with pytest.raises(PeerError):
+            [api.operations().barrier().result() for _ in range(1000)]
+        for number in range(1, 4):
+            with pytest.raises(PeerError):
+                step(gradients, number)
+
+    each_rank(2, body)
