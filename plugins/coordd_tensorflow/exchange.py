@@ -183,8 +183,9 @@ class _Way:
 
     def starter(self, given: Sequence[int]) -> Any:
         """Makes the function that puts the gradients of a bucket; it gets a number of this step, and them."""
-        # What runs asynchronously goes on when the call that has started it is left.
+        # What runs asynchronously goes on when the call that has started it is left, and a session's is another one.
         watched = not tf.executing_eagerly() and tf.config.experimental.get_synchronous_execution()
+        watched = watched and tf.compat.v1.executing_eagerly_outside_functions()
 
         def start(step: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             gradients = self.gradients

@@ -134,7 +134,8 @@ class Reducer(Placement):
     def _begin_pass(self, first: Gradient) -> None:
         """Finds out to which step a backward pass belongs, and whether its gradients are to be reduced."""
         if self._abandoned or (self._begun and self._given_up(first)):
-            self._begin_anew([first, *(each for each in self._gradients() if each is not first and each.by_hand)])
+            kept = (each for each in self._gradients() if each.by_hand or self._is_local(each))
+            self._begin_anew([first, *kept])
         if not self._begun:
             self._begin_step()
         elif self._reduced and not self._adds:
@@ -193,9 +194,8 @@ class Reducer(Placement):
 
         Once they are reduced, all ranks have the same, and say the same, whichever of them a rank has computed itself.
         """
-        had = {
-            each for each in self._gradients() if (each.started if self._reduced else each.passes and not each.started)
-        }
+        done = self._reduced
+        had = {each for each in self._gradients() if (each.started if done else each.passes and not each.started)}
         others = had - {first}
         new = first.changed if others else first.is_new
         return bool(had) and all(each.cleared for each in others) and (new or first not in had)

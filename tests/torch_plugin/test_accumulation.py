@@ -422,3 +422,22 @@ def test_what_is_written_in_place_after_an_accumulation_was_given_up_belongs_to_
         return (before - net["b"]).unique().tolist()
 
     assert each_rank(2, body) == [[2.0]] * 2
+
+
+def test_what_was_accumulated_beside_a_sum_that_is_given_up_is_kept():
+    def body(rank):
+        net = weights({"a": 3, "b": 2, "c": 2})
+        optimizer = wrapped(net)
+        for _ in range(2):
+            settled(net, optimizer)
+        optimizer.zero_grad()
+        before = net["c"].detach().clone()
+        (net["a"] * 1.0).sum().backward()
+        with optimizer.no_sync():
+            (net["b"].sum() + (net["c"] * (rank + 1)).sum()).backward()
+        net["a"].grad = None
+        (net["a"].sum() + net["b"].sum()).backward()
+        optimizer.step()
+        return (before - net["c"]).unique().tolist()
+
+    assert each_rank(2, body) == [[1.5]] * 2
