@@ -209,12 +209,21 @@ class Gradient:
         self._version = -1 if changed else 0 if value is None else version_of(value)
         self._whereabouts = whereabouts(value)
 
-    def renew(self, value: torch.Tensor | None) -> None:
-        """Takes what ``.grad`` was when an earlier step was given up for one of the new step.
+    def saved(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns what ``.grad`` is, and a copy if it lies in a bucket, which the end of a step writes to."""
+        value = self.parameter.grad
+        held = value is not None and self.bucket is not None and self.bucket.holds(self, value)
+        return value, value.detach().clone() if held and value is not None else None
+
+    def renew(self, value: torch.Tensor | None, saved: torch.Tensor | None) -> None:
+        """Takes what ``.grad`` was when an earlier step was given up for one of the new step; see `saved`.
 
         It was cleared if another rank has discarded the earlier one.
         """
         self.parameter.grad, self._known = value, None
+        if value is not None and saved is not None:
+            with torch.no_grad():
+                value.copy_(saved)
         if value is not None and self.bucket is not None and self.bucket.holds(self, value):
             self.bucket.note_version(self, changed=True)
 

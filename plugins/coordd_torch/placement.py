@@ -260,7 +260,8 @@ class Placement:
             return False
         had = [gradient for gradient in self._gradients() if gradient.started]
         given_up = all(gradient.changed for gradient in had) and any(gradient.cleared for gradient in had)
-        return given_up and any(gradient.by_hand for gradient in self._gradients())
+        beside = (gradient for gradient in self._gradients() if gradient.started or not gradient.passes)
+        return given_up and any(gradient.by_hand for gradient in beside)
 
     def passes(self) -> dict[torch.Tensor, int]:
         """Counts each parameter's backward passes of this step."""

@@ -146,10 +146,10 @@ class Reducer(Placement):
 
     def _begin_anew(self, gradients: Iterable[Gradient]) -> None:
         """Ends a step that was given up; what is in these gradients belongs to the next one."""
-        fresh = [(gradient, gradient.parameter.grad) for gradient in gradients]
+        fresh = [(gradient, *gradient.saved()) for gradient in gradients]
         self.drop()
-        for gradient, value in fresh:
-            gradient.renew(value)
+        for gradient, value, saved in fresh:
+            gradient.renew(value, saved)
 
     def _begin_step(self) -> None:
         self._begun, self._discarded = True, None

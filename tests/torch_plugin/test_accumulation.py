@@ -441,3 +441,26 @@ def test_what_was_accumulated_beside_a_sum_that_is_given_up_is_kept():
         return (before - net["c"]).unique().tolist()
 
     assert each_rank(2, body) == [[1.5]] * 2
+
+
+def test_a_gradient_in_a_bucket_is_kept_when_the_step_around_it_is_given_up():
+    """What autograd has added to it in place, too."""
+
+    def body(rank):
+        net = weights({"a": 3, "b": 2})
+        optimizer = wrapped(net)
+        for _ in range(2):
+            settled(net, optimizer)
+        optimizer.zero_grad()
+        before = net["b"].detach().clone()
+        (net["a"].sum() + net["b"].sum()).backward()
+        optimizer.step()
+        (net["a"] * 1.0).sum().backward()
+        with optimizer.no_sync():
+            (net["a"].sum() + (net["b"] * (rank + 1)).sum()).backward()
+        net["a"].grad = None
+        (net["a"] * 1.0).sum().backward()
+        optimizer.step()
+        return (before - net["b"]).unique().tolist()
+
+    assert each_rank(2, body) == [[1.0 + 2.5]] * 2
