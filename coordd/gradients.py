@@ -30,7 +30,7 @@ from coordd.inventory import Inventory, not_on_all
 from coordd.messages import Kind
 from coordd.operations import Operations
 
-__all__ = ["Gradients", "Parameter", "Reduced"]
+__all__ = ["Choices", "Gradients", "Parameter", "Reduced"]
 
 log = logging.getLogger("coordd")
 
