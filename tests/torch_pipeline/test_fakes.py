@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from coordd_torch.pipeline.alike import structure
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.failure import CaptureError
+from tests.torch_pipeline import published
 from tests.torch_pipeline.captures import assert_same, cut, step
 
 
@@ -55,6 +57,17 @@ def test_a_capture_does_not_depend_on_who_looks_at_the_stack():
     assert captured.way == "export"
     assert str(captured.traces.first.graph) == str(alone.traces.first.graph)
     assert_same(*step(model, captured, cut(captured, 2), torch.randn(3, 7, 3), torch.sum), tolerance=1e-6)
+
+
+@pytest.mark.slow
+def test_nor_do_the_names_of_values_where_sizes_are_computed_that_nothing_reads():
+    """`torch.export` counts those, and computes more of them while something refers to what it has dropped."""
+    model, x = published.t5(), published.words(4, 5)
+    alone = capture(model, x)
+    with _watched():
+        captured = capture(model, x)
+    assert captured.way == "export"
+    assert list(structure(captured)) == list(structure(alone))
 
 
 def test_nor_does_a_later_trace():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -34,6 +36,7 @@ _TALKERS = (
     "torch.fx.experimental.symbolic_shapes",
     "torch._subclasses.fake_tensor",
 )
+_NUMBERS = re.compile(r"(_\d+)+$")
 _IDLE = {"aten.detach_.default", "aten._assert_tensor_metadata.default"}
 
 
@@ -68,6 +71,7 @@ def trace(model: nn.Module, call: Call, norms: Collection[str], *, number: int =
     module = _tidied(program, norms)
     restored_calls(module, model, whole)
     _rename_constants(module, model, number)
+    _number_values(module.graph)
     fixed = {name: leaf for name, leaf in call.values.items() if not isinstance(leaf, torch.Tensor)}
     guards = _Guards(program, module.graph, call.names)
     return Trace(module, module.graph, call.names, program.call_spec.out_spec, model.training, fixed, guards)
@@ -123,6 +127,25 @@ def _rename_constants(module: fx.GraphModule, model: nn.Module, number: int) -> 
     for node in module.graph.nodes:
         if node.op == "get_attr":
             node.target = new.get(str(node.target), node.target)
+
+
+def _number_values(graph: fx.Graph) -> None:
+    """Gives what is computed names that say nothing but its place: ranks tell each other values by these.
+
+    torch.export counts the sizes that it has computed and dropped, too. Which ones it computes depends on what it still
+    knows from before, and so on whether another thread refers to the local variables of this one's frames: the daemon
+    does for a moment, when it tells other ranks where this one is.
+    """
+    computed = [node for node in graph.nodes if node.op.startswith("call_")]
+    taken = {node.name for node in graph.nodes} - {node.name for node in computed}
+    numbers: Counter[str] = Counter()
+    for node in computed:
+        base = name = _NUMBERS.sub("", node.name)
+        while name in taken:
+            numbers[base] += 1
+            name = f"{base}_{numbers[base]}"
+        taken.add(name)
+        node.name = name
 
 
 def _reader(node: fx.Node) -> str:
