@@ -116,7 +116,6 @@ RARE = (
     517,
     157,
     66,
-    44,
     114,
     186,
     695,
@@ -125,7 +124,17 @@ RARE = (
     274,
     321,
     339,
-    609,
+    113,
+    140,
+    34,
+    23,
+    7,
+    0,
+    3,
+    10,
+    12,
+    16,
+    19,
 )  # for one, a rank speaks of what is locked before it knows of the lock
 # Signs of life come after 256 plans; the long run has them.
 SIGNS_OF_LIFE = ("report = Report(self._seen)", "out = [self._report()]")
