@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from contextlib import contextmanager
@@ -134,3 +135,26 @@ def test_what_torch_export_loses_is_refused_with_the_line_that_reads_it():
 
     with pytest.raises(CaptureError, match=r"how a tensor is computed that is read by 'mul': File .*in forward"):
         capture(Read(lost), torch.randn(4, 3))
+
+
+class Tries(Positions):
+    """Computes something in another way where the first one fails, as Mixtral's experts do."""
+
+    def forward(self, x):
+        try:
+            return super().forward(x) + torch._grouped_mm(x, torch.eye(3).expand(x.shape[0], 3, 3))
+        except RuntimeError:
+            return super().forward(x)
+
+
+def test_what_forward_tries_in_vain_is_not_shown():
+    shown = []
+    handler = logging.Handler()
+    handler.emit = shown.append
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        assert capture(Tries(), torch.randn(4, 5, 3)).way == "export"
+    finally:
+        logger.removeHandler(handler)
+    assert shown == []

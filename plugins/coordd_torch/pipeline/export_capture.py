@@ -62,12 +62,13 @@ def trace(model: nn.Module, call: Call, norms: Collection[str], *, number: int =
     args, kwargs = call.arguments(stand.leaves)
     _name_keywords(stand.model, args, kwargs)
     open_ = shapes.dynamic_shapes(stand.model, args, kwargs)
-    refuse_change(model, call)
-    whole = called_whole(model, call)
-    with opaque(stand.model, whole), warnings.catch_warnings(), hushed(*_TALKERS), known(), untouched() as drawn:
-        warnings.simplefilter("ignore")  # what it dislikes is for those who keep the program
-        program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=open_, strict=False)
-        refuse_luck(drawn=drawn())
+    with hushed(*_TALKERS):
+        refuse_change(model, call)
+        whole = called_whole(model, call)
+        with opaque(stand.model, whole), warnings.catch_warnings(), known(), untouched() as drawn:
+            warnings.simplefilter("ignore")  # what it dislikes is for those who keep the program
+            program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=open_, strict=False)
+            refuse_luck(drawn=drawn())
     module = _tidied(program, norms)
     restored_calls(module, model, whole)
     _rename_constants(module, model, number)
