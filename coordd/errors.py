@@ -112,7 +112,8 @@ class NotInitializedError(CoorddError, ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "coordd has not been initialized; use hvd.init(), or cd.init(), first (and not after shutdown())"
+            "coordd has not been initialized; use hvd.init(), or cd.init(), first (and not after shutdown(): make what "
+            "was made before it, such as optimizers and process sets, anew after init())"
         )
 
 
