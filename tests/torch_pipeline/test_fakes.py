@@ -50,7 +50,7 @@ def _watched():
         sys.setprofile(before)
 
 
-def test_a_capture_does_not_depend_on_who_looks_at_the_stack():
+def test_a_thread_that_looks_at_the_stack_does_not_change_a_capture():
     model, x = Positions(), torch.randn(4, 5, 3)
     alone = capture(model, x)
     with _watched():
@@ -61,7 +61,7 @@ def test_a_capture_does_not_depend_on_who_looks_at_the_stack():
 
 
 @pytest.mark.slow
-def test_nor_do_the_names_of_values_where_sizes_are_computed_that_nothing_reads():
+def test_a_thread_that_looks_at_the_stack_does_not_change_the_names_of_values():
     """`torch.export` counts those, and computes more of them while something refers to what it has dropped."""
     model, x = published.t5(), published.words(4, 5)
     alone = capture(model, x)
@@ -71,7 +71,7 @@ def test_nor_do_the_names_of_values_where_sizes_are_computed_that_nothing_reads(
     assert list(structure(captured)) == list(structure(alone))
 
 
-def test_nor_does_a_later_trace():
+def test_a_thread_that_looks_at_the_stack_does_not_change_a_later_trace():
     model = Positions()
     captured = capture(model, torch.randn(4, 5, 3))
     stages = cut(captured, 2)
@@ -147,7 +147,7 @@ class Tries(Positions):
             return super().forward(x)
 
 
-def test_what_forward_tries_in_vain_is_not_shown():
+def test_errors_that_forward_catches_are_not_logged():
     shown = []
     handler = logging.Handler()
     handler.emit = shown.append

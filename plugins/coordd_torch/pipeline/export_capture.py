@@ -36,7 +36,7 @@ _TALKERS = (
     "torch.fx.experimental.symbolic_shapes",
     "torch._subclasses.fake_tensor",
 )
-_NUMBERS = re.compile(r"(_\d+)+$")
+_NUMBERS = re.compile(r"(?<=.)(_\d+)+$")
 _IDLE = {"aten.detach_.default", "aten._assert_tensor_metadata.default"}
 
 
@@ -66,7 +66,7 @@ def trace(model: nn.Module, call: Call, norms: Collection[str], *, number: int =
         refuse_change(model, call)
         whole = called_whole(model, call)
         with opaque(stand.model, whole), warnings.catch_warnings(), known(), untouched() as drawn:
-            warnings.simplefilter("ignore")  # what it dislikes is for those who keep the program
+            warnings.simplefilter("ignore")  # they are about exported programs that are saved
             program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=open_, strict=False)
             refuse_luck(drawn=drawn())
     module = _tidied(program, norms)
@@ -131,11 +131,11 @@ def _rename_constants(module: fx.GraphModule, model: nn.Module, number: int) -> 
 
 
 def _number_values(graph: fx.Graph) -> None:
-    """Gives what is computed names that say nothing but its place: ranks tell each other values by these.
+    """Numbers the computed values of each kind in graph order: stages send values under these names.
 
-    torch.export counts the sizes that it has computed and dropped, too. Which ones it computes depends on what it still
-    knows from before, and so on whether another thread refers to the local variables of this one's frames: the daemon
-    does for a moment, when it tells other ranks where this one is.
+    The numbers of torch.export differ between ranks. They count sizes that were computed and dropped, and some sizes
+    are computed only while another thread refers to the local variables of this thread's frames. The daemon thread does
+    so for a moment, when it tells other ranks where this rank is.
     """
     computed = [node for node in graph.nodes if node.op.startswith("call_")]
     taken = {node.name for node in graph.nodes} - {node.name for node in computed}
