@@ -256,7 +256,7 @@ class Placement:
 
         If none was cleared, they are the sums still, clipped, say.
         """
-        if None not in (gradient.parameter.grad for gradient in self._gradients()):  # the usual case, quickly
+        if all(gradient.parameter.grad is not None for gradient in self._gradients()):  # the usual case, quickly
             return False
         had = [gradient for gradient in self._gradients() if gradient.started]
         given_up = all(gradient.changed for gradient in had) and any(gradient.cleared for gradient in had)
