@@ -27,7 +27,7 @@ class Bell:
         self._watched = [self._read]
         self._poll = select.poll()
         self._poll.register(self._read, select.POLLIN)
-        self._rung = False
+        self._rung = self._asleep = False
         # Not in `close`: a ring on another thread may be about to write, and the number may be another file's by then.
         weakref.finalize(self, _free, self._read, self._write).atexit = False
 
@@ -43,12 +43,13 @@ class Bell:
             self._poll.register(descriptor, select.POLLIN)
 
     def ring(self) -> None:
-        """Wakes the sleeper; cheap when it has been rung already."""
+        """Wakes the sleeper; cheap if it has been rung already, or is awake: it looks at the flag before it sleeps."""
         if not self._rung:
             # No call between flag and byte: a signal's handler that raises there would leave a flag without a ring.
             self._rung = True
             try:
-                os.write(self._write, b"!")
+                if self._asleep:
+                    os.write(self._write, b"!")
             except BlockingIOError:  # full of neighbours' rings, each of which wakes it
                 pass
             except BaseException:
@@ -57,7 +58,12 @@ class Bell:
 
     def sleep(self, seconds: float | None) -> None:
         """Sleeps until rung, until a watched descriptor is readable, or for ``seconds``; None is without limit."""
-        if self._rung or self._wait(seconds):
+        self._asleep = True  # before the look at the other flag, which `ring` sets before it looks at this one
+        try:
+            ended = self._rung or self._wait(seconds)
+        finally:
+            self._asleep = False
+        if ended:
             # Cleared before draining: a ring in between leaves the flag set, and the next sleep ends at once.
             self._rung = False
             with contextlib.suppress(BlockingIOError):

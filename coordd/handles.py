@@ -99,7 +99,7 @@ class Handle(Generic[Result]):
             timeout = max(0.0, finite(timeout, "timeout"))
         if self._done:
             return True
-        if timeout is None or timeout > 0.0:
+        if getattr(_here, "daemon", False) and timeout != 0.0:
             check_may_wait(f"waiting for {self.name!r}")
         gate = threading.Lock()  # an Event takes ten times as long
         gate.acquire()
@@ -332,7 +332,10 @@ def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | Non
 
 def users_frame(frame: Any, package: str = "coordd") -> Any:
     """Finds the innermost frame outside coordd and the frameworks from a frame on; None if there is none."""
-    while frame is not None and not is_users(frame, package):
+    while frame is not None:  # each operation asks for some frames, so what `is_users` asks is written out
+        inside = _is_inside(frame.f_globals.get("__name__", ""), package)
+        if not inside and _AUTOGRAPH not in frame.f_code.co_filename:
+            break
         frame = frame.f_back
     return frame
 

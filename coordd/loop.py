@@ -166,7 +166,7 @@ class Loop:
         self._departures.watch(self._own_post.toward(rank), gone)
 
     def _cycle(self) -> None:
-        self._announce()
+        moved = self._announce() and self._flights.advance()  # at once, for the other ranks wait for it
         self._release_held(now := time.monotonic())
         self._lookout.look(now)
         self._blocks.look(now)
@@ -174,7 +174,7 @@ class Loop:
         self._listen()
         if self._member.stopped:
             self._part()
-        moved = self._flights.advance() | self._deliver()
+        moved |= self._flights.advance() | self._deliver()
         while self._dues:
             self._carry_out(self._dues.pop(0))
         self.recorder.look()
@@ -308,7 +308,7 @@ class Loop:
 
     def _carry_out(self, due: Due) -> None:
         """Starts what is to start, gives the words that are due, and reports."""
-        if self._blocks.told and (due.words or due.report is not None):
+        if (due.words or due.report is not None) and self._blocks.told:
             self._blocks.note_news(time.monotonic())
         for bucket in due.buckets:
             self._flights.start(bucket)
@@ -317,8 +317,8 @@ class Loop:
         if due.report is not None:
             self._tell(due.report)
 
-    def _announce(self) -> None:
-        """Takes in what framework threads have left, and reports what is new."""
+    def _announce(self) -> bool:
+        """Takes in what framework threads have left, and reports what is new; says whether there was anything."""
         items = self._inbox.take()
         if items:
             self._patience.note_submitted()
@@ -332,6 +332,7 @@ class Loop:
                 self._post(item)
             elif not isinstance(item, Entry | Refused | Heard):
                 item()
+        return bool(items)
 
     def _take_in(self, items: list[Work]) -> None:
         """Announces tensors and refusals, in the order in which they were left: a refusal may precede a second try."""
@@ -378,8 +379,7 @@ class Loop:
             for sender, message in arrived:
                 self._obey(sender, message)
             return
-        now = time.monotonic()
-        own = self._own_post.rank
+        now, own = time.monotonic(), self._own_post.rank
         for sender, message in arrived:
             if isinstance(message, Lost):
                 self._departures.note(sender)

@@ -112,10 +112,6 @@ class _Thread(threading.local):
         self._submitter = Submitter()  # once for each thread
 
 
-def _itself(operations: Operations, *_: Any) -> Operations:
-    return operations
-
-
 class Operations(Messages):
     """The operations of one daemon; it numbers those that have no name."""
 
@@ -138,7 +134,7 @@ class Operations(Messages):
         """Whether to do what Horovod does where coordd would refuse or do otherwise; equal on all ranks."""
         return self.daemon.config.as_horovod
 
-    @refusable(Kind.ALLREDUCE, _itself, announces=True)
+    @refusable(Kind.ALLREDUCE, announces=True)
     def allreduce(  # noqa: PLR0913 - the choices that the operation has
         self,
         array: np.ndarray,
@@ -171,7 +167,7 @@ class Operations(Messages):
         request = self._request(Kind.ALLREDUCE, name, array, process_set, op=op, prescale=prescale, postscale=postscale)
         return self.submit(request, array, land=land)
 
-    @refusable(Kind.BROADCAST, _itself, announces=True)
+    @refusable(Kind.BROADCAST, announces=True)
     def broadcast(
         self,
         array: np.ndarray,
@@ -195,7 +191,7 @@ class Operations(Messages):
         check_writable(array, Kind.BROADCAST)
         return self.submit(self._request(Kind.BROADCAST, name, array, process_set, root=root), array, land=land)
 
-    @refusable(Kind.ALLGATHER, _itself, announces=True)
+    @refusable(Kind.ALLGATHER, announces=True)
     def allgather(  # noqa: PLR0913 - the choices that the operation has
         self,
         array: np.ndarray,
@@ -223,7 +219,7 @@ class Operations(Messages):
         self._announce(entry)
         return cast("Handle[Any]", entry.handle)
 
-    @refusable(Kind.ALLTOALL, _itself, announces=True)
+    @refusable(Kind.ALLTOALL, announces=True)
     def alltoall(
         self,
         array: np.ndarray,
@@ -254,7 +250,7 @@ class Operations(Messages):
         self._announce(entry)
         return cast("Handle[Any]", entry.handle)
 
-    @refusable(Kind.REDUCESCATTER, _itself, announces=True)
+    @refusable(Kind.REDUCESCATTER, announces=True)
     def reducescatter(  # noqa: PLR0913 - the choices that the operation has
         self,
         array: np.ndarray,
@@ -283,7 +279,7 @@ class Operations(Messages):
         )
         return self.submit(request, array, land=land)
 
-    @refusable(Kind.JOIN, _itself, announces=True)
+    @refusable(Kind.JOIN, announces=True)
     def join(self, *, process_set: ProcessSet = global_process_set) -> Handle[Any]:
         """Takes part with nothing in all that the other members do, until they have joined, too.
 
@@ -318,7 +314,7 @@ class Operations(Messages):
         self._joins[members] += 1
         return last
 
-    @refusable(Kind.BARRIER, _itself, announces=True)
+    @refusable(Kind.BARRIER, announces=True)
     def barrier(self, *, process_set: ProcessSet = global_process_set) -> Handle[Any]:
         """Completes when all members have come."""
         nothing = np.empty(0, np.uint8)
@@ -378,7 +374,7 @@ class Operations(Messages):
             self.account()
 
     def _announce(self, entry: Entry) -> None:
-        if (group := self._group) is None:
+        if (group := self._thread.group and self._group) is None:
             self.daemon.submit(entry)
         else:
             group.entries.append(entry)
@@ -427,7 +423,7 @@ class Operations(Messages):
         self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
     ) -> Request:
         """Makes a request as `request` does, but one that is part of what this thread is in the middle of."""
-        part, group = self._thread.part, self._group
+        part, group = self._thread.part, self._thread.group and self._group
         if part is None and (name is not None or group is None):
             return self.request(kind, name, array, process_set, **details)
         if part is not None:
@@ -450,7 +446,7 @@ class Operations(Messages):
 
     def _check_reducible(self, array: np.ndarray, op: ReduceOp, prescale: float, postscale: float) -> None:
         scaled = (prescale, postscale) != (1.0, 1.0)
-        check_reducible(array.dtype, op, scaled=scaled, truncate=self.as_horovod)
+        check_reducible(array.dtype, op, scaled=scaled, truncate=self.daemon.config.as_horovod)
 
     def request(
         self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
@@ -477,6 +473,8 @@ class Operations(Messages):
 
     def _members(self, process_set: ProcessSet) -> tuple[int, ...]:
         """Returns the members as requests carry them."""
+        if process_set is global_process_set:  # most often, and asked for each operation
+            return ()
         world = self.daemon.world
         check_process_set(process_set, world.size)
         return process_set.members(rank=world.rank, size=world.size)
@@ -488,7 +486,7 @@ class Operations(Messages):
 
     def account(self) -> None:
         """Notes that an operation was announced; one of a group is announced later."""
-        if self._group is None:
+        if self._thread.group is None or self._group is None:
             self._thread.accounted += 1
 
     def _concerned(self, process_set: Any) -> tuple[int, ...] | None:

@@ -99,11 +99,7 @@ class _Joining(Allgather):
         return super().backward(kept[:2, None], *gradients)
 
 
-def _itself(operations: Operations, *_: Any) -> Operations:
-    return operations
-
-
-@refusable(Kind.ALLREDUCE, _itself, announces=True)
+@refusable(Kind.ALLREDUCE, announces=True)
 def _gathered(
     operations: Operations,
     values: np.ndarray,

@@ -163,10 +163,9 @@ def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle[Tensor]
     return allreduce_async_(_copy(tensor), *args, **kwargs)
 
 
-@refusable(Kind.ALLREDUCE, current, allreduce_async_)
-def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Reduces a tensor in place and returns it; arguments as in `allreduce_async_`."""
-    return allreduce_async_(tensor, *args, **kwargs).result()
+def allreduce_(*args: Any, **kwargs: Any) -> Tensor:
+    """Reduces a tensor in place and returns it; arguments as in `allreduce_async_`, which also tells of refusals."""
+    return allreduce_async_(*args, **kwargs).result()
 
 
 @refusable(Kind.ALLGATHER, current)
@@ -226,10 +225,9 @@ def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -
     return broadcast_async_(_copy(tensor), root_rank, *args, **kwargs)
 
 
-@refusable(Kind.BROADCAST, current, broadcast_async_)
-def broadcast_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Copies the root's tensor into everybody's and returns it; arguments as in `broadcast_async_`."""
-    return broadcast_async_(tensor, root_rank, *args, **kwargs).result()
+def broadcast_(*args: Any, **kwargs: Any) -> Tensor:
+    """Copies the root's tensor into that of all ranks and returns it; arguments as in `broadcast_async_`."""
+    return broadcast_async_(*args, **kwargs).result()
 
 
 def each(
