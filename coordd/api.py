@@ -430,12 +430,7 @@ def is_homogeneous() -> bool:
     return operations().daemon.world.is_homogeneous
 
 
-def _current(*_: Any) -> Operations:
-    """Returns the operations of the default daemon, whatever the arguments."""
-    return operations()
-
-
-@refusable(Kind.ALLREDUCE, _current)
+@refusable(Kind.ALLREDUCE, operations)
 def allreduce(
     array: np.ndarray,
     *,
@@ -453,7 +448,7 @@ def allreduce(
     return result
 
 
-@refusable(Kind.BROADCAST, _current)
+@refusable(Kind.BROADCAST, operations)
 def broadcast(
     array: np.ndarray, root: int, *, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> np.ndarray:
@@ -463,7 +458,7 @@ def broadcast(
     return result
 
 
-@refusable(Kind.ALLGATHER, _current)
+@refusable(Kind.ALLGATHER, operations)
 def allgather(
     array: np.ndarray, *, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> np.ndarray:
@@ -472,7 +467,7 @@ def allgather(
     return result
 
 
-@refusable(Kind.BARRIER, _current)
+@refusable(Kind.BARRIER, operations)
 def barrier(*, process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have come; raises like `allreduce`."""
     handle: Handle[Any] = operations().barrier(process_set=process_set)

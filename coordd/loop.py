@@ -56,7 +56,7 @@ from coordd.rendezvous import Link, Rendezvous
 from coordd.status import Parts, Status, peer_error
 from coordd.table import Entry
 from coordd.timeline.recorder import Recorder
-from coordd.tree import NOBODY, post, tree
+from coordd.tree import post, superiors
 from coordd.version import VERSION
 from coordd.world import World
 
@@ -96,8 +96,7 @@ class Loop:
         self._departures = Departures()
         self._parting: float | None = None
         self._connected = self._said_goodbye = self._landed = False
-        self._lock_number = 0
-        self._locked_at = 0.0
+        self._lock_number, self._locked_at = 0, 0.0
         self._held_look = 0.0
         self._patience = Patience()
         self._wreck: list[object] = []
@@ -166,7 +165,8 @@ class Loop:
         self._departures.watch(self._own_post.toward(rank), gone)
 
     def _cycle(self) -> None:
-        moved = self._announce() and self._flights.advance()  # at once, for the other ranks wait for it
+        self._carry_out_dues()
+        moved = self._announce() and self._member.lock is not None and self._advance()  # the other ranks wait for it
         self._release_held(now := time.monotonic())
         self._lookout.look(now)
         self._blocks.look(now)
@@ -174,11 +174,19 @@ class Loop:
         self._listen()
         if self._member.stopped:
             self._part()
-        moved |= self._flights.advance() | self._deliver()
-        while self._dues:
-            self._carry_out(self._dues.pop(0))
+        moved |= self._advance() | self._deliver()
         self.recorder.look()
         self._rest(moved=moved)
+
+    def _advance(self) -> bool:
+        """Drives what is in flight, and does what is due once something has landed."""
+        moved = self._flights.advance()
+        self._carry_out_dues()
+        return moved
+
+    def _carry_out_dues(self) -> None:
+        while self._dues:
+            self._carry_out(self._dues.pop(0))
 
     def _prepare(self) -> Exception | None:
         """Makes this thread ready; returns what it fails with, of which the other ranks are to hear."""
@@ -288,8 +296,8 @@ class Loop:
     def _release_held(self, now: float) -> None:
         """Breaks the lock if a bucket is partly filled, and has got no further tensor for a while.
 
-        The rest may come only after the result of what is held back, here or on another rank, although no thread of
-        this rank waits: its program polls, or goes on in a done callback. This does not depend on the stall check.
+        The rest may come only after the result of what is held back, although no thread of this rank waits: its program
+        polls, or goes on in a done callback. This does not depend on the stall check.
         """
         lock = self._member.lock
         if lock is None or now < self._held_look:
@@ -431,20 +439,13 @@ class Loop:
         neighbours = [welcome.pids[rank] for rank in self._status.world.neighbours]
         self._patience.crowded = oversubscribed(*Crowd.of(neighbours, os.environ))
         self._lookout.coordinator = (welcome.pids[0], welcome.hosts[0], self._status.world.host)
-        self._lookout.superiors = self._superiors(welcome)
+        above = superiors(self._own_post.rank, welcome.hosts, self._config.fan_in)
+        here = self._status.world.host
+        self._lookout.superiors = {rank: welcome.pids[rank] if welcome.hosts[rank] == here else 0 for rank in above}
         if welcome.refusal:
             self._status.start_error = StartError(welcome.refusal)
             self._status.stopping = True
         self._status.started.set()
-
-    def _superiors(self, welcome: Welcome) -> dict[int, int]:
-        """Lists the ranks between this one and the coordinator, which comes last, and the processes of this host."""
-        posts = tree(welcome.hosts, self._config.fan_in)
-        found, rank = {}, self._own_post.parent
-        while rank != NOBODY:
-            found[rank] = welcome.pids[rank] if welcome.hosts[rank] == self._status.world.host else 0
-            rank = posts[rank].parent
-        return found
 
     def _break(self, failure: Failure) -> None:
         """Ends everything that is under way with the cause; the thread lives on to see the others go."""
@@ -570,9 +571,8 @@ class Loop:
     def _let_script_run(self) -> None:
         """Yields the core to a script that has just got the result that it waited for, and waits for nothing else.
 
-        It may submit its next operation before this thread sleeps, which saves it a ring: where both share a core, as
-        each rank does on a full host, it gets to run only now. While anything else is under way, that costs more than
-        it saves: a script that computes keeps the core for its whole slice, and what has come waits.
+        It may submit its next operation before this thread sleeps, which saves it a ring: where both share a core, it
+        gets to run only now. While anything else is under way, a script that computes would keep the core for too long.
         """
         if self._landed and self._patience.prompt and not (self._flights or self._member.table or self._mailbox):
             os.sched_yield()
@@ -581,7 +581,7 @@ class Loop:
         """Looks at the data several times for one look at everything else."""
         for _ in range(_LOOKS):
             self._patience.spin()
-            if self._flights.advance():
+            if self._advance():
                 self._patience.restart()
             if self._inbox or not self._flights:
                 return

@@ -29,11 +29,6 @@ def _sized(name: str | None) -> str | None:
     return name and f"{name}.sz"
 
 
-def _current(*_: Any) -> Operations:
-    """Returns the operations of the default daemon, whatever the arguments."""
-    return api.operations()
-
-
 def sizes_of(kind: Kind) -> Callable[[Mapping[str, Any]], Name]:
     """Makes what finds the first operation of these functions: that of the sizes."""
 
@@ -43,7 +38,7 @@ def sizes_of(kind: Kind) -> Callable[[Mapping[str, Any]], Name]:
     return find
 
 
-@refusable(sizes_of(Kind.BROADCAST), _current)
+@refusable(sizes_of(Kind.BROADCAST), api.operations)
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -77,7 +72,7 @@ def broadcast_object(
     return obj if root else _checked([pickle.loads(data.data)])[0]  # noqa: S301 - see the head of this file
 
 
-@refusable(sizes_of(Kind.ALLGATHER), _current)
+@refusable(sizes_of(Kind.ALLGATHER), api.operations)
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Returns all ranks' objects, in the order of ranks.
 

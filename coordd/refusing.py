@@ -34,7 +34,7 @@ Find = Callable[[Mapping[str, Any]], Name]
 
 def refusable(
     kind: Kind | Find,
-    find: Callable[..., Operations] | None = None,
+    find: Callable[[], Operations] | None = None,
     like: Callable[..., Any] | None = None,
     *,
     announces: bool = False,
@@ -46,8 +46,7 @@ def refusable(
 
     Args:
         kind: the operation; of a group where the function has an argument ``tensors``.
-        find: gets the arguments of the call, and returns the operations whose numbers count; by default they are the
-            first argument.
+        find: returns the operations whose numbers count; by default they are the first argument.
         like: a function with the arguments ``name`` and ``process_set`` at their places; by default the decorated one.
         announces: whether the function itself announces, and does so once.
     """
@@ -58,7 +57,7 @@ def refusable(
 
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:  # each operation passes some of these, so it does little itself
-            operations = args[0] if find is None else find(*args)
+            operations = args[0] if find is None else find()
             before = operations.accounted
             try:
                 found = function(*args, **kwargs)

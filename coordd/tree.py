@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["NOBODY", "Post", "post", "tree"]
+__all__ = ["NOBODY", "Post", "post", "superiors", "tree"]
 
 NOBODY = -1
 """The parent of rank 0."""
@@ -52,6 +52,13 @@ class Post:
 def post(rank: int, hosts: Sequence[str], fan_in: int) -> Post:
     """Finds the place of one rank; see `tree`."""
     return tree(hosts, fan_in)[rank]
+
+
+def superiors(rank: int, hosts: Sequence[str], fan_in: int) -> Iterator[int]:
+    """Lists the ranks between one rank and the coordinator, which comes last; none for the coordinator."""
+    posts = tree(hosts, fan_in)
+    while (rank := posts[rank].parent) != NOBODY:
+        yield rank
 
 
 def tree(hosts: Sequence[str], fan_in: int) -> list[Post]:

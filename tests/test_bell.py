@@ -108,3 +108,11 @@ def test_the_descriptors_are_freed_with_the_last_reference():
     del bell
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read)
+
+
+def test_a_ring_while_the_sleeper_is_awake_writes_nothing_and_is_not_lost(bell, monkeypatch):
+    written = []
+    monkeypatch.setattr(os, "write", lambda _, text: written.append(text))
+    bell.ring()
+    assert not written
+    assert ended(sleeps(bell, None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.tree import NOBODY, Post, post, tree
+from coordd.tree import NOBODY, Post, post, superiors, tree
 
 many_hosts = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=60)
 fan_ins = st.integers(2, 9)
@@ -94,3 +94,10 @@ def test_ten_thousand_ranks_are_four_hops_away_at_most():
     posts = tree([f"h{rank // 8}" for rank in range(10_000)], 16)
     assert max(len(way_up(posts, rank)) - 1 for rank in range(10_000)) == 4
     assert len(posts[0].children) == 23
+
+
+@given(many_hosts, fan_ins)
+def test_superiors_are_the_way_up_without_the_rank_itself(hosts, fan_in):
+    posts = tree(hosts, fan_in)
+    for rank in range(len(hosts)):
+        assert [rank, *superiors(rank, hosts, fan_in)] == way_up(posts, rank)

@@ -14,7 +14,6 @@ from coordd.calls import CollectiveCall, collective
 from coordd.handles import wait_all
 from coordd.inventory import Inventory
 from coordd.messages import Kind, ReduceOp
-from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set
 from coordd.refusing import refusable
 from coordd_keras.compression import Compression, compressor
@@ -30,11 +29,6 @@ __all__ = [
 ]
 
 
-def _current(*_: Any) -> Operations:
-    """Returns the operations of the default daemon, whatever the arguments."""
-    return api.operations()
-
-
 def _array(value: Any) -> np.ndarray:
     return np.array(keras.ops.convert_to_numpy(value), order="C")
 
@@ -44,7 +38,7 @@ def _common(array: np.ndarray) -> np.ndarray:
     return array.astype(np.int64) if array.dtype.kind in "iu" else array
 
 
-@refusable(Kind.ALLREDUCE, _current)
+@refusable(Kind.ALLREDUCE, api.operations)
 def allreduce(
     value: Any,
     name: str | None = None,
@@ -90,13 +84,13 @@ def allreduce(
     return found
 
 
-@refusable(Kind.ALLGATHER, _current)
+@refusable(Kind.ALLGATHER, api.operations)
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> np.ndarray:
     """Returns all ranks' values, joined along the first dimension."""
     return api.allgather(_array(value), name=name, process_set=process_set)
 
 
-@refusable(Kind.BROADCAST, _current)
+@refusable(Kind.BROADCAST, api.operations)
 def broadcast(
     value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> np.ndarray:
@@ -104,7 +98,7 @@ def broadcast(
     return api.broadcast(_array(value), root_rank, name=name, process_set=process_set)
 
 
-@refusable(Kind.REDUCESCATTER, _current)
+@refusable(Kind.REDUCESCATTER, api.operations)
 def reducescatter(
     value: Any,
     name: str | None = None,

@@ -17,7 +17,6 @@ from coordd.arguments import check_op, places, reduce_op
 from coordd.differentiable import Allgather, Allreduce, Alltoall, Broadcast, Reducescatter
 from coordd.errors import ArgumentError
 from coordd.messages import Kind, ReduceOp
-from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set
 from coordd.refusing import Name, refusable
 from coordd.world import World
@@ -47,11 +46,6 @@ __all__ = [
 ]
 
 Tensors = Sequence[Any]
-
-
-def _current(*_: Any) -> Operations:
-    """Returns the operations of the default daemon, whatever the arguments."""
-    return api.operations()
 
 
 def _first(given: Mapping[str, Any]) -> Name:
@@ -114,7 +108,7 @@ def _nothing(kind: Kind, name: str | None, process_set: ProcessSet) -> list[Any]
     return []
 
 
-@refusable(_first, _current)
+@refusable(_first, api.operations)
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -152,7 +146,7 @@ def allreduce(
     return _reduced([tensor], [name], compression, reduce_op(op, average), process_set, **factors)[0]
 
 
-@refusable(_first, _current)
+@refusable(_first, api.operations)
 def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
@@ -211,7 +205,7 @@ def _reduced(
     return found
 
 
-@refusable(Kind.ALLGATHER, _current)
+@refusable(Kind.ALLGATHER, api.operations)
 def allgather(
     tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> tf.Tensor:
@@ -223,7 +217,7 @@ def allgather(
     return _gathered([tensor], [name], process_set)[0]
 
 
-@refusable(_group_of(Kind.ALLGATHER), _current)
+@refusable(_group_of(Kind.ALLGATHER), api.operations)
 def grouped_allgather(
     tensors: Tensors,
     name: str | None = None,
@@ -243,7 +237,7 @@ def _gathered(tensors: Tensors, names: Sequence[str | None], process_set: Proces
     return found
 
 
-@refusable(Kind.BROADCAST, _current)
+@refusable(Kind.BROADCAST, api.operations)
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -267,7 +261,7 @@ def broadcast(
     return differentiable(operation, [check_dense(tensor)])[0][0]
 
 
-@refusable(_group_of(Kind.BROADCAST, "variables"), _current)
+@refusable(_group_of(Kind.BROADCAST, "variables"), api.operations)
 def broadcast_(
     variables: Tensors,
     root_rank: int,
@@ -292,7 +286,7 @@ def broadcast_(
     return variables
 
 
-@refusable(Kind.ALLTOALL, _current)
+@refusable(Kind.ALLTOALL, api.operations)
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -323,7 +317,7 @@ def alltoall(
     return rows if splits is None else (rows, tf.cast(kept[1], given[0].dtype))
 
 
-@refusable(Kind.REDUCESCATTER, _current)
+@refusable(Kind.REDUCESCATTER, api.operations)
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -344,7 +338,7 @@ def reducescatter(
     return _scattered([tensor], [name], compression, op, process_set, **factors)[0]
 
 
-@refusable(_group_of(Kind.REDUCESCATTER), _current)
+@refusable(_group_of(Kind.REDUCESCATTER), api.operations)
 def grouped_reducescatter(
     tensors: Tensors,
     device_dense: str = "",
@@ -381,7 +375,7 @@ def _scattered(
     return [compressor.decompress(rows, context) for rows, context in zip(found, contexts, strict=True)]
 
 
-@refusable(Kind.BARRIER, _current)
+@refusable(Kind.BARRIER, api.operations)
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have come."""
     source = api.source()

@@ -12,7 +12,6 @@ from coordd.arguments import listed
 from coordd.calls import CollectiveCall, collective
 from coordd.inventory import Inventory
 from coordd.messages import Kind
-from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, check_process_set, global_process_set
 from coordd.refusing import refusable
 from coordd_tensorflow.exchange import name_of
@@ -52,12 +51,7 @@ def broadcast_variables(
         broadcast_(variables, root_rank, name=name, process_set=process_set)
 
 
-def _current(*_: Any) -> Operations:
-    """Returns the operations of the default daemon, whatever the arguments."""
-    return api.operations()
-
-
-@refusable(objects.sizes_of(Kind.BROADCAST), _current)
+@refusable(objects.sizes_of(Kind.BROADCAST), api.operations)
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -77,7 +71,7 @@ def broadcast_object(
     return objects.broadcast_object(obj, root_rank, name, process_set)
 
 
-@refusable(objects.sizes_of(Kind.ALLGATHER), _current)
+@refusable(objects.sizes_of(Kind.ALLGATHER), api.operations)
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:

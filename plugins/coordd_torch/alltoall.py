@@ -14,7 +14,6 @@ from coordd.handles import Handle
 from coordd.messages import Kind
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd.refusing import refusable
-from coordd_torch.operations import current
 from coordd_torch.tensors import borrow, check_dense, from_array
 
 __all__ = ["alltoall", "alltoall_async"]
@@ -23,7 +22,7 @@ Tensor = torch.Tensor
 Splits = torch.Tensor | list[int] | tuple[int, ...] | None
 
 
-@refusable(Kind.ALLTOALL, current)
+@refusable(Kind.ALLTOALL, api.operations)
 def alltoall_async(
     tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Any]:
@@ -55,7 +54,7 @@ def alltoall_async(
     return api.operations().alltoall(array, given, name=name, process_set=process_set, land=land)
 
 
-@refusable(Kind.ALLTOALL, current)
+@refusable(Kind.ALLTOALL, api.operations)
 def alltoall(
     tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:

@@ -27,7 +27,6 @@ from coordd_torch.operations import (
     Tensors,
     allreduce_async,
     broadcast_async,
-    current,
     each,
     gathered_async,
 )
@@ -36,7 +35,7 @@ from coordd_torch.single import check_single, in_rounds
 __all__ = ["allgather", "allreduce", "broadcast", "grouped_allgather", "grouped_allreduce"]
 
 
-@refusable(Kind.ALLREDUCE, current)
+@refusable(Kind.ALLREDUCE, api.operations)
 def allreduce(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     average: bool | None = None,
@@ -100,7 +99,7 @@ class _Allreduce(torch.autograd.Function):
         return None, None, None, *_reduced(gradients, backward_names(ctx.names), Compression.none, **ctx.details)
 
 
-@refusable(Kind.ALLREDUCE, current)
+@refusable(Kind.ALLREDUCE, api.operations)
 def grouped_allreduce(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     average: bool | None = None,
@@ -116,7 +115,7 @@ def grouped_allreduce(  # noqa: PLR0917 - Horovod's signature
     return _reduced(tensors, places(name, len(tensors)), compression, op=reduce_op(op, average), **details)
 
 
-@refusable(Kind.ALLGATHER, current)
+@refusable(Kind.ALLGATHER, api.operations)
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Returns all ranks' tensors, joined along the first dimension in the order of ranks; differentiable."""
     return _gathered([tensor], [name], process_set)[0]
@@ -148,7 +147,7 @@ class _Allgather(torch.autograd.Function):
         return None, None, *(rows[start : start + count] for rows, start, count in mine)
 
 
-@refusable(Kind.ALLGATHER, current)
+@refusable(Kind.ALLGATHER, api.operations)
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
@@ -156,7 +155,7 @@ def grouped_allgather(
     return _gathered(tensors, places(name, len(tensors)), process_set)
 
 
-@refusable(Kind.BROADCAST, current)
+@refusable(Kind.BROADCAST, api.operations)
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:

@@ -16,7 +16,6 @@ from coordd.arguments import places, reduce_op
 from coordd.errors import HandleError
 from coordd.handles import Handle, check_may_wait, wait_all
 from coordd.messages import Kind, ReduceOp
-from coordd.operations import Operations
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd.refusing import refusable
 from coordd_torch.tensors import borrow, check_dense, from_array
@@ -38,7 +37,6 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "current",
     "each",
     "gathered_async",
     "grouped_allgather_async",
@@ -115,12 +113,7 @@ def _checked(handle: object) -> AnyHandle:
     return handle
 
 
-def current(*_: Any) -> Operations:
-    """Returns the operations of the default daemon, whatever the arguments."""
-    return api.operations()
-
-
-@refusable(Kind.ALLREDUCE, current)
+@refusable(Kind.ALLREDUCE, api.operations)
 def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     average: bool | None = None,
@@ -157,18 +150,19 @@ def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     )
 
 
-@refusable(Kind.ALLREDUCE, current, allreduce_async_)
+@refusable(Kind.ALLREDUCE, api.operations, allreduce_async_)
 def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle[Tensor]:
     """Starts to reduce a copy of a tensor; arguments as in `allreduce_async_`."""
     return allreduce_async_(_copy(tensor), *args, **kwargs)
 
 
-def allreduce_(*args: Any, **kwargs: Any) -> Tensor:
-    """Reduces a tensor in place and returns it; arguments as in `allreduce_async_`, which also tells of refusals."""
-    return allreduce_async_(*args, **kwargs).result()
+@refusable(Kind.ALLREDUCE, api.operations, allreduce_async_)
+def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Reduces a tensor in place and returns it; arguments as in `allreduce_async_`."""
+    return allreduce_async_(tensor, *args, **kwargs).result()
 
 
-@refusable(Kind.ALLGATHER, current)
+@refusable(Kind.ALLGATHER, api.operations)
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
@@ -186,7 +180,7 @@ def allgather_async(
     return api.operations().allgather(array, name=name, process_set=process_set, land=land)
 
 
-@refusable(Kind.ALLGATHER, current)
+@refusable(Kind.ALLGATHER, api.operations)
 def gathered_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[tuple[Tensor, list[int]]]:
@@ -200,7 +194,7 @@ def gathered_async(
     return api.operations().allgather(array, name=name, process_set=process_set, land=land, sized=True)
 
 
-@refusable(Kind.BROADCAST, current)
+@refusable(Kind.BROADCAST, api.operations)
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
@@ -219,15 +213,16 @@ def broadcast_async_(
     return api.operations().broadcast(array, root_rank, name=name, process_set=process_set, land=back)
 
 
-@refusable(Kind.BROADCAST, current, broadcast_async_)
+@refusable(Kind.BROADCAST, api.operations, broadcast_async_)
 def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Handle[Tensor]:
     """Starts to fetch the root's tensor; arguments as in `broadcast_async_`."""
     return broadcast_async_(_copy(tensor), root_rank, *args, **kwargs)
 
 
-def broadcast_(*args: Any, **kwargs: Any) -> Tensor:
+@refusable(Kind.BROADCAST, api.operations, broadcast_async_)
+def broadcast_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Tensor:
     """Copies the root's tensor into that of all ranks and returns it; arguments as in `broadcast_async_`."""
-    return broadcast_async_(*args, **kwargs).result()
+    return broadcast_async_(tensor, root_rank, *args, **kwargs).result()
 
 
 def each(
@@ -240,7 +235,7 @@ def each(
         return GroupHandle([start(tensor, name=name, **details) for tensor, name in zip(tensors, names, strict=True)])
 
 
-@refusable(Kind.ALLREDUCE, current)
+@refusable(Kind.ALLREDUCE, api.operations)
 def grouped_allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     average: bool | None = None,
@@ -255,19 +250,19 @@ def grouped_allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     return each(allreduce_async_, tensors, places(name, len(tensors)), op=reduce_op(op, average), **details)
 
 
-@refusable(Kind.ALLREDUCE, current, grouped_allreduce_async_)
+@refusable(Kind.ALLREDUCE, api.operations, grouped_allreduce_async_)
 def grouped_allreduce_async(tensors: Tensors, *args: Any, **kwargs: Any) -> GroupHandle:
     """Starts to reduce copies of several tensors; arguments as in `grouped_allreduce_async_`."""
     return grouped_allreduce_async_([_copy(tensor) for tensor in tensors], *args, **kwargs)
 
 
-@refusable(Kind.ALLREDUCE, current, grouped_allreduce_async_)
+@refusable(Kind.ALLREDUCE, api.operations, grouped_allreduce_async_)
 def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Reduces several tensors in place and returns them; arguments as in `grouped_allreduce_async_`."""
     return grouped_allreduce_async_(tensors, *args, **kwargs).result()
 
 
-@refusable(Kind.ALLGATHER, current)
+@refusable(Kind.ALLGATHER, api.operations)
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> GroupHandle:
@@ -275,13 +270,13 @@ def grouped_allgather_async(
     return each(allgather_async, tensors, places(name, len(tensors)), process_set=process_set)
 
 
-@refusable(Kind.BARRIER, current)
+@refusable(Kind.BARRIER, api.operations)
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks have come."""
     api.barrier(process_set=process_set)
 
 
-@refusable(Kind.JOIN, current)
+@refusable(Kind.JOIN, api.operations)
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:  # noqa: ARG001 - Horovod's signature
     """Waits until all ranks have joined, and takes part with nothing in whatever the others still do.
 

@@ -22,7 +22,6 @@ from coordd_torch.operations import (
     Sum,
     Tensor,
     Tensors,
-    current,
     each,
     gathered_async,
 )
@@ -31,7 +30,7 @@ from coordd_torch.tensors import borrow, check_dense, from_array
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
 
 
-@refusable(Kind.REDUCESCATTER, current)
+@refusable(Kind.REDUCESCATTER, api.operations)
 def reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     name: str | None = None,
@@ -67,7 +66,7 @@ def reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     )
 
 
-@refusable(Kind.REDUCESCATTER, current)
+@refusable(Kind.REDUCESCATTER, api.operations)
 def grouped_reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     name: str | None = None,
@@ -81,7 +80,7 @@ def grouped_reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     return each(reducescatter_async, tensors, places(name, len(tensors)), **details)
 
 
-@refusable(Kind.REDUCESCATTER, current)
+@refusable(Kind.REDUCESCATTER, api.operations)
 def reducescatter(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
     name: str | None = None,
@@ -98,7 +97,7 @@ def reducescatter(  # noqa: PLR0917 - Horovod's signature
     return _scattered([tensor], [name], compression, _details(op, process_set, prescale_factor, postscale_factor))[0]
 
 
-@refusable(Kind.REDUCESCATTER, current)
+@refusable(Kind.REDUCESCATTER, api.operations)
 def grouped_reducescatter(  # noqa: PLR0917 - Horovod's signature
     tensors: Tensors,
     name: str | None = None,

@@ -14,7 +14,7 @@ from coordd.handles import Handle
 from coordd.messages import Kind, ReduceOp
 from coordd.process_sets import ProcessSet, global_process_set
 from coordd.refusing import Name, refusable
-from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, allgather_async, current
+from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, allgather_async
 
 __all__ = ["SparseHandle", "sparse_allreduce_async"]
 
@@ -41,7 +41,7 @@ def _named(given: Mapping[str, Any]) -> Name:
     return Kind.ALLGATHER, _names(given.get("name"))
 
 
-@refusable(_named, current)
+@refusable(_named, api.operations)
 def sparse_allreduce_async(
     tensor: Tensor,
     name: str | None = None,
