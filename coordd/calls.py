@@ -72,7 +72,7 @@ class CollectiveCall:
         self.prefix = self._operations.namespace(ranks) if namespace else ""
         self._part: Part | None = None
         self.lines: list[str] = []
-        self.advice = ""
+        self.advice = "give all ranks the same model, optimizer and arguments"
 
     def __enter__(self) -> Self:
         if self._members is not None and self._operations.part is None:
@@ -102,8 +102,7 @@ class CollectiveCall:
         ).check()
 
     def _tell(self, everybody: Everybody) -> str:
-        advice = f": {self.advice}" if self.advice else ""
-        return f"the ranks have given different parameters to {self._what}: {differences(everybody)}{advice}"
+        return f"the ranks have given different parameters to {self._what}: {differences(everybody)}: {self.advice}"
 
     def _refuse(self, error: BaseException, frame: FrameType) -> None:
         """Tells the others, unless the job is over anyway."""
