@@ -187,8 +187,8 @@ def _advice(name: str) -> str:
             "to ranks, and none may stop before the others"
         )
     return (
-        "give all ranks the same number of batches and operations (in PyTorch by DistributedSampler, drop_last=True; in "
-        "Keras by shard(), and set stop_training on all ranks), or end the loop with join() on all ranks; wrap the "
+        "give all ranks the same number of batches and operations (in PyTorch by DistributedSampler, drop_last=True; "
+        "in Keras by shard(), and set stop_training on all ranks), or end the loop with join() on all ranks; wrap the "
         "optimizer on all ranks, and call shutdown() on none before the others; where a rank of PyTorch skips a batch "
         "that has failed, call optimizer.discard_step() there"
     )
