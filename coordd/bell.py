@@ -43,7 +43,10 @@ class Bell:
             self._poll.register(descriptor, select.POLLIN)
 
     def ring(self) -> None:
-        """Wakes the sleeper; cheap if it has been rung already, or is awake: it looks at the flag before it sleeps."""
+        """Wakes the sleeping thread.
+
+        Writes nothing if the bell has been rung already, or if that thread is awake, for it reads the flag first.
+        """
         if not self._rung:
             # No call between flag and byte: a signal's handler that raises there would leave a flag without a ring.
             self._rung = True

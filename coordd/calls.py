@@ -101,8 +101,8 @@ class CollectiveCall:
             self._operations, self.lines, caller=self._what, name="agreement", process_set=chosen, tell=self._tell
         ).check()
 
-    def _tell(self, everybody: Everybody) -> str:
-        return f"the ranks have given different parameters to {self._what}: {differences(everybody)}: {self.advice}"
+    def _tell(self, lists: Everybody) -> str:
+        return f"the ranks have given different parameters to {self._what}: {differences(lists)}: {self.advice}"
 
     def _refuse(self, error: BaseException, frame: FrameType) -> None:
         """Tells the others, unless the job is over anyway."""

@@ -99,7 +99,7 @@ class Handle(Generic[Result]):
             timeout = max(0.0, finite(timeout, "timeout"))
         if self._done:
             return True
-        if getattr(_here, "daemon", False) and timeout != 0.0:
+        if timeout is None or timeout > 0.0:
             check_may_wait(f"waiting for {self.name!r}")
         gate = threading.Lock()  # an Event takes ten times as long
         gate.acquire()
@@ -332,10 +332,7 @@ def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | Non
 
 def users_frame(frame: Any, package: str = "coordd") -> Any:
     """Finds the innermost frame outside coordd and the frameworks from a frame on; None if there is none."""
-    while frame is not None:  # each operation asks for some frames, so what `is_users` asks is written out
-        inside = _is_inside(frame.f_globals.get("__name__", ""), package)
-        if not inside and _AUTOGRAPH not in frame.f_code.co_filename:
-            break
+    while frame is not None and _is_inside(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, package):
         frame = frame.f_back
     return frame
 
@@ -351,13 +348,13 @@ def raised_by_handler(trace: TracebackType | None) -> bool:
 
 def is_users(frame: Any, package: str = "coordd") -> bool:
     """Says whether a frame is neither coordd's nor a framework's, nor a ``with`` statement's machinery."""
-    outside = not _is_inside(frame.f_globals.get("__name__", ""), package)
-    return outside and _AUTOGRAPH not in frame.f_code.co_filename
+    return not _is_inside(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, package)
 
 
 @functools.lru_cache(maxsize=4096)  # asked several times for each operation
-def _is_inside(module: str, package: str) -> bool:
-    return module.startswith((package, *_INSIDE)) or module in _FRAMEWORKS or module == "contextlib"
+def _is_inside(module: str, file: str, package: str) -> bool:
+    inside = module.startswith((package, *_INSIDE)) or module in _FRAMEWORKS or module == "contextlib"
+    return inside or _AUTOGRAPH in file
 
 
 @contextmanager

@@ -184,7 +184,7 @@ class Loop:
         self._carry_out_dues()
         return moved
 
-    def _carry_out_dues(self) -> None:
+    def _carry_out_dues(self) -> None:  # of locked buckets that have ended
         while self._dues:
             self._carry_out(self._dues.pop(0))
 

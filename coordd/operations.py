@@ -374,7 +374,7 @@ class Operations(Messages):
             self.account()
 
     def _announce(self, entry: Entry) -> None:
-        if (group := self._thread.group and self._group) is None:
+        if (group := self._group) is None:
             self.daemon.submit(entry)
         else:
             group.entries.append(entry)
@@ -423,7 +423,7 @@ class Operations(Messages):
         self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
     ) -> Request:
         """Makes a request as `request` does, but one that is part of what this thread is in the middle of."""
-        part, group = self._thread.part, self._thread.group and self._group
+        part, group = self._thread.part, self._group
         if part is None and (name is not None or group is None):
             return self.request(kind, name, array, process_set, **details)
         if part is not None:
@@ -446,7 +446,7 @@ class Operations(Messages):
 
     def _check_reducible(self, array: np.ndarray, op: ReduceOp, prescale: float, postscale: float) -> None:
         scaled = (prescale, postscale) != (1.0, 1.0)
-        check_reducible(array.dtype, op, scaled=scaled, truncate=self.daemon.config.as_horovod)
+        check_reducible(array.dtype, op, scaled=scaled, truncate=self.as_horovod)
 
     def request(
         self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
@@ -473,7 +473,7 @@ class Operations(Messages):
 
     def _members(self, process_set: ProcessSet) -> tuple[int, ...]:
         """Returns the members as requests carry them."""
-        if process_set is global_process_set:  # most often, and asked for each operation
+        if isinstance(process_set, ProcessSet) and not process_set.ranks:  # all ranks: nothing to check
             return ()
         world = self.daemon.world
         check_process_set(process_set, world.size)
@@ -486,7 +486,7 @@ class Operations(Messages):
 
     def account(self) -> None:
         """Notes that an operation was announced; one of a group is announced later."""
-        if self._thread.group is None or self._group is None:
+        if self._group is None:
             self._thread.accounted += 1
 
     def _concerned(self, process_set: Any) -> tuple[int, ...] | None:

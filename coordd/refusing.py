@@ -46,7 +46,7 @@ def refusable(
 
     Args:
         kind: the operation; of a group where the function has an argument ``tensors``.
-        find: returns the operations whose numbers count; by default they are the first argument.
+        find: returns the `Operations` that number this call; by default the first argument of the function is used.
         like: a function with the arguments ``name`` and ``process_set`` at their places; by default the decorated one.
         announces: whether the function itself announces, and does so once.
     """
