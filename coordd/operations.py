@@ -473,7 +473,7 @@ class Operations(Messages):
 
     def _members(self, process_set: ProcessSet) -> tuple[int, ...]:
         """Returns the members as requests carry them."""
-        if isinstance(process_set, ProcessSet) and not process_set.ranks:  # all ranks: nothing to check
+        if process_set is global_process_set:  # the usual case; another set of all ranks gives the same below
             return ()
         world = self.daemon.world
         check_process_set(process_set, world.size)
