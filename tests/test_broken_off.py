@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -268,12 +269,16 @@ def test_a_shutdown_that_is_interrupted_before_its_goodbye_may_be_called_again(m
 
 def test_a_ring_that_is_interrupted_does_not_keep_later_ones_from_waking(monkeypatch):
     bell = Bell()
+    asleep = threading.Event()
+    waits = bell._poll.poll
+    monkeypatch.setattr(bell, "_poll", SimpleNamespace(poll=lambda limit: asleep.set() or waits(limit)))
+    sleeper = threading.Thread(target=bell.sleep, args=(None,), daemon=True)
+    sleeper.start()
+    assert asleep.wait(10.0)  # a ring to a thread that is awake writes nothing
     monkeypatch.setattr(os, "write", once(os.write, KeyboardInterrupt(), after=False))
     with pytest.raises(KeyboardInterrupt):
         bell.ring()
     bell.ring()
-    sleeper = threading.Thread(target=bell.sleep, args=(None,), daemon=True)
-    sleeper.start()
     sleeper.join(10.0)
     assert not sleeper.is_alive()
     bell.close()

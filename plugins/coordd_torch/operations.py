@@ -5,9 +5,11 @@ The synchronous forms out of place are in `coordd_torch.differentiable`, because
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -62,6 +64,7 @@ Product = ReduceOp.PRODUCT
 
 Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
+P = ParamSpec("P")
 
 
 class GroupHandle:
@@ -113,6 +116,22 @@ def _checked(handle: object) -> AnyHandle:
     return handle
 
 
+def _blocking(start: Callable[P, Handle[Tensor]], name: str, about: str) -> Callable[P, Tensor]:
+    """The form of an operation that waits.
+
+    It is not `refusable` itself, for ``start`` is: what a small operation costs is the calls that it passes.
+    """
+
+    @functools.wraps(start)
+    def blocking(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        return start(*args, **kwargs).result()
+
+    blocking.__name__ = blocking.__qualname__ = name
+    blocking.__doc__ = about
+    vars(blocking)["__signature__"] = inspect.signature(start).replace(return_annotation="Tensor")
+    return blocking
+
+
 @refusable(Kind.ALLREDUCE, api.operations)
 def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     tensor: Tensor,
@@ -156,10 +175,9 @@ def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle[Tensor]
     return allreduce_async_(_copy(tensor), *args, **kwargs)
 
 
-@refusable(Kind.ALLREDUCE, api.operations, allreduce_async_)
-def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Reduces a tensor in place and returns it; arguments as in `allreduce_async_`."""
-    return allreduce_async_(tensor, *args, **kwargs).result()
+allreduce_ = _blocking(
+    allreduce_async_, "allreduce_", "Reduces a tensor in place and returns it; arguments as in `allreduce_async_`."
+)
 
 
 @refusable(Kind.ALLGATHER, api.operations)
@@ -219,10 +237,11 @@ def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -
     return broadcast_async_(_copy(tensor), root_rank, *args, **kwargs)
 
 
-@refusable(Kind.BROADCAST, api.operations, broadcast_async_)
-def broadcast_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Copies the root's tensor into that of all ranks and returns it; arguments as in `broadcast_async_`."""
-    return broadcast_async_(tensor, root_rank, *args, **kwargs).result()
+broadcast_ = _blocking(
+    broadcast_async_,
+    "broadcast_",
+    "Copies the root's tensor into that of all ranks and returns it; arguments as in `broadcast_async_`.",
+)
 
 
 def each(
