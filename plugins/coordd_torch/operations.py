@@ -117,9 +117,9 @@ def _checked(handle: object) -> AnyHandle:
 
 
 def _blocking(start: Callable[P, Handle[Tensor]], name: str, about: str) -> Callable[P, Tensor]:
-    """The form of an operation that waits.
+    """Makes the blocking form of an operation.
 
-    It is not `refusable` itself, for ``start`` is: what a small operation costs is the calls that it passes.
+    ``start`` is `refusable`, so this form is not: a second layer would only add calls, which dominate small operations.
     """
 
     @functools.wraps(start)
