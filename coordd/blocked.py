@@ -134,7 +134,8 @@ class BlockWatch:
         self._submitted = submitted
         self._tell = tell
         self._mail = mail
-        self._due: float | None = None
+        self.due: float | None = None
+        """When to `look` next, in seconds of `time.monotonic`; None if that is not in sight."""
         self._pause = _SECONDS
         self._told = _NOTHING
         self._one_of_several = False
@@ -145,8 +146,8 @@ class BlockWatch:
     def note_wait(self, now: float) -> None:
         """Notes that a thread has begun to wait, or to receive, for which it may wait without a word."""
         self._pause = _SECONDS
-        if self._due is None or self._due > now + _SECONDS:
-            self._due = now + _SECONDS
+        if self.due is None or self.due > now + _SECONDS:
+            self.due = now + _SECONDS
             self._busy()  # what has moved until now does not count when it is asked next
 
     @property
@@ -164,7 +165,7 @@ class BlockWatch:
         if self.told:
             self._told = _NOTHING
             self._tell(_NOTHING, again=False)
-            self._due = now + _SECONDS
+            self.due = now + _SECONDS
 
     def note_mail(self, now: float) -> None:
         """Notes that messages have come or gone: the wait may be over, or what was told of them has changed."""
@@ -179,28 +180,28 @@ class BlockWatch:
         """Notes that a plan is locked: with that the coordinator forgets which ranks are blocked."""
         if self.told:
             self._told = _NOTHING
-            self._due = now + _SECONDS
+            self.due = now + _SECONDS
 
     def look(self, now: float) -> None:
         """Looks whether the script is blocked, once it has had time to go on."""
-        if self._due is None or now < self._due:
+        if self.due is None or now < self.due:
             return
         if self._busy():
-            self._due = now + _SECONDS
+            self.due = now + _SECONDS
             return
         awaits = self._awaited()
         if self._submitted():  # before it began to wait; asked for after the look, which may have come later
-            self._due = now
+            self.due = now
             return
         if awaits != self._first[0]:
             self._first = awaits, now
         patience = max(self._patience(), _patience_with(awaits))
         others = bool(awaits.name) and (self._others_may_submit() or now - self._first[1] < patience)
         # A thread may end, or one of several operations that the script waits for, and the script still wait.
-        self._due = now + _SECONDS if others or self._one_of_several else None
+        self.due = now + _SECONDS if others or self._one_of_several else None
         if not awaits.name and (len(self._table) > 0 or self._mail.letters):
             # It may have been in a signal's handler, say, or begin to wait for a neighbour's message without a word.
-            self._due = now + self._pause
+            self.due = now + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_WITH_MAIL if self._mail.letters else _LONGEST_PAUSE)
         if awaits.name and awaits != self._told and not others:
             self._told = awaits
@@ -208,7 +209,7 @@ class BlockWatch:
 
     def remaining(self, now: float) -> float | None:
         """Seconds until `look` has something to do; None if that is not in sight."""
-        return None if self._due is None else max(0.0, self._due - now)
+        return None if self.due is None else max(0.0, self.due - now)
 
     def _others_may_submit(self) -> bool:
         """Whether anything but the script's thread could submit an operation of this rank."""

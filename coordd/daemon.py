@@ -252,7 +252,7 @@ class Daemon:
             raise ForkedProcessError
         tape = self._loop.recorder.deck.tape
         over = tape.pause(name) if tape is not None else None
-        if self._inbox or not heralded:
+        if not heralded or self._inbox:
             self._inbox.hurry()
         return over
 

@@ -70,6 +70,9 @@ class Flights:
     def __len__(self) -> int:
         return len(self._active) + sum(map(len, self._queues.values())) + len(self._words)
 
+    def __bool__(self) -> bool:  # asked in every cycle
+        return bool(self._active or self._words or self._queues)
+
     @property
     def heralded(self) -> bool:
         """Whether the bell rings when anything in flight can go on."""
@@ -100,8 +103,9 @@ class Flights:
         """Drives what is in flight; says whether something has moved."""
         before = self._plane.pulse.beats
         started = bool(self._queues) and self._start()
-        landed = _drive(self._active) + _drive(self._words)
-        return started or landed > 0 or self._plane.pulse.beats > before
+        landed = bool(self._active) and _drive(self._active)
+        landed |= bool(self._words) and _drive(self._words)
+        return started or landed or self._plane.pulse.beats > before
 
     def _start(self) -> bool:
         """Starts what has come to the head of its line; says whether there was any."""
@@ -118,7 +122,7 @@ class Flights:
 
     def nod_off(self) -> bool:
         """Asks neighbours to ring from now on, and looks a last time; True if something has moved meanwhile."""
-        self._plane.fall_asleep(data=len(self) > 0)
+        self._plane.fall_asleep(data=bool(self))
         return self.advance()
 
     def wake_up(self) -> None:
@@ -272,12 +276,12 @@ class Flights:
         yield
 
 
-def _drive(flights: list[_Flight]) -> int:
-    """Advances flights; removes those that have landed, and counts them."""
+def _drive(flights: list[_Flight]) -> bool:
+    """Advances flights; removes those that have landed, and says whether there were any."""
     landed = [flight for flight in flights if next(flight.steps, _DONE) is _DONE]
     for flight in landed:
         flights.remove(flight)
-    return len(landed)
+    return bool(landed)
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -56,7 +56,8 @@ class Lookout:
         self._give_up = give_up
         self._answer_due: float | None = None
         self._abort_due: float | None = None
-        self._next = 0.0
+        self.due = 0.0 if self._active else math.inf
+        """When to `look` next, in seconds of `time.monotonic`."""
         self._active_at = time.monotonic()
         self._asked_about: float | None = None
         self.coordinator = (0, "", "")
@@ -86,9 +87,9 @@ class Lookout:
 
     def look(self, now: float) -> None:
         """Asks about what has waited too long; cheap, for it looks only now and then."""
-        if not self._active or now < self._next:
+        if now < self.due:
             return
-        self._next = now + min(0.1, self._watch.limit / 8)
+        self.due = now + min(0.1, self._watch.limit / 8)
         oldest = self._oldest()
         if oldest is None:
             self._answer_due = self._abort_due = None
@@ -121,7 +122,7 @@ class Lookout:
         seconds = self._watch.remaining(now - oldest)
         for due in (self._answer_due, self._abort_due):
             seconds = seconds if due is None else min(seconds, due - now)
-        return max(seconds, self._next - now)
+        return max(seconds, self.due - now)
 
     def _oldest(self) -> float | None:
         """Since when the operation has waited that has waited longest."""

@@ -165,12 +165,10 @@ class Loop:
         self._departures.watch(self._own_post.toward(rank), gone)
 
     def _cycle(self) -> None:
-        self._carry_out_dues()
+        if self._dues:  # of what has landed as this thread fell asleep
+            self._carry_out_dues()
         moved = self._announce() and self._member.lock is not None and self._advance()  # the other ranks wait for it
-        self._release_held(now := time.monotonic())
-        self._lookout.look(now)
-        self._blocks.look(now)
-        self._letters.look(self._blocks, now)
+        self._watch(time.monotonic())
         self._listen()
         if self._member.stopped:
             self._part()
@@ -181,12 +179,23 @@ class Loop:
     def _advance(self) -> bool:
         """Drives what is in flight, and does what is due once something has landed."""
         moved = self._flights.advance()
-        self._carry_out_dues()
+        if self._dues:
+            self._carry_out_dues()
         return moved
 
     def _carry_out_dues(self) -> None:  # of locked buckets that have ended
         while self._dues:
             self._carry_out(self._dues.pop(0))
+
+    def _watch(self, now: float) -> None:
+        """Has those look for whom it is time; asked in every cycle, so nothing is called in vain."""
+        if now >= self._held_look:
+            self._release_held(now)
+        if now >= self._lookout.due:
+            self._lookout.look(now)
+        if self._blocks.due is not None and now >= self._blocks.due:
+            self._blocks.look(now)
+        self._letters.look(self._blocks, now)
 
     def _prepare(self) -> Exception | None:
         """Makes this thread ready; returns what it fails with, of which the other ranks are to hear."""
@@ -300,7 +309,7 @@ class Loop:
         polls, or goes on in a done callback. This does not depend on the stall check.
         """
         lock = self._member.lock
-        if lock is None or now < self._held_look:
+        if lock is None:
             return
         self._held_look = now + _HELD_LOOK_SECONDS
         if lock.number != self._lock_number:
@@ -382,7 +391,8 @@ class Loop:
 
     def _listen(self) -> None:
         """Takes control messages in; where others report to this rank, its hub hears them and says what to do."""
-        arrived = self.recorder.sift(self._control.receive())
+        arrived = self._control.receive()
+        arrived = arrived and self.recorder.sift(arrived)
         if self._hub is None:
             for sender, message in arrived:
                 self._obey(sender, message)
@@ -595,6 +605,8 @@ class Loop:
             times.append(self._farewell - now)
         if (lock := self._member.lock) is not None and lock.partial:
             times.append(self._held_look - now)
-        watches = (self._lookout.remaining(now), self._blocks.remaining(now), self._letters.remaining(now))
+        watches = [self._blocks.remaining(now), self._letters.remaining(now)]
+        if self._flights or self._member.table or self._mailbox:
+            watches.append(self._lookout.remaining(now))
         times += [remaining for remaining in watches if remaining is not None]
         return max(_SHORTEST_SLEEP, min(times)) if times else None

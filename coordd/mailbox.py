@@ -228,7 +228,7 @@ class Mailbox:
 
     @property
     def _waits_afar(self) -> bool:
-        return any(peer not in self.notes for peer, _ in self._wanted)
+        return bool(self._wanted) and any(peer not in self.notes for peer, _ in self._wanted)
 
     def start(self, letter: Letter, header: _Header | None = None) -> None:
         """Starts a send, or a receive; fails it if the other rank has left.
@@ -333,6 +333,8 @@ class Mailbox:
         heard = self._listen()
         if self._withdrawn:
             self._withdrawn = [steps for steps in self._withdrawn if next(steps, _DONE) is not _DONE]
+        if not self._moving:
+            return heard
         done = [moving for moving in self._moving if next(moving[1], _DONE) is _DONE]
         for moving in done:
             self._moving.remove(moving)

@@ -52,7 +52,7 @@ class MailWatch:
 
     def look(self, blocks: BlockWatch, now: float) -> None:
         """Does what is due."""
-        if self._mailbox and now >= self._due:
+        if now >= self._due and self._mailbox:
             self._ask(now)
         if self._far:
             self._peek(blocks, now)

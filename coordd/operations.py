@@ -101,7 +101,7 @@ class Part:
         return f"{self._title}: {name}"
 
 
-class _Thread(threading.local):
+class Thread(threading.local):
     """What one thread is in the middle of, if anything, and how many operations it has announced or refused."""
 
     accounted = 0
@@ -126,7 +126,7 @@ class Operations(Messages):
         """What plugins keep for as long as this daemon runs."""
         self._namespaces: Counter[tuple[int, ...]] = Counter()
         self._calls: Counter[tuple[tuple[int, ...], str]] = Counter()
-        self._thread = _Thread()
+        self.thread = Thread()
         self._numbers: dict[tuple[Kind, tuple[int, ...], str], Iterator[int]] = {}
 
     @property
@@ -340,7 +340,11 @@ class Operations(Messages):
         handle: Handle[Any] = self.daemon.handle(request.name)
         if site is None:
             site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
-        self._announce(Entry(request, array, handle, site, land, filler))
+        entry = Entry(request, array, handle, site, land, filler)
+        if self.thread.group is None:
+            self.daemon.submit(entry)
+        else:
+            self._announce(entry)
         return handle
 
     @contextmanager
@@ -357,18 +361,18 @@ class Operations(Messages):
         Raises:
             DuplicateNameError: the name of one of them is in flight.
         """
-        before = self._thread.group
-        group = self._thread.group = _Group(names, users_frame(inspect.currentframe()))
+        before = self.thread.group
+        group = self.thread.group = _Group(names, users_frame(inspect.currentframe()))
         try:
             yield
         except Exception as error:
-            self._thread.group = before
+            self.thread.group = before
             if group.refused is not None:
                 kind, process_set = group.refused
                 self.refuse(kind, group.names, process_set, error)
             raise
         finally:
-            self._thread.group = before
+            self.thread.group = before
         self.daemon.submit_all(group.entries)
         if group.names:
             self.account()
@@ -407,23 +411,23 @@ class Operations(Messages):
     @property
     def _group(self) -> _Group | None:
         """The group that this thread makes, if the calling code is part of it."""
-        group = self._thread.group
+        group = self.thread.group
         return group if group is not None and group.holds(inspect.currentframe()) else None
 
     @property
     def part(self) -> Part | None:
         """What this thread is in the middle of, if there is something."""
-        return self._thread.part
+        return self.thread.part
 
     @part.setter
     def part(self, part: Part | None) -> None:
-        self._thread.part = part
+        self.thread.part = part
 
     def _request(
         self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
     ) -> Request:
         """Makes a request as `request` does, but one that is part of what this thread is in the middle of."""
-        part, group = self._thread.part, self._group
+        part, group = self.thread.part, self.thread.group and self._group
         if part is None and (name is not None or group is None):
             return self.request(kind, name, array, process_set, **details)
         if part is not None:
@@ -446,7 +450,7 @@ class Operations(Messages):
 
     def _check_reducible(self, array: np.ndarray, op: ReduceOp, prescale: float, postscale: float) -> None:
         scaled = (prescale, postscale) != (1.0, 1.0)
-        check_reducible(array.dtype, op, scaled=scaled, truncate=self.as_horovod)
+        check_reducible(array.dtype, op, scaled=scaled, truncate=self.daemon.config.as_horovod)
 
     def request(
         self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
@@ -482,12 +486,12 @@ class Operations(Messages):
     @property
     def accounted(self) -> int:
         """How many operations this thread has announced or refused; a group counts as one."""
-        return self._thread.accounted
+        return self.thread.accounted
 
     def account(self) -> None:
         """Notes that an operation was announced; one of a group is announced later."""
-        if self._group is None:
-            self._thread.accounted += 1
+        if self.thread.group is None or self._group is None:
+            self.thread.accounted += 1
 
     def _concerned(self, process_set: Any) -> tuple[int, ...] | None:
         """The members of a process set that may be unusable, as requests carry them; None if this rank is none."""
@@ -510,13 +514,13 @@ class Operations(Messages):
         Raises:
             ArgumentError: a name is none.
         """
-        members, group, part = self._concerned(process_set), self._group, self._thread.part
+        members, group, part = self._concerned(process_set), self._group, self.thread.part
         if members is None or not names:
             return
         if group is not None:
             group.refused = kind, process_set
             return
-        self._thread.accounted += 1
+        self.thread.accounted += 1
         if None in names:
             known = names_in_group(self._number(kind, members) if part is None else part.name(kind, None), names)
         else:
@@ -529,7 +533,7 @@ class Operations(Messages):
 
     def tell_refused_of_part(self) -> None:
         """Tells what this thread has refused of the call that it makes, and goes on with."""
-        if (part := self._thread.part) is not None and part.refused:
+        if (part := self.thread.part) is not None and part.refused:
             told, part.refused = part.refused, []
             self._tell(told)
 
@@ -567,7 +571,7 @@ class Operations(Messages):
 
     def number(self, kind: Kind, process_set: ProcessSet) -> str:
         """Takes the name that the next operation without a name would get; for one that consists of several."""
-        members, part = self._members(process_set), self._thread.part
+        members, part = self._members(process_set), self.thread.part
         return self._number(kind, members) if part is None else part.name(kind, None)
 
 

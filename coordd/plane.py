@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -197,11 +195,13 @@ class Plane:
         if outer is not None and not agreed and not (yield from self._agree_on_levels(spot, meeting, way, valid=True)):
             meeting.finish()
             return False
-        with self._lending() as lend:
-            terms = Terms(self._chunk, self.pulse, lend)
-            if outer is not None:
-                terms = dataclasses.replace(terms, between=between, owners=way.owners, partial=inner.sums)
-            return (yield from shared.allreduce(meeting, arrays, inner, terms, doubtful=outer is None and not agreed))
+        loan = _Loan(self._commons)
+        terms = Terms(self._chunk, self.pulse, loan.lend)
+        if outer is not None:
+            terms = terms._replace(between=between, owners=way.owners, partial=inner.sums)
+        moved = yield from shared.allreduce(meeting, arrays, inner, terms, doubtful=outer is None and not agreed)
+        loan.end()
+        return moved
 
     @_timed
     def broadcast(self, spot: Spot, members: Sequence[int], array: np.ndarray, root: int) -> Steps:
@@ -224,8 +224,9 @@ class Plane:
     def _spread(self, meeting: Meeting, blocks: Sequence[np.ndarray]) -> Steps:
         while not meeting.enter():
             yield
-        with self._lending() as lend:
-            yield from rounds.spread(meeting, blocks, Terms(self._chunk, self.pulse, lend))
+        loan = _Loan(self._commons)
+        yield from rounds.spread(meeting, blocks, Terms(self._chunk, self.pulse, loan.lend))
+        loan.end()
 
     @_timed
     def alltoall(
@@ -240,8 +241,10 @@ class Plane:
         if (meeting := self._meeting(spot, members)) is not None:
             while not meeting.enter():
                 yield
-            with self._lending() as lend:
-                return (yield from rounds.alltoall(meeting, data, splits, row, Terms(self._chunk, self.pulse, lend)))
+            loan = _Loan(self._commons)
+            found = yield from rounds.alltoall(meeting, data, splits, row, Terms(self._chunk, self.pulse, loan.lend))
+            loan.end()
+            return found
         group = self._group(spot, members)
         told, received = np.array(splits, np.int64), np.array(splits, np.int64)
         yield from exchange.counts(group, told, received)
@@ -264,9 +267,10 @@ class Plane:
             return
         while not meeting.enter():
             yield
-        with self._lending() as lend:
-            terms = Terms(self._chunk, self.pulse, lend)
-            yield from rounds.reduce_scatter(meeting, slices, result, reduction, terms)
+        loan = _Loan(self._commons)
+        terms = Terms(self._chunk, self.pulse, loan.lend)
+        yield from rounds.reduce_scatter(meeting, slices, result, reduction, terms)
+        loan.end()
 
     def _agree(self, group: Group, *, valid: bool) -> Outcome:
         """Exchanges words over the lane; says whether all are valid."""
@@ -298,25 +302,36 @@ class Plane:
             return None
         return self._commons.meeting(spot.slot, spot.stamp, members)
 
-    @contextmanager
-    def _lending(self) -> Iterator[Callable[[int], np.ndarray]]:
-        """Lends common memory until the operation is over; after a failure for ever: others may still write to it."""
-        assert self._commons is not None  # noqa: S101 - for the type checker
-        commons, lent = self._commons, []
 
-        def lend(size: int) -> np.ndarray:
-            lent.append(commons.borrow(size))
-            return lent[-1]
+class _Loan:
+    """Common memory that an operation uses until it is over; after a failure for ever, for others may write to it."""
 
-        yield lend
-        for block in lent:
-            commons.give_back(block)
+    def __init__(self, commons: Commons | None) -> None:
+        assert commons is not None  # noqa: S101 - for the type checker
+        self._commons = commons
+        self._blocks: list[np.ndarray] = []
+
+    def lend(self, size: int) -> np.ndarray:
+        """Gives the operation at least so many bytes."""
+        self._blocks.append(self._commons.borrow(size))
+        return self._blocks[-1]
+
+    def end(self) -> None:
+        """Takes all of it back: no rank uses it any more."""
+        for block in self._blocks:
+            self._commons.give_back(block)
 
 
 def _reduction(request: Request, dtype: np.dtype, present: int) -> Reduction:
     """The arithmetic of a request, where so many members have not joined."""
     count = present if request.op is ReduceOp.AVERAGE_PRESENT else 0
-    return Reduction(request.op, dtype, prescale=request.prescale, postscale=request.postscale, count=count)
+    return _known_reduction(request.op, dtype, request.prescale, request.postscale, count)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_reduction(op: ReduceOp, dtype: np.dtype, prescale: float, postscale: float, count: int) -> Reduction:
+    """A reduction has no state, and training needs few of them, again and again."""
+    return Reduction(op, dtype, prescale=prescale, postscale=postscale, count=count)
 
 
 def _levels(request: Request, dtype: np.dtype, count: int, *, present: int) -> tuple[Reduction, Reduction]:

@@ -58,17 +58,18 @@ def refusable(
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:  # each operation passes some of these, so it does little itself
             operations = args[0] if find is None else find()
-            before = operations.accounted
+            thread = operations.thread
+            before = thread.accounted
             try:
                 found = function(*args, **kwargs)
             except Exception as error:
-                if operations.accounted == before:
+                if thread.accounted == before:
                     with contextlib.suppress(Exception):  # a name that is none counts nothing
                         operations.refuse(*_what(kind, signature, args, kwargs), error)
                 raise
             if announces:
                 operations.account()
-            elif group and operations.accounted == before:
+            elif group and thread.accounted == before:
                 _refuse_empty(operations, kind, _given(signature, args, kwargs))
             return found
 

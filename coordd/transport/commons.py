@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class Commons:
         self.heap = Heap(announce=self.mine.list_block, room=BLOCKS)
         self._blocks: dict[int, dict[int, np.ndarray]] = {rank: {} for rank in ranks}
         self._last: dict[int, Meeting] = {}
+        self.others = functools.cache(self._others)
         self._spare: dict[int, list[np.ndarray]] = {}
 
     def borrow(self, size: int) -> np.ndarray:
@@ -53,6 +55,11 @@ class Commons:
     def give_back(self, block: np.ndarray) -> None:
         """Takes back what `borrow` has lent, when nobody reads it any more."""
         self._spare.setdefault(block.size, []).append(block)
+
+    def _others(self, members: tuple[int, ...]) -> tuple[list[memoryview], list[Board]]:
+        """The words and the boards of all members but this rank."""
+        boards = [self.boards[member] for member in members if member != self.rank]
+        return [board.words for board in boards], boards
 
     def meeting(self, slot: int, stamp: int, members: Sequence[int]) -> Meeting:
         """Makes the meeting point of one operation.
@@ -101,8 +108,7 @@ class Meeting:
         self._before = before
         self._base = commons.mine.slot(slot)
         self._words = commons.mine.words
-        self._theirs = [commons.boards[rank].words for rank in members if rank != commons.rank]
-        self._others = [commons.boards[rank] for rank in members if rank != commons.rank]
+        self._theirs, self._others = commons.others(tuple(members))
         self._done = False
 
     def enter(self, *, word: bool = True) -> bool:
@@ -153,11 +159,17 @@ class Meeting:
 
     def all_open(self, count: int) -> bool:
         """Says whether all others have laid so many pieces open."""
-        return all(self._count(words, _STAGED) >= count for words in self._theirs)
+        for words in self._theirs:  # noqa: SIM110 - a generator costs time, and this is asked again and again
+            if self._count(words, _STAGED) < count:
+                return False
+        return True
 
     def all_reduced(self, count: int) -> bool:
         """Says whether all others have handed so many results out."""
-        return all(self._count(words, _REDUCED) >= count for words in self._theirs)
+        for words in self._theirs:  # noqa: SIM110 - as above
+            if self._count(words, _REDUCED) < count:
+                return False
+        return True
 
     def words(self) -> bool | None:
         """What the others say: False if one will not take part, True if all will, None if some are yet to come."""

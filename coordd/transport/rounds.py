@@ -6,7 +6,6 @@ the others' what it needs. A member is never more than a ring ahead of the slowe
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Sequence
 
@@ -144,7 +143,7 @@ def reduce_scatter(
         terms: how to go about it.
     """
     dtype = result.dtype
-    terms = dataclasses.replace(terms, chunk=max(terms.chunk, len(slices) * dtype.itemsize))
+    terms = terms._replace(chunk=max(terms.chunk, len(slices) * dtype.itemsize))
     step = max(1, terms.chunk // dtype.itemsize // len(slices))
 
     def cuts(number: int) -> list[tuple[int, int]]:

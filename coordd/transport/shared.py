@@ -17,8 +17,7 @@ The arithmetic and its order are those of `coordd.transport.collectives`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +38,7 @@ Between = Callable[[list[np.ndarray]], Steps]
 """What happens to a host's results before they are handed out; for more hosts than one."""
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """How an operation is carried out.
 
     Attributes:
@@ -125,7 +123,8 @@ def _at_once(
 ) -> Generator[None, None, bool]:
     """Everybody lays everything open and adds up all of it: one round, for what is small."""
     mine = meeting.inline(meeting.commons.rank)
-    for array, (start, stop) in zip(arrays, _spans(arrays), strict=True):
+    spans = _spans(arrays)
+    for array, (start, stop) in zip(arrays, spans, strict=True):
         reduction.prepare(array)
         mine[start:stop] = array.view(np.uint8).data
     meeting.lay_open(1)
@@ -136,7 +135,7 @@ def _at_once(
         yield
     pulse.beats += 1
     sources = [meeting.inline(rank) for rank in meeting.members]
-    for array, (start, stop) in zip(arrays, _spans(arrays), strict=True):
+    for array, (start, stop) in zip(arrays, spans, strict=True):
         parts = [np.frombuffer(source[start:stop], array.dtype) for source in sources]
         parts[meeting.me] = array
         if len(parts) > 2:  # the running total is kept in the first part, which is not ours
@@ -146,12 +145,13 @@ def _at_once(
     return True
 
 
-def _spans(arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
+def _spans(arrays: Sequence[np.ndarray]) -> list[tuple[int, int]]:
     """Where arrays lie in bytes, one after the other, each aligned."""
-    start = 0
+    spans, start = [], 0
     for array in arrays:
-        yield start, start + array.nbytes
+        spans.append((start, start + array.nbytes))
         start += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return spans
 
 
 class _Large:
