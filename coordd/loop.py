@@ -188,7 +188,7 @@ class Loop:
             self._carry_out(self._dues.pop(0))
 
     def _watch(self, now: float) -> None:
-        """Has those look for whom it is time; asked in every cycle, so nothing is called in vain."""
+        """Has those look for whom it is time; asked in every cycle, so it calls little."""
         if now >= self._held_look:
             self._release_held(now)
         if now >= self._lookout.due:

@@ -325,11 +325,12 @@ class _Loan:
 def _reduction(request: Request, dtype: np.dtype, present: int) -> Reduction:
     """The arithmetic of a request, where so many members have not joined."""
     count = present if request.op is ReduceOp.AVERAGE_PRESENT else 0
-    return _known_reduction(request.op, dtype, request.prescale, request.postscale, count)
+    make = _make_reduction if request.prescale and request.postscale else _make_reduction.__wrapped__  # -0.0 equals 0.0
+    return make(request.op, dtype, request.prescale, request.postscale, count)
 
 
-@functools.lru_cache(maxsize=1024)
-def _known_reduction(op: ReduceOp, dtype: np.dtype, prescale: float, postscale: float, count: int) -> Reduction:
+@functools.lru_cache(maxsize=1024, typed=True)
+def _make_reduction(op: ReduceOp, dtype: np.dtype, prescale: float, postscale: float, count: int) -> Reduction:
     """A reduction has no state, and training needs few of them, again and again."""
     return Reduction(op, dtype, prescale=prescale, postscale=postscale, count=count)
 

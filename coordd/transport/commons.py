@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ class Commons:
         self.heap = Heap(announce=self.mine.list_block, room=BLOCKS)
         self._blocks: dict[int, dict[int, np.ndarray]] = {rank: {} for rank in ranks}
         self._last: dict[int, Meeting] = {}
-        self.others = functools.cache(self._others)
+        self._others: dict[tuple[int, ...], tuple[tuple[memoryview, ...], tuple[Board, ...]]] = {}
         self._spare: dict[int, list[np.ndarray]] = {}
 
     def borrow(self, size: int) -> np.ndarray:
@@ -56,10 +55,12 @@ class Commons:
         """Takes back what `borrow` has lent, when nobody reads it any more."""
         self._spare.setdefault(block.size, []).append(block)
 
-    def _others(self, members: tuple[int, ...]) -> tuple[list[memoryview], list[Board]]:
+    def others(self, members: tuple[int, ...]) -> tuple[tuple[memoryview, ...], tuple[Board, ...]]:
         """The words and the boards of all members but this rank."""
-        boards = [self.boards[member] for member in members if member != self.rank]
-        return [board.words for board in boards], boards
+        if members not in self._others:
+            boards = tuple(self.boards[member] for member in members if member != self.rank)
+            self._others[members] = tuple(board.words for board in boards), boards
+        return self._others[members]
 
     def meeting(self, slot: int, stamp: int, members: Sequence[int]) -> Meeting:
         """Makes the meeting point of one operation.
