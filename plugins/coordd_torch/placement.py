@@ -97,10 +97,8 @@ class Placement:
         """Whether all that passes have made in this step is this rank's alone."""
         return self._begun and not (self._reduced or self.touched or self._abandoned)
 
-    def _gradients(self) -> Iterator[Gradient]:
-        yield from self._loose
-        for bucket in self._buckets:
-            yield from bucket
+    def _gradients(self) -> list[Gradient]:
+        return list(itertools.chain(self._loose, *self._buckets))
 
     @property
     def names(self) -> Iterator[str]:
@@ -256,11 +254,12 @@ class Placement:
 
         If none was cleared, they are the sums still, clipped, say.
         """
-        if all(gradient.parameter.grad is not None for gradient in self._gradients()):  # the usual case, quickly
+        gradients = self._gradients()
+        if not [gradient for gradient in gradients if gradient.parameter.grad is None]:  # the usual case
             return False
-        had = [gradient for gradient in self._gradients() if gradient.started]
+        had = [gradient for gradient in gradients if gradient.started]
         given_up = all(gradient.changed for gradient in had) and any(gradient.cleared for gradient in had)
-        beside = (gradient for gradient in self._gradients() if gradient.started or not gradient.passes)
+        beside = (gradient for gradient in gradients if gradient.started or not gradient.passes)
         return given_up and any(gradient.by_hand for gradient in beside)
 
     def passes(self) -> dict[torch.Tensor, int]:
