@@ -42,7 +42,6 @@ class Lock:
         self._broken = False
         self._lines = [_Line(index, slots) for index, slots in enumerate(buckets)]
         self._line_of = {slot: line for line in self._lines for slot in line.slots}
-        self._filled = 0  # lines that have entries
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._line_of
@@ -65,7 +64,7 @@ class Lock:
     @property
     def partial(self) -> bool:
         """Whether entries are held back because others of their bucket are missing."""
-        return self._filled > 0
+        return any(line.entries for line in self._lines)
 
     @property
     def held_since(self) -> float | None:
@@ -86,13 +85,11 @@ class Lock:
     def gather(self, slot: int, entry: Entry) -> Locked | None:
         """Puts an entry into its bucket; returns the valid word once that is complete."""
         line = self._line_of[slot]
-        self._filled += not line.entries
         line.entries[slot] = entry
         if len(line.entries) < len(line.slots):
             return None
         entries = tuple([line.entries[slot] for slot in line.slots])
         line.entries = {}
-        self._filled -= 1
         line.given += 1
         line.flying = True
         return Locked(self.number, line.index, line.given, Bucket(0, entries[0].request, (), entries))
@@ -103,7 +100,6 @@ class Lock:
         entries = self.held
         for line in self._lines:
             line.entries = {}
-        self._filled = 0
         return [self._end(line) for line in self._lines if not (line.flying or line.ended)], entries
 
     def land(self, locked: Locked) -> Locked | None:

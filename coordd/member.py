@@ -208,8 +208,6 @@ class Member:
         return Due(report, found or [], words)
 
     def _report(self) -> Report | None:
-        if not self._untold and self._unlock is None and self._seen - self._reported < SILENT_PLANS:
-            return None  # as for most tensors of a locked step
         untold, self._untold = self._untold, []
         unlock, self._unlock = self._unlock, None
         if self._left:
