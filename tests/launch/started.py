@@ -12,9 +12,11 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["PATIENCE", "ROOT", "Started", "alive", "wait_until"]
+__all__ = ["FOR_EVER", "PATIENCE", "ROOT", "Started", "alive", "wait_until"]
 
 ROOT = Path(__file__).resolve().parents[2]
+FOR_EVER = "import time; all(time.sleep(0.02) is None for _ in iter(int, 1))"
+"""Waits for signals that a handler takes; `signal.pause` would sleep on after one that comes just before it."""
 PATIENCE = 30.0  # seconds after which a test has failed; machines that run tests are busy
 
 

@@ -15,13 +15,13 @@ from coordd.cores import cores_here
 from coordd.launch.frames import Ended, Output, Started, decode
 from coordd.launch.outcome import Outcome
 from coordd.launch.rank import Order
-from tests.launch.started import PATIENCE, ROOT, alive, wait_until
+from tests.launch.started import FOR_EVER, PATIENCE, ROOT, alive, wait_until
 
 HEAVY = {"argparse", "asyncio", "dataclasses", "inspect", "json", "logging", "mpi4py", "numpy", "pathlib", "psutil"}
 HEAVY |= {"rich", "socket", "subprocess", "threading", "torch", "zmq"}
 
 READY = "print('ready', flush=True); "
-SLEEP = READY + "import signal; signal.pause()"
+SLEEP = READY + FOR_EVER
 STUBBORN = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; " + SLEEP
 
 
@@ -235,7 +235,7 @@ signal.signal(signal.SIGTERM, {handler})
 def test_a_shell_with_a_trap_does_not_keep_sigterm_from_what_it_runs():
     """It runs its trap only when what it waits for has ended."""
     inner = "import signal, sys; signal.signal(15, lambda *_: print('saved', flush=True) or sys.exit()); "
-    inner += "print('ready', flush=True); signal.pause()"
+    inner += SLEEP
     script = f"trap 'echo cleaned' TERM; {sys.executable} -c \"{inner}\"; echo ended"
     with RankProcess(script, program="bash") as rank:
         rank.ready().process.send_signal(signal.SIGTERM)

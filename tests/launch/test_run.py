@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from coordd.launch.launcher import Launcher, LauncherError
-from tests.launch.started import Started, wait_until
+from tests.launch.started import FOR_EVER, Started, wait_until
 
 RANK = "import os, signal, sys; rank = int(os.environ['OMPI_COMM_WORLD_RANK']); "
 READY = "print('ready', flush=True); "
@@ -128,7 +128,7 @@ raise PeerError("rank 1 exited")"""
             assert wait_until(lambda: not job.left)
 
     def test_clean_up_after_ctrl_c(self):
-        source = f"\ntry: {READY}signal.pause()\nfinally: print('clean', flush=True)"
+        source = f"\ntry: {READY}{FOR_EVER}\nfinally: print('clean', flush=True)"
         with two(source) as job:
             job.wait_for_ranks(2).send(signal.SIGINT)
             assert job.wait() == 130
@@ -137,7 +137,7 @@ raise PeerError("rank 1 exited")"""
             assert wait_until(lambda: not job.left)
 
     def test_are_killed_at_once_by_the_second_ctrl_c(self):
-        source = f"signal.signal(2, lambda *_: print('asked', flush=True)); {READY}\nwhile True: signal.pause()"
+        source = f"signal.signal(2, lambda *_: print('asked', flush=True)); {READY}{FOR_EVER}"
         with two(source, "--grace-seconds", "600") as job:
             job.wait_for_ranks(2).send(signal.SIGINT)
             job.wait_for(lambda job: job.out.count("asked") == 2).send(signal.SIGINT)
