@@ -1,7 +1,8 @@
 """coordd: a background coordination daemon for distributed training.
 
-Framework users want `coordd.torch`; this package itself works on NumPy arrays. Its names are fetched when they are
-first used: `coordd run`, and the small process that it puts before every rank, must start without the daemon and NumPy.
+Framework users import `coordd.torch`; this package itself works on NumPy arrays. Its names are imported on first use,
+because `coordd run`, and the small guard process that it starts before every rank, must start without the daemon and
+NumPy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m coordd`` does what ``coordd`` does, where that is not on the path."""
+"""``python -m coordd`` runs the ``coordd`` command where that is not on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Who takes part with nothing: ranks that have joined, until all members of their process set have. Pure."""
+"""The joined ranks: ranks that contribute placeholders until all members of their process set have joined. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ __all__ = ["Absence"]
 
 
 class Absence:
-    """The ranks that have joined, as bits, by the process set in which they did.
+    """The ranks that have joined, as bit masks, keyed by the process set (a bit mask, too) in which they joined.
 
-    Who has joined the ranks of one set has joined those of all its subsets, so joining the world is joining everything.
+    A rank that has joined a set has joined all its subsets, so a rank that has joined the world has joined every set.
     """
 
     def __init__(self) -> None:
@@ -19,17 +19,17 @@ class Absence:
         return bool(self._joined)
 
     def begin(self, members: int, ranks: int) -> None:
-        """Notes that ranks have joined a set; the last one of them is the one that counts as last."""
+        """Records that ``ranks`` have joined a set; the highest of them becomes the set's last rank to join."""
         self._joined[members] = self._joined.get(members, 0) | ranks
         self._last[members] = ranks.bit_length() - 1
 
     def end(self, members: int) -> int:
-        """Ends a set's absence, when all its members have joined or that fails; returns the rank that was the last."""
+        """Removes a set once all members have joined or the join has failed; returns the last rank to join, or -1."""
         self._joined.pop(members, None)
         return self._last.pop(members, -1)
 
     def of(self, members: int) -> int:
-        """Finds those of an operation's members that take part with nothing."""
+        """Returns the members of an operation that are joined ranks, as a bit mask."""
         found = 0
         for wide, ranks in self._joined.items():
             if not members & ~wide:

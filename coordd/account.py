@@ -1,4 +1,4 @@
-"""What this rank is doing: told to others when they wait for it, and looked up when it does not answer."""
+"""Stacks and process state of this rank: reported to ranks that wait for it, looked up if it does not answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coordd.table import Site, show_site
 __all__ = ["THREAD", "Account", "Place", "account", "await_end", "is_stopped", "places", "process_state"]
 
 THREAD = "coordd"
-"""How the names of coordd's own threads begin."""
+"""Prefix of the names of coordd's own threads."""
 
 _DEPTH = 8
 _OURS = ("coordd", "threading")
@@ -24,7 +24,7 @@ _DECORATORS = frozenset({"coordd.calls", "coordd.refusing"})
 
 
 class Place(NamedTuple):
-    """Where a thread is, innermost call last; ``inside`` is the call of coordd that it has made, if it has."""
+    """A thread's stack: its lines, innermost call last; ``inside`` is the coordd call that it is in, if any."""
 
     thread: str
     lines: list[str]
@@ -32,19 +32,19 @@ class Place(NamedTuple):
 
 
 def account(rank: int, last: tuple[str, Site, float] | None, idle: float) -> Account:
-    """Describes the main thread's stack, without coordd's own frames at its end, and the last submission."""
+    """Describes the main thread's stack, without coordd's own innermost frames, and the last submission."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way
     told = "nothing yet" if last is None else f"{last[0]!r} at {show_site(last[1])}"
     return Account(rank, _stack(frame), told, idle=idle)
 
 
 def places(depth: int) -> list[Place]:
-    """Says where all threads are but coordd's own, the main thread first; at most ``depth`` calls of each."""
+    """Returns the stacks of all threads except coordd's own, the main thread first; at most ``depth`` calls each."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):  # noqa: SLF001 - as above
-        name = names.get(ident, f"thread {ident}")  # what native code has started has no name
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):  # noqa: SLF001
+        name = names.get(ident, f"thread {ident}")  # a thread started by native code has no name
         if not name.startswith(THREAD):
             outside = _outside(frame)
             found.append(Place(name, _lines(outside, depth), _inside(frame, outside)))
@@ -56,7 +56,7 @@ def _stack(frame: FrameType | None) -> str:
 
 
 def _outside(frame: FrameType) -> FrameType:
-    """The innermost frame that is not coordd's."""
+    """Returns the innermost frame outside coordd."""
     outside: FrameType | None = frame
     while outside is not None and outside.f_globals.get("__name__", "").startswith(_OURS):
         outside = outside.f_back
@@ -64,7 +64,7 @@ def _outside(frame: FrameType) -> FrameType:
 
 
 def _inside(frame: FrameType, outside: FrameType) -> str:
-    """Names the outermost call of coordd further in than a frame; lambdas and decorators have no name to tell."""
+    """Returns the name of the outermost coordd call below frame ``outside``; skips lambdas and decorators."""
     found = ""
     inner: FrameType | None = frame
     while inner is not None and inner is not outside:
@@ -81,11 +81,11 @@ def _lines(frame: FrameType, depth: int) -> list[str]:
 
 
 def process_state(pid: int, host: str, here: str) -> str:
-    """Says how the operating system sees a process of this host, such as ``stopped``; empty for another host's."""
+    """Returns the operating system's state of a process of this host, such as ``stopped``; "" for another host's."""
     if host != here:
         return ""
     try:
-        import psutil  # takes a fifth of the time to start, and most jobs end well
+        import psutil  # importing it takes a fifth of the start-up time, and most jobs do not need it
     except (ImportError, OSError):  # this process may have no file descriptor left
         return ""
     try:
@@ -97,7 +97,7 @@ def process_state(pid: int, host: str, here: str) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Says whether a process of this host is stopped, by a signal or a debugger; not if it is gone."""
+    """Returns whether a process of this host is stopped, by a signal or a debugger; False if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in {b"T", b"t"}
     except (OSError, IndexError):
@@ -105,7 +105,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def await_end(pid: int, seconds: float) -> None:
-    """Waits, at most so long, until a process of this host has ended and its parent knows how."""
+    """Waits up to ``seconds`` until a process of this host has ended and its parent has collected its exit status."""
     import psutil  # as above
 
     with contextlib.suppress(psutil.Error, OSError):

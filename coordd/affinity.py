@@ -1,6 +1,6 @@
-"""Where a thread runs: lists of processors as text, and keeping the calling thread to some.
+"""CPU affinity: reads and writes CPU lists, and pins the calling thread.
 
-One rule: processors have the numbers that the kernel gives them, hyper-threads included, as in ``taskset -c``.
+CPUs have the numbers that the kernel gives them, hyper-threads included, as in ``taskset -c``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from coordd.errors import ConfigError, spans
 
 __all__ = ["DAEMON_CORES", "daemon_cores", "keep_to", "read_cpus", "write_cpus"]
 
-DAEMON_CORES = "COORDD_DAEMON_CORES"  # the knob's variable, for those who must not import `coordd.config`
+DAEMON_CORES = "COORDD_DAEMON_CORES"  # the setting's variable, for modules that must not import `coordd.config`
 
 _LEGAL = "processors as the kernel numbers them, such as 3 or 6-7 or 0,4-5, or empty for any"
 _SPAN = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 
 def daemon_cores(environment: Mapping[str, str]) -> frozenset[int]:
-    """Reads on which processors daemons should run, under our name or Horovod's; none is for us to choose.
+    """Reads the CPUs for the daemons from coordd's or Horovod's variable; empty if neither is set.
 
     Raises:
-        ConfigError: the variable names no processors.
+        ConfigError: the variable is not a CPU list.
     """
     for variable in (DAEMON_CORES, "HOROVOD_THREAD_AFFINITY"):
         if text := environment.get(variable, "").strip():
@@ -32,28 +32,28 @@ def daemon_cores(environment: Mapping[str, str]) -> frozenset[int]:
 
 
 def keep_to(text: str, *, source: str = "daemon_cores") -> None:
-    """Keeps the calling thread, and the threads that it starts, to some processors; empty text leaves it alone.
+    """Pins the calling thread, and the threads that it starts, to a list of CPUs; empty text changes nothing.
 
     Raises:
-        ConfigError: the text is no such list, or names processors that this process may not use.
+        ConfigError: the text is no CPU list, or names CPUs that this process may not use.
     """
     if not text:
         return
     cpus = read_cpus(text, source=source)
     try:
         os.sched_setaffinity(0, cpus)
-        kept = os.sched_getaffinity(0) == cpus  # the kernel leaves out without a word what a container does not have
-    except (AttributeError, OSError):  # another system; no such processor, or not allowed
+        kept = os.sched_getaffinity(0) == cpus  # the kernel silently drops CPUs that a container does not have
+    except (AttributeError, OSError):  # not Linux; no such CPU, or not allowed
         kept = False
     if not kept:
         raise ConfigError.illegal(source, text, "processors that this process may use, or leave it empty for any")
 
 
 def read_cpus(text: str, *, source: str) -> frozenset[int]:
-    """Reads ``0,4-5``, as the kernel and ``taskset -c`` write it.
+    """Parses a CPU list such as ``0,4-5``, in the format of the kernel and ``taskset -c``.
 
     Raises:
-        ConfigError: it is written otherwise; the message names ``source``.
+        ConfigError: the format is wrong; the message names ``source``.
     """
     cpus: set[int] = set()
     for piece in text.split(","):
@@ -66,5 +66,5 @@ def read_cpus(text: str, *, source: str) -> frozenset[int]:
 
 
 def write_cpus(cpus: Iterable[int]) -> str:
-    """Writes what `read_cpus` reads."""
+    """Formats CPUs as a list that `read_cpus` parses."""
     return spans(cpus).replace(" ", "")

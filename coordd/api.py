@@ -1,6 +1,6 @@
-"""The process's default daemon, and coordd without a framework: operations on NumPy arrays.
+"""The process's default daemon, and coordd's API without a framework: operations on NumPy arrays.
 
-The only module-level state of coordd lives here.
+All module-level state of coordd lives here.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ _LINGER_SECONDS = 3.0
 _HEARD_SECONDS = 0.3
 _LEAVING = "coordd.leaving"
 _TOLD_SECONDS = 10.0
-"""So long others may take to come to the step that this rank has discarded last."""
+"""How long other ranks may take to reach the last step that this rank has discarded."""
 
 
 class _Default:
     """The default daemon, and how this process ends."""
 
     def __init__(self, config: Config) -> None:
-        """Prepares a daemon; `start` it."""
+        """Prepares a daemon; `start` starts it."""
         self.config = config
         self.pid = os.getpid()
         child = _of_a_rank()
@@ -109,7 +109,7 @@ class _Default:
         return self.operations.daemon
 
     def fail(self, reason: str, traceback: str, error: BaseException | None) -> bool:
-        """Tells the others, unless this failure is but a consequence of another rank's; says whether it does."""
+        """Reports a failure to the other ranks unless another rank's failure caused it; returns whether it does."""
         news = not self.daemon.failing
         wrapped = self.operations.raised_in_graph
         if wrapped is not None and error is not None and str(wrapped) in str(error):
@@ -123,9 +123,9 @@ class _Default:
         return news and self.daemon.failing and self.daemon.world.size > 1
 
     def leave(self) -> None:
-        """Ends the daemon in step with the others or, after a failure, so that its cause is seen first."""
+        """Stops the daemon in step with the other ranks or, after a failure, after the rank that caused it."""
         if self.operations.uneven and not self.daemon.failing:
-            with contextlib.suppress(CoorddError):  # what is wrong is told by leaving
+            with contextlib.suppress(CoorddError):  # leaving reports the error
                 self.operations.join().result()
         if not self.daemon.failing:
             self.daemon.await_told(_TOLD_SECONDS)
@@ -135,9 +135,10 @@ class _Default:
         presence.tell(self._presence, present=False)
 
     def _leave_the_wreck(self) -> None:
-        """Lets the culprit go first, so that the launcher sees its exit code before its consequences'.
+        """Lets the failed rank exit first, so that the launcher sees its exit code before those of the other ranks.
 
-        The culprit waits a moment until the others have heard of it; they wait until its process is gone.
+        The failed rank waits a moment until the other ranks have received its failure; they wait until its process is
+        gone.
         """
         failure = self.daemon.blame(_LINGER_SECONDS)
         if failure.rank == self.daemon.world.rank:
@@ -156,7 +157,7 @@ class _Default:
 
 
 def _untold(trace: str) -> str:
-    """Returns this rank's traceback, on a new line, unless Python has shown it: a script may have caught the error."""
+    """Returns a newline and this rank's traceback; "" if Python has printed it (a script may have caught the error)."""
     last = trace.rstrip().rpartition("\n")[2]
     return "" if last in _exits.story else f"\n{trace.rstrip()}"
 
@@ -166,34 +167,34 @@ def _fail(reason: str, traceback: str, error: BaseException | None) -> bool:
 
 
 _TELL_SECONDS = 2.0
-_guard = threading.RLock()  # the handler of a signal that comes during `init` may call `shutdown`
-_turns = itertools.count(step=2)  # of the desks: each uses two
-# Set up at import, for in ``sys.exit(main())`` the function is looked up before ``main`` calls `init`.
+_guard = threading.RLock()  # reentrant: a signal handler that runs during `init` may call `shutdown`
+_turns = itertools.count(step=2)  # of the status servers: each uses two
+# Created at import: ``sys.exit(main())`` looks the function up before ``main`` calls `init`.
 _exits = ExitWatch(_fail, in_brief)
 _default: _Default | None = None
-_unfinished: list[Callable[[float], bool]] = []  # waits for what attempts of `init` that have failed left behind
-_launcher_variables: dict[str, str] = {}  # what `init` has taken out of the environment
+_unfinished: list[Callable[[float], bool]] = []  # each waits for a thread that a failed `init` left behind
+_launcher_variables: dict[str, str] = {}  # variables that `init` removed from the environment
 _override: contextvars.ContextVar[Operations | None] = contextvars.ContextVar("coordd", default=None)
 
 
 def init(**settings: Any) -> None:
-    """Starts the daemon and waits until all ranks are there; does nothing if it runs with these settings already.
+    """Starts the daemon and waits for all ranks; does nothing if it already runs with these settings.
 
-    Then it takes the variables that the MPI launcher has set for this rank out of ``os.environ``, for other libraries
-    and child processes would take them for a world to connect to; see `launcher_variables`.
+    Then it removes the MPI launcher's variables for this rank from ``os.environ``, because other libraries and child
+    processes would take them for a world to connect to; see `launcher_variables`.
 
     Args:
-        settings: fields of `coordd.config.Config`, such as ``fusion_mb=16``; they beat the environment.
+        settings: fields of `coordd.config.Config`, such as ``fusion_mb=16``; they override the environment.
 
     Raises:
-        ConfigError: a setting is unusable, or the daemon runs with other settings.
-        StartError: the ranks did not find each other, or the environment tells of ranks that nothing connects.
+        ConfigError: a setting is invalid, or the daemon runs with other settings.
+        StartError: the ranks did not find each other, or the environment names ranks that nothing connects.
         PeerError: another rank could not start.
-        DeadlockError: this is a daemon's own thread, as in a done callback.
+        DeadlockError: the calling thread is a daemon's own thread, as in a done callback.
         ForkedProcessError: this process was forked from one that uses coordd.
         WorkerProcessError: this process is a worker that `multiprocessing` has started for a rank.
     """
-    global _default  # noqa: PLW0603 - the one piece of module-level state
+    global _default  # noqa: PLW0603 - the only module-level state
     with _guard:
         if _default is not None and _default.pid != os.getpid():
             raise ForkedProcessError
@@ -207,7 +208,7 @@ def init(**settings: Any) -> None:
 
 
 def _started(settings: dict[str, Any]) -> _Default:
-    """Makes and starts a daemon; what this rank fails with is told to the others, too."""
+    """Creates and starts a daemon; reports an error of this rank to the other ranks, too."""
     begun = _prepared(settings)
     try:
         begun.start()
@@ -226,7 +227,7 @@ def _started(settings: dict[str, Any]) -> _Default:
     os.environ.pop(RANK_PID, None)
     if begun.daemon.world.size > 1:
         os.environ[RANK_PID] = str(os.getpid())
-    # Under another transport MPI may still be the script's to begin, and scripts for Horovod read these variables.
+    # With another transport the script may still initialise MPI itself, and Horovod scripts read these variables.
     if not (begun.config.alone or begun.config.as_horovod) and begun.config.transport in {"auto", "mpi"}:
         _take_variables()
     return begun
@@ -241,7 +242,7 @@ def _prepared(settings: dict[str, Any]) -> _Default:
     except Exception as error:
         teller = tell(error)
         if teller is not None:
-            teller.join(_TELL_SECONDS)  # the others may be anywhere yet; then it goes on without us
+            teller.join(_TELL_SECONDS)  # the other ranks may not be in `init` yet; then the thread goes on
             _unfinished.append(lambda seconds: _joined(teller, seconds))
         raise
 
@@ -252,10 +253,10 @@ def _joined(thread: threading.Thread, seconds: float) -> bool:
 
 
 def _await_unfinished() -> None:
-    """Waits for what a former attempt has left in MPI, where two at a time would be taken for each other.
+    """Waits until earlier attempts have left MPI: the messages of two attempts at once would be mixed up.
 
     Raises:
-        StartError: it does not end.
+        StartError: an earlier attempt does not end.
     """
     seconds = Config.load({}).start_seconds
     while _unfinished:
@@ -269,7 +270,7 @@ def _await_unfinished() -> None:
 
 
 def _take_variables() -> None:
-    """Takes out of the environment what an MPI launcher has told this process: libraries must not read it."""
+    """Removes the MPI launcher's variables for this process from the environment: libraries must not read them."""
     found = identifying(os.environ)
     _launcher_variables.update(found)
     for name in found:
@@ -283,25 +284,25 @@ def _return_variables() -> None:
 
 
 def launcher_variables() -> dict[str, str]:
-    """Returns what the MPI launcher has set for this rank, and `init` has taken out of ``os.environ``.
+    """Returns the MPI launcher's variables for this rank, which `init` has removed from ``os.environ``.
 
-    A child process that needs them, such as a tool that reads ``OMPI_COMM_WORLD_RANK``, gets them by
+    Pass them to a child process that needs them, such as a tool that reads ``OMPI_COMM_WORLD_RANK``, with
     ``env={**os.environ, **coordd.launcher_variables()}``. `shutdown` puts them back.
     """
     return dict(_launcher_variables)
 
 
 def _of_a_rank() -> bool:
-    """Says whether this process is a program of its own that a rank, or something below a rank, has started."""
+    """Returns whether this process is a program of its own that a rank, or a descendant of a rank, has started."""
     return os.environ.get(RANK_PID, here := str(os.getpid())) != here
 
 
 def _is_worker() -> bool:
-    """Says whether this process is a worker that `multiprocessing` has started for a rank.
+    """Returns whether this process is a worker that `multiprocessing` has started for a rank.
 
-    While a worker imports the script it has no parent yet as far as `multiprocessing` knows, only a mark by which that
-    module itself refuses to start workers of workers. What has forked it is the rank, or the rank's fork server, which
-    gives it a name before.
+    While a worker imports the script, `multiprocessing` does not know its parent yet; there is only a mark by which
+    that module refuses to start workers of workers. The process that forked it is the rank or the rank's fork server;
+    the fork server gives it a name first.
     """
     if not _of_a_rank():
         return False
@@ -317,13 +318,13 @@ def _is_worker() -> bool:
 
 
 def shutdown() -> None:
-    """Ends the daemon in step with the other ranks; `init` may be called again. Does nothing if it does not run.
+    """Stops the daemon in step with the other ranks; does nothing if no daemon runs. `init` may be called again.
 
-    A second thread that calls it, or `init`, waits until the first one is through. Where it is interrupted (Ctrl-C),
+    A second thread that calls `shutdown` or `init` waits until the first call returns. If it is interrupted (Ctrl-C),
     it may be called again.
 
     Raises:
-        DeadlockError: this is the daemon's own thread, as in a done callback.
+        DeadlockError: the calling thread is the daemon's own thread, as in a done callback.
     """
     global _default  # noqa: PLW0603 - as above
     if _default is not None:
@@ -337,7 +338,7 @@ def shutdown() -> None:
         if leaving is not None and leaving.pid == os.getpid():
             try:
                 leaving.leave()
-            except BaseException:  # or the interpreter would end while the thread still works
+            except BaseException:  # otherwise the interpreter would exit while the thread still works
                 _default = leaving
                 raise
         atexit.unregister(_at_exit)
@@ -348,12 +349,12 @@ def _at_exit() -> None:
         _exits.verdict()
         shutdown()
     elif _default is None:
-        with _guard:  # another thread may be leaving just now
+        with _guard:  # another thread may be in `shutdown`
             pass
 
 
 def is_initialized() -> bool:
-    """Says whether operations can be used."""
+    """Returns whether operations can be used."""
     return _override.get() is not None or (_default is not None and _default.pid == os.getpid())
 
 
@@ -374,7 +375,7 @@ def operations() -> Operations:
 
 
 def source() -> Callable[[], Operations]:
-    """Returns what gives the operations later, on any thread; for plugins whose functions outlive this call.
+    """Returns a function that returns the operations on any thread; for plugin functions that outlive this call.
 
     Raises:
         NotInitializedError: before `init`, or after `shutdown`.
@@ -406,7 +407,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Returns this process's place among the ranks of its host, from 0."""
+    """Returns this process's rank among the ranks of its host, from 0."""
     return operations().daemon.world.local_rank
 
 
@@ -416,7 +417,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Returns the place of this host among those that have this local rank."""
+    """Returns this host's index among the hosts that have this local rank."""
     return operations().daemon.world.cross_rank
 
 
@@ -426,7 +427,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Says whether all hosts have the same number of ranks."""
+    """Returns whether all hosts have the same number of ranks."""
     return operations().daemon.world.is_homogeneous
 
 
@@ -438,7 +439,7 @@ def allreduce(
     op: ReduceOp = ReduceOp.AVERAGE,
     process_set: ProcessSet = global_process_set,
 ) -> np.ndarray:
-    """Returns the reduction of an array over all ranks; the array itself stays as it is.
+    """Returns the reduction of an array over all ranks; the array itself does not change.
 
     Raises:
         ArgumentError, MismatchError, DuplicateNameError, PeerError, ShutdownError: see `coordd.errors`.
@@ -462,27 +463,27 @@ def broadcast(
 def allgather(
     array: np.ndarray, *, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> np.ndarray:
-    """Returns all ranks' arrays, joined along the first dimension; raises like `allreduce`."""
+    """Returns all ranks' arrays, concatenated along the first dimension; raises like `allreduce`."""
     result: np.ndarray = operations().allgather(np.asarray(array), name=name, process_set=process_set).result()
     return result
 
 
 @refusable(Kind.BARRIER, operations)
 def barrier(*, process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks have come; raises like `allreduce`."""
+    """Waits until all ranks have called it; raises like `allreduce`."""
     handle: Handle[Any] = operations().barrier(process_set=process_set)
     handle.result()
 
 
 def leaving() -> bool:
-    """Says between two steps whether to end training now, because a batch system has sent SIGTERM to any rank.
+    """Returns, between two steps, whether to end training now because a batch system has sent SIGTERM to any rank.
 
     All ranks call it at the same place and get the same answer, so all finish the same step, save and leave with exit
-    code 0. From the first call on SIGTERM does not end this process any more.
+    code 0. From the first call on SIGTERM no longer ends this process.
 
     Raises:
-        ConfigError: this process's SIGTERM is handled by something else, or `init` was called in another thread.
-        RefusedError: that is so on another rank.
+        ConfigError: other code handles this process's SIGTERM, or `init` was called in another thread.
+        RefusedError: another rank has raised that `ConfigError`.
         PeerError, ShutdownError: see `coordd.errors`.
     """
     own = operations()
@@ -498,15 +499,15 @@ def leaving() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's signature
-    """Records a timeline from now on, on this rank at once, on the others when they hear of it or call it themselves.
+    """Starts recording a timeline on all ranks: here at once, elsewhere on a message from this rank or on its own call.
 
     Args:
-        file_path: a folder, which gets one file a rank, or a file, ``x.json``, in whose place there will be a folder
-            ``x``; `coordd timeline` makes one file of it. It begins anew, even if something is being recorded.
+        file_path: a folder, which gets one file per rank; or a file ``x.json``, which is replaced by a folder ``x``;
+            `coordd timeline` merges them into one file. Starts anew even if a recording is active.
         mark_cycles: whether to record the daemon's cycles, too.
 
     Raises:
-        ArgumentError: there is no path.
+        ArgumentError: the path is empty.
         PeerError, NotInitializedError: see `coordd.errors`.
     """
     folder = timeline_folder(os.fspath(file_path))
@@ -526,7 +527,7 @@ def stop_timeline() -> None:
 
 
 def _advise(daemon: Daemon) -> None:
-    """Warns once a job of settings that nobody reads, and once a host of too many threads, unless `coordd run` has."""
+    """Warns once per job of unread settings, and once per host of too many threads, unless `coordd run` has."""
     world = daemon.world
     if world.rank == 0 and (told := aliased(os.environ)):
         log.info(told)
@@ -541,7 +542,7 @@ def _advise(daemon: Daemon) -> None:
 
 
 def _log_to_stderr(rank: int) -> None:
-    """Shows coordd's warnings even where the script configures no logging."""
+    """Prints coordd's warnings to stderr even if the script configures no logging."""
     if not log.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(f"coordd rank {rank} %(levelname)s: %(message)s"))

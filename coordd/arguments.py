@@ -1,4 +1,4 @@
-"""What operations accept: checked on the caller's line, before anything is announced."""
+"""Argument checks of operations: made on the caller's line, before anything is announced."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _LONGEST_NAME = 1024
 
 
 def check_reducible(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool, truncate: bool = False) -> None:
-    """Refuses reductions that would be wrong or have no meaning.
+    """Rejects reductions that would be wrong or meaningless.
 
     Args:
         dtype: the type of the tensor.
-        op: how values combine.
+        op: the reduction.
         scaled: whether a prescale or postscale factor is not 1.
-        truncate: whether averages and scales of integers are truncated, as Horovod does, instead of refused.
+        truncate: whether averages and scales of integers are truncated, as Horovod does, instead of rejected.
 
     Raises:
         ArgumentError: naming the dtype, the operation and what to use instead.
@@ -59,7 +59,7 @@ def _why_not(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool, truncate: bool
 
 
 def _unusable(dtype: np.dtype[Any]) -> str:
-    """Says why a type cannot be reduced at all."""
+    """Returns why a type cannot be reduced at all; "" if it can."""
     if name_of(dtype).startswith("float8"):
         return "eight-bit floats cannot be added up: reduce in bfloat16 and convert"
     if dtype.kind not in "?biufc" and name_of(dtype) != "bfloat16":
@@ -68,7 +68,7 @@ def _unusable(dtype: np.dtype[Any]) -> str:
 
 
 def _meaningless(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool, truncate: bool) -> str:
-    """Says why a type cannot be reduced in this way."""
+    """Returns why a type cannot be reduced with this operation; "" if it can."""
     inexact = dtype.kind in "fc" or name_of(dtype) == "bfloat16"
     divisible = inexact or (truncate and dtype.kind in "iu")
     reasons = (
@@ -86,19 +86,19 @@ def _meaningless(dtype: np.dtype[Any], op: ReduceOp, *, scaled: bool, truncate: 
 
 @functools.cache
 def name_of(dtype: np.dtype[Any]) -> str:
-    """The name of a type, which NumPy composes anew each time; of a structured one with its fields."""
+    """Returns a type's name, cached because NumPy composes it anew each time; a structured type's with its fields."""
     return str(np.dtype((np.void, dtype))) if issubclass(dtype.type, np.void) else dtype.name
 
 
 def check_writable(array: np.ndarray, kind: Kind) -> None:
-    """Refuses to change an array that cannot be changed; reductions and broadcasts of arrays are in place."""
+    """Rejects a read-only array: reductions and broadcasts of arrays are in place."""
     if not array.flags.writeable:
         text = f"{kind.name.lower()} of a read-only array, which is changed in place: give a copy, as array.copy()"
         raise ArgumentError(text)
 
 
 def check_rows(array: np.ndarray, name: str | None, kind: Kind) -> int:
-    """Counts the rows of an array that is to be joined or divided along its first dimension."""
+    """Returns the number of rows of an array that is concatenated or split along its first dimension."""
     if not array.ndim:
         text = (
             f"tried to {kind.name} a rank-zero tensor ({name or 'unnamed'}): give it a first dimension, as in x[None]"
@@ -108,7 +108,7 @@ def check_rows(array: np.ndarray, name: str | None, kind: Kind) -> int:
 
 
 def check_splits(splits: Any, rows: int, members: int) -> np.ndarray:
-    """Makes the numbers of rows for the members, as a new array."""
+    """Returns the number of rows for each member, as a new int64 array."""
     if splits is None:
         if rows % members:
             text = (
@@ -134,7 +134,7 @@ def check_splits(splits: Any, rows: int, members: int) -> np.ndarray:
 
 
 def check_name(name: str) -> str:
-    """Makes sure that every rank can be told the name."""
+    """Checks that a name can be sent to all ranks; returns it."""
     if not isinstance(name, str):
         text = f"a name is a string, not {name!r}"
         raise ArgumentError(text)
@@ -150,19 +150,19 @@ def check_name(name: str) -> str:
 
 
 def check_rank(number: int) -> int:
-    """Takes any integer, such as NumPy's, as Python's own, which is what messages carry.
+    """Converts any integer, such as NumPy's, to Python's `int`, which messages carry.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is not an integer.
     """
     return whole(number, "a rank")
 
 
 def check_op(op: ReduceOp) -> ReduceOp:
-    """Takes one of our operations, or its number.
+    """Converts an operation or its number to `ReduceOp`.
 
     Raises:
-        ArgumentError: it is none, or another library's, in which the same numbers mean other operations.
+        ArgumentError: it is neither, or another library's operation, whose numbers mean other operations.
     """
     if type(op) is ReduceOp:
         return op
@@ -176,7 +176,7 @@ def check_op(op: ReduceOp) -> ReduceOp:
 
 
 def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: FBT001 - Horovod's flag, read here
-    """Reads the operation, and the flag that came before it."""
+    """Returns the operation of ``op`` or of the older flag ``average``."""
     if average is not None:
         if op is not None:
             text = "The op parameter supersedes average. Please provide only one of them."
@@ -191,7 +191,7 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: F
 
 
 def read_groups(num_groups: int, groups: Any) -> tuple[int, Any]:
-    """Reads Horovod's old argument ``num_groups`` as ``groups``, with its warning; for ``as_horovod``."""
+    """Converts Horovod's old argument ``num_groups`` to ``groups``, with its warning; for ``as_horovod``."""
     if not num_groups:
         return num_groups, groups
     text = "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0."
@@ -200,7 +200,7 @@ def read_groups(num_groups: int, groups: Any) -> tuple[int, Any]:
 
 
 def _level() -> int:
-    """How far above the caller the user's line is, as `warnings.warn` counts."""
+    """Returns the ``stacklevel`` of the user's line for `warnings.warn` in the caller."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the callers
     site, level = call_site(frame), 1
     while frame is not None and (frame.f_code, frame.f_lineno) != site:
@@ -209,17 +209,17 @@ def _level() -> int:
 
 
 def places(name: str | None, count: int) -> list[str | None]:
-    """The names of a group's operations tell their places."""
+    """Returns the names of a group's operations, each with its index in the group."""
     return [name and f"{name}_{index}of{count}" for index in range(count)]
 
 
 def backward_names(names: Sequence[str | None]) -> list[str | None]:
-    """The names of the operations that carry the gradients of named ones."""
+    """Returns the names of the operations that reduce the gradients of named operations."""
     return [name and f"{name}.grad" for name in names]
 
 
 def no_gradient(op: ReduceOp) -> ArgumentError:
-    """Makes the error of a backward pass through a reduction that is not linear."""
+    """Returns the error of a backward pass through a reduction that is not linear."""
     name = op.name.capitalize()
     return ArgumentError(
         f"{name} has no gradient here: reduce tensor.detach() or tf.stop_gradient(tensor), or use Sum or Average"
@@ -227,15 +227,15 @@ def no_gradient(op: ReduceOp) -> ArgumentError:
 
 
 def listed(variables: Any, attributes: Sequence[str], *single: type) -> list[Any]:
-    """Lists the variables that a user has given, for plugins.
+    """Returns the user's variables as a list, for plugins.
 
     Args:
-        variables: anything that yields them.
-        attributes: those that a variable has.
-        single: types of what is iterable, but no list of variables.
+        variables: any iterable of variables.
+        attributes: attributes that a variable has.
+        single: iterable types that are not a list of variables.
 
     Raises:
-        ArgumentError: it is no list of variables.
+        ArgumentError: it is not a list of variables.
     """
     if not isinstance(variables, Iterable) or isinstance(variables, (str, bytes, Mapping, *single)):
         text = f"broadcast_variables wants a list of variables, such as model.variables, not {type(variables).__name__}"

@@ -7,9 +7,9 @@
      └──────────────────────────────────────────────────▶ steps
 ```
 
-A candidate runs for a few steps and is compared with the incumbent right before and after. It takes the incumbent's
-place only when several such comparisons say that it is faster by more than the noise; one that says it is not ends the
-trial. The one rule: a candidate's steps are paid from a credit that grows by a share of every step.
+A candidate runs for a few steps and is compared with the incumbent right before and after. It replaces the incumbent
+only when several such comparisons show that it is faster by more than the noise; one that shows no gain ends the trial.
+Rule: a candidate's steps are paid from a credit that grows by a share of every step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["Outcome", "Progress", "Proposer", "Trial", "Tuner", "judge"]
 
 _WARMUP = 10  # first steps: memory is allocated, caches are cold
 _WINDOW = 6
-_GLIMPSE = 3  # steps after which a hopeless candidate is seen
+_GLIMPSE = 3  # steps after which a hopeless candidate is dropped
 _HOPELESS = 1.3
-_PATIENCE = 14  # candidates without a faster one that make a plateau
-_WORTH = 0.01  # a gain that is worth a change
+_PATIENCE = 14  # consecutive candidates without a faster one that make a plateau
+_WORTH = 0.01  # smallest relative gain that justifies a change
 _SURE = 3.0  # standard errors
-_ENOUGH, _MOST = 3, 8  # comparisons before a candidate is taken, before it is given up
-_MEDIAN = 1.25  # standard error of a median, in those of a mean
-_DEAREST = 10.0  # a pause during a trial must not cost all credit for long
+_ENOUGH, _MOST = 3, 8  # comparisons: fewest before a candidate is accepted, most before it is given up
+_MEDIAN = 1.25  # standard error of a median, relative to that of a mean
+_DEAREST = 10.0  # most that one step may cost: a pause during a trial must not use up the credit for long
 
 
 class Outcome(enum.Enum):
@@ -50,14 +50,14 @@ class Outcome(enum.Enum):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate, and how it compared.
+    """A candidate, and how it compared with the incumbent.
 
     Attributes:
         settings: the candidate.
-        base: step time of the incumbent that it ran against, over that of the start.
-        ratios: one for each comparison: its step time over the incumbent's.
+        base: step time of its incumbent, relative to that of the start.
+        ratios: one per comparison: its step time over the incumbent's.
         seconds: the median step time of its last window.
-        outcome: what came of it.
+        outcome: how the trial ended.
     """
 
     settings: Settings
@@ -68,23 +68,23 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def relative(self) -> float:
-        """Step time over that of the start: 0.9 is a tenth faster."""
+        """Step time relative to that of the start: 0.9 is a tenth faster."""
         return self.base * median(self.ratios) if self.ratios else self.base
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a search knows: enough to show it, and to go on with it another day.
+    """The state of a search: enough to show it, and to resume it in a later run.
 
     Attributes:
         start: the settings without tuning.
-        best: the fastest that are known.
-        relative: their step time over that of the start.
+        best: the fastest known settings.
+        relative: their step time relative to that of the start.
         noise: standard deviation of one comparison, relative.
-        steps: steps so far.
-        spent: those that trials took, changes to and fro included.
+        steps: number of steps so far.
+        spent: steps that trials took, changes back and forth included.
         credit: steps that trials may still take.
         done: whether the plateau is found.
-        trials: in the order in which they were begun; only the last one may be open.
+        trials: in the order in which they began; only the last one may be open.
     """
 
     start: Settings
@@ -99,23 +99,23 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proposer(Protocol):
-    """Says what to try next. Learns from what was tried, in this run or an earlier one."""
+    """Proposes what to try next; learns from trials of this run or an earlier one."""
 
     def propose(self) -> Settings | None:
-        """Proposes settings that it has not learned about; none means that there are no others."""
+        """Returns settings that it has not learned about; None if there are no others."""
         ...
 
     def learn(self, settings: Settings, relative: float) -> None:
-        """Takes the step time of settings, over that of the start."""
+        """Learns the step time of settings, relative to that of the start."""
         ...
 
 
 def judge(ratios: Sequence[float], noise: float, *, least: int = 1) -> Outcome:
-    """Says what comparisons prove.
+    """Decides a trial from its comparisons.
 
     Args:
         ratios: step time over that of the incumbent, of each comparison.
-        noise: standard deviation of one of them.
+        noise: standard deviation of one comparison.
         least: comparisons before a candidate is dropped.
     """
     middle = median(ratios)
@@ -128,9 +128,9 @@ def judge(ratios: Sequence[float], noise: float, *, least: int = 1) -> Outcome:
 
 
 class Tuner:
-    """A search that rides along with the training."""
+    """A search that runs while the job trains."""
 
-    def __init__(  # noqa: PLR0913 - a search's whole frame
+    def __init__(  # noqa: PLR0913 - the full configuration of a search
         self,
         space: Space,
         start: Settings,
@@ -141,16 +141,16 @@ class Tuner:
         limit: float = math.inf,
         progress: Progress | None = None,
     ) -> None:
-        """Begins a search, or goes on with one.
+        """Begins a search, or resumes one.
 
         Args:
             space: the choices.
             start: the settings without tuning.
-            proposer: where candidates come from.
-            share: most steps of all that trials may take; a slow one counts for as many as it lasts.
-            settle: steps after each change that are not measured.
-            limit: steps after which no trial begins any more.
-            progress: of an earlier run; then `settings` are its best.
+            proposer: source of candidates.
+            share: largest share of all steps that trials may take; a slow step counts in proportion to its time.
+            settle: unmeasured steps after each change.
+            limit: steps after which no trial begins.
+            progress: state of an earlier run; then `settings` are its best.
 
         Raises:
             ArgumentError: the start, or the best of the earlier run, lies outside the space.
@@ -179,7 +179,7 @@ class Tuner:
 
     @property
     def settings(self) -> Settings:
-        """What runs now, or from the next step boundary on."""
+        """The settings that run now, or from the next step boundary on."""
         return self._settings
 
     @property
@@ -189,12 +189,12 @@ class Tuner:
 
     @property
     def measured(self) -> int:
-        """Number of comparisons so far: what is worth keeping has changed when this has."""
+        """Number of comparisons so far: `progress` is worth saving again when it has grown."""
         return sum(len(trial.ratios) for trial in self._trials)
 
     @property
     def progress(self) -> Progress:
-        """All that is known, for the record."""
+        """The state of the search, to be saved."""
         return Progress(
             start=self._start,
             best=self._best,
@@ -208,12 +208,12 @@ class Tuner:
         )
 
     def tell(self, step_seconds: float) -> Settings | None:
-        """Takes the time of one training step; returns other settings when they should change.
+        """Takes the time of one training step, in seconds; returns new settings if they should change.
 
-        They are to be applied on all ranks at one step boundary, at the latest ``settle`` - 1 steps from now.
+        All ranks must apply them at one step boundary, at most ``settle`` - 1 steps from now.
 
         Raises:
-            ArgumentError: a time that is not a positive number.
+            ArgumentError: the time is not a positive finite number.
         """
         if not 0 < step_seconds < math.inf:
             raise ArgumentError(f"a step cannot take {step_seconds} seconds: tell the time between two step boundaries")
@@ -228,18 +228,18 @@ class Tuner:
         return self._phase(step_seconds)
 
     def _watch(self, seconds: float) -> Settings | None:
-        """The incumbent runs."""
+        """Phase: the incumbent runs."""
         return self._begin() if self._pace.add(seconds) else None
 
     def _try(self, seconds: float) -> Settings | None:
-        """The candidate runs."""
+        """Phase: the candidate runs."""
         self._window.append(seconds)
         if len(self._window) < _WINDOW and not self._hopeless:
             return None
         return self._change(self._best, self._return)
 
     def _return(self, seconds: float) -> Settings | None:
-        """The incumbent runs again, to be compared with."""
+        """Phase: the incumbent runs again, for the comparison."""
         if not self._pace.add(seconds):
             return None
         self._phase = self._watch
@@ -258,7 +258,7 @@ class Tuner:
         return self._crown(trial) if outcome is Outcome.FASTER else self._begin()
 
     def _begin(self) -> Settings | None:
-        """Begins a trial, or another comparison of the open one, as soon as it can be paid."""
+        """Begins a trial, or another comparison of the open one, once the credit covers it."""
         if self._done or not self._pace.known or self._credit < self._price or self._past_limit:
             return None
         trial = self._open_trial()
@@ -277,7 +277,7 @@ class Tuner:
         return self._trials[-1]
 
     def _candidate(self) -> Settings | None:
-        """Finds what to try next. The last word has the start: it wins if the best has lost its edge meanwhile."""
+        """Returns the next candidate; the last is the start, which wins if the best is no longer faster."""
         if self._queue:
             return self._queue.pop(0)
         if self._since_gain() < _PATIENCE and (found := self._proposer.propose()) is not None:
@@ -286,7 +286,7 @@ class Tuner:
         return self._start if self._start not in (self._best, last) else None
 
     def _since_gain(self) -> int:
-        """Counts the trials after the last one that found something faster."""
+        """Counts the trials since the last one that found something faster."""
         outcomes = [trial.outcome for trial in reversed(self._trials)]
         return outcomes.index(Outcome.FASTER) if Outcome.FASTER in outcomes else len(outcomes)
 
@@ -295,7 +295,10 @@ class Tuner:
         return self._change(self._best, self._watch)
 
     def _end(self, trial: Trial) -> Settings | None:
-        """Hears the last word. In doubt the start wins; else one fresh comparison replaces a chain of old ones."""
+        """Evaluates the final trial, of the start.
+
+        In doubt the start wins; otherwise its one fresh comparison replaces the product of the earlier ones.
+        """
         self._done = True
         if trial.outcome is Outcome.NO_GAIN:
             self._relative = 1 / median(trial.ratios)

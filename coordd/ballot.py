@@ -1,6 +1,6 @@
-"""What ranks have announced under one name. Pure.
+"""Announcements of one tensor name by the ranks. Pure.
 
-Ranks are bits of an integer, so those who say the same are counted at once, however many they are.
+Ranks are bits of an integer, so ranks with equal announcements are counted in one operation, however many they are.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ __all__ = ["Ballot", "lowest", "members_mask"]
 
 
 class Ballot:
-    """One name in one process set: who has announced it, and when the lowest member did among all that it announced.
+    """An entry of the message table: which ranks have announced one name in one process set, and what they announced.
 
-    Ranks are bits: of ``wanted``, all members, those of ``told`` have announced it; ``parts`` says who announced what,
-    and ``absent`` who had joined when it was complete without them.
+    Ranks are bits: of ``wanted``, all members, the ranks in ``told`` have announced it; ``parts`` maps ranks to their
+    announcement; ``absent`` are the ranks that had joined when it was complete without them. ``turn`` is the position
+    of the announcement among all announcements of the lowest member.
     """
 
     __slots__ = ("absent", "members", "name", "parts", "told", "turn", "wanted")
@@ -31,7 +32,7 @@ class Ballot:
         self.turn = 0
 
     def enter(self, ranks: int, announcement: Announcement, *, turn: int = 0) -> None:
-        """Counts what some ranks have announced; ``turn`` is when."""
+        """Records the announcement of some ranks, at position ``turn``."""
         self.told |= ranks
         self.parts[ranks] = announcement
         if ranks & self.wanted & -self.wanted:
@@ -39,16 +40,16 @@ class Ballot:
 
     @property
     def first(self) -> Announcement:
-        """What the lowest rank has announced."""
+        """The announcement of the lowest rank."""
         return self.parts[min(self.parts, key=lowest)]
 
 
 def lowest(ranks: int) -> int:
-    """Finds the lowest rank of a bit mask."""
+    """Returns the lowest rank of a bit mask."""
     return (ranks & -ranks).bit_length() - 1
 
 
 @lru_cache(maxsize=256)
 def members_mask(ranks: tuple[int, ...]) -> int:
-    """Makes a bit mask of ranks."""
+    """Returns the bit mask of ranks."""
     return sum(1 << rank for rank in ranks)

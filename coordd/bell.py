@@ -1,4 +1,4 @@
-"""How the daemon sleeps and who wakes it."""
+"""Wake-up: how the daemon's thread sleeps, and how other threads and processes wake it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SHORT = 0.005
 
 
 class Bell:
-    """A sleeper that any thread may wake, and that the network wakes too.
+    """A sleep that any thread, or a readable file descriptor such as the network's, can end.
 
-    A ring is never lost: one that comes before the sleep ends it at once.
+    A wake-up is never lost: one that precedes the sleep ends it at once.
     """
 
     def __init__(self) -> None:
@@ -28,16 +28,16 @@ class Bell:
         self._poll = select.poll()
         self._poll.register(self._read, select.POLLIN)
         self._rung = self._asleep = False
-        # Not in `close`: a ring on another thread may be about to write, and the number may be another file's by then.
+        # Not in `close`: another thread in `ring` may be about to write, and the number may be another file's by then.
         weakref.finalize(self, _free, self._read, self._write).atexit = False
 
     @property
     def descriptor(self) -> int:
-        """Writing a byte here wakes the sleeper, too; for other processes, who open it through ``/proc``."""
+        """File descriptor whose write end other processes open through ``/proc``; writing a byte wakes the sleeper."""
         return self._write
 
     def watch(self, descriptors: Sequence[int]) -> None:
-        """Lets these file descriptors wake the sleeper too."""
+        """Adds file descriptors that end the sleep when readable."""
         for descriptor in descriptors:
             self._watched.append(descriptor)
             self._poll.register(descriptor, select.POLLIN)
@@ -45,37 +45,38 @@ class Bell:
     def ring(self) -> None:
         """Wakes the sleeping thread.
 
-        Writes nothing if the bell has been rung already, or if that thread is awake, for it reads the flag first.
+        Writes nothing if a wake-up is pending already or if that thread is awake, because it reads the flag before it
+        sleeps.
         """
         if not self._rung:
-            # No call between flag and byte: a signal's handler that raises there would leave a flag without a ring.
+            # No call between flag and byte: a signal handler that raises there would leave the flag set without a byte.
             self._rung = True
             try:
                 if self._asleep:
                     os.write(self._write, b"!")
-            except BlockingIOError:  # full of neighbours' rings, each of which wakes it
+            except BlockingIOError:  # full of other processes' wake-ups, each of which wakes the thread
                 pass
             except BaseException:
                 self._rung = False
                 raise
 
     def sleep(self, seconds: float | None) -> None:
-        """Sleeps until rung, until a watched descriptor is readable, or for ``seconds``; None is without limit."""
-        self._asleep = True  # before the look at the other flag, which `ring` sets before it looks at this one
+        """Sleeps until `ring`, until a watched descriptor is readable, or for ``seconds``; None means no limit."""
+        self._asleep = True  # set before reading the other flag, which `ring` sets before reading this one
         try:
             ended = self._rung or self._wait(seconds)
         finally:
             self._asleep = False
         if ended:
-            # Cleared before draining: a ring in between leaves the flag set, and the next sleep ends at once.
+            # Cleared before draining: a `ring` in between leaves the flag set, and the next sleep ends at once.
             self._rung = False
             with contextlib.suppress(BlockingIOError):
                 os.read(self._read, 64)
 
     def _wait(self, seconds: float | None) -> bool:
-        """Waits for the descriptors; says whether it was the bell.
+        """Waits for the descriptors; returns whether the wake-up pipe is readable.
 
-        That has to be asked even if the flag says no: a ring whose flag was seen already may write only now.
+        The caller needs this even if the flag is clear: a `ring` whose flag was already read may write only now.
         """
         if seconds is not None and seconds < _SHORT and max(self._watched) < _SELECT_LIMIT:
             return self._read in select.select(self._watched, (), (), seconds)[0]  # poll() rounds up to milliseconds
@@ -83,7 +84,7 @@ class Bell:
         return any(descriptor == self._read for descriptor, _ in ready)
 
     def close(self) -> None:
-        """Says that nobody sleeps any more; the descriptors are freed with the last reference."""
+        """Marks that no thread sleeps any more; the descriptors are freed with the last reference."""
         self._rung = True
 
 

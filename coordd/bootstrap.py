@@ -1,7 +1,7 @@
-"""Start-up in step: ranks exchange values, and what one of them fails with is told to all at their next exchange.
+"""Start-up in step: ranks exchange values, and the next exchange passes an error of one rank to all.
 
-All ranks make the same exchanges in the same order. So a rank that cannot go on takes part in one more, with its error
-in place of a value, and each rank knows at once that, and why, none of them will start.
+All ranks make the same exchanges in the same order. So a rank that cannot continue takes part in one more, with its
+error instead of a value, and each rank knows at once that, and why, none of them will start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Bootstrap:
     """The exchanges of one rank.
 
     Attributes:
-        in_step: whether all ranks have made the same exchanges, so that what comes next may be collective.
+        in_step: whether all ranks have made the same exchanges, so that the next call may be collective.
     """
 
     def __init__(self, gather: Callable[[Any], list[Any]] = lambda value: [value]) -> None:
@@ -47,7 +47,7 @@ class Bootstrap:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Tells the other ranks what this block raises, unless they know it already; then raises it here."""
+        """Sends an exception of this block to the other ranks, unless they know it already; then re-raises it."""
         try:
             yield
         except BaseException as error:
@@ -56,7 +56,7 @@ class Bootstrap:
             raise
 
     def tell(self, error: BaseException) -> None:
-        """Tells the other ranks, at their next exchange, why none of them will start."""
+        """Sends to the other ranks, at their next exchange, the reason why none of them will start."""
         self._told = True
         try:
             self._exchange((None, brief(error)))

@@ -1,4 +1,4 @@
-"""What the data plane is given: entries that travel together."""
+"""The input of the data plane: buckets of entries that move together."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Bucket", "Locked"]
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """Entries that travel together, in the same order on all ranks.
+    """Entries that move together, in the same order on all ranks.
 
-    ``sequence`` is the common number of a negotiated bucket, and ``slot`` is where its members meet; a locked one has
-    neither, so 0. So many members are ``absent``: they have joined, and have nothing.
+    ``sequence`` is the number of a negotiated bucket, equal on all ranks, and ``slot`` is the shared-memory slot of its
+    members; both are 0 in a locked bucket. ``absent`` is the number of joined ranks, which contribute placeholders.
     """
 
     sequence: int
@@ -26,11 +26,11 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Locked(msgspec.Struct, frozen=True):
-    """This rank's word on one occurrence of a locked bucket.
+    """This rank's vote on one iteration of a locked bucket.
 
-    With a ``bucket`` the word is *valid*: here is what moves if all ranks give the same word. Without one it is
-    *invalid*, and nothing moves anywhere. The words on an occurrence meet under ``(lock, index, occurrence)``; locked
-    buckets have no common order among themselves, nor with negotiated ones.
+    With a ``bucket`` the vote is *valid*: the bucket moves if all ranks vote valid. Without one it is *invalid*, and
+    nothing moves on any rank. Votes are matched by ``(lock, index, occurrence)``; locked buckets have no common order
+    among themselves, nor with negotiated ones.
     """
 
     lock: int

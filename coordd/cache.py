@@ -1,6 +1,6 @@
 """The response cache: tensors that all ranks know travel as single bits.
 
-Its one rule: it changes by plans only, so every rank and the coordinator hold the same cache after the same plan.
+Invariant: only plans change it, so every rank and the coordinator hold the same cache after the same plan.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _CACHED_KINDS = frozenset(Kind) - {Kind.ALLGATHER, Kind.JOIN}
 
 
 class ResponseCache:
-    """Slots for the requests that were answered most recently.
+    """Slots for the most recently answered requests.
 
-    A tensor keeps its slot when its shape changes. When no slot is free, the one that was used longest ago is reused,
-    of those that need not stay.
+    A tensor keeps its slot when its shape changes. When no slot is free, the least recently used slot that is not
+    pinned is reused.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Makes an empty cache of ``capacity`` slots; 0 turns it off."""
+        """Creates an empty cache of ``capacity`` slots; 0 turns it off."""
         self._capacity = capacity
         self._requests: list[Request] = []
         self._used: OrderedDict[int, None] = OrderedDict()
@@ -37,11 +37,11 @@ class ResponseCache:
         return len(self._requests)
 
     def named(self, said: str) -> list[str]:
-        """Lists the names of what it holds of an operation or a group."""
+        """Returns the cached names that belong to an operation or a group."""
         return [*([said] if said in self._slots else ()), *sorted(self._groups.get(said, ()))]
 
     def slot(self, request: Request) -> int:
-        """Finds the slot that holds exactly this request; -1 if there is none."""
+        """Returns the slot that holds exactly this request; -1 if there is none."""
         slot = self._slots.get(request.name, -1)
         if slot < 0:
             return -1
@@ -49,23 +49,23 @@ class ResponseCache:
         return slot if known is request or known == request else -1
 
     def slot_of(self, name: str) -> int:
-        """Finds the slot of a name, whatever its request; -1 if there is none."""
+        """Returns the slot of a name, whatever its request; -1 if there is none."""
         return self._slots.get(name, -1)
 
     def request(self, slot: int) -> Request:
-        """Returns what a slot holds."""
+        """Returns the request in a slot."""
         return self._requests[slot]
 
     def site(self, slot: int) -> object:
-        """Returns where the caller has said that it submits what a slot holds; equal to nothing if it has not."""
+        """Returns the line where the caller submits this slot's request; an object equal to nothing if unknown."""
         return self._sites[slot]
 
     def place(self, request: Request, *, pinned: int = 0) -> int:
-        """Chooses the slot that a newly answered request gets; -1 if it gets none.
+        """Returns the slot for a newly answered request; -1 if it gets none.
 
         Args:
-            request: what was answered.
-            pinned: bit mask of slots that must stay as they are.
+            request: the answered request.
+            pinned: bit mask of slots that must not change.
         """
         if not self._capacity or request.transient or request.kind not in _CACHED_KINDS:
             return -1
@@ -77,15 +77,15 @@ class ResponseCache:
         return next((slot for slot in self._used if not pinned >> slot & 1), -1)
 
     def touch(self, slots: Iterable[int]) -> None:
-        """Notes that a plan used these slots; only who calls `place` needs to know."""
+        """Notes that a plan used these slots; only a cache whose `place` is called needs to know."""
         for slot in slots:
             self._used.move_to_end(slot)
 
     def store(self, response: Response) -> Request | None:
-        """Puts an answered request into the slot that the plan gave it.
+        """Stores an answered request in the slot that the plan gave it.
 
         Returns:
-            the request that had to go, if any.
+            the evicted request, if any.
         """
         slot, request = response.slot, response.request
         if slot == len(self._requests):
@@ -117,7 +117,7 @@ class ResponseCache:
                 del self._groups[group]
 
     def adopt(self, slot: int, request: Request, site: object) -> None:
-        """Keeps the caller's own equal object, so that the next look-up is a comparison by identity, and its site."""
+        """Keeps the caller's own equal object, so that the next look-up compares by identity, and its site."""
         if self._requests[slot] == request:
             self._requests[slot] = request
             self._sites[slot] = site

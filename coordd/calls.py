@@ -1,7 +1,7 @@
-"""Calls that all members of a process set make together, such as those that make an optimizer or a pipeline.
+"""Calls that all members of a process set make together, such as those that create an optimizer or a pipeline.
 
-Such a call succeeds on all members or on none. A rank that leaves it by an exception says so, and everything that the
-others wait for as part of the call fails within moments; at its end all members compare what they were given.
+Such a call succeeds on all members or on none. A rank that leaves it by an exception reports that, and every operation
+of the call that the other ranks wait for fails within moments; at its end all members compare their parameters.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ Owner = TypeVar("Owner")
 Result = TypeVar("Result")
 
 _LONGEST = 1000
-"""Letters of an error that other ranks are told."""
+"""Most characters of an error that are sent to other ranks."""
 
 
 class CollectiveCall:
-    """A block of code that all members of a process set go through together, or none of them.
+    """A block of code that all members of a process set run together, or none of them.
 
-    It is to be the first thing that a function does, before its arguments are looked at: `collective` enters it before
-    Python binds them to parameters. A block inside another belongs to that one.
+    Enter it first in a function, before looking at the arguments: `collective` enters it before Python binds them to
+    parameters. A nested block is part of the outer one.
 
     Attributes:
-        lines: what must be equal on all members, one thing a line; compared at the end of the block.
+        lines: facts that must be equal on all members, one per line; compared at the end of the block.
         advice: what to do if they differ, as the end of a sentence.
-        prefix: for the names of what the call makes, equal on all members and of no other call.
+        prefix: prefix for the names of objects that the call creates, equal on all members and unique to this call.
 
     Raises:
         NotInitializedError: `init` was not called.
-        MismatchError: on all members: they have different ``lines``; it lists what differs.
+        MismatchError: on all members: they have different ``lines``; it lists the differences.
         RefusedError: another member has left its block by an exception; it names the rank and the reason.
     """
 
     def __init__(
         self, what: str, process_set: object = global_process_set, *, namespace: bool = False, steady: bool = False
     ) -> None:
-        """Prepares it.
+        """Prepares the block.
 
         Args:
-            what: the function, in errors.
-            process_set: the members. The block refuses what is no process set of this world; until then a list of ranks
-                stands for those of them that exist, and what names no ranks for all ranks.
-            namespace: whether the call makes something whose operations need a prefix.
-            steady: whether the operations inside keep their names, as those do that come in each step.
+            what: the function, for errors.
+            process_set: the members. Code in the block rejects anything but a process set of this world; until then a
+                list of ranks means those of them that exist, and a value that names no ranks means all ranks.
+            namespace: whether the call creates something whose operations need a prefix.
+            steady: whether the operations inside keep their names, as operations of every step do.
         """
         self._steady = steady
         self._what = what
@@ -105,7 +105,7 @@ class CollectiveCall:
         return f"the ranks have given different parameters to {self._what}: {differences(lists)}: {self.advice}"
 
     def _refuse(self, error: BaseException, frame: FrameType) -> None:
-        """Tells the others, unless the job is over anyway."""
+        """Reports the error to the other ranks, unless the job is over anyway."""
         daemon = self._operations.daemon
         if self._part is None or daemon.failing or daemon.status.leaving:
             return
@@ -117,15 +117,15 @@ class CollectiveCall:
 def collective(
     what: str, *, namespace: bool = False, everywhere: bool = False
 ) -> Callable[[Callable[Concatenate[CollectiveCall, P], Result]], Callable[P, Result]]:
-    """Makes a function a collective call; a decorator.
+    """Turns a function into a collective call; a decorator.
 
-    The call is entered before Python binds the arguments, so the other ranks also hear of a wrong keyword or a missing
-    argument. The function gets the call as its first argument, which callers neither see nor give.
+    The call is entered before Python binds the arguments, so the other ranks are also notified of a wrong keyword or a
+    missing argument. The function gets the call as its first argument, which callers neither see nor pass.
 
     Args:
-        what: the function, in errors.
-        namespace: whether the call makes something whose operations need a prefix.
-        everywhere: whether all ranks make the call, and not the members of its argument ``process_set``.
+        what: the function, for errors.
+        namespace: whether the call creates something whose operations need a prefix.
+        everywhere: whether all ranks make the call, not only the members of its argument ``process_set``.
     """
 
     def decorate(function: Callable[Concatenate[CollectiveCall, P], Result]) -> Callable[P, Result]:
@@ -153,13 +153,13 @@ def collective_method(
     steady: bool = False,
     around: Callable[[Any], AbstractContextManager[Any]] = _nothing,
 ) -> Callable[[Callable[Concatenate[Owner, CollectiveCall, P], Result]], Callable[Concatenate[Owner, P], Result]]:
-    """Makes a method a collective call of all ranks, as `collective` does with functions; a decorator.
+    """Turns a method into a collective call of all ranks, as `collective` does with functions; a decorator.
 
     Args:
-        what: the method, in errors.
-        namespace: whether the call makes something whose operations need a prefix.
+        what: the method, for errors.
+        namespace: whether the call creates something whose operations need a prefix.
         steady: whether the operations inside keep their names; see `CollectiveCall`.
-        around: gets the object and makes a context that is entered before the call, and left after it.
+        around: takes the object and returns a context that is entered before the call and left after it.
     """
 
     def decorate(
@@ -176,13 +176,13 @@ def collective_method(
 
 
 def _place_of_set(function: Callable[..., Any]) -> int:
-    """The place of the argument ``process_set`` among those that callers give, which begin after the call itself."""
+    """Returns the position of the argument ``process_set`` among the callers' arguments, which begin after the call."""
     names = [*inspect.signature(function).parameters]
     return names.index("process_set") - 1
 
 
 def _given_set(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Finds the process set among arguments that are not bound yet; under a misspelt keyword, too."""
+    """Returns the process set among unbound arguments, even if its keyword is misspelt."""
     if "process_set" in kwargs:
         return kwargs["process_set"]
     if place < len(args):
@@ -192,7 +192,7 @@ def _given_set(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
 
 
 def _without(function: Callable[..., Any], entered: Callable[P, Result], place: int) -> Callable[P, Result]:
-    """Gives a decorated function the signature that callers see: without the call at this place."""
+    """Gives a decorated function the signature that callers see: without the call at position ``place``."""
     signature = inspect.signature(function)
     shown = [*signature.parameters.values()]
     hidden = shown.pop(place)
@@ -202,7 +202,7 @@ def _without(function: Callable[..., Any], entered: Callable[P, Result], place: 
 
 
 def _members(operations: Operations, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The members as requests carry them; None if this rank makes the call alone, or is none of them."""
+    """Returns the members as requests carry them; None if this rank makes the call alone, or is not a member."""
     world = operations.daemon.world
     if world.size == 1 or len(ranks) == 1 or (ranks and world.rank not in ranks):
         return None

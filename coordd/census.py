@@ -1,4 +1,4 @@
-"""Whether all ranks have the same, told by a short print of it first, and, only if not, by all of it. Pure."""
+"""Compares data of all ranks: a short fingerprint first and, only if that differs, all of it. Pure."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from coordd.errors import spans
 __all__ = ["ROUNDING", "alike", "differences", "fingerprint"]
 
 ROUNDING = 0.02
-"""Differences of less, as a part of the largest value of a parameter, may come from rounding, of bfloat16 too."""
+"""Smaller differences, relative to a parameter's largest value, may come from rounding, of bfloat16 too."""
 _SHOWN = 5
 
 
 def fingerprint(lines: Iterable[str]) -> list[int]:
-    """Makes two numbers of some lines; the greatest of all ranks' are `alike` if all have the same lines."""
+    """Hashes lines to two numbers, h and -h; their maxima over the ranks are `alike` if all have the same lines."""
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     number = int.from_bytes(digest[:7], "little")
     return [number, -number]
 
 
 def alike(greatest: Sequence[int]) -> bool:
-    """Judges the greatest of all ranks' prints, number by number: the least is equal to it."""
+    """Returns whether all fingerprints were equal, given their element-wise maxima: max(h) equals min(h)."""
     return greatest[0] == -greatest[1]
 
 
 def differences(everybody: Sequence[tuple[int, Iterable[str]]]) -> str:
-    """Lists what not all ranks have, given the lines of each rank."""
+    """Lists the lines that not all ranks have, given the lines of each rank."""
     had: dict[str, list[int]] = {}
     for rank, lines in everybody:
         for line in lines:

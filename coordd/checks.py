@@ -1,4 +1,4 @@
-"""Numbers as arguments: what a count, a rank or a factor can be, and one sentence for what it cannot."""
+"""Checks of numeric arguments, such as counts, ranks and factors, each with one error message."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["finite", "whole"]
 
 
 def whole(value: SupportsIndex, what: str, *, least: int | None = None) -> int:
-    """Takes any integer, such as NumPy's, as Python's own, which is what messages carry.
+    """Converts any integer, such as NumPy's, to Python's `int`, which messages carry.
 
     Args:
-        value: the integer; a truth value is none, and neither is a float that happens to be whole.
+        value: the integer; neither a bool nor a float with an integral value.
         what: its name.
-        least: the smallest that is legal.
+        least: the smallest legal value.
 
     Raises:
-        ArgumentError: naming what was given and what is legal.
+        ArgumentError: naming the given value and the legal ones.
     """
     try:
         found = None if type(value).__name__ in {"bool", "bool_"} else int(index(value))
@@ -33,17 +33,17 @@ def whole(value: SupportsIndex, what: str, *, least: int | None = None) -> int:
 
 
 def finite(value: Any, what: str, *, above: float = -math.inf) -> float:
-    """Takes any real number as a float.
+    """Converts any real number to a float.
 
     Args:
-        value: the number; neither a truth value nor text.
+        value: the number; neither a bool nor text.
         what: its name.
-        above: what it must be larger than.
+        above: exclusive lower bound.
 
     Raises:
-        ArgumentError: it is none, is infinite, or is no number at all.
+        ArgumentError: it is out of range, infinite, NaN, or not a number at all.
     """
-    if type(value) is float and above < value < math.inf:  # most often, and once or twice for each operation
+    if type(value) is float and above < value < math.inf:  # the common case, once or twice per operation
         return value
     try:
         found = math.nan if isinstance(value, str | bytes | bool) else float(value)

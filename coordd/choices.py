@@ -1,4 +1,4 @@
-"""What a user may choose for the gradients of one optimizer that are reduced by `coordd.gradients`."""
+"""The user's options for the gradients of one optimizer that `coordd.gradients` reduces."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _COMBINE = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM})
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What the user has chosen for the gradients of one optimizer; equal on all ranks.
+    """The user's options for the gradients of one optimizer; equal on all ranks.
 
     Attributes:
-        op: how gradients combine.
+        op: the reduction.
         process_set: the ranks that take part.
-        predivide: gradients are divided by it before they are added up, and multiplied afterwards.
-        compression: what makes them smaller, an object of the framework's.
-        sparse_as_dense: whether sparse gradients are to become dense.
+        predivide: divides gradients before the sum, and multiplies them afterwards.
+        compression: the framework's compression object.
+        sparse_as_dense: whether sparse gradients are converted to dense ones.
         grouping: which gradients the user wants together.
 
     Raises:
-        ArgumentError: these do not fit together.
+        ArgumentError: the options do not fit together.
     """
 
     op: ReduceOp = ReduceOp.AVERAGE
@@ -50,6 +50,6 @@ class Choices:
             raise ArgumentError(text)
 
     def exchanges(self, world: World) -> bool:
-        """Says whether this rank has others to reduce its gradients with."""
+        """Returns whether this rank reduces its gradients with other ranks."""
         members = self.process_set.ranks or range(world.size)
         return len(members) > 1 and world.rank in members

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse(parser, words[:1], commands)
     options, unknown = parser.parse_known_args(joined(words))
     if unknown:
-        flags = [flag for action in options.parser._actions for flag in action.option_strings]  # noqa: SLF001 - no public way
+        flags = [flag for action in options.parser._actions for flag in action.option_strings]  # noqa: SLF001
         _refuse(options.parser, unknown, flags)
     try:
         return int(options.action(options))
@@ -54,7 +54,7 @@ def _complain(error: Exception, status: int) -> int:
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str], known: Collection[str]) -> NoReturn:
-    """Ends with the usage, and with what may have been meant."""
+    """Exits with the usage and the closest known words."""
     near = [word for one in unknown for word in difflib.get_close_matches(one.partition("=")[0], known, n=1)]
     parser.error(f"there is no {' '.join(unknown)}" + (f"; did you mean {' '.join(near)}?" if near else ""))
 

@@ -1,7 +1,8 @@
-"""Every knob, once.
+"""Every setting, once.
 
-A knob's environment name (``COORDD_FUSION_MB``), its Horovod alias, its command-line flag (``--fusion-mb``) and its row
-in ``docs/knobs.md`` all derive from the one field below. An argument beats the environment, which beats the default.
+A setting's environment variable (``COORDD_FUSION_MB``), its Horovod alias, its command-line flag (``--fusion-mb``) and
+its row in ``docs/knobs.md`` all derive from the one field below. An argument overrides the environment, which overrides
+the default.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from coordd.errors import ConfigError
 
 __all__ = ["LAUNCHED", "MIB", "Config", "Knob", "aliased", "knobs", "timeline_folder", "unread"]
 
-LAUNCHED = "COORDD_LAUNCHED"  # set by `coordd run` for its ranks; no setting
+LAUNCHED = "COORDD_LAUNCHED"  # set by `coordd run` for its ranks; not a setting
 
 _PREFIX = "COORDD_"
 MIB = 1 << 20
@@ -27,27 +28,27 @@ _HOROVOD_LEVELS = {"trace": "debug", "fatal": "error"}
 
 
 def _from_bytes(text: str) -> str:
-    """Turns Horovod's byte count into our mebibytes."""
+    """Converts Horovod's byte count to MiB."""
     return repr(float(text) / MIB)
 
 
 def _inverted(text: str) -> str:
-    """Turns Horovod's ``…_DISABLE`` into our positive switch."""
+    """Converts Horovod's ``…_DISABLE`` to a positive switch."""
     return "0" if _switch(text) else "1"
 
 
 def _adaptive_if_zero(text: str) -> str:
-    """Keeps Horovod's number of seconds; there is no zero-second stall limit."""
+    """Keeps Horovod's number of seconds; empty for 0, as there is no zero-second stall limit."""
     return "" if float(text) <= 0 else text
 
 
 def _nearest_level(text: str) -> str:
-    """Names our level for one of Horovod's, which has two more."""
+    """Maps a log level of Horovod's, which has two more, to the nearest level here."""
     return _HOROVOD_LEVELS.get(text.lower(), text)
 
 
 def timeline_folder(text: str) -> str:
-    """Makes a folder of what Horovod has as one file; what it calls ``DYNAMIC`` is always possible here."""
+    """Returns the folder for Horovod's timeline file; empty for ``DYNAMIC``, which is always possible here."""
     return "" if text.upper() == "DYNAMIC" else text.removesuffix(".json")
 
 
@@ -57,7 +58,7 @@ def _switch(word: str) -> bool:
     raise ValueError(word)
 
 
-def _knob(  # noqa: PLR0913 - one row of the knob table
+def _knob(  # noqa: PLR0913 - one row of the table of settings
     default: Any,
     about: str,
     *,
@@ -235,7 +236,7 @@ class Config:
 
     @property
     def digest(self) -> str:
-        """What must be equal on all ranks, as far as it is not the default; for people, too, if it is not."""
+        """The settings that must be equal on all ranks, if not at their defaults, as readable text."""
         own = {"log_level", "interface", "daemon_cores", "timeline", "timeline_mark_cycles"}
         found = {knob.name: getattr(self, knob.name) for knob in knobs() if knob.name not in own}
         defaults = Config()
@@ -251,7 +252,7 @@ class Config:
             arguments: fields by name; ``None`` counts as not given.
 
         Raises:
-            ConfigError: an unknown argument, or a value that cannot be read or is out of range.
+            ConfigError: an unknown argument, or a value that cannot be parsed or is out of range.
         """
         known = {knob.name: knob for knob in knobs()}
         if unknown := sorted(set(arguments) - set(known)):
@@ -300,7 +301,7 @@ class Knob:
         return kind + span + (", or empty" if self.optional or self.default == "" else "")
 
     def read(self, environment: Mapping[str, str]) -> Any:
-        """Looks the knob up in the environment, under its own name first, then under Horovod's; ``None`` is not set.
+        """Reads the setting from the environment, under its own name or else Horovod's; ``None`` if not set.
 
         Raises:
             ConfigError: naming the variable and the legal values.
@@ -310,13 +311,13 @@ class Knob:
         if word := environment.get(self.alias, "").strip():
             try:
                 return self.parse(self.convert(word), source=self.alias)
-            except ValueError as error:  # the alias may have another unit, so its legal values are told in ours
+            except ValueError as error:  # the alias may have another unit; the message gives legal values in ours
                 legal = f"what {self.variable} can hold, {self.legal}"
                 raise ConfigError.illegal(self.alias, word, legal) from error
         return None
 
     def parse(self, text: str, *, source: str) -> Any:
-        """Reads a value from text.
+        """Parses a value.
 
         Raises:
             ConfigError: naming ``source`` and the legal values.
@@ -356,7 +357,7 @@ class Knob:
 
 @cache
 def knobs() -> tuple[Knob, ...]:
-    """Lists all knobs in the order of their declaration."""
+    """Returns all settings in the order of their declaration."""
     hints = get_type_hints(Config)
     found = []
     for row in dataclasses.fields(Config):
@@ -367,7 +368,7 @@ def knobs() -> tuple[Knob, ...]:
 
 
 def unread(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Tells of variables that look like knobs and are none, Horovod's included: one sentence each, with what to do."""
+    """Returns a warning for each variable, coordd's or Horovod's, that looks like a setting but is none."""
     known = {knob.variable for knob in knobs()} | {LAUNCHED}
     sentences = []
     for name in sorted(name for name in environment if name.startswith(_PREFIX) and name not in known):
@@ -378,7 +379,7 @@ def unread(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def aliased(environment: Mapping[str, str]) -> str:
-    """Tells in one line which of Horovod's variables are read, and as what; nothing if there are none."""
+    """Lists in one line the Horovod variables that are read, and as which settings; "" if there are none."""
     told = [
         f"{knob.alias} as {knob.variable}"
         for knob in knobs()

@@ -1,7 +1,8 @@
-"""Whether the parameters and hyperparameters of one optimizer are equal on all ranks, for `coordd.gradients`.
+"""Checks that one optimizer's parameters and hyperparameters are equal on all ranks, for `coordd.gradients`.
 
-Parameters are compared before the second step is made, for Horovod's scripts broadcast them before or after the first.
-Some of them, and hyperparameters, are compared in steps 4, 8, … 128 and then every 128th, which is heard in the next.
+Parameters are compared before the second step, because Horovod's scripts broadcast them before or after the first. A
+part of them, and hyperparameters, are compared in steps 4, 8, … 128 and then every 128th; the next step gets the
+result.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ log = logging.getLogger("coordd")
 
 _START = 2
 _VALUES = 64
-"""Of each parameter so many values are compared at the start, spread over all of it."""
+"""Number of values of each parameter that are compared at the start, spread over all of it."""
 _CALLER = "DistributedOptimizer"
 _ADVICE = "broadcast the variables before the first step, or right after it, and give all ranks one learning rate"
 _REMEDY = "broadcast_variables(...) with the model's variables and the optimizer's"
 _AGE = 2
-"""A model of the same names as an earlier one may have other values on each rank in its first step."""
+"""Steps in which the values of a new model are unknown.
+
+A model with the same names as an earlier one may have other values on each rank in its first step.
+"""
 
 
 class Described(Protocol):
-    """What is to be known of a parameter."""
+    """A parameter, as far as the comparison needs it."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,16 +48,16 @@ class Described(Protocol):
 
     @property
     def owner(self) -> Any:
-        """The variable; None when it is gone."""
+        """The variable; None when it no longer exists."""
 
 
 class Reading(NamedTuple):
-    """What is read of variables to compare it, and how.
+    """What is read of variables to compare them, and how.
 
     Attributes:
-        framework: its name; between different ones values may differ more.
-        values: returns those of a variable at some places, flattened; None if they cannot be seen.
-        others: parameters that are compared, too, and whose gradients take a way of their own.
+        framework: its name; values may differ more between different frameworks.
+        values: returns a variable's values at flat indices; None if they cannot be read.
+        others: further parameters to compare, such as those with sparse gradients, which are reduced separately.
     """
 
     framework: str
@@ -65,16 +69,16 @@ class Settings(Protocol):
     """The hyperparameters of an optimizer."""
 
     def current(self) -> Any:
-        """What of them changes within a program, as a scalar tensor, which may be part of a graph; None if nothing."""
+        """Returns the hyperparameter that changes within a program, a scalar tensor, maybe of a graph; None if none."""
         ...
 
     def read(self, current: Any) -> Iterable[tuple[str, Any]]:
-        """Lists all by name, given the number that the tensor had when a step was made."""
+        """Lists all hyperparameters by name, given the value that the tensor had when a step was made."""
         ...
 
 
 class Consistency:
-    """Compares the ranks of one optimizer."""
+    """Compares the parameters and hyperparameters of one optimizer between ranks."""
 
     def __init__(
         self,
@@ -88,10 +92,10 @@ class Consistency:
         """Prepares the comparisons.
 
         Args:
-            operations: the way to the other ranks.
-            parameters: alike on all ranks.
+            operations: the operations of this rank.
+            parameters: the same on all ranks.
             reading: how their values are read.
-            prefix: begins the names of its operations.
+            prefix: prefix of the names of its operations.
             process_set: the ranks that take part.
         """
         self._operations = operations
@@ -108,13 +112,13 @@ class Consistency:
         self._used: tuple[int, list[tuple[str, Any]]] | None = None
 
     def renew(self, parameters: Sequence[Described], reading: Reading) -> None:
-        """Takes over the variables of another model, which are like those of the one before."""
+        """Replaces the variables by those of another model, which has the same parameters."""
         self._parameters, self._anew = [*parameters, *reading.others], self._steps
 
     def begin(self) -> None:
-        """Counts a step, and takes part in the comparison that belongs to it, without waiting for the other ranks."""
+        """Counts a step, and takes part in the comparison of that step, without waiting for the other ranks."""
         joins = self._operations.joins(self._process_set.ranks)
-        if joins != self._joins:  # all ranks have, and go on with one rank's values; they may have counted other steps
+        if joins != self._joins:  # all ranks joined and continue with one rank's values; step counts may differ
             self._joins, self._starts = joins, False
             self._count_anew()
         self._steps += 1
@@ -133,7 +137,7 @@ class Consistency:
             self._compare()
 
     def restart(self, prefix: str) -> None:
-        """Counts steps from the start again, and takes other names: the ranks may have counted different steps."""
+        """Counts steps from the start again, with another name prefix: the ranks may have counted different steps."""
         self._name, self._drifts = self._names(prefix)
         self._count_anew()
 
@@ -146,7 +150,7 @@ class Consistency:
         self._start = self._drift = self._used = None
 
     def _compare(self) -> None:
-        """Starts a later comparison: of the values now, and of the settings with which the step before was made."""
+        """Starts a later comparison: of the current values, and of the hyperparameters of the previous step."""
         step, settings = self._used or (0, None)
         self._drift = self._drifts.begin(
             [self._trained(each) for each in self._parameters],
@@ -156,15 +160,15 @@ class Consistency:
         )
 
     def note(self, settings: Callable[[], Iterable[tuple[str, Any]]]) -> None:
-        """Notes with which hyperparameters a step is made; asks for them only if they are to be compared."""
+        """Records the hyperparameters of a step; calls ``settings`` only if they are to be compared."""
         if is_due(self._steps + 1) and self._operations.daemon.config.check_parameters:
             self._used = self._steps, [*settings()]
 
     def different(self) -> MismatchError | None:
-        """Hears the others: of the start in the second step, of later comparisons in the step after.
+        """Evaluates pending comparisons: the first in the second step, later ones in the step after.
 
         Returns:
-            on all ranks, the error if values differ. Under ``as_horovod`` that is a warning.
+            on all ranks, the error if values differ. Under ``as_horovod`` it is a warning instead.
         """
         start, self._start = self._start, None
         try:
@@ -181,7 +185,7 @@ class Consistency:
         return None
 
     def _some(self, parameter: Described) -> np.ndarray:
-        """Takes some values of a parameter; NaN if they cannot be seen here."""
+        """Returns some values of a parameter; NaN if they cannot be read here."""
         chosen = places(parameter.size, _VALUES)
         found = self._read(parameter, chosen)
         return np.full(chosen.size, np.nan) if found is None else np.asarray(found, np.float64)
@@ -191,7 +195,7 @@ class Consistency:
         return None if owner is None else self._reading.values(owner, chosen)
 
     def _trained(self, parameter: Described) -> Trained:
-        # Half of the digits of the type in which gradients travel, which the ranks have in common.
+        # Half of the digits of the dtype in which gradients are reduced, which is the same on all ranks.
         exact = digits_of(parameter.dtype) ** 0.5
         what = f"{parameter.shape} {parameter.dtype}"
         return Trained(parameter.name, what, parameter.size, exact, functools.partial(self._read, parameter))
@@ -200,7 +204,7 @@ class Consistency:
 def _of_array(owner: Any, chosen: np.ndarray) -> np.ndarray | None:
     try:
         found: np.ndarray = np.asarray(owner.numpy()).reshape(-1)[chosen].real.astype(np.float64)
-    except (AttributeError, TypeError, NotImplementedError):  # none is known, or of a type that NumPy has not
+    except (AttributeError, TypeError, NotImplementedError):  # it has no value, or a type that NumPy does not have
         return None
     return found
 

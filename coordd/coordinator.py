@@ -1,4 +1,4 @@
-"""What rank 0 does beside training: it hears all ranks and tells them what to do.
+"""The coordinator on rank 0: it receives the messages of all ranks and decides what they do.
 
 Pure: messages and the time go in, messages come out. The same object runs in the daemon of rank 0 and in the simulator.
 """
@@ -41,9 +41,9 @@ from coordd.negotiation import Negotiator
 __all__ = ["Coordinator", "Outgoing"]
 
 _PATIENCE = 1.0
-"""Seconds that ranks have to say what they are doing."""
+"""Seconds that ranks have to answer an inquiry."""
 _ASKED = 64
-"""How many ranks are asked at most: their stacks have to be read by somebody."""
+"""Most ranks that are asked: a person has to read their stacks."""
 
 _STALLED = Inquiry()
 _JOIN = Kind.JOIN.name.lower()
@@ -53,9 +53,9 @@ Outgoing = list[tuple[int, Message]]
 
 @dataclass
 class _Investigation:
-    """A stall that is being looked into: what ranks, by bit mask, complain of, and who was asked when.
+    """A stall under investigation: the overdue operations that ranks, by bit mask, report, and which were asked when.
 
-    While it is ``settling`` a lock has just been broken, and ranks have yet to announce what it held.
+    While it is ``settling`` a lock has just been broken, and ranks have yet to announce the tensors that it held.
     """
 
     deadline: float
@@ -65,18 +65,18 @@ class _Investigation:
     accounts: dict[int, Account] = field(default_factory=dict)
 
     def idle(self, ranks: Iterable[int]) -> float:
-        """Seconds for which one of these ranks, as far as they were asked, has done nothing; endless if it is silent.
+        """Returns the asked ranks' longest idle time in seconds; infinite if one has not answered, or none was asked.
 
-        Who has joined waits in vain only if that is longer than it has waited.
+        The wait of a joined rank is a stall only if that is at least as long as its wait.
         """
         answers = (self.accounts.get(rank) for rank in ranks if rank in self.asked)
         return max((answer.idle if answer else math.inf for answer in answers), default=math.inf)
 
 
 class Coordinator:
-    """The hub of the star, or what is behind the foreman at the root of a tree."""
+    """The coordinator of a star, or behind the aggregator at the root of a tree."""
 
-    def __init__(  # noqa: PLR0913 - a setting each
+    def __init__(  # noqa: PLR0913 - one argument per setting
         self,
         size: int,
         *,
@@ -87,16 +87,17 @@ class Coordinator:
         voices: Sequence[int] | None = None,
         stopped: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """Starts with nobody there.
+        """Starts before any rank has arrived.
 
         Args:
             size: number of ranks.
             cache_capacity: slots of the response cache.
             fusion_bytes: size of a fusion bucket.
             lock_steps: equal steps that lock the plan; 0 for never.
-            abort_seconds: how long an operation may wait before the job fails; 0 for ever.
-            voices: whom it hears, as the bit masks of the ranks for whom each of them speaks; by default all ranks.
-            stopped: says whether the process of a rank is known to be stopped.
+            abort_seconds: how long an operation may wait before the job fails; 0 for no limit.
+            voices: the reporters, each as the bit mask of the ranks that it reports for; by default each rank for
+                itself.
+            stopped: returns whether the process of a rank is known to be stopped.
         """
         self._ranks = range(size)
         self._voices = [1 << rank for rank in self._ranks] if voices is None else voices
@@ -124,7 +125,7 @@ class Coordinator:
         return self._investigation.deadline if self._investigation else None
 
     def hear(self, voice: int, message: Message | Lost, *, now: float) -> None:
-        """Takes one message in."""
+        """Processes one message of a reporter."""
         self._heard = True
         match message:
             case Report() | Refused() | Blocked() | Goodbye() | Expecting():
@@ -156,7 +157,7 @@ class Coordinator:
                 self._negotiator.expect(message.peers)
 
     def turn(self, now: float) -> Outgoing:
-        """Returns what is to be sent to which voice, in order; messages to rank 0 itself included."""
+        """Returns the messages to send, each with its reporter, in order; messages to rank 0 itself included."""
         heard, self._heard = self._heard, False
         if heard and self._failure is None:
             if (plan := self._negotiator.decide()) is not None:
@@ -174,7 +175,7 @@ class Coordinator:
         self._out += [(voice, message) for voice in voices]
 
     def _speakers(self, voice: int, ranks: bytes) -> int:
-        """Those who say something: the ranks of a bit mask, or all for whom the voice speaks."""
+        """Returns the bit mask of the ranks that a message is from: its ``ranks``, or all ranks of the reporter."""
         return int.from_bytes(ranks, "little") or self._voices[voice]
 
     def _place(self, rank: int) -> str:
@@ -182,7 +183,7 @@ class Coordinator:
         return f"pid {hello.pid} on {hello.host}" if hello else "not yet arrived"
 
     def _greet(self, hellos: dict[int, Hello]) -> None:
-        """Counts ranks in; when all are there, welcomes them, or refuses them if they do not fit together."""
+        """Records arrived ranks; when all have arrived, welcomes them, or rejects them if they do not fit together."""
         self._arrived |= hellos
         if len(self._arrived) < len(self._ranks):
             return
@@ -200,7 +201,7 @@ class Coordinator:
         self._tell(range(len(self._voices)), Welcome(pids, hosts, refusal))
 
     def _pass_on(self, message: Message) -> None:
-        """Tells everybody to record, or to stop, as the first rank wants it."""
+        """Sends to all ranks to start or stop a recording; of several ranks' requests the first one counts."""
         if isinstance(message, Recording) and message.number > self._recordings:
             self._recordings = message.number
             self._tell(range(len(self._voices)), message)
@@ -210,13 +211,13 @@ class Coordinator:
             self._fail(Failure.death(loss.rank, self._place(loss.rank), stopped=loss.stopped))
 
     def _fail(self, failure: Failure) -> None:
-        """Tells everybody of the first failure; later ones are its consequences."""
+        """Sends the first failure to all ranks; later ones are its consequences."""
         if self._failure is None:
             self._failure = failure
             self._tell(range(len(self._voices)), Abort(failure))
 
     def _investigate(self, ranks: int, overdue: Overdue, now: float) -> None:
-        """Asks the ranks that are missing; complaints that come in the meantime join the same report."""
+        """Sends an inquiry to the missing ranks; overdue reports that arrive meanwhile join the same stall report."""
         waiting = self._waiting(ranks, overdue)
         asked = {rank for item in waiting for rank in item.missing} or set(self._ranks)
         blocked = [item for item in waiting if item.operation != _JOIN]
@@ -237,7 +238,7 @@ class Coordinator:
                 self._tell([voice], msgspec.structs.replace(question, ranks=() if alone else mine))
 
     def _mediate(self, message: Inquiry | Account) -> None:
-        """Hands a rank's question on to those whom it asks, and an answer to who has asked."""
+        """Routes status queries and their replies."""
         if isinstance(message, Inquiry):
             self._ask(message.ranks, message)
         elif message.number:
@@ -249,7 +250,7 @@ class Coordinator:
         return 0 < self._abort_seconds <= seconds
 
     def _blame(self, waiting: list[Waiting], seconds: float) -> None:
-        """Ends the job because of the first rank that others wait for."""
+        """Fails the job because of the lowest rank that others wait for."""
         culprit = min((rank for item in waiting for rank in item.missing), default=0)
         names = ", ".join(repr(item.name) for item in waiting[:3])
         state = "; its process is stopped, by SIGSTOP, SIGTSTP or a debugger" if self._is_stopped(culprit) else ""
@@ -263,7 +264,7 @@ class Coordinator:
         return [*mine, *overdue.matched]
 
     def _conclude(self, now: float) -> None:
-        """Ends an investigation when all have answered or the time is up, and tells everybody."""
+        """Ends an investigation when all ranks have answered or the time is up, and sends the report to all ranks."""
         case = self._investigation
         if case is None:
             return
@@ -281,7 +282,7 @@ class Coordinator:
         if waiting and self._intolerable(seconds):
             self._blame(waiting, seconds)
             return
-        # Who was asked only later has had no time to answer, so silence means nothing yet.
+        # A rank that was asked late has had no time to answer, so its silence means nothing yet.
         late = [rank for rank, since in case.asked.items() if since + _PATIENCE <= now]
         report = StallReport(
             seconds,

@@ -1,8 +1,8 @@
-"""The cores that a job may use on this host.
+"""The CPU cores that a job may use on this host.
 
-What `psutil` cannot tell is read from Linux itself: which hardware threads make up a core, how near cores are to each
-other, and what a container grants. Where that cannot be read, `psutil` counts. One rule: this imports next to nothing,
-because the small process before every rank reads it.
+Linux itself provides what `psutil` lacks: the hardware threads of each core, how near cores are to each other, and the
+CPU limit of a container. Where that cannot be read, `psutil` counts. This module imports next to nothing, because the
+small guard process before every rank imports it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ _CGROUPS = "/sys/fs/cgroup"
 
 
 class Cores(NamedTuple):
-    """What some processes may use.
+    """The cores that some processes may use.
 
     Attributes:
-        threads: for every physical core the hardware threads that are ours; cores that are near each other come
-            together.
-        quota: how many cores' worth of time there is, if that is less than the cores: a container grants no more, or
-            some of ``threads`` are halves of one core.
-        binds: whether this system lets a thread be kept to a core.
+        threads: for every physical core the usable hardware threads; cores that are near each other are adjacent.
+        quota: CPU time in cores, if that is less than the cores: a container grants no more, or some of ``threads`` are
+            halves of one core.
+        binds: whether this system can pin a thread to a core.
     """
 
     threads: tuple[tuple[int, ...], ...]
@@ -38,22 +37,22 @@ class Cores(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """How many ranks of one thread can compute at the same time."""
+        """Number of single-threaded ranks that can compute at the same time."""
         return max(1, min(len(self.threads), self.quota or len(self.threads)))
 
     @property
     def divisible(self) -> bool:
-        """Whether ranks can have cores of their own; not where only time is granted."""
+        """Whether ranks can have cores of their own; False where only CPU time is granted."""
         return self.binds and self.usable == len(self.threads)
 
     def without(self, cpus: frozenset[int]) -> Cores:
-        """Leaves out the cores that have one of these hardware threads, unless that leaves nothing."""
+        """Returns the cores that have none of these hardware threads; all of them if none would be left."""
         left = tuple(core for core in self.threads if not cpus & set(core))
         return self._replace(threads=left or self.threads)
 
 
 def cores_here(*pids: int) -> Cores:
-    """Reads what processes of this host, by default this one, may use together. Those that are gone do not count."""
+    """Returns the cores that processes of this host, by default this one, may use together; skips ended processes."""
     if not hasattr(os, "sched_getaffinity"):
         count = _counted() or os.cpu_count() or 1
         return Cores(tuple((cpu,) for cpu in range(count)), binds=False)
@@ -83,7 +82,7 @@ def _grouped(siblings: dict[int, str]) -> tuple[tuple[int, ...], ...]:
 
 
 def _nodes() -> Iterator[tuple[int, int]]:
-    """Reads the memory node of every hardware thread, where there are any."""
+    """Yields the memory node of every hardware thread, if there are any."""
     for node in sorted(read_cpus(_text(f"{_NODES}/has_cpu") or "0", source=_NODES)):
         if cpus := _text(f"{_NODES}/node{node}/cpulist"):
             yield from ((cpu, node) for cpu in read_cpus(cpus, source=_NODES))
@@ -96,7 +95,7 @@ def _counted() -> int | None:
 
 
 def _quota() -> int | None:
-    """Reads the tightest CPU limit among our control groups (version 2), rounded up to whole cores."""
+    """Returns the lowest CPU limit among this process's control groups (version 2), rounded up to whole cores."""
     limits = []
     folder = _CGROUPS + _group()
     while folder.startswith(_CGROUPS):
@@ -116,5 +115,5 @@ def _text(path: str) -> str:
     try:
         with open(path, encoding="ascii") as file:  # noqa: PTH123 - see above
             return file.read().strip()
-    except OSError:  # another system, or a kernel without this file
+    except OSError:  # not Linux, or a kernel without this file
         return ""

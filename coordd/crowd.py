@@ -1,4 +1,4 @@
-"""How many threads compute on a host, beside how many cores: more of them take turns."""
+"""Oversubscription: compares the number of computing threads on a host with the number of its cores."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ __all__ = ["Crowd", "oversubscribed", "threads_asked"]
 
 
 def oversubscribed(cores: int, local_size: int, threads: int) -> bool:
-    """Says whether the ranks of a host have more threads than cores, so that some always wait for others to pause.
+    """Returns whether the ranks of a host have more threads than cores, so that some threads always wait for a core.
 
     Args:
-        cores: what these ranks may use together.
+        cores: number of cores that these ranks may use together.
         local_size: ranks of the host.
-        threads: with which each of them computes.
+        threads: compute threads of each rank.
     """
     return local_size * threads > cores
 
 
 def threads_asked(environment: Mapping[str, str]) -> int:
-    """Reads the number of threads that the user has chosen for each process; 0 is none."""
+    """Returns the number of threads that the user has chosen for each process; 0 if not set."""
     outermost = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(outermost) if outermost.isdecimal() else 0
 
 
 class Crowd(NamedTuple):
-    """The ranks of this host on its cores; the attributes are what `oversubscribed` wants, in order."""
+    """The ranks of this host on its cores; the attributes are the arguments of `oversubscribed`, in order."""
 
     cores: int
     local_size: int
@@ -36,7 +36,7 @@ class Crowd(NamedTuple):
 
     @classmethod
     def of(cls, pids: Sequence[int], environment: Mapping[str, str]) -> Crowd:
-        """Looks at running ranks; a rank that was told no number of threads has one for each core that it may use.
+        """Counts running ranks; a rank without a set number of threads has one for each core that it may use.
 
         Args:
             pids: the processes of all ranks of this host.
@@ -46,7 +46,7 @@ class Crowd(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What to do about too many threads; empty if there are not."""
+        """What to do about too many threads; "" if there are not too many."""
         if not oversubscribed(*self):
             return ""
         each = max(1, self.cores // self.local_size)

@@ -1,6 +1,6 @@
-"""The daemon: one thread a process that owns all communication, seen by framework threads.
+"""The daemon as framework threads see it: one thread per process that owns all communication.
 
-They leave work in its inbox and wait on handles; nothing else crosses the line.
+Framework threads put work into its message queue and wait on handles; nothing else is shared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _GIVE_UP_SECONDS = 0.3
 
 
 class Daemon:
-    """Owns the link of one rank; `start` it, `submit` to it, `stop` it."""
+    """Owns the background thread of one rank; `start` it, `submit` to it, `stop` it."""
 
     def __init__(self, config: Config, meet: Rendezvous) -> None:
         """Prepares a daemon.
@@ -61,17 +61,17 @@ class Daemon:
 
     @property
     def world(self) -> World:
-        """Who takes part."""
+        """The ranks of the job."""
         return self._status.world
 
     @property
     def status(self) -> Status:
-        """What its thread lets others see."""
+        """The state that its thread publishes."""
         return self._status
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Processes of the ranks on this host, this one's included."""
+        """Process IDs of the ranks on this host, this one's included."""
         return tuple(self._status.pids[rank] for rank in self.world.neighbours)
 
     @property
@@ -80,12 +80,12 @@ class Daemon:
         return self._status.failing
 
     def start(self) -> None:
-        """Starts the thread and waits until all ranks are there.
+        """Starts the thread and waits for all ranks.
 
         Raises:
-            StartError: they did not come in time, or do not fit together.
+            StartError: not all ranks arrived in time, or they do not fit together.
             PeerError: another rank could not start.
-            DeadlockError: this is the thread of another daemon.
+            DeadlockError: the calling thread is the thread of another daemon.
         """
         check_may_wait("init()")
         try:
@@ -115,20 +115,20 @@ class Daemon:
             raise self._status.start_error
 
     def abandon(self) -> None:
-        """Has the thread end as soon as it can, without the other ranks: the script has given up the start."""
+        """Makes the thread end as soon as it can, without the other ranks: the script has given up the start."""
         self._status.abandoned = self._status.stopping = True
         self._bell.ring()
 
     def join(self, seconds: float) -> bool:
-        """Waits, at most so long, until its thread has ended, or finds that it never began; says whether that is so."""
+        """Waits up to ``seconds`` for the thread to end; returns whether it has ended, or never began."""
         if self._thread.is_alive():
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def allocate(self, size: int) -> np.ndarray:
-        """Returns new memory, zero, which the ranks of this host have in common where they can: to be reduced.
+        """Returns new zeroed memory for reductions, if possible shared by the ranks of this host.
 
-        Where no more can be had in common, it is this process's own; its reductions only take longer.
+        If no more can be shared, it is private to this process; its reductions only take longer.
         """
         if self._commons is not None:
             try:
@@ -138,19 +138,19 @@ class Daemon:
         return np.zeros(size, np.uint8)
 
     def blank(self, size: int) -> np.ndarray:
-        """Returns memory with anything in it, to be filled and sent, once: to a rank of this host without a copy."""
+        """Returns uninitialised memory to be filled and sent once; to a rank of this host without a copy."""
         return self._notes.loans.blank(size)
 
     def set_window(self, seconds: float) -> None:
-        """Changes the batching window."""
+        """Sets the batching window, in seconds."""
         self._inbox.window = seconds
 
     def submit(self, entry: Entry, *, lazy: bool = False) -> None:
-        """Announces a tensor; its handle is resolved or failed later, on every path.
+        """Submits a tensor; its handle completes or fails later, on every path.
 
         Args:
             entry: the tensor.
-            lazy: whether the thread that submits it waits for it next, which wakes the daemon, too.
+            lazy: whether the submitting thread waits for it next, which wakes the daemon, too.
 
         Raises:
             DuplicateNameError: an operation of this name is in flight; it is not disturbed.
@@ -168,11 +168,11 @@ class Daemon:
         except BaseException as error:
             self.broken_off(error, f"the submission of {entry.request.name!r}")
             raise
-        if self._status.ended.is_set():  # it has ended since we looked
+        if self._status.ended.is_set():  # it has ended since the check above
             self._loop.turn_away()
 
     def submit_all(self, entries: Sequence[Entry]) -> None:
-        """Announces several tensors: all of them or, if the name of one is in flight, none. Raises like `submit`."""
+        """Submits several tensors: all of them or, if the name of one is in flight, none. Raises like `submit`."""
         self._check_usable()
         for entry in entries if self.config.check_in_flight else ():
             seal(entry, rank=self.world.rank)
@@ -191,9 +191,9 @@ class Daemon:
         """Starts a matched send or receive; raises like `submit`.
 
         Args:
-            letter: what to send, or where to receive.
-            lazy: whether it is enough to start when something else wakes the thread, or somebody waits: neighbours'
-                messages wake it, others are always looked for.
+            letter: the send or receive.
+            lazy: whether it may start when something else wakes the thread, or a thread waits: messages from neighbours
+                wake it, other messages are always polled for.
         """
         self._check_usable()
         try:
@@ -205,48 +205,48 @@ class Daemon:
             self._loop.turn_away()
 
     def take_back(self, handle: Handle[Any], error: BaseException) -> None:
-        """Takes a receive back that an exception has broken off, so that the next one of its name gets the message.
+        """Withdraws a receive that an exception has interrupted, so that the next one of its name gets the message.
 
         Args:
             handle: of the receive.
-            error: the exception. If the message has begun to come, it is lost to the script, so the job fails.
+            error: the exception. If the message has begun to arrive, it is lost to the script, so the job fails.
         """
-        own = handle.poll() and handle.error() is error  # such as that of what converts the result
+        own = handle.poll() and handle.error() is error  # such as the error of converting the result
         if not (own or _raised_by_coordd(error)):
             text = f"was interrupted by {brief(error)} as {handle.name!r} arrived, which is lost: so the job ends"
             self._do(lambda: self._loop.take_back(handle, text))
 
     def say(self, message: Message) -> None:
-        """Sends a message of another thread to the coordinator, or to whom it is for by way of it."""
+        """Sends a message of another thread to the coordinator, or through it to another rank."""
         self._do(lambda: self._loop.recorder.tell(message))
 
     def refuse(self, refused: Refused) -> None:
-        """Tells the others what this rank has refused, after all that it has submitted before."""
+        """Reports a rejection of this rank to the other ranks, after everything that it submitted before."""
         self._do(refused)
 
     def in_flight(self, name: str) -> bool:
-        """Says whether this rank has an operation of this name in flight."""
+        """Returns whether this rank has an operation of this name in flight."""
         return self._status.parts is not None and self._status.parts.member.table.reserved(name)
 
     def last_deadlock(self, members: tuple[int, ...]) -> int:
-        """The last plan that has failed operations of a process set because ranks waited for each other; -1 if none.
+        """Returns the last plan that failed operations of a process set because of a deadlock; -1 if there was none.
 
-        It is one of which the script has heard, since all members have last joined.
+        Only plans count that the script was notified of, since all members last joined.
         """
         return self._status.parts.member.deadlocks.last(members) if self._status.parts is not None else -1
 
     def hurry(self, name: str, *, heralded: bool = False) -> Callable[[], None] | None:
-        """Ends the batching window: somebody waits for an operation.
+        """Ends the batching window, because a thread waits for an operation.
 
         Args:
             name: of the operation.
-            heralded: whether what is waited for wakes the thread by itself, which then only has to know of it.
+            heralded: whether the awaited message wakes the thread by itself, so that only queued work needs a wake-up.
 
         Returns:
-            what is to be called when the wait is over; None while no timeline is recorded.
+            a function to call when the wait is over; None while no timeline is recorded.
 
         Raises:
-            ForkedProcessError: in a forked child nothing is ever done.
+            ForkedProcessError: this is a forked child, where no operation would ever complete.
         """
         if os.getpid() != self._pid:
             raise ForkedProcessError
@@ -257,15 +257,15 @@ class Daemon:
         return over
 
     def note_broken_wait(self) -> None:
-        """Tells the thread that an exception has ended a wait; in a forked child there is none to be told."""
+        """Notifies the thread that an exception has ended a wait; does nothing in a forked child, which has none."""
         if os.getpid() == self._pid:
             self._do(self._loop.note_broken_wait)
 
     def start_timeline(self, folder: str, *, mark_cycles: bool = False) -> None:
-        """Records a timeline from now on; so do the other ranks when they hear of it.
+        """Starts recording a timeline; the other ranks start when they receive the message.
 
         Args:
-            folder: gets one file a rank.
+            folder: gets one file per rank.
             mark_cycles: whether to record the daemon's cycles, too.
 
         Raises:
@@ -274,7 +274,7 @@ class Daemon:
         self._record(folder, cycles=mark_cycles)
 
     def stop_timeline(self) -> None:
-        """Ends the recording, on all ranks; this rank's file is complete when this returns. Raises like `submit`."""
+        """Ends the recording on all ranks; this rank's file is complete on return. Raises like `submit`."""
         self._record("", cycles=False)
         self._loop.recorder.finish()
 
@@ -285,29 +285,29 @@ class Daemon:
             self._do(lambda: self._loop.recorder.tell(recording))
 
     def lose_no_time(self) -> None:
-        """Ends the batching window, though nobody waits."""
+        """Ends the batching window although no thread waits."""
         self._inbox.hurry(waiting=False)
 
     def handle(self, name: str, *, peer: int | None = None) -> Handle[Any]:
-        """Makes a handle whose waiters hurry this daemon; of a message if there is a ``peer``."""
+        """Returns a handle whose waiters end the batching window; for a message if there is a ``peer``."""
         heralded = peer is not None and peer in self._notes
         return Handle(name, partial(self.hurry, heralded=True) if heralded else self.hurry, self._on_broken_wait)
 
     def fail(self, reason: str, traceback: str = "", *, culprit: int | None = None) -> None:
-        """Tells all ranks that the job has failed, unless it had before; by default this rank is to blame."""
+        """Reports to all ranks that the job has failed, unless it has already; by default this rank is the culprit."""
         if os.getpid() == self._pid and self._thread.is_alive() and not self._status.failing:
             failure = Failure(self.world.rank if culprit is None else culprit, reason, traceback)
             self._status.failing = True
             self._do(lambda: self._loop.report_failure(failure))
 
     def broken_off(self, error: BaseException, what: str) -> None:
-        """Fails the job if an exception that coordd has not raised has broken into its work.
+        """Fails the job if an exception that coordd has not raised has interrupted its work.
 
-        Nothing but a signal's handler raises there, or a lack of memory. How much is done is not known then, and this
-        rank would be out of step with the others without an error.
+        Only a signal handler or a lack of memory raises one there. It is then unknown how much of the work is done, and
+        this rank would be out of step with the others without an error.
 
         Args:
-            error: the exception; errors that coordd raises are refusals, and leave nothing half done.
+            error: the exception; an error that coordd raises is a rejection, and leaves nothing half done.
             what: the work.
         """
         if not _raised_by_coordd(error):
@@ -316,7 +316,7 @@ class Daemon:
 
     @contextlib.contextmanager
     def unbroken(self, what: str) -> Iterator[None]:
-        """Fails the job if an exception that coordd has not raised breaks into the work inside; see `broken_off`."""
+        """Fails the job if an exception that coordd has not raised interrupts the work inside; see `broken_off`."""
         try:
             yield
         except BaseException as error:
@@ -324,11 +324,11 @@ class Daemon:
             raise
 
     def note_told(self, handle: Handle[Any]) -> None:
-        """Notes what other ranks should hear before this one leaves."""
+        """Adds an operation that informs other ranks and should complete before this rank leaves."""
         self._told = [*(each for each in self._told if not each.poll()), handle]
 
     def await_told(self, seconds: float) -> None:
-        """Waits until other ranks have heard that, but no longer: they may never ask."""
+        """Waits up to ``seconds`` for those operations: the other ranks may never take part in them."""
         end = time.monotonic() + seconds
         for handle in self._told if os.getpid() == self._pid else ():
             handle.wait(max(0.0, end - time.monotonic()))
@@ -337,36 +337,36 @@ class Daemon:
         """Leaves in step with the other ranks: blocks until all have left, or the job has failed.
 
         Returns:
-            whether all went well.
+            whether the job has not failed.
 
         Raises:
-            DeadlockError: this is the daemon's own thread.
+            DeadlockError: the calling thread is the daemon's own thread.
         """
         check_may_wait("shutdown()")
         if os.getpid() == self._pid and self._thread.is_alive():
             self._status.leaving = True
-            self._do(self._loop.say_goodbye)  # each time: an earlier call may have been broken off just before
+            self._do(self._loop.say_goodbye)  # each time: an earlier call may have been interrupted just before
             self._status.over.wait()
         return not self._status.failing
 
     def end(self, seconds: float) -> bool:
-        """Ends the thread without waiting for other ranks; says whether it ended in time."""
+        """Ends the thread without waiting for other ranks; returns whether it ended within ``seconds``."""
         self._status.stopping = True
         self._bell.ring()
         return self._status.ended.wait(seconds)
 
     def blame(self, seconds: float) -> Failure:
-        """Waits, at most so long, until the first failure of the job is known to this rank, and returns it."""
+        """Waits up to ``seconds`` until this rank knows the first failure of the job, and returns it."""
         self._status.over.wait(seconds)
         return self._status.failure or Failure(self.world.rank, "failed")
 
     def wait_for_loss(self, rank: int, seconds: float) -> None:
-        """Waits, at most so long, until a rank's process is gone.
+        """Waits up to ``seconds`` until a rank's process is gone.
 
-        On another host that shows only by the end of a connection, and there is one to the neighbours in the tree only.
+        On another host only the end of a connection shows that, and only neighbours in the tree have one.
         """
         if self.world.hosts[rank] == self.world.host:
-            if not is_stopped(self._status.pids[rank]):  # else it will not end by itself
+            if not is_stopped(self._status.pids[rank]):  # otherwise it does not end by itself
                 await_end(self._status.pids[rank], seconds)
             return
         gone = threading.Event()
@@ -390,10 +390,10 @@ class Daemon:
             raise NotInitializedError
 
     def _do(self, work: Work, *, wake: bool = True) -> None:
-        """Leaves work that is not to wait for the batching window."""
+        """Queues work that does not wait for the batching window."""
         self._inbox.slip(work, wake=wake)
 
 
 def _raised_by_coordd(error: BaseException) -> bool:
-    """Whether coordd has raised an error, and not a signal's handler, which may call coordd as well."""
+    """Returns whether coordd itself raised an error, not a signal handler, which may call coordd as well."""
     return isinstance(error, CoorddError) and not raised_by_handler(error.__traceback__)

@@ -1,4 +1,4 @@
-"""Which ranks wait for each other, so that none of them will ever submit what the others need. Pure."""
+"""Deadlock detection: ranks that wait for each other, so that none will submit an operation that others need. Pure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RECEIVE, SEND = "recv", "send"
 _MATCHED = {RECEIVE: "sent", SEND: "received"}
 """What the other rank of such an operation has not done."""
 _SHOWN = 6
-"""So many waits are listed in an error."""
+"""Most waits that an error lists."""
 
 
 class Wait(NamedTuple):
     """Ranks that wait for one operation, and the ranks that have not submitted it; both are bit masks.
 
-    A send has a ``number`` among those to the same rank.
+    A send has its ``number`` among the sends to the same rank.
     """
 
     ranks: int
@@ -44,10 +44,10 @@ class Wait(NamedTuple):
 
 
 class BlockedRanks:
-    """The ranks whose scripts are blocked, as bits, by what they wait for.
+    """The ranks whose scripts are blocked, as bit masks, by the operation that they wait for.
 
     A deadlock can only arise when a rank blocks, when an announcement of a blocked rank is counted, or when a join
-    fails. So it is looked for after these only.
+    fails. So detection runs only after these events.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class BlockedRanks:
         self._since = 0
 
     def enter(self, ranks: int, blocked: Blocked) -> None:
-        """Notes for which operation the scripts of ranks, a bit mask, wait; without a name, that they wait no more."""
+        """Records the operation that the scripts of ``ranks``, a mask, wait for; without a name they no longer wait."""
         if self._all & ranks:
             left = {other: there & ~ranks for other, there in self._ranks.items()}
             self._ranks = {other: there for other, there in left.items() if there}
@@ -72,28 +72,29 @@ class BlockedRanks:
             self._changed = True
 
     def stir(self, ranks: int = -1) -> None:
-        """Notes that ranks have announced something, or that others may have to wait for them anew."""
+        """Notes that ranks have announced something, or that other ranks may have to wait for them again."""
         if self._all & ranks:
             self._changed = True
 
     def forget(self, sequence: int) -> None:
-        """Notes that with this plan announcements are taken back: ranks have to say anew that they are blocked."""
+        """Notes that this plan withdraws announcements: ranks have to report again that they are blocked."""
         self._ranks.clear()
         self._all = 0
         self._since = sequence
 
     def take(self) -> dict[Blocked, int]:
-        """Returns the blocked ranks if they are to be judged; nothing if nothing has changed since the last time."""
+        """Returns the blocked ranks if detection must run; empty if nothing has changed since the last call."""
         changed, self._changed = self._changed, False
         several = self._all & (self._all - 1) or any(blocked.peer >= 0 for blocked in self._ranks)
         return dict(self._ranks) if changed and several else {}
 
     def messages(self, blocked: Mapping[Blocked, int]) -> Iterator[Wait]:
-        """Lists the sends and receives among what ranks wait for that will wait as long as their peers do.
+        """Yields the sends and receives among the blocked operations that will wait as long as their peers do.
 
-        Who receives has heard of as many messages as the sender had sent when that began to wait: so none is under way,
-        and it has sent no other since, for else it would not wait for what it said, and the ranks that it waits for had
-        to go on before. What is sent has come to a rank that has no use for it, and gets none before it goes on.
+        A receiver has received as many messages as the sender had sent when the sender began to wait: so none is in
+        flight. The sender has sent none since: otherwise it would no longer wait for the reported operation, and the
+        ranks that it waits for would have had to continue first. A sent message has arrived at a rank that has no
+        receive for it, and will have none before it continues.
         """
         for each, ranks in blocked.items():
             for rank in bits(ranks) if each.peer >= 0 and self._all >> each.peer & 1 else ():
@@ -107,7 +108,7 @@ class BlockedRanks:
 
 
 class BlockedSums:
-    """What the ranks below a foreman have said of being blocked, added up by operation."""
+    """Sums of the blocked reports of the ranks below an aggregator of the tree, by operation."""
 
     def __init__(self) -> None:
         self._ranks: dict[Blocked, int] = {}
@@ -120,7 +121,7 @@ class BlockedSums:
         return bool(self._ranks)
 
     def hear(self, ranks: int, blocked: Blocked) -> None:
-        """Enters a message that is true of some ranks; what they said before a lock does not count any more."""
+        """Adds a report that holds for some ranks; reports from before a lock no longer count."""
         left = {name: there & ~ranks for name, there in self._ranks.items()}
         self._ranks = {name: there for name, there in left.items() if there}
         if not blocked.name:
@@ -131,18 +132,18 @@ class BlockedSums:
             self._unclaimed = {each for each in self._unclaimed if not ranks >> each[0] & 1} | {*blocked.unclaimed}
 
     def follow(self, plan: Plan) -> None:
-        """Forgets all at a plan that locks: the ranks will say anew that they are blocked."""
+        """Clears the sums at a plan that locks: the ranks will report again that they are blocked."""
         if plan.lock:
             self._since = plan.sequence
             self._ranks.clear()
 
     def freed(self) -> list[Blocked]:
-        """Says which ranks are blocked no more, once."""
+        """Returns a report of the ranks that are no longer blocked, once."""
         freed, self._freed = self._freed, 0
         return [Blocked(ranks=mask(freed))] if freed else []
 
     def told(self) -> list[Blocked]:
-        """Says which ranks are blocked, once."""
+        """Returns reports of the blocked ranks, once."""
         told = []
         for wait, there in self._ranks.items():
             sent = tuple((*pair, count) for pair, count in self._sent.items() if there >> pair[0] & 1)
@@ -154,30 +155,31 @@ class BlockedSums:
 
 
 class Heard(NamedTuple):
-    """The script has heard of the deadlock that a plan has ended."""
+    """Notification of the script about the deadlock that a plan has ended."""
 
     plan: int
 
 
 class HeardDeadlocks:
-    """Of which deadlocks the script of this rank has heard: by process set, the last plan that has ended one.
+    """The deadlocks that this rank's script was notified of: by process set, the last plan that ended one.
 
-    Until it hears, from an operation of its own that has failed, what it submits belongs to what has failed.
+    Until the script is notified, by the error of an operation of its own, its submissions belong to the failed
+    operations.
 
     Attributes:
-        missed: by plan, and by name and process set, what has failed before this rank submitted its part, as long as
-            the script has not heard of that deadlock.
-        later: gets what the script has heard, and calls `settle` after all that was submitted before.
+        missed: by plan, and by name and process set, the failed operations that this rank had not submitted, until the
+            script is notified of that deadlock.
+        later: takes a notification, and calls `settle` after everything that was submitted before.
     """
 
     def __init__(self) -> None:
-        self._unheard: dict[int, dict[tuple[int, ...], int]] = {}  # by plan what `_heard` will take over
+        self._unheard: dict[int, dict[tuple[int, ...], int]] = {}  # by plan, the entries that `_heard` will get
         self._heard: dict[tuple[int, ...], int] = {}
         self.missed: dict[int, dict[tuple[str, tuple[int, ...]], Response]] = {}
         self.later: Callable[[Heard], None] = self.settle
 
     def note(self, rank: int, plan: Plan) -> None:
-        """Notes what deadlocks have failed, and its process sets, if any of it was submitted by this rank."""
+        """Records the operations and process sets that deadlocks failed, if this rank had submitted any of them."""
         concerned = {response.deadlock for response in plan.responses if rank in response.recipients}
         concerned |= {plan.sequence for each in plan.unmatched if each.rank == rank}
         for number in concerned - {-1}:
@@ -195,15 +197,15 @@ class HeardDeadlocks:
                 del self.missed[number]
 
     def claim(self, request: Request) -> Response | None:
-        """Takes the failure of which what this rank submits is a part; None if there is none."""
+        """Removes and returns the failure that an operation submitted here belongs to; None if there is none."""
         key = (request.name, request.members)
         return next((missed for missed in self.missed.values() if key in missed), {}).pop(key, None)
 
     def claim_refused(self, said: str, members: tuple[int, ...]) -> bool:
-        """Takes the failures of which an operation or group that this rank refuses is a part; says if there are any.
+        """Removes the failures that an operation or group rejected here belongs to; returns whether there were any.
 
         Args:
-            said: what the refusal says of it.
+            said: name of the operation or group in the rejection.
             members: of its process set.
         """
         keys = {key for missed in self.missed.values() for key in missed if key[1] == members and covers(said, key[0])}
@@ -213,25 +215,25 @@ class HeardDeadlocks:
         return bool(keys)
 
     def error(self, unmatched: Unmatched, plan: int) -> MismatchError:
-        """Makes the error of a send or receive that a plan fails."""
+        """Returns the error of a send or receive that a plan fails."""
         error = MismatchError.told(unmatched.name, "order", unmatched.error)
         error.when_heard = functools.partial(self.hear, plan)
         return error
 
     def hear(self, plan: int) -> None:
-        """Notes that the script has heard of the deadlock that a plan has ended; on any thread."""
+        """Notes that the script was notified of the deadlock that a plan ended; runs on any thread."""
         for members in list(self._unheard.pop(plan, {})):
             self._heard[members] = max(plan, self.last(members))
         self.later(Heard(plan))
 
     def settle(self, heard: Heard) -> None:
-        """Notes that what comes now was submitted after the script has heard."""
+        """Notes that everything submitted from now on was submitted after the notification."""
         self.missed.pop(heard.plan, None)
 
     def forget(self, joined: tuple[int, ...]) -> None:
-        """Forgets the deadlocks of process sets whose members have all joined: ranks that joined early know of none."""
+        """Drops the deadlocks of process sets whose members have all joined: ranks that joined early know of none."""
         for known in (self._heard, *list(self._unheard.values())):
-            for members in list(known):  # the script may hear of another one meanwhile
+            for members in list(known):  # the script may be notified of another one meanwhile
                 if _within(members, joined):
                     known.pop(members, None)
         self.missed = {
@@ -240,19 +242,19 @@ class HeardDeadlocks:
         }
 
     def last(self, members: tuple[int, ...]) -> int:
-        """The last plan that has ended a deadlock of which the script has heard; -1 if there was none."""
+        """Returns the last plan that ended a deadlock that the script was notified of; -1 if there was none."""
         return self._heard.get(members, -1)
 
 
 def _within(members: tuple[int, ...], joined: tuple[int, ...]) -> bool:
-    """Whether a process set is part of another one; both are () for the world."""
+    """Returns whether a process set is part of another one; () is the world."""
     return not joined or (bool(members) and {*members} <= {*joined})
 
 
 def deadlocked(waits: Iterable[Wait]) -> list[Wait]:
-    """Finds those that will wait for ever: that wait for each other, or for ranks that do.
+    """Returns the waits that never end: waits for each other, or for ranks that wait so.
 
-    As long as any are left, those that wait for none of the ranks that are left are struck off the list.
+    Repeatedly removes the waits for ranks that no longer wait themselves.
     """
     left = list(waits)
     while True:
@@ -264,7 +266,7 @@ def deadlocked(waits: Iterable[Wait]) -> list[Wait]:
 
 
 def members_of(waits: Iterable[Wait]) -> int:
-    """All ranks that wait, as a bit mask."""
+    """Returns all waiting ranks, as a bit mask."""
     found = 0
     for wait in waits:
         found |= wait.ranks
@@ -272,7 +274,7 @@ def members_of(waits: Iterable[Wait]) -> int:
 
 
 def deadlock_text(waits: Sequence[Wait]) -> str:
-    """Says which ranks wait for which, and what to do."""
+    """Describes which ranks wait for which, and what to do."""
     told = [
         f"{ranks_text(tuple(bits(ranks)))} for {waiting.name!r} ({waiting.operation}), "
         f"not {_MATCHED.get(waiting.operation, 'submitted')} by {ranks_text(waiting.missing)}"
@@ -286,7 +288,7 @@ def deadlock_text(waits: Sequence[Wait]) -> str:
 
 
 def _advice(waits: Sequence[Wait]) -> str:
-    """What to do besides, by what is waited for."""
+    """Returns further advice, depending on the awaited operations."""
     calls = {waiting.name.partition(" #")[0]: None for _, _, waiting, _ in waits if " #" in waiting.name}
     advice = "".join(f"; all ranks call {call}() together" for call in calls)
     if any(waiting.operation in _MATCHED for _, _, waiting, _ in waits):

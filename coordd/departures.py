@@ -1,4 +1,4 @@
-"""Which neighbours' processes are gone, and who waits for that. Other threads see only their events."""
+"""Processes of neighbours that are gone, and the events that wait for that. Other threads see only their events."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["Departures"]
 
 
 class Departures:
-    """Seen by one rank."""
+    """The departed processes that one rank has seen."""
 
     def __init__(self) -> None:
         self._gone: set[int] = set()
         self._watched: list[tuple[int, threading.Event]] = []
 
     def note(self, rank: int) -> None:
-        """Notes that the process of a rank is gone, and tells those who wait for that."""
+        """Notes that the process of a rank is gone, and sets the events that wait for it."""
         self._gone.add(rank)
         for watched, gone in self._watched:
             if watched == rank:
@@ -28,6 +28,6 @@ class Departures:
             gone.set()
 
     def end(self) -> None:
-        """Lets all go who wait: nobody will see anything any more."""
+        """Sets all events: no further departure will be noticed."""
         for _, gone in self._watched:
             gone.set()

@@ -1,8 +1,8 @@
-"""Operations that autograd can go through, as pairs of functions on arrays: the operation, and that of its gradients.
+"""Differentiable operations for autograd, as pairs of functions on arrays: the operation and its gradient.
 
-A plugin puts its framework's autograd around them; see docs/writing-a-plugin.md. Gradients are Horovod's: those of the
-mean over the ranks of the loss. Those of a named operation have a name too, so that ranks whose backward passes differ
-hear of it, instead of adding up what does not belong together.
+A plugin wraps them in its framework's autograd; see docs/writing-a-plugin.md. Gradients are Horovod's: those of the
+mean of the loss over the ranks. The gradients of a named operation have a name too, so that ranks whose backward passes
+differ get an error, instead of a sum of unrelated gradients.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ __all__ = ["Allgather", "Allreduce", "Alltoall", "Arrays", "Broadcast", "Differe
 Arrays = tuple[np.ndarray, ...]
 Names = Sequence[str | None]
 Source = Callable[[], Operations]
-"""What gives the operations of the daemon that runs when a function is called."""
+"""Returns the operations of the daemon that runs when the function is called."""
 
 _LINEAR = {ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM, ReduceOp.ADASUM}
 
 
 class Differentiable(Protocol):
-    """One operation on one or several arrays, which stay as they are."""
+    """One operation on one or several arrays, which it does not change."""
 
     @property
     def ragged(self) -> bool:
-        """Whether results may have another number of rows than the arrays; all else of their shapes is equal."""
+        """Whether results may differ from the arrays in the number of rows; the rest of the shape is equal."""
         ...
 
     def check(self) -> None:
-        """Refuses what has no gradient; for when a gradient is asked for.
+        """Rejects operations without a gradient; called when a gradient is requested.
 
         Raises:
             ArgumentError: it has none.
@@ -46,16 +46,16 @@ class Differentiable(Protocol):
         ...
 
     def forward(self, *arrays: np.ndarray) -> tuple[Arrays, np.ndarray]:
-        """Carries it out: the results, one for each array, and what `backward` needs, as integers."""
+        """Runs the operation; returns the results, one per array, and the integers that `backward` needs."""
         ...
 
     def backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:
-        """Turns the gradients of the results into those of the arrays."""
+        """Returns the gradients of the arrays, given those of the results."""
         ...
 
 
 class _Call:
-    """What all of them are made of."""
+    """Common base of the operations."""
 
     ragged = True
 
@@ -65,10 +65,10 @@ class _Call:
         self._process_set = process_set
 
     def check(self) -> None:
-        """Finds nothing to refuse."""
+        """Accepts everything."""
 
     def _each(self, names: Names, start: Callable[..., Any], arrays: Sequence[np.ndarray], **details: Any) -> list[Any]:
-        """Starts one operation an array, all or none of them, and waits for all."""
+        """Starts one operation per array, all or none of them, and waits for all."""
         with self._source().together(names):
             handles = [
                 start(array, name=name, process_set=self._process_set, **details)
@@ -82,11 +82,11 @@ class _Call:
         return tuple(self._each(names, self._source().allreduce, copies, **details))
 
     def _gathered(self, names: Names, arrays: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Joins arrays; with each, how many rows the members had."""
+        """Gathers arrays; returns each with the number of rows of every member."""
         return self._each(names, self._source().allgather, arrays, sized=True, land=_pair)
 
     def _place(self) -> int:
-        """This rank's place among the members."""
+        """Returns this rank's index among the members."""
         world = self._source().daemon.world
         return (self._process_set.ranks or range(world.size)).index(world.rank)
 
@@ -106,7 +106,7 @@ class Allreduce(_Call):
 
     ragged = False
 
-    def __init__(  # noqa: PLR0913 - the choices that the operation has
+    def __init__(  # noqa: PLR0913 - one argument per option of the operation
         self,
         source: Source,
         names: Names,
@@ -121,12 +121,12 @@ class Allreduce(_Call):
         self._details = {"op": op, "prescale": prescale, "postscale": postscale}
 
     def check(self) -> None:
-        """Refuses reductions that are not linear."""
+        """Rejects reductions that are not linear."""
         if self._op not in _LINEAR:
             raise no_gradient(self._op)
 
     def forward(self, *arrays: np.ndarray) -> tuple[Arrays, np.ndarray]:
-        """Reduces copies of them."""
+        """Reduces copies of the arrays."""
         return self._reduced(self._names, arrays, **self._details), _NOTHING
 
     def backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:  # noqa: ARG002 - nothing was kept
@@ -138,14 +138,14 @@ class Allgather(_Call):
     """The gradient is this rank's rows of the averaged gradients."""
 
     def forward(self, *arrays: np.ndarray) -> tuple[Arrays, np.ndarray]:
-        """Joins each with those of the others; keeps where this rank's rows are."""
+        """Gathers each array from all ranks; keeps the start and stop of this rank's rows."""
         found = self._gathered(self._names, arrays)
         starts = [sizes[: self._place()].sum() for _, sizes in found]
         stops = [start + len(array) for start, array in zip(starts, arrays, strict=True)]
         return tuple(rows for rows, _ in found), np.array([starts, stops], np.int64)
 
     def backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:
-        """Averages them and takes this rank's rows."""
+        """Averages the gradients and returns this rank's rows."""
         averaged = self._reduced(backward_names(self._names), gradients, op=ReduceOp.AVERAGE)
         return tuple(rows[start:stop] for rows, start, stop in zip(averaged, *kept, strict=True))
 
@@ -160,7 +160,7 @@ class Broadcast(_Call):
         self._root = root
 
     def forward(self, *arrays: np.ndarray) -> tuple[Arrays, np.ndarray]:
-        """Fetches the root's."""
+        """Returns the root's arrays."""
         copies = [np.array(array, order="C") for array in arrays]
         return tuple(self._each(self._names, self._source().broadcast, copies, root=self._root)), _NOTHING
 
@@ -172,12 +172,12 @@ class Broadcast(_Call):
 
 
 class Alltoall(_Call):
-    """The gradients of rows go back to where the rows came from."""
+    """The gradients of rows return to the ranks that sent the rows."""
 
     def forward(self, *arrays: np.ndarray) -> tuple[Arrays, np.ndarray]:
-        """Gives each rank its rows of the first array; a second one tells how many.
+        """Sends each rank its rows of the first array; a second array has the number of rows for each rank.
 
-        Keeps how many rows were sent, how many received, and how many there were.
+        Keeps the numbers of rows sent to and received from each rank, and the number of rows of the array.
         """
         array, *given = arrays
         splits = given[0] if given else None
@@ -187,14 +187,14 @@ class Alltoall(_Call):
         return (rows,), np.array([sent, received, [len(array)] * members], np.int64)
 
     def backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:
-        """Sends them back."""
+        """Sends the gradients back."""
         splits, received, (count, *_) = kept
         ((back, returned),) = self._each(
             backward_names(self._names), self._source().alltoall, gradients, splits=received, land=_pair
         )
         if len(back) == count:
             return (back,)
-        # Rows that nobody got, or whoever had joined, have no gradient.
+        # Rows that no rank received, or that a joined rank received, have no gradient.
         found = np.zeros((count, *back.shape[1:]), back.dtype)
         taken = 0
         for start, rows in zip(itertools.accumulate(splits, initial=0), returned, strict=False):
@@ -204,9 +204,9 @@ class Alltoall(_Call):
 
 
 class Reducescatter(_Call):
-    """The gradients of all ranks' rows, joined; times the number of ranks for a sum."""
+    """The gradient is the concatenated gradients of all ranks' rows, times the number of ranks for a sum."""
 
-    def __init__(  # noqa: PLR0913 - the choices that the operation has
+    def __init__(  # noqa: PLR0913 - one argument per option of the operation
         self,
         source: Source,
         names: Names,
@@ -221,17 +221,17 @@ class Reducescatter(_Call):
         self._factors = {"prescale": prescale, "postscale": postscale}
 
     def check(self) -> None:
-        """Refuses reductions that are not linear."""
+        """Rejects reductions that are not linear."""
         if self._op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
             raise no_gradient(self._op)
 
     def forward(self, *arrays: np.ndarray) -> tuple[Arrays, np.ndarray]:
-        """Reduces them and takes this rank's rows; keeps how many rows there were."""
+        """Reduces the arrays and returns this rank's rows; keeps the number of rows."""
         found = self._each(self._names, self._source().reducescatter, arrays, op=self._op, **self._factors)
         return tuple(found), np.array([len(array) for array in arrays], np.int64)
 
     def backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:
-        """Joins the gradients of all ranks' rows."""
+        """Concatenates the gradients of all ranks' rows."""
         factor = self._factors["prescale"] * self._factors["postscale"]
         factor *= self._members() if self._op is ReduceOp.SUM else 1
         found = self._gathered(backward_names(self._names), gradients)
@@ -240,7 +240,7 @@ class Reducescatter(_Call):
 
 
 def _whole(rows: np.ndarray, sizes: np.ndarray, count: int) -> np.ndarray:
-    """Joins the gradients of all ranks' rows; who has joined has none, so there they are zero."""
+    """Concatenates the gradients of all ranks' rows; the rows of joined ranks are zero."""
     if len(rows) == count:
         return rows
     found = np.zeros((count, *rows.shape[1:]), rows.dtype)

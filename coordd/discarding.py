@@ -1,4 +1,4 @@
-"""Why a step is discarded: gathered from all ranks once a flag among the gradients has told them that it is."""
+"""Reasons for a discarded step: gathered from all ranks after a flag among the gradients has reported the discard."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LONGEST = 500
 
 
 def tell(operations: Operations, name: str, reason: str, process_set: ProcessSet) -> Handle[Any]:
-    """Starts to gather what ranks have done, from all that take part in the step.
+    """Starts to gather the reasons of all ranks that take part in the step.
 
     Args:
-        operations: the way to the others.
+        operations: the operations of this rank.
         name: equal on all ranks.
         reason: what this rank has done, as the end of a sentence; empty if nothing.
         process_set: the ranks that take part.
@@ -47,41 +47,41 @@ def tell(operations: Operations, name: str, reason: str, process_set: ProcessSet
 
 
 def error_of(handle: Handle[Any], optimizer: str = "") -> DiscardedStepError:
-    """Waits for what all ranks have told, and makes the error of it."""
+    """Waits for the reasons of all ranks, and returns the error made of them."""
     lines = map(json.loads, bytes(handle.result()).decode("ascii").splitlines())
     return discarded([(rank, reason) for rank, reason in lines if reason], optimizer)
 
 
 def discarded(reasons: Sequence[tuple[int, str]], optimizer: str) -> DiscardedStepError:
-    """Makes the error of a step of one of several optimizers."""
+    """Returns the error of a discarded step of one of several optimizers."""
     error = DiscardedStepError(reasons)
     error.optimizer = optimizer
     return error
 
 
 def is_discarded(error: BaseException | None, optimizer: str) -> bool:
-    """Whether an error says that a step of this optimizer was discarded; another one's may have to be discarded yet."""
+    """Returns whether an error reports a discarded step of this optimizer; other optimizers' steps need their own."""
     return isinstance(error, DiscardedStepError) and error.optimizer == optimizer
 
 
 def given_up(site: Site, error: BaseException | None) -> str:
-    """Says, as the end of a sentence, where a script has called `discard_step`, and the error that it has caught."""
+    """Describes, as the end of a sentence, where a script called `discard_step`, and the error that it caught."""
     cause = "" if error is None else f" after {brief(error)[:_LONGEST]}"
     return f"has called discard_step() at {show_site(site)}{cause}"
 
 
 def of_step(error: BaseException, *, own: bool) -> bool:
-    """Says whether an error, or one that it was raised from, is of a discarded step, or out of its backward pass.
+    """Returns whether an error, or a cause of it, is from a discarded step or from that step's backward pass.
 
     Args:
-        error: what the script handles.
-        own: whether this rank's backward pass has had the step discarded; else one that fails is of a later step.
+        error: the error that the script handles.
+        own: whether this rank's backward pass caused the discard; otherwise a failing one belongs to a later step.
     """
     return any(isinstance(each, DiscardedStepError) or (own and _of_backward(each)) for each in _origins(error))
 
 
 def _of_backward(error: BaseException) -> bool:
-    """Says whether an error has come out of a backward pass of PyTorch's."""
+    """Returns whether an error was raised inside a backward pass of PyTorch."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_name == "_engine_run_backward":
@@ -91,7 +91,7 @@ def _of_backward(error: BaseException) -> bool:
 
 
 def _origins(error: BaseException | None) -> Iterator[BaseException]:
-    """Lists an error, and those that it was raised from, or while they were handled."""
+    """Yields an error and its chain of causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -101,7 +101,7 @@ def _origins(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def past_deadlocks() -> Iterator[None]:
-    """Goes on after an error because ranks have waited for each other."""
+    """Suppresses an error that a deadlock between ranks caused."""
     try:
         yield
     except CoorddError as error:
@@ -110,7 +110,7 @@ def past_deadlocks() -> Iterator[None]:
 
 
 def reduced_already() -> CoorddError:
-    """Makes the error of a rank that would discard a step whose gradients the other ranks have."""
+    """Returns the error of a rank that discards a step too late: other ranks already have its gradients."""
     text = (
         "discard_step() has come too late: the gradients of this step are reduced, and other ranks may have used them. "
         "Call it for what fails before backward() returns; to leave a step out after that, let all ranks decide alike, "

@@ -1,7 +1,7 @@
-"""Whether numbers that were equal on all ranks still are, but for rounding: some of them are compared now and then.
+"""Checks now and then that values that were equal on all ranks still are, apart from rounding.
 
-A comparison is submitted with the gradients of a step and heard later, so training does not wait for it. Its requests
-are transient: they take no place in the cache, and neither make nor end a locked plan.
+A comparison is submitted with the gradients of a step and evaluated later, so training does not wait for it. Its
+requests are transient: they take no slot in the cache, and neither create nor end a locked plan.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ __all__ = ["UNSEEN", "Drift", "Drifts", "Quantity", "Trained", "fingerprint", "i
 _EVERY = 128
 _SHOWN = 3
 _NAN, _INFINITY = 1e305, 1e304
-"""What stands for numbers that are not finite, which would compare equal to anything."""
+"""Replacements for numbers that are not finite, which would compare equal to anything."""
 _PARAMETERS, _VALUES, _SETTINGS = 8, 8, 63
-"""So many parameters, values of each, and settings are compared at once; other ones the next time."""
+"""Numbers of parameters, values of each, and settings in one comparison; the next comparison takes others."""
 _OF_SETTINGS = 1e-4
-"""Other processors may compute a schedule's cosine otherwise in the last bits."""
+"""Different processors may compute a schedule's cosine with different last bits."""
 _CAUSES = (
     "usual causes are a learning rate scheduler that follows a metric of one rank only, gradients that one rank clips, "
     "scales or replaces, a layer that one rank freezes (requires_grad), a step that was made or failed on one rank "
     "only, and a checkpoint that one rank has loaded alone. Do the same on all ranks, or call"
 )
 UNSEEN = object()
-"""Stands for a setting whose value cannot be seen on this rank."""
+"""Placeholder for a setting whose value this rank cannot read."""
 
 Item = TypeVar("Item")
 
 
 class Quantity(NamedTuple):
-    """Numbers that all ranks should have in common.
+    """Numbers that should be equal on all ranks.
 
     Attributes:
-        name: of a parameter or setting, in errors; none for room that is left empty.
-        values: the numbers on this rank, as many on all; None for one that cannot be seen here, and is not compared.
-        tolerance: by how much of the largest of them, or of ``reference``, ranks may differ.
-        reference: how large they have been, so that what rounding leaves of a sum near zero is no difference.
+        name: of a parameter or setting, for errors; empty for unused room.
+        values: the numbers on this rank, equally many on all; None for one that cannot be read here, and is not
+            compared.
+        tolerance: allowed difference between ranks, relative to the largest of them and of ``reference``.
+        reference: largest earlier magnitude, so that rounding errors of a sum near zero are no difference.
         between: the tolerance between ranks of different frameworks, if it is larger.
-        decides: whether nothing behind it is looked at if it differs.
+        decides: whether the quantities after it are ignored if it differs.
     """
 
     name: str
@@ -65,14 +66,14 @@ class Quantity(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """A parameter, of which some values are compared.
+    """A parameter that is compared by some of its values.
 
     Attributes:
-        name: in errors.
-        what: its shape and type, equal on all ranks.
-        size: how many values it has; none if they cannot be compared.
-        tolerance: by how much of the largest one ranks may differ, because of rounding.
-        read: returns the values at some places of the flattened parameter; None if this rank cannot see them.
+        name: for errors.
+        what: its shape and dtype, equal on all ranks.
+        size: number of values; 0 if they cannot be compared.
+        tolerance: allowed difference between ranks due to rounding, relative to the largest value.
+        read: returns the values at flat indices of the parameter; None if this rank cannot read them.
     """
 
     name: str
@@ -83,33 +84,33 @@ class Trained(NamedTuple):
 
 
 def is_due(number: int) -> bool:
-    """Says whether values are compared in the step of this number: 2, 4, 8, … 128, and then every 128th."""
+    """Returns whether values are compared in this step: 2, 4, 8, … 128, and then every 128th."""
     return number > 1 and (number % _EVERY == 0 or (number < _EVERY and not number & (number - 1)))
 
 
 def fingerprint(text: str) -> float:
-    """Makes a small whole number of a text, of which two never differ by rounding."""
+    """Hashes a text to a small whole number, so that two different ones never differ by rounding only."""
     return float(1 + zlib.crc32(text.encode()) % 4093)
 
 
 def places(size: int, count: int) -> np.ndarray:
-    """Chooses so many places, or all, spread over a flattened array of a size."""
+    """Returns up to ``count`` flat indices, spread over an array of ``size`` elements."""
     return np.unique(np.linspace(0, max(0, size - 1), min(size, count)).astype(np.intp))
 
 
 class Drifts:
-    """The comparisons of one optimizer, each of them of some parameters and settings, in turn."""
+    """The comparisons of one optimizer, each of a part of its parameters and settings, in turn."""
 
     size = 3 + 2 * (1 + _SETTINGS) + _PARAMETERS * (1 + _VALUES)
-    """So many numbers travel at most: the framework, and each quantity with its reference."""
+    """Most numbers in one comparison: the framework, and each quantity with its reference."""
 
     def __init__(self, operations: Operations, *, framework: str, prefix: str, process_set: ProcessSet) -> None:
-        """Prepares them.
+        """Prepares the comparisons.
 
         Args:
-            operations: the way to the other ranks.
-            framework: which this rank trains with; values may differ more between different ones.
-            prefix: begins the names of the operations.
+            operations: the operations of this rank.
+            framework: of this rank; values may differ more between different ones.
+            prefix: prefix of the names of the operations.
             process_set: the ranks that take part.
         """
         self._operations = operations
@@ -126,11 +127,11 @@ class Drifts:
         step: int,
         unknown: bool = False,
     ) -> Drift:
-        """Starts one, without waiting for the answer.
+        """Starts a comparison, without waiting for the result.
 
         Args:
-            trained: all parameters, alike on all ranks.
-            settings: hyperparameters by name; None if this rank does not know with which ones its last step was made.
+            trained: all parameters, in the same order on all ranks.
+            settings: hyperparameters by name; None if this rank does not know those of its last step.
             step: the number of the step; equal on all ranks.
             unknown: whether this rank's values may differ on purpose; then nothing is compared on any rank.
         """
@@ -152,7 +153,7 @@ class Drifts:
         )
 
     def _settings(self, settings: Sequence[tuple[str, Any]] | None, turn: int) -> list[Quantity]:
-        """Takes some settings, and leaves room for others, so that what follows lies at the same place on all ranks."""
+        """Selects some settings, padded to a fixed number, so that later numbers have the same offset on all ranks."""
         if settings is None:
             return [Quantity("", (None,), 0.0)] * (1 + _SETTINGS)
         what = fingerprint(repr([name for name, _ in settings]))
@@ -164,7 +165,7 @@ class Drifts:
         return [*quantities, *[Quantity("", (None,), 0.0)] * (_SETTINGS - len(chosen))]
 
     def _values(self, parameter: Trained) -> Quantity:
-        """Takes some values, spread over all of a parameter."""
+        """Reads some values, spread over all of a parameter."""
         chosen = places(parameter.size, _VALUES)
         found = parameter.read(chosen)
         values = (None,) * chosen.size if found is None else tuple(map(float, found))
@@ -172,7 +173,7 @@ class Drifts:
         return Quantity(parameter.name, values, parameter.tolerance, reference, between=ROUNDING)
 
     def _reference(self, key: str, values: Iterable[float | None]) -> float:
-        """Says how large numbers have been here."""
+        """Returns the largest magnitude that these numbers have had on this rank."""
         known = [abs(value) for value in values if value is not None and np.isfinite(value)]
         found = self._largest[key] = max([self._largest.get(key, 0.0), *known])
         return found
@@ -181,7 +182,7 @@ class Drifts:
 class Drift:
     """One comparison of some numbers of all ranks."""
 
-    def __init__(  # noqa: PLR0913 - what is compared, and how it is told
+    def __init__(  # noqa: PLR0913 - what is compared, and how it is reported
         self,
         operations: Operations,
         quantities: Sequence[Quantity],
@@ -192,17 +193,18 @@ class Drift:
         process_set: ProcessSet,
         framework: str = "",
     ) -> None:
-        """Starts to compare, without waiting for the answer.
+        """Starts the comparison, without waiting for the result.
 
         Args:
-            operations: the way to the other ranks.
-            quantities: what is compared; as many numbers on all ranks up to one that ``decides``, and that differs.
-            size: numbers that travel; equal on all ranks, and not less than there are: one, and one for each value, and
-                one more for each quantity.
+            operations: the operations of this rank.
+            quantities: what is compared; equally many numbers on all ranks, up to a quantity that ``decides`` and
+                differs.
+            size: length of the compared array; equal on all ranks, and at least 1 plus one for each value and one more
+                for each quantity.
             unknown: whether this rank's numbers may differ on purpose; then nothing is compared on any rank.
             name: of the operation; equal on all ranks, and used once.
             process_set: the ranks that take part.
-            framework: which this rank computes with.
+            framework: of this rank.
         """
         self._operations = operations
         self._quantities = quantities
@@ -222,30 +224,30 @@ class Drift:
         self._handle = self._begin()
 
     def begin_again(self) -> None:
-        """Takes part once more if this has failed because ranks have waited for each other."""
+        """Takes part once more if the comparison failed because of a deadlock between ranks."""
         if self._handle.lost:
             self._handle = self._begin()
 
     def _submit(self, request: Any, array: np.ndarray, land: Callable[[np.ndarray], Any] | None) -> Handle[Any]:
         handle = self._operations.submit(msgspec.structs.replace(request, transient=True), array, land, site=self._site)
-        handle.add_done_callback(hear_of)  # a script may end before this is heard
+        handle.add_done_callback(hear_of)  # a script may end before the result is read
         return handle
 
     def _gather(self, both: np.ndarray) -> None:
-        """Runs on the daemon's thread when the extremes are there: if they differ, all ranks send their numbers."""
+        """Sends this rank's numbers to all ranks if the extremes differ; runs on the daemon's thread."""
         if self._differing(both[0], -both[1]):
             row = np.concatenate([[self._operations.daemon.world.rank], self._mine])[None]
             self._rows = self._submit(self._gathering, row, None)
 
     def _differing(self, most: np.ndarray, least: np.ndarray) -> list[tuple[str, int]]:
-        """Finds what differs, given the extremes: names, and for each the place of a number that does."""
+        """Returns the differing quantities, given the extremes: each one's name and the index of a differing number."""
         found: list[tuple[str, int]] = []
         mixed, start = bool(most[0] > least[0]), 1
         for each in self._quantities:
             stop = start + len(each.values)
-            scale = max(np.abs(most[start : stop + 1]).max(), np.abs(least[start : stop + 1]).max())  # its reference's
+            scale = max(np.abs(most[start : stop + 1]).max(), np.abs(least[start : stop + 1]).max())  # with reference
             tolerance = max(each.tolerance, each.between) if mixed else each.tolerance
-            apart = most[start:stop] - least[start:stop] > tolerance * scale  # never where one is NaN
+            apart = most[start:stop] - least[start:stop] > tolerance * scale  # False where either is NaN
             if each.name and apart.any():
                 found.append((each.name, start + int(apart.argmax())))
                 if each.decides:
@@ -254,7 +256,7 @@ class Drift:
         return found
 
     def differences(self) -> str:
-        """Hears the others, and says what differs and on which ranks; empty if nothing does. The same on all ranks.
+        """Waits for the result; describes what differs and on which ranks, "" if nothing does. Equal on all ranks.
 
         Raises:
             CoorddError: the comparison has failed.
@@ -269,10 +271,10 @@ class Drift:
         return ", ".join(told) + rest
 
     def check(self, caller: str, remedy: str) -> None:
-        """Hears the others.
+        """Waits for the result, and raises an error if numbers differ.
 
         Args:
-            caller: the function to which the numbers belong.
+            caller: the function that the numbers belong to.
             remedy: the functions that make values equal again, as the end of a sentence.
 
         Raises:
@@ -284,7 +286,7 @@ class Drift:
 
 
 def _by_rank(ranks: np.ndarray, values: np.ndarray) -> str:
-    """Tells which ranks have which value."""
+    """Describes which ranks have which value."""
     groups: dict[str, list[int]] = {}
     for rank, value in zip(ranks.tolist(), values.tolist(), strict=True):
         groups.setdefault("NaN" if value == _NAN else f"{value:.9g}", []).append(int(rank))
@@ -294,7 +296,7 @@ def _by_rank(ranks: np.ndarray, values: np.ndarray) -> str:
 
 
 def _window(items: Sequence[Item], turn: int, count: int) -> Sequence[Item]:
-    """Takes so many of the items, others in each turn."""
+    """Returns ``count`` of the items, others in each turn."""
     if len(items) <= count:
         return items
     first = turn * count % len(items)
@@ -302,7 +304,7 @@ def _window(items: Sequence[Item], turn: int, count: int) -> Sequence[Item]:
 
 
 def _number(value: Any) -> float | None:
-    """Makes a number of a setting."""
+    """Converts a setting to a number."""
     if value is UNSEEN:
         return None
     return float(value) if isinstance(value, Real) else fingerprint(repr(value))

@@ -1,4 +1,4 @@
-"""Types of numbers by their names, those among them that NumPy itself does not have. Pure."""
+"""Dtypes by name, including those that NumPy itself lacks. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["digits_of", "dtype_of"]
 
 @functools.cache
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Finds a type by the name that `numpy.dtype.name` gives it, or by its fields.
+    """Returns the dtype for a name as in `numpy.dtype.name`, or for the list of its fields.
 
-    What NumPy lacks, such as ``bfloat16``, is imported only here: it takes a megabyte.
+    Dtypes that NumPy lacks, such as ``bfloat16``, are imported only here: the import takes a megabyte.
 
     Raises:
-        TypeError: there is no such type.
+        TypeError: there is no such dtype.
     """
     try:
         return np.dtype(ast.literal_eval(name) if name.startswith(("[", "{")) else name)
@@ -29,7 +29,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def digits_of(dtype: np.dtype[Any]) -> float:
-    """Returns the distance from one to the next number of a type; 0 for whole numbers."""
+    """Returns the distance from 1 to the next number of a dtype; 0 for integers and booleans."""
     if dtype.kind in "biu":
         return 0.0
     try:

@@ -1,4 +1,4 @@
-"""Errors that say who, what and what to do next.
+"""Errors that name the rank, the cause and what to do next.
 
 Every exception takes data and composes its own text. All of them are `CoorddError`, hence `RuntimeError`.
 """
@@ -35,15 +35,15 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class CoorddError(RuntimeError):
-    """Everything that coordd raises."""
+    """Base class of all errors that coordd raises."""
 
     ag_pass_through = True
-    """For TensorFlow's AutoGraph: it is raised as it is, not as an error of another class."""
+    """For TensorFlow's AutoGraph: it re-raises the error unchanged, not as an error of another class."""
     _keras_call_info_injected = True
-    """For Keras, which otherwise makes a plain `RuntimeError` of one that passes through a layer."""
+    """For Keras, which otherwise turns an error that passes through a layer into a plain `RuntimeError`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies the text: it was composed from arguments that are no longer there to compose it again."""
+        """Copies the text: the arguments that it was composed from no longer exist."""
         return _copy, (type(self), self.args, vars(self))
 
 
@@ -65,12 +65,12 @@ class ChangedError(CoorddError):
 
 
 class RefusedError(CoorddError):
-    """Another rank raised an error in a call that all ranks make together, or refused its part of an operation.
+    """Another rank raised an error in a call that all ranks make together, or rejected its part of an operation.
 
-    Nothing has failed but this call, such as `DistributedOptimizer`, or this operation: the daemon goes on.
+    Only this call, such as `DistributedOptimizer`, or this operation fails: the daemon goes on.
 
     Attributes:
-        rank: the one that raised an error.
+        rank: the rank that raised an error.
         reason: what it raised and where, as the end of a sentence that begins with that rank.
     """
 
@@ -85,7 +85,7 @@ class ConfigError(CoorddError, ValueError):
 
     @classmethod
     def illegal(cls, source: str, value: object, legal: str) -> Self:
-        """Names the setting, what was found and what is legal."""
+        """Names the setting, its value and the legal values."""
         return cls(f"{source}={value!r} is not usable: give {legal}")
 
     @classmethod
@@ -95,11 +95,11 @@ class ConfigError(CoorddError, ValueError):
 
 
 class ArgumentError(CoorddError, ValueError):
-    """An operation was asked for something that it cannot do."""
+    """An operation was given arguments that it does not support."""
 
 
 class HandleError(CoorddError, ValueError):
-    """Something that is not a handle of this process was waited for."""
+    """A value that is not a handle of this process was waited for."""
 
     def __init__(self, handle: object) -> None:
         super().__init__(
@@ -153,7 +153,7 @@ class StartError(CoorddError):
 
     @classmethod
     def given_up(cls, seconds: float) -> Self:
-        """Says that this rank has waited long enough."""
+        """The error of a rank that has waited as long as ``start_seconds`` allows."""
         return cls(f"it has given up waiting for the other ranks after {seconds:g} s (start_seconds)")
 
 
@@ -161,12 +161,12 @@ class ShutdownError(CoorddError):
     """An operation was pending, or was started, while the job was shutting down.
 
     Attributes:
-        ranks: who had left; none means this rank.
-        reason: what those did, as the end of a sentence that begins with their names.
+        ranks: the ranks that had left; empty means this rank.
+        reason: what those ranks did, as the end of a sentence that begins with their names.
     """
 
     def __init__(self, name: str, ranks: Sequence[int] = (), *, message: bool = False) -> None:
-        """Says what did not happen, a ``message`` or a collective, and which ranks had left; none means this one."""
+        """Names the incomplete message or collective, and the ranks that had left; empty means this one."""
         self.ranks = tuple(ranks)
         advice = _MESSAGES if message and not _PIPELINE.fullmatch(name) else _advice(name)
         self.reason = f"left the job while others still waited for {name!r}; {advice}"
@@ -175,12 +175,12 @@ class ShutdownError(CoorddError):
 
 
 _PIPELINE = re.compile(r"(opt\d+\.)?pipeline\.(given|loss|outputs|\d+\.[FB]\d+\..*)")
-"""What ranks wait for in a pipeline's calls."""
+"""Names of the operations that ranks wait for in a pipeline's calls."""
 _MESSAGES = "give every send() its recv(), and every recv() its send(), before a rank ends or calls shutdown()"
 
 
 def _advice(name: str) -> str:
-    """How all ranks come to the end together."""
+    """Returns advice on how all ranks end together."""
     if _PIPELINE.fullmatch(name):
         return (
             "all ranks of a pipeline must make the same calls with the same batches, so no sampler may deal rows out "
@@ -198,8 +198,8 @@ class DiscardedStepError(CoorddError):
     """The gradients of a step are not those of all ranks, so no rank may use them.
 
     Attributes:
-        ranks: those on which the cause lies.
-        optimizer: the prefix of the optimizer's names whose step it is, where there may be several.
+        ranks: the ranks that caused it.
+        optimizer: the name prefix of the optimizer of the step, if there may be several.
     """
 
     optimizer = ""
@@ -208,7 +208,7 @@ class DiscardedStepError(CoorddError):
         """Composes the text.
 
         Args:
-            reasons: for each such rank what it has done, as the end of a sentence.
+            reasons: each causing rank, and what it has done, as the end of a sentence.
         """
         self.ranks = tuple(rank for rank, _ in reasons)
         told = "; ".join(f"rank {rank} {reason}" for rank, reason in reasons) or "ranks have made different passes"
@@ -241,7 +241,7 @@ class MismatchError(CoorddError):
             name: the tensor.
             attribute: what differs, such as ``"shape"``.
             values: for each distinct value its text, the ranks that gave it, and where they submitted it.
-            phrase: what comes first; the words of Horovod's that people search their logs for.
+            phrase: beginning of the text: Horovod's wording, which people search their logs for.
         """
         self.name = name
         self.attribute = attribute
@@ -254,7 +254,7 @@ class MismatchError(CoorddError):
 
     @classmethod
     def told(cls, name: str, attribute: str, text: str) -> Self:
-        """Repeats what the coordinator has found, in its words."""
+        """Creates the error with the coordinator's text."""
         error = cls(name, attribute, ())
         error.args = (text,)
         return error
@@ -272,12 +272,12 @@ class RemoteTraceback(Exception):  # noqa: N818 - it carries another rank's trac
 
 
 def is_deadlock(error: BaseException | None) -> bool:
-    """Says whether an operation has failed because ranks have waited for each other: some may submit it yet."""
+    """Returns whether an operation failed because ranks wait for each other: some may still submit it."""
     return isinstance(error, MismatchError) and error.attribute == "order"
 
 
 def note_heard(error: BaseException | None) -> None:
-    """Notes that the script has heard of an error; if ranks have waited for each other, it counts anew from now on."""
+    """Notes that the script was notified of an error; after a deadlock, names start a new count from here on."""
     if isinstance(error, MismatchError) and error.when_heard is not None:
         error.when_heard()
 
@@ -299,13 +299,13 @@ class PeerError(CoorddError):
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Writes ranks with the word before them: ``ranks 0-3, 7``."""
+    """Formats ranks with a leading noun: ``ranks 0-3, 7``."""
     word = "rank" if len(ranks) == 1 else "ranks"
     return f"{word} {spans(ranks)}"
 
 
 def brief(error: BaseException) -> str:
-    """Writes an exception in one line, without colours for a terminal: its kind as in a traceback, and its text."""
+    """Formats an exception in one line, without terminal colours: its type as in a traceback, and its text."""
     kind = type(error)
     home = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
     text = " ".join(_COLOUR.sub("", str(error)).split())
@@ -313,7 +313,7 @@ def brief(error: BaseException) -> str:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """Writes ranks shortly: ``0-3, 7``."""
+    """Formats ranks as ranges: ``0-3, 7``."""
     pieces: list[list[int]] = []
     for rank in sorted(ranks):
         if pieces and rank == pieces[-1][1] + 1:
@@ -324,7 +324,7 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 class NonFiniteError(CoorddError, ArithmeticError):
-    """A gradient of this rank, or one that has come from all ranks, holds an infinity or a NaN."""
+    """A gradient of this rank, or a reduced one, contains an infinity or a NaN."""
 
     def __init__(self, name: str, rank: int | None, *, nans: int, infinities: int) -> None:
         where = "of all ranks" if rank is None else f"on rank {rank}"

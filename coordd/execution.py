@@ -1,4 +1,4 @@
-"""From a bucket to data on the move: packing, the collective, unpacking; and the operations that are in flight."""
+"""Runs buckets on the data plane: packing, the collective, unpacking; schedules the operations in flight."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from coordd.transport.collectives import Steps
 __all__ = ["Flights", "Outcomes"]
 
 _PACKED_BYTES = 128 << 10
-"""Below this a tensor is copied into the bucket's buffer; above it is reduced where it lies, which is cheaper."""
+"""Smaller tensors are copied into the bucket's buffer; larger ones are reduced in place, which is cheaper."""
 _ACTIVE = 4
 _DONE = object()
 
 
 class Outcomes(Protocol):
-    """Who is told how operations end."""
+    """Callbacks for the end of operations."""
 
     def landed(self, entries: Sequence[Entry]) -> None:
         """The entries' results have arrived; called before their handles are resolved."""
         ...
 
     def settled(self, word: Locked, *, moved: bool) -> None:
-        """All ranks have given their words on a locked bucket, and its data has moved or never will."""
+        """All ranks have voted on a locked bucket, and its data has moved or never will."""
         ...
 
 
 class _Flight:
-    """One operation under way."""
+    """One operation in flight."""
 
     __slots__ = ("bucket", "steps", "word")
 
@@ -51,11 +51,11 @@ class _Flight:
 class Flights:
     """Operations in flight.
 
-    Negotiated buckets of a process set start in the order of the plans, a few at a time. Words on locked buckets start
-    at once, for others may wait for them. What has the same slot, or the same tags, goes one after the other: buckets
-    in the order of their numbers, words in the order in which they are given. So the stamps of a slot only grow on
-    every rank, and a rank that shows a later one has finished with those before. What a bucket waits for has a lower
-    number, so ranks never wait for each other in a circle.
+    Negotiated buckets of a process set start in the order of the plans, a few at a time. Votes on locked buckets start
+    at once, because other ranks may wait for them. Operations with the same slot, or the same tags, run one after the
+    other: buckets in the order of their numbers, votes in the order in which they are given. So the stamps of a slot
+    only grow on every rank, and a rank that shows a later stamp has finished with the earlier ones. A bucket only waits
+    for buckets with lower numbers, so ranks never wait for each other in a cycle.
     """
 
     def __init__(self, plane: Plane, outcomes: Outcomes) -> None:
@@ -70,28 +70,28 @@ class Flights:
     def __len__(self) -> int:
         return len(self._active) + sum(map(len, self._queues.values())) + len(self._words)
 
-    def __bool__(self) -> bool:  # asked in every cycle
+    def __bool__(self) -> bool:  # called in every cycle
         return bool(self._active or self._words or self._queues)
 
     @property
     def heralded(self) -> bool:
-        """Whether the bell rings when anything in flight can go on."""
+        """Whether this rank is woken up whenever an operation in flight can go on."""
         return self._plane.heralded
 
     @property
     def progress(self) -> tuple[bool, int]:
-        """Whether data of negotiated buckets is under way, and a number that grows whenever any data moves."""
+        """Whether data of negotiated buckets is in flight, and a number that grows whenever any data moves."""
         return bool(self._active or self._queues), self._plane.pulse.beats
 
     def start(self, bucket: Bucket) -> None:
-        """Puts a negotiated bucket in line, behind those of its process set."""
+        """Queues a negotiated bucket, behind those of its process set."""
         if (tape := self._plane.deck.tape) is not None:
             tape.queued(Spot.of_bucket(bucket))
         self._queues.setdefault(bucket.request.members, deque()).append(bucket)
         self._lines[bucket.slot].append(bucket)
 
     def give(self, word: Locked) -> None:
-        """Gives this rank's word on a locked bucket."""
+        """Starts this rank's vote on a locked bucket."""
         spot = Spot.of_word(word, self._plane.lane)
         if (tape := self._plane.deck.tape) is not None and word.bucket is not None:
             tape.queued(spot)
@@ -100,7 +100,7 @@ class Flights:
         self._words.append(_Flight(word.bucket, self._locked(word, spot, line), word))
 
     def advance(self) -> bool:
-        """Drives what is in flight; says whether something has moved."""
+        """Advances the operations in flight; returns whether anything has moved."""
         before = self._plane.pulse.beats
         started = bool(self._queues) and self._start()
         landed = bool(self._active) and _drive(self._active)
@@ -108,7 +108,7 @@ class Flights:
         return started or landed or self._plane.pulse.beats > before
 
     def _start(self) -> bool:
-        """Starts what has come to the head of its line; says whether there was any."""
+        """Starts the buckets at the head of their line; returns whether there were any."""
         flying = Counter(flight.bucket.request.members for flight in self._active if flight.bucket is not None)
         ready = []
         for members, queue in self._queues.items():
@@ -121,16 +121,16 @@ class Flights:
         return bool(ready)
 
     def nod_off(self) -> bool:
-        """Asks neighbours to ring from now on, and looks a last time; True if something has moved meanwhile."""
+        """Asks neighbours to wake this rank from now on, and advances a last time; True if something has moved."""
         self._plane.fall_asleep(data=bool(self))
         return self.advance()
 
     def wake_up(self) -> None:
-        """Tells neighbours not to ring any more."""
+        """Asks neighbours to stop waking this rank."""
         self._plane.wake_up()
 
     def waiting(self) -> list[tuple[float, Waiting]]:
-        """Lists what waits for other ranks' words, and since when."""
+        """Returns the operations that wait for other ranks' votes, each with its time of submission."""
         found = []
         for flight in self._words:
             if flight.word is not None and flight.bucket is not None:
@@ -142,16 +142,16 @@ class Flights:
         return found
 
     def clear(self) -> list[Entry]:
-        """Abandons everything, and returns what was under way."""
+        """Abandons all operations, and returns the entries in flight."""
         flights = [*self._active, *self._words]
         buckets = [*(flight.bucket for flight in flights), *itertools.chain(*self._queues.values())]
-        self._abandoned += flights  # their buffers live on, for the network may still write into them
+        self._abandoned += flights  # keeps their buffers alive, because the network may still write into them
         for gone in (self._active, self._words, self._queues, self._lines):
             gone.clear()
         return [entry for bucket in buckets if bucket is not None for entry in bucket.entries]
 
     def _turn(self, bucket: Bucket) -> Steps:
-        """Carries a negotiated bucket out, whose turn has come."""
+        """Runs a negotiated bucket once its turn has come."""
         if (tape := self._plane.deck.tape) is not None:
             tape.mark(Spot.of_bucket(bucket))
         yield from self._steps(bucket)
@@ -187,7 +187,7 @@ class Flights:
         line.popleft()
 
     def _allreduce(self, spot: Spot, bucket: Bucket, word: Locked | None = None) -> Steps:
-        """Reduces what is small in one buffer, and what is large where it lies."""
+        """Reduces small tensors in one buffer, and large ones in place."""
         flats = [_flat(entry.array) for entry in bucket.entries]
         small = [flat for flat in flats if flat.nbytes < _PACKED_BYTES]
         arrays = flats
@@ -209,13 +209,13 @@ class Flights:
             self._finish(bucket.entries, flats)
 
     def _land(self, spot: Spot, entries: Sequence[Entry]) -> None:
-        """Notes that results are where they belong, before anybody is told."""
+        """Records that results are in place, before any handle is resolved."""
         if (tape := self._plane.deck.tape) is not None:
             tape.landed(spot, [(entry.request, entry.handle.submitted) for entry in entries])
         self._outcomes.landed(entries)
 
     def _finish(self, entries: Sequence[Entry], flats: Sequence[np.ndarray]) -> None:
-        """Hands over the results of operations in place, whose values may have travelled in a copy."""
+        """Finishes in-place operations; copies back results that were reduced in a contiguous copy."""
         for entry, flat in zip(entries, flats, strict=True):
             array = entry.array
             if not array.flags.c_contiguous:
@@ -223,7 +223,7 @@ class Flights:
             entry.finish(array)
 
     def _broadcast(self, spot: Spot, bucket: Bucket) -> Steps:
-        """Copies the root's array to all."""
+        """Copies the root's array to all members."""
         entry = bucket.entries[0]
         flat = _flat(entry.array)
         members = bucket.request.members or self._plane.world
@@ -232,7 +232,7 @@ class Flights:
         self._finish([entry], [flat])
 
     def _allgather(self, spot: Spot, bucket: Bucket) -> Steps:
-        """Makes an array whose first dimension is the sum of the members'."""
+        """Creates an array whose first dimension is the sum of the members'."""
         entry, sizes = bucket.entries[0], bucket.sizes
         members = bucket.request.members or self._plane.world
         gathered = np.empty((sum(sizes), *entry.array.shape[1:]), entry.array.dtype)
@@ -244,7 +244,7 @@ class Flights:
         entry.finish_rows(gathered, sizes)
 
     def _alltoall(self, spot: Spot, bucket: Bucket) -> Steps:
-        """Makes an array of the rows that the members have for this one."""
+        """Creates an array of the rows that the members have for this rank."""
         entry = bucket.entries[0]
         members = bucket.request.members or self._plane.world
         array = np.ascontiguousarray(entry.array)
@@ -256,7 +256,7 @@ class Flights:
         entry.finish_rows(received, rows)
 
     def _reduce_scatter(self, spot: Spot, bucket: Bucket) -> Steps:
-        """Makes an array of this member's rows of the reduction; the first members have one more where it is uneven."""
+        """Creates this member's rows of the reduction; if uneven, the first members have one row more."""
         entry = bucket.entries[0]
         members = bucket.request.members or self._plane.world
         array = np.ascontiguousarray(entry.array)
@@ -268,7 +268,7 @@ class Flights:
         entry.finish(result)
 
     def _meet(self, spot: Spot, bucket: Bucket) -> Steps:
-        """That all members have announced it is all there is to a barrier; who joined last is known by the plan."""
+        """Completes at once: negotiation completes a barrier, and the plan of a join names the last rank to join."""
         entry = bucket.entries[0]
         self._land(spot, [entry])
         entry.finish(np.array(bucket.request.root))
@@ -277,7 +277,7 @@ class Flights:
 
 
 def _drive(flights: list[_Flight]) -> bool:
-    """Advances flights; removes those that have landed, and says whether there were any."""
+    """Advances operations; removes the completed ones, and returns whether there were any."""
     landed = [flight for flight in flights if next(flight.steps, _DONE) is _DONE]
     for flight in landed:
         flights.remove(flight)
@@ -285,5 +285,5 @@ def _drive(flights: list[_Flight]) -> bool:
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
-    """The array in C order as one dimension: a view if that is possible, else a copy."""
+    """Returns the array flattened in C order: a view if possible, else a copy."""
     return np.ascontiguousarray(array).reshape(-1)

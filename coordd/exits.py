@@ -1,7 +1,7 @@
-"""Why this process ends: uncaught exceptions, non-zero ``sys.exit`` and SIGTERM are failures that others must hear of.
+"""Detects process failures for the other ranks: uncaught exceptions, non-zero ``sys.exit`` and SIGTERM.
 
-Python tells its exit handlers none of them. So the exception hook, ``sys.exit`` and ``exit`` are wrapped, and SIGTERM
-is handled where nobody else does.
+Python's exit handlers see none of these. So the exception hook, ``sys.exit`` and ``exit`` are wrapped, and SIGTERM is
+handled unless other code handles it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from coordd.sessions import has_ended_main, in_session, is_called_by, session_fo
 
 __all__ = ["ExitWatch", "await_own_end"]
 
-# What others are told of an error whose text is, say, a printed tensor.
+# Most characters of an error that are sent to other ranks: its text may be a printed tensor, say.
 _LONGEST_LINE = 2_000
 _LONGEST_TEXT = 64_000
 _QUITTERS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
-_HEARD_SECONDS = 0.3  # that what was told, or a signal that was sent to all, takes to reach others, at most
+_HEARD_SECONDS = 0.3  # most time that a report, or a signal sent to all ranks, takes to reach the others
 _TERMINATED = "was ended by SIGTERM"
 _LIBRARY = f"{Path(os.__file__).parent}{os.sep}"
 
@@ -39,7 +39,7 @@ class _Exit(SystemExit):
 
 
 class _Forks:
-    """Keeps SIGTERM for a forked child until that does not handle it any more; Python would lose it meanwhile."""
+    """Blocks SIGTERM during a fork until the child no longer handles it; otherwise Python would lose the signal."""
 
     def __init__(self, forget: Callable[[], None]) -> None:
         self._forget = forget
@@ -50,17 +50,17 @@ class _Forks:
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def go_on(self) -> None:
-        """Runs after it in the parent."""
+        """Runs after a fork in the parent."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
     def begin(self) -> None:
-        """Runs after it in the child."""
+        """Runs after a fork in the child."""
         self._forget()
         self.go_on()
 
 
 class ExitWatch:
-    """Learns how the main thread ends, and reports what is a failure."""
+    """Observes how the main thread ends, and reports failures."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class ExitWatch:
         """Wraps the hooks.
 
         Args:
-            report: called with a reason in one line, a traceback or "", and the exception or None; says whether there
-                is anybody to hear it. It may be called by a signal, so it must not take a lock.
-            in_brief: says what an uncaught exception means, or "" for a traceback; not under another hook.
+            report: called with a reason in one line, a traceback or "", and the exception or None; returns whether
+                other ranks receive it. A signal handler may call it, so it must not take a lock.
+            in_brief: explains an uncaught exception, or returns "" for a traceback; not used under another hook.
         """
         self._report = report
         self._in_brief = in_brief
@@ -97,18 +97,18 @@ class ExitWatch:
 
     @property
     def story(self) -> str:
-        """All that was said of it: its line, and the traceback with the errors that it came of."""
+        """The whole report: its line, and the traceback with the causes."""
         return self._story
 
     @property
     def asked(self) -> bool:
-        """Whether SIGTERM has come since somebody heeds it."""
+        """Whether SIGTERM has arrived since `heed_sigterm`."""
         return self._asked
 
     def verdict(self) -> None:
         """Reports a failing ``sys.exit``, or an error that another hook has kept; called as the interpreter exits.
 
-        Sessions and debuggers keep errors there, too, that have ended nothing.
+        Sessions and debuggers also keep errors there that have ended nothing.
         """
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._final is not None:
@@ -118,13 +118,14 @@ class ExitWatch:
             self._tell_of(error)
 
     def insist(self, status: int) -> None:
-        """Has the process end with this exit code, although Python sees no failure, after all other exit handlers."""
+        """Makes the process end with this exit code, although Python sees no failure, after all other exit handlers."""
         self._status = status
 
     def hear_sigterm(self) -> None:
-        """Has SIGTERM end this process a moment later, when the others have been told; unless somebody else handles it.
+        """Makes SIGTERM end this process after a moment in which the other ranks are notified; keeps another handler.
 
-        In native code the main thread hears of it when that returns. Forked children end at once, as always.
+        While the main thread is in native code, the handler runs when that returns. Forked children end at once, as
+        always.
         """
         if _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
@@ -134,12 +135,12 @@ class ExitWatch:
                 os.register_at_fork(before=forks.prepare, after_in_parent=forks.go_on, after_in_child=forks.begin)
 
     def heed_sigterm(self) -> bool:
-        """Has SIGTERM set `asked`, and no more, from now on; says whether it can: not if it is somebody else's."""
+        """Makes SIGTERM only set `asked` from now on; returns whether it can: not if other code handles SIGTERM."""
         self._heeded = signal.getsignal(signal.SIGTERM) == self._terminated
         return self._heeded
 
     def forget_sigterm(self) -> None:
-        """Has SIGTERM end this process at once again."""
+        """Restores the default action of SIGTERM: it ends this process at once."""
         self._heeded = False
         if _in_main_thread() and signal.getsignal(signal.SIGTERM) == self._terminated:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -148,7 +149,7 @@ class ExitWatch:
         if self._heeded:
             self._asked = True
             return
-        if self._parting:  # Slurm tells each process of a rank, and the one above this one passes on what it was told
+        if self._parting:  # Slurm signals each process of a rank, and the parent forwards its signal, too
             return
         self._parting = True
         if self._report(_TERMINATED, "", None):
@@ -182,7 +183,7 @@ class ExitWatch:
             self._excepthook(kind, error, trace)
 
     def _leaving(self, status: Any = None, /) -> NoReturn:
-        if status in (None, 0) or not _in_main_thread():  # only this very class ends a thread without a word
+        if status in (None, 0) or not _in_main_thread():  # only this very class ends a thread silently
             raise SystemExit(status)
         error = _Exit(status)
         if not session_follows():
@@ -191,14 +192,14 @@ class ExitWatch:
             site = "".join(traceback.format_stack(frame)[-4:])
             reason = f"called sys.exit({status!r}) at {_place(frame)}, exit code {code}"
             watch = weakref.finalize(error, self._dropped, reason, site)
-            watch.atexit = False  # an exit that somebody has caught and kept is dropped after all handlers have run
+            watch.atexit = False  # an exit that was caught and kept is dropped after all handlers have run
         try:
             raise error
         finally:
-            del error  # else this very frame, which the traceback holds, would keep it
+            del error  # otherwise this frame, which the traceback holds, would keep it
 
     def _dropped(self, reason: str, site: str) -> None:
-        """Tells an exit that ends the interpreter from one that somebody caught: no Python code is left to run."""
+        """Records an exit that ends the interpreter, not one that was caught: no Python frame is left to run."""
         frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the documented way to the callers
         while frame is not None and frame.f_globals.get("__name__") in {__name__, "weakref"}:
             frame = frame.f_back
@@ -209,13 +210,13 @@ class ExitWatch:
 
 
 def await_own_end(reason: str) -> None:
-    """Gives a signal that has ended another rank, for this reason, the time to end this one before it complains."""
+    """Waits a moment: if a signal ended another rank, it may end this one, too, before this one reports an error."""
     if reason == _TERMINATED:
         threading.Event().wait(_HEARD_SECONDS)
 
 
 def _place(frame: FrameType) -> str:
-    """Names the innermost line outside Python's own library, whose `argparse`, say, has left for the script."""
+    """Returns the innermost line outside Python's own library: `argparse`, say, may have exited for the script."""
     outer: FrameType | None = frame
     while outer is not None and _is_library(outer.f_code.co_filename):
         outer = outer.f_back
@@ -228,7 +229,7 @@ def _is_library(file: str) -> bool:
 
 
 def _threads_go_on() -> bool:
-    """Whether Python waits for threads when the main thread has ended."""
+    """Returns whether Python waits for other threads when the main thread has ended."""
     return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 

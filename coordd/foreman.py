@@ -1,7 +1,7 @@
-"""What a rank does for those below it in a tree of coordinators: passes on what they say, added up, and are told.
+"""The aggregator: a rank's role in a tree of coordinators; it merges and forwards the messages of the ranks below.
 
-Pure: messages and the time go in, messages come out. The same object runs in the daemons and in the simulators. Its one
-rule: what all below it have said goes up at once, and the rest does not wait for company longer than a moment.
+Pure: messages and the time go in, messages come out. The same object runs in the daemons and in the simulators. Rule:
+a message that all ranks below have sent goes up at once, and any other waits only a moment for the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from coordd.wire import mask
 __all__ = ["Foreman", "Hub", "Root", "hub"]
 
 _COMPANY = 0.1
-"""Seconds that what some have said waits for the others to say the same."""
+"""Seconds that messages of some ranks wait for equal messages of the others."""
 
 
 def hub(
@@ -46,13 +46,13 @@ def hub(
     batch: int = 32,
     stopped: Callable[[int], bool] = lambda _: False,
 ) -> Hub | None:
-    """Makes what a rank needs to hear others; None if nobody reports to it.
+    """Creates the hub of a rank, which receives the messages of others; None if no rank reports to this one.
 
     Args:
-        post: its place.
-        coordinate: makes the coordinator of rank 0, from its voices.
-        batch: how many new tensors at a time foremen compare as a whole.
-        stopped: says whether the process of a rank is known to be stopped.
+        post: its place in the tree.
+        coordinate: creates the coordinator of rank 0, given its reporters.
+        batch: number of new tensors that aggregators compare as a whole.
+        stopped: returns whether the process of a rank is known to be stopped.
     """
     if post.parent == NOBODY and post.is_star:
         return coordinate(None)
@@ -63,10 +63,10 @@ def hub(
 
 
 class Foreman:
-    """Stands between a parent and several children, one of which is its own rank."""
+    """Aggregates messages between a parent and several children, one of which is its own rank."""
 
     def __init__(self, post: Post, *, batch: int = 32, stopped: Callable[[int], bool] = lambda _: False) -> None:
-        """Starts with nobody there; see `hub`."""
+        """Starts before any rank has arrived; see `hub`."""
         self._post = post
         self._is_stopped = stopped
         self._tally = Tally(post.spans, batch=batch)
@@ -87,22 +87,22 @@ class Foreman:
         return self._deadline
 
     def hear(self, sender: int, message: Message | Lost, *, now: float) -> None:  # noqa: ARG002 - like the coordinator
-        """Takes one message in, from a child or from the parent."""
+        """Processes one message, from a child or from the parent."""
         if sender == self._post.parent:
             self._instruct(message)
         else:
             self._collect(sender, message)
 
     def turn(self, now: float) -> Outgoing:
-        """Returns what is to be sent, in order: to the parent, to children, and last to this rank itself."""
+        """Returns the messages to send, in order: to the parent, to children, and last to this rank itself."""
         late = self._deadline is not None and now >= self._deadline
-        self._up = [*self._blocked.freed(), *self._up]  # before what those ranks announce
+        self._up = [*self._blocked.freed(), *self._up]  # before the announcements of those ranks
         self._up += self._tally.turn(late=late or self._leaving == self._post.span)
         if late or self._leaving == self._post.span:
             self._say_goodbye()
         if late:
             self._complain()
-            self._up += self._blocked.told()  # after all that those ranks had announced
+            self._up += self._blocked.told()  # after all announcements of those ranks
         if not self._holds():
             self._deadline = None
         elif self._deadline is None:
@@ -125,7 +125,7 @@ class Foreman:
                 self._up += [] if self._stopped else [Loss(child, self._is_stopped(child))]
             case Abort():
                 self._up.append(message)
-                self._instruct(message)  # for this process may end before the word comes back from above
+                self._instruct(message)  # this process may end before the message returns from the root
             case _:
                 self._up.append(message)
 
@@ -137,7 +137,7 @@ class Foreman:
                     self._senders.append(Goodbye(mask(self._speakers(child, message.ranks)), message.traffic))
             case Overdue():
                 self._note_complaint(child, message)
-            case Refused():  # a join that comes later, but goes up before, would complete the call
+            case Refused():  # flush first: a join that arrives later, but goes up earlier, would complete the call
                 self._up += [*self._blocked.freed(), *self._tally.turn(late=True), message]
             case Blocked():
                 self._blocked.hear(self._speakers(child, message.ranks), message)
@@ -151,7 +151,7 @@ class Foreman:
             self._up.append(Muster(mask(self._post.span), tuple(self._arrived[rank] for rank in sorted(self._arrived))))
 
     def _note_complaint(self, child: int, overdue: Overdue) -> None:
-        """Adds up those who wait for the same."""
+        """Merges the reports of ranks that wait for the same operations."""
         what = (overdue.names, overdue.matched)
         ranks, seconds = self._complaints.get(what, (0, 0.0))
         self._complaints[what] = (ranks | self._speakers(child, overdue.ranks), max(seconds, overdue.seconds))
@@ -162,7 +162,7 @@ class Foreman:
         return bool(self._leaving or self._complaints or self._blocked) or self._tally.holds
 
     def _say_goodbye(self) -> None:
-        """Comes after everything that those who leave have announced."""
+        """Goes up after everything that the leaving ranks have announced."""
         if self._leaving:
             rest = self._leaving & ~sum(int.from_bytes(each.ranks, "little") for each in self._senders)
             self._up += [*self._senders, *([Goodbye(mask(rest))] if rest else [])]
@@ -202,15 +202,15 @@ class Foreman:
 
 
 def _audience(message: Inquiry | Account) -> int:
-    """For whom a message is that is not for all, as a bit mask."""
+    """Returns the recipients of a message that is not for all ranks, as a bit mask."""
     return 1 << message.asker if isinstance(message, Account) else sum(1 << rank for rank in message.ranks)
 
 
 class Root:
-    """Rank 0 of a tree: a foreman of all ranks, and the coordinator, who hears nobody else."""
+    """Rank 0 of a tree: the aggregator of all ranks, and the coordinator, which receives messages only from it."""
 
     def __init__(self, foreman: Foreman, coordinator: Coordinator) -> None:
-        """Puts the two together; the coordinator has one voice, that of everybody."""
+        """Combines the two; the coordinator has one reporter, which stands for all ranks."""
         self._foreman = foreman
         self._coordinator = coordinator
 
@@ -221,11 +221,11 @@ class Root:
         return min(times, default=None)
 
     def hear(self, sender: int, message: Message | Lost, *, now: float) -> None:
-        """Takes one message in."""
+        """Processes one message."""
         self._foreman.hear(sender, message, now=now)
 
     def turn(self, now: float) -> Outgoing:
-        """Returns what is to be sent, in order."""
+        """Returns the messages to send, in order."""
         found: Outgoing = []
         while True:
             for rank, message in self._foreman.turn(now):
@@ -241,4 +241,4 @@ class Root:
 
 
 Hub = Coordinator | Foreman | Root
-"""Whom others report to."""
+"""The object that other ranks report to."""

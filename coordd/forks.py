@@ -1,7 +1,7 @@
-"""What a forked child must not keep, or change: a connection lives as long as any process has it open.
+"""Closes or replaces what forked children must not keep: a connection lives as long as any process has it open.
 
 A data loader's worker that outlives its rank would otherwise keep that rank's connections open, and the other ranks
-would not notice that the rank has died. Programs that are started with `exec` inherit none, for all are close-on-exec.
+would not notice that the rank has died. Programs started with `exec` inherit none, because all are close-on-exec.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 class Inherited(Protocol):
-    """Something with descriptors that a forked child closes, or with memory that is not to be shared with it."""
+    """An object with descriptors that a forked child closes, or with memory that the child must not share."""
 
     def close_in_child(self) -> None:
-        """Closes this process's copies, or makes its own; runs in the child, in which no other thread is left."""
+        """Closes the child's copies, or makes new ones; runs in the child, which has no other thread."""
         ...
 
 
@@ -32,25 +32,25 @@ _forks = 0
 
 
 def close_in_children(owner: Inherited) -> None:
-    """Has every child that Python forks from now on close what ``owner`` has open, as long as ``owner`` lives."""
+    """Makes every child that Python forks from now on close the descriptors of ``owner``, while ``owner`` lives."""
     _owners.add(owner)
 
 
 def forks() -> int:
-    """Counts how often Python has forked this process."""
+    """Returns how often Python has forked this process."""
     return _forks
 
 
 def close_sockets(is_ours: Callable[[socket.socket], bool]) -> None:
-    """Closes the sockets of this process for which ``is_ours`` holds.
+    """Closes the sockets of this process for which ``is_ours`` returns True.
 
-    libzmq keeps the descriptors of its connections to itself, and makes them on its own thread, so they are found by
-    their addresses.
+    libzmq hides the descriptors of its connections, and creates them on its own thread, so they are found by their
+    addresses.
     """
     if not os.path.isdir(_DESCRIPTORS):  # noqa: PTH112 - runs in every forked child; pathlib is slower
         return
     limit = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(None)  # with one, looking at a socket would make it non-blocking, in the parent as well
+    socket.setdefaulttimeout(None)  # a timeout would make a wrapped socket non-blocking, in the parent as well
     try:
         for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - as above
             with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
@@ -78,7 +78,7 @@ def _close_inherited() -> None:
 
 
 def _count_fork() -> None:
-    global _forks  # noqa: PLW0603 - a count of the process, which `os.register_at_fork` gives no object to keep
+    global _forks  # noqa: PLW0603 - a counter of the process; `os.register_at_fork` passes no object to keep it in
     _forks += 1
 
 

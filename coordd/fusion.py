@@ -1,4 +1,4 @@
-"""Which tensors travel together: a pure function of the plan, so that every rank packs alike."""
+"""Tensor fusion: assigns tensors to buckets by a pure function of the plan, so that every rank packs the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["buckets", "item_size", "size"]
 @lru_cache(maxsize=64)
 def item_size(dtype: str) -> int:
     """Bytes of one element: ``float32`` has 4, ``bfloat16`` 2, ``float8_e4m3fn`` and ``int4`` 1."""
-    if not dtype[0].isalpha():  # one with fields
+    if not dtype[0].isalpha():  # a structured dtype
         return dtype_of(dtype).itemsize
     digits = "".join(character for character in dtype.partition("_")[0] if character.isdigit())
     return 1 if dtype == "bool" else -(-int(digits) // 8)
@@ -23,7 +23,7 @@ def item_size(dtype: str) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _traits(request: Request) -> tuple[tuple[object, ...], int]:
-    """What must be equal inside a bucket, and the tensor's bytes."""
+    """The properties that must be equal inside a bucket, and the tensor's bytes."""
     key = (request.dtype, request.op, request.prescale, request.postscale, request.members)
     return key, math.prod(request.shape) * item_size(request.dtype)
 
@@ -36,10 +36,10 @@ def size(request: Request) -> int:
 def buckets(responses: Iterable[Response], *, fusion_bytes: int) -> list[list[Response]]:
     """Groups the responses of one plan.
 
-    Allreduces of equal dtype, operation, scales and process set share a bucket, with look-ahead over the others, until
-    the next one would exceed ``fusion_bytes``. Everything else, and everything when ``fusion_bytes`` is 0, is alone;
-    so is an Adasum, which is of one tensor.
-    Buckets are ordered by their first response.
+    Allreduces of equal dtype, operation, scale factors, process set and number of joined ranks share a bucket, with
+    look-ahead over other responses, until the next one would exceed ``fusion_bytes``. Every other response, and every
+    response if ``fusion_bytes`` is 0, has a bucket of its own; so has an Adasum, which is of one tensor. Buckets are
+    ordered by their first response.
     """
     found: list[list[Response]] = []
     open_buckets: dict[tuple[object, ...], tuple[list[Response], int]] = {}

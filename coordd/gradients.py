@@ -1,9 +1,9 @@
-"""The gradients of one optimizer as arrays, whatever the framework: reduced in buckets while it still computes.
+"""The gradients of one optimizer as arrays, for any framework: reduced in buckets while the framework still computes.
 
-Its one rule: all ranks make the same steps. In each of them every bucket is reduced once; where a rank has no gradient
-it takes part with zeros, and a mark behind the gradients tells who had one. So ranks of different frameworks can train
-together. A rank that cannot complete a step takes part in the rest of its buckets with a flag, so that all ranks
-discard the step.
+Invariant: all ranks make the same steps. In each step every bucket is reduced once; a rank without a gradient
+contributes zeros, and a mark behind the gradients shows whether any rank had one. So ranks of different frameworks can
+train together. A rank that cannot complete a step sets a flag in its remaining buckets, so that all ranks discard the
+step.
 """
 
 from __future__ import annotations
@@ -37,17 +37,19 @@ log = logging.getLogger("coordd")
 _ALIGNMENT = 64
 _LAST_BUCKET_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
-"""Gradients of fewer bytes lie close together, so that a framework may take them as one array."""
+"""Smaller gradients are packed without gaps, so that a framework may take them as one array."""
 _FAILED = "has not completed a step, which has failed"
 
 
 class Parameter:
-    """What the gradients of one parameter are like.
+    """Properties of the gradients of one parameter.
 
     Attributes:
         name: equal on all ranks.
-        shape: its dimensions, none of them unknown.
-        dtype: in which its gradients travel.
+        shape: its dimensions, all known.
+        dtype: in which its gradients are reduced.
+        size: number of elements.
+        nbytes: bytes of a gradient.
     """
 
     def __init__(self, name: str, shape: Sequence[int], dtype: np.dtype[Any], owner: object = None) -> None:
@@ -60,12 +62,12 @@ class Parameter:
 
     @property
     def owner(self) -> object:
-        """The user's object, by which groups name it; None when it is gone."""
+        """The user's object, by which groups refer to it; None when it no longer exists."""
         return None if self._owner is None else self._owner()
 
     @property
     def kind(self) -> Hashable:
-        """What all of a bucket have in common."""
+        """The property that all gradients of a bucket share."""
         return self.dtype
 
     def __str__(self) -> str:
@@ -73,7 +75,7 @@ class Parameter:
 
 
 class Gradients:
-    """Where gradients are put as they become ready, and fetched when they are reduced.
+    """Takes gradients as they become ready, and returns them reduced.
 
     Each step is: `put` every gradient that there is, from any thread and in any order; then `wait`.
     """
@@ -87,17 +89,17 @@ class Gradients:
         prefix: str,
         reading: Reading = NUMPY,
     ) -> None:
-        """Lays buckets out, alike on all ranks.
+        """Lays out the buckets, identically on all ranks.
 
         Args:
-            operations: the way to the others.
-            parameters: in the order in which they are used; their gradients are expected in the opposite one.
-            choices: what the user wants.
-            prefix: of all names; equal on all ranks, and of nobody else.
-            reading: how values of parameters are read, to compare them.
+            operations: the operations of this rank.
+            parameters: in order of use; their gradients are expected in the opposite order.
+            choices: the user's options.
+            prefix: of all names; equal on all ranks, and used by nothing else.
+            reading: how values of parameters are read for comparison.
 
         Raises:
-            ArgumentError: a type cannot be reduced so, or a setting cannot be followed.
+            ArgumentError: a dtype does not support this reduction, or a setting is not supported.
         """
         self._operations = operations
         self._parameters = tuple(parameters)
@@ -132,7 +134,7 @@ class Gradients:
         self._rename(operations.era(choices.process_set.ranks, joins=False))
 
     def _rename(self, era: str) -> None:
-        """Names all operations, and asks again whether all ranks have the same parameters."""
+        """Renames all operations, and makes the next step check again that all ranks have the same parameters."""
         if era != self._era:
             self._consistency.restart(self._prefix + era)
         self._era = era
@@ -147,7 +149,7 @@ class Gradients:
         )
 
     def _rename_after_deadlock(self) -> None:
-        """Takes other names before a step if ranks have waited for each other since the step before.
+        """Renames all operations before a step if there was a deadlock between ranks since the previous step.
 
         A rank may still announce buckets of the failed step; under the old names they match none of this step.
         """
@@ -159,16 +161,16 @@ class Gradients:
 
     @property
     def buckets(self) -> list[tuple[int, ...]]:
-        """The parameters whose gradients travel together, by their places, in the order in which they are expected."""
+        """The parameters of each bucket, by index, in the order in which their gradients are expected."""
         return [tuple(place.index for place in bucket.places) for bucket in self._buckets]
 
     @property
     def packed(self) -> list[tuple[int, ...]]:
-        """The small ones among those of each bucket, in the order in which they lie behind each other."""
+        """The small gradients of each bucket, by parameter index, in the order of their layout."""
         return [tuple(place.index for place in bucket.places[bucket.large :]) for bucket in self._buckets]
 
     def serve(self, parameters: Sequence[Parameter], reading: Reading = NUMPY) -> None:
-        """Takes parameters over that are like the first ones; gives memory back when they are gone."""
+        """Switches to parameters equal to the first ones; frees memory when their owner no longer exists."""
         if (owner := parameters[0].owner) is None:
             return
         if owner is not self._parameters[0].owner:
@@ -184,7 +186,7 @@ class Gradients:
     def begun(self, step: Hashable) -> Iterator[None]:
         """Puts gradients of a step inside; several threads may do so at once, each for buckets of its own.
 
-        If the step before was never waited for, all ranks discard that first.
+        If the previous step was never waited for, all ranks discard it first.
 
         Raises:
             DiscardedStepError: this step has been given up.
@@ -212,7 +214,7 @@ class Gradients:
         return DiscardedStepError([(self._operations.daemon.world.rank, _FAILED)])
 
     def _end_of_earlier(self) -> None:
-        """Has all ranks discard a step that was never waited for here."""
+        """Makes all ranks discard a step that was never waited for here."""
         try:
             self.abandon(_FAILED)
             self._end_abandoned()
@@ -222,16 +224,16 @@ class Gradients:
                 self._turns.notify_all()
 
     def put(self, index: int, gradient: np.ndarray) -> None:
-        """Copies the gradient of a parameter; starts the reduction of its bucket with the last one.
+        """Copies the gradient of a parameter; the last gradient of a bucket starts the bucket's reduction.
 
-        The last bucket of a step starts in `wait`: until then this rank can say that it does not complete the step.
+        The last bucket of a step starts in `wait`: until then this rank can report that it does not complete the step.
 
         Raises:
             CoorddError: it was put before in this step.
-            NonFiniteError: it is not finite, and that is to be an error.
+            NonFiniteError: it is not finite, and ``nonfinite`` is ``raise``.
         """
         if self._told is not None:
-            if self._putting:  # by other threads, too, one of which has abandoned this very step
+            if self._putting:  # also by other threads, one of which has abandoned this same step
                 raise self._given_up()
             self._end_abandoned()
         self._rename_after_deadlock()
@@ -246,9 +248,9 @@ class Gradients:
                 bucket.submit()
 
     def wait(self, absent: Collection[int] = ()) -> Reduced:
-        """Returns the reduced gradients when they are there.
+        """Waits for the reductions, and returns the reduced gradients.
 
-        For the parameters that are ``absent`` this rank has no gradient, and cannot use that of other ranks.
+        For the ``absent`` parameters this rank has no gradient, and cannot use that of other ranks.
 
         Raises:
             DiscardedStepError: a rank has not completed this step.
@@ -277,7 +279,7 @@ class Gradients:
         if any(bucket.discarded for bucket in self._buckets):
             told, self._told = self._told or self._tell(""), None
             raise error_of(told)
-        different = self._consistency.different()  # now, for ranks that have begun more of the step must end it
+        different = self._consistency.different()  # only now: ranks that have begun more of the step must end it
         if different is not None:
             raise different
         if names := [name for bucket in self._buckets for name in bucket.unusable()]:
@@ -286,11 +288,11 @@ class Gradients:
 
     @property
     def _lost(self) -> bool:
-        """Whether some of this step has failed because ranks have waited for each other: the rest is not started."""
+        """Whether a deadlock between ranks failed a part of this step: the remaining buckets are not started."""
         return any(bucket.handle is not None and bucket.handle.lost for bucket in self._buckets)
 
     def note(self, settings: Callable[[], Iterable[tuple[str, Any]]]) -> None:
-        """Notes with which hyperparameters the step is made whose gradients are reduced, to compare them."""
+        """Records the hyperparameters of the step whose gradients are reduced, for comparison."""
         self._consistency.note(settings)
 
     def abandon(self, reason: str) -> None:
@@ -308,12 +310,12 @@ class Gradients:
                 self._told = self._tell(reason)
 
     def drop(self, reason: str = _FAILED) -> None:
-        """Ends a step that is not to be completed here; all ranks discard it, and get the reason."""
+        """Ends a step that is not completed here; all ranks discard it, and get the reason."""
         if any(bucket.begun for bucket in self._buckets):
             self.abandon(reason)
 
     def give_up(self, step: Hashable) -> None:
-        """Ends a step like `drop`, if it is the one that has begun; for a thread that only watches."""
+        """Ends a step like `drop`, if it is the current one and no thread works on it; for a watching thread."""
         with self._turns:
             if step == self._step and not (self._ending or self._putting or self._told):
                 self.drop()
@@ -336,7 +338,7 @@ class Gradients:
         return tell(self._operations, f"{self._prefix}{self._era}discarded", reason, self._process_set)
 
     def _count_step(self) -> None:
-        """Counts this step, once; before the second one is made, and now and then later, values are compared."""
+        """Counts this step, once; before the second step, and occasionally later, values are compared."""
         counted, self._counted = self._counted, True
         if not counted:
             self._consistency.begin()
@@ -355,7 +357,7 @@ class Gradients:
 class Reduced:
     """The reduced gradients of one step.
 
-    They are views of memory that is used again only when they are gone.
+    They are views of memory that is reused only when all views are gone.
     """
 
     def __init__(self, buckets: Sequence[tuple[_Bucket, np.ndarray]]) -> None:
@@ -363,12 +365,12 @@ class Reduced:
         self._home = {place.index: (bucket, flat) for bucket, flat in buckets for place in bucket.places}
 
     def __getitem__(self, index: int) -> np.ndarray | None:
-        """The gradient of a parameter; None if no rank had one."""
+        """Returns the gradient of a parameter; None if no rank had one."""
         bucket, flat = self._home[index]
         return bucket.view(flat, index) if bucket.marked(flat, index) else None
 
     def packed(self, bucket: int) -> np.ndarray:
-        """The small ones of a bucket, in the order of `Gradients.packed`, one behind the other; those of nobody too."""
+        """Returns a bucket's small gradients in the order of `Gradients.packed`, including those that no rank had."""
         found, flat = self._buckets[bucket]
         return found.packed(flat)
 
@@ -388,10 +390,13 @@ class _Place:
 
 
 class _Bucket:
-    """Gradients of one type, one behind the other, and behind them what the ranks say of each.
+    """Gradients of one dtype in one array, followed by two numbers for each gradient and a flag for the step.
 
-    A mark is 1 from a rank that has the gradient; another number is 1 from a rank that has none and cannot use that of
-    others. Each large one begins at a multiple of 64 bytes, the small ones follow them without gaps.
+    Layout, with every large gradient at a multiple of 64 bytes and the small ones without gaps::
+
+        large gradients | small gradients | mark of each | lack of each | discard
+
+    A mark is 1 from a rank that has the gradient; a lack is 1 from a rank that has none and cannot use that of others.
     """
 
     def __init__(self, operations: Operations, name: str, places: Sequence[_Place], choices: Choices) -> None:
@@ -431,21 +436,21 @@ class _Bucket:
         self.handle: Handle[Any] | None = None
 
     def set_prefix(self, prefix: str) -> None:
-        """Sets what the name of its operation begins with."""
+        """Sets the prefix of its operation's name."""
         self._request = msgspec.structs.replace(self._request, name=check_name(prefix + self._name))
 
     @property
     def begun(self) -> bool:
-        """Whether something of it was put, or it has started, since the last step has ended."""
+        """Whether a gradient of it was put, or its reduction has started, since the last step ended."""
         return self._block is not None or self.handle is not None
 
     @property
     def discarded(self) -> bool:
-        """Whether a rank has said that this step does not count."""
+        """Whether a rank has discarded this step."""
         return bool(self._flat[-1])
 
     def discard(self) -> None:
-        """Starts with nothing, and tells all ranks that this step does not count; does nothing if it has started."""
+        """Starts with zeros and the flag by which all ranks discard this step; does nothing if it has started."""
         with self._lock:
             if self.handle is None:
                 if self._block is None:
@@ -454,7 +459,7 @@ class _Bucket:
                 self._submit()
 
     def put(self, index: int, gradient: np.ndarray) -> bool:
-        """Copies one; says whether it was the last one."""
+        """Copies a gradient; returns whether it was the bucket's last one."""
         spot = self._spots[index]
         with self._lock:
             if self._block is None:
@@ -473,7 +478,7 @@ class _Bucket:
             return not self._missing
 
     def close(self, absent: Collection[int] = ()) -> None:
-        """Starts, with zeros for what is missing and whether it is ``absent``; does nothing if it has started."""
+        """Starts, with zeros for missing gradients and a lack for ``absent`` ones; does nothing if it has started."""
         if self.handle is not None:
             return
         if self._block is None:
@@ -485,39 +490,39 @@ class _Bucket:
         self.submit()
 
     def unusable(self) -> list[str]:
-        """Names the gradients that have arrived and cannot be used by all ranks."""
+        """Returns the names of gradients that some ranks have and other ranks cannot use."""
         marks, lacks = self._flat[self._marks : -1].reshape(2, -1)
         return [
             place.parameter.name for place, mark, lack in zip(self.places, marks, lacks, strict=True) if mark and lack
         ]
 
     def lend(self) -> np.ndarray:
-        """Hands over what has been reduced; the memory is used again when the array and all views of it are gone."""
+        """Returns the reduced array; its memory is reused when the array and all views of it are gone."""
         assert self._block is not None  # noqa: S101 - for the type checker
-        # NumPy's views refer to the array that has the memory; this one has not, so they refer to it, and keep it.
+        # A view of `lent` keeps `lent` alive, because `lent` has no array as its base.
         lent = np.frombuffer(self._block.data, np.uint8)
         weakref.finalize(lent, self._take_back, self._block).atexit = False
         self._block = None
         return lent[: self._count * self._dtype.itemsize].view(self._dtype)
 
     def marked(self, flat: np.ndarray, index: int) -> bool:
-        """Says whether any rank had this gradient."""
+        """Returns whether any rank had this gradient."""
         return bool(flat[self._spots[index].mark])
 
     def view(self, flat: np.ndarray, index: int) -> np.ndarray:
-        """Views one gradient among all."""
+        """Returns a view of one gradient of the reduced array."""
         spot = self._spots[index]
         return flat[spot.start : spot.stop].reshape(spot.shape)
 
     def packed(self, flat: np.ndarray) -> np.ndarray:
-        """Views the small ones among all."""
+        """Returns a view of the small gradients of the reduced array."""
         return flat[self._small : self._marks]
 
     def reset(self) -> None:
-        """Gets ready for the next step."""
+        """Prepares for the next step."""
         if self.handle is not None:
             self.handle.wait()
-            self.handle.error()  # whoever gives a step up knows of a worse one
+            self.handle.error()  # marks it as seen: the caller that gives up a step has a more important error
         if self._block is not None:
             self._free.append(self._block)
         self._block = self.handle = None
@@ -525,7 +530,7 @@ class _Bucket:
         self._missing = len(self.places)
 
     def release(self) -> None:
-        """Gives memory back, and what is lent when it comes, unless there is another step."""
+        """Frees memory, and lent memory on its return, unless there is another step."""
         self._used = False
         self._free.clear()
 
@@ -534,17 +539,17 @@ class _Bucket:
             self._free.append(block)
 
     def _open(self) -> None:
-        """Finds memory for a step."""
+        """Provides memory for a step."""
         self._used, nbytes = True, self._count * self._dtype.itemsize
         try:
             self._block = self._free.pop()
-        except IndexError:  # asking before could be too early: it may be released in between
+        except IndexError:  # checking before the pop could be too early: `release` may clear the list in between
             self._block = self._operations.daemon.allocate(nbytes)
         self._flat = self._block[:nbytes].view(self._dtype)
         self._flat[self._marks :] = 0
 
     def submit(self) -> None:
-        """Starts, unless another thread has discarded the step meanwhile, and has started with that."""
+        """Starts, unless another thread has discarded the step and started it meanwhile."""
         with self._lock:
             if self.handle is None:
                 self._submit()
@@ -554,13 +559,13 @@ class _Bucket:
 
 
 def _release(buckets: Iterable[_Bucket]) -> None:
-    """Gives memory back that nobody may ever need again, for a model is gone; another of the same names gets new."""
+    """Frees the memory of a model that no longer exists; another model of the same names allocates new memory."""
     for bucket in buckets:
         bucket.release()
 
 
 class _Spot(NamedTuple):
-    """Where a gradient lies in its bucket, and its mark."""
+    """Offsets of a gradient and of its mark in its bucket, and its shape."""
 
     start: int
     stop: int

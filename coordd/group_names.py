@@ -1,4 +1,4 @@
-"""Names of the operations of a group, and how a refusal names the group, whose size may differ between ranks. Pure."""
+"""Names of a group's operations, and of the group in a rejection; its size may differ between ranks. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _IN_GROUP = re.compile(r"(.*)_(\d+)of(\d+)", re.DOTALL)
 
 
 def names_in_group(base: str, names: Sequence[str | None]) -> list[str | None]:
-    """Names the operations of a group that have no names.
+    """Names the unnamed operations of a group.
 
     Args:
-        base: the name of the group, which a single operation has itself.
-        names: those that the user has given; None for each without one.
+        base: the name of the group; a single unnamed operation gets it unchanged.
+        names: the user's names; None for each operation without one.
     """
     if len(names) == 1:
         return [names[0] or base]
@@ -25,10 +25,10 @@ def names_in_group(base: str, names: Sequence[str | None]) -> list[str | None]:
 
 
 def refused_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Finds what a refusal says of operations: their names, or that of their whole group.
+    """Returns how a rejection refers to operations: by their names, or by that of their whole group.
 
-    What has no name of the user's counts as a group, for other ranks may have a group where this one has a single
-    operation.
+    An operation without a user's name counts as a group, because other ranks may have a group where this one has a
+    single operation.
     """
     group, size = group_of(names[0])
     if group and size == len(names) and all(group_of(name) == (group, size) for name in names):
@@ -37,7 +37,7 @@ def refused_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def group_of(name: str) -> tuple[str, int]:
-    """Finds what a refusal says of the group of an operation, and how many operations that has; "" if there is none."""
+    """Returns how a rejection refers to an operation's group, and the group's size; "" if there is none."""
     if (found := _IN_GROUP.fullmatch(name)) is not None:
         base, _, size = found.groups()
         return base + _WHOLE, int(size)
@@ -45,20 +45,20 @@ def group_of(name: str) -> tuple[str, int]:
 
 
 def first_alone(name: str | None) -> str | None:
-    """Renames the first operation of a group as if it were the only one: for what is done one after the other."""
+    """Renames the first operation of a group as if it were the only one, for groups that run one after the other."""
     return name and _IN_GROUP.sub(r"\1_0of1", name)
 
 
 def is_group(said: str) -> bool:
-    """Whether what a refusal says is the name of a group."""
+    """Returns whether a rejection's name is that of a group."""
     return said.endswith(_WHOLE)
 
 
 def is_unnamed(name: str) -> bool:
-    """Whether an operation or a group has no name of the user's, as far as one can see."""
+    """Returns whether an operation or a group has no user's name, as far as its name shows."""
     return _MARK in name
 
 
 def covers(said: str, name: str) -> bool:
-    """Whether a refusal that says this is one of the operation with this name."""
+    """Returns whether a rejection with the name ``said`` covers the operation ``name``."""
     return said in {name, group_of(name)[0]}

@@ -1,4 +1,4 @@
-"""How gradients are divided into buckets: by size, or as the user wants, all of a group or none. Pure."""
+"""Partition of gradients into buckets: by size, or by the user's groups, each reduced as a whole. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["Grouping", "Item", "partition"]
 
 
 class Item(Protocol):
-    """What is divided, such as a gradient."""
+    """An item to assign to a bucket, such as a gradient."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """Its size in bytes."""
         ...
 
     @property
     def kind(self) -> Hashable:
-        """What all of a bucket have in common, such as type and device."""
+        """The property that all items of a bucket share, such as dtype and device."""
         ...
 
     @property
     def owner(self) -> object:
-        """The user's parameter, by which groups name it."""
+        """The user's parameter, by which groups refer to it."""
         ...
 
 
@@ -34,12 +34,12 @@ AnItem = TypeVar("AnItem", bound=Item)
 
 
 def partition(items: Sequence[AnItem], *, limit: int, last: int) -> list[list[AnItem]]:
-    """Divides gradients, in the order in which they become ready, among buckets of one kind.
+    """Partitions gradients, in the order in which they become ready, into buckets of one kind.
 
     Args:
         items: in an order that is equal on all ranks.
         limit: bytes of a bucket, unless a single item has more.
-        last: bytes of the last bucket of each kind, after which nothing is left to overlap with.
+        last: bytes of the last bucket of each kind, which overlaps with no further computation.
     """
     kinds: dict[Hashable, list[AnItem]] = {}
     for item in items:
@@ -62,18 +62,18 @@ def partition(items: Sequence[AnItem], *, limit: int, last: int) -> list[list[An
 
 
 class Grouping:
-    """Horovod's ``num_groups`` and ``groups``: so many groups of nearly equal size, or those of the user's."""
+    """Horovod's ``num_groups`` and ``groups``: a number of groups of nearly equal size, or the user's groups."""
 
     def __init__(self, num_groups: int = 0, groups: Any = None, *, kind: type | tuple[type, ...]) -> None:
-        """Reads what the user has given.
+        """Parses the user's arguments.
 
         Args:
-            num_groups: how many groups; 0 to leave it to their sizes.
+            num_groups: number of groups; 0 to divide by size.
             groups: the same, or lists of parameters.
-            kind: what parameters are.
+            kind: the type of parameters.
 
         Raises:
-            ArgumentError: it is neither a number, nor lists of parameters, each of which is in one list only.
+            ArgumentError: it is neither a number, nor lists of parameters with each parameter in one list only.
         """
         if whole(num_groups, "num_groups") < 0:
             text = f"num_groups should be a non-negative integer, not {num_groups!r}"
@@ -85,11 +85,11 @@ class Grouping:
         self._group_of = {id(parameter): at for at, group in enumerate(lists) for parameter in group}
 
     def choice(self, parameters: Iterable[object]) -> tuple[int, tuple[int, ...]]:
-        """What is chosen for parameters, whoever they are: the number of groups, and of each the place of its list."""
+        """Returns the number of groups, and the index of each parameter's list or -1; free of object identities."""
         return self._count, tuple(self._group_of.get(id(parameter), -1) for parameter in parameters)
 
     def buckets(self, items: Sequence[AnItem], *, limit: int, last: int) -> list[list[AnItem]]:
-        """Divides items as the user wants, and the rest as `partition` does, whose arguments these are."""
+        """Partitions items by the user's groups, and the rest like `partition`, with the same arguments."""
         if self._count:
             return [group for share in self._shares(items) for group in _whole(share)]
         by_group: dict[int, list[AnItem]] = {}
@@ -101,7 +101,7 @@ class Grouping:
         return found
 
     def _shares(self, items: Sequence[AnItem]) -> list[list[AnItem]]:
-        """So many shares of nearly equal bytes, in order; each item is where its middle lies."""
+        """Divides items into shares of nearly equal bytes, in order; an item's middle decides its share."""
         total = max(1, sum(item.nbytes for item in items))
         shares: list[list[AnItem]] = [[] for _ in range(self._count)]
         start = 0
@@ -112,7 +112,7 @@ class Grouping:
 
 
 def _whole(group: Sequence[AnItem]) -> list[list[AnItem]]:
-    """One bucket for each kind."""
+    """Partitions a group into one bucket per kind."""
     size = sum(item.nbytes for item in group)
     return partition(group, limit=size, last=size)
 

@@ -1,4 +1,4 @@
-"""Groups of ranks as users have them: process sets that know this rank, and grids of ranks with named axes."""
+"""Groups of ranks in the user's API: process sets that know this rank, and grids of ranks with named axes."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ __all__ = ["Grid", "ProcessSet", "add_process_set", "global_process_set", "remov
 
 
 class ProcessSet(process_sets.ProcessSet):
-    """Some ranks, ascending; made without an argument, all of them.
+    """Some ranks, ascending; without an argument, all of them.
 
-    Two sets with the same members are the same set. None has to be registered: an operation finds its set by the
+    Two sets with the same members are the same set. Sets need no registration: an operation identifies its set by the
     members, and no set waits for another.
     """
 
     def __init__(self, ranks_or_comm: Any = None) -> None:
-        """Makes a set of ranks, or of the ranks of an mpi4py communicator.
+        """Creates a set of ranks, or of the ranks of an mpi4py communicator.
 
         Raises:
-            ArgumentError: there are no ranks, or one of them is negative, given twice, or no whole number.
+            ArgumentError: there are no ranks, or one of them is negative, duplicate, or not an integer.
         """
         super().__init__(_ranks(ranks_or_comm) if hasattr(ranks_or_comm, "Get_group") else ranks_or_comm)
 
     def size(self) -> int:
-        """How many members it has."""
+        """Returns the number of members."""
         return self.count(api.size())
 
     def included(self) -> bool:
-        """Whether this rank is a member."""
+        """Returns whether this rank is a member."""
         return not self.ranks or api.rank() in self.ranks
 
     def rank(self) -> int:
-        """This rank's place among the members, from 0; -1 if it is none of them."""
+        """Returns this rank's index among the members, from 0; -1 if it is not a member."""
         if not self.included():
             return -1
         return self.ranks.index(api.rank()) if self.ranks else api.rank()
 
     @property
     def process_set_id(self) -> str:
-        """What tells it from other sets: its members."""
+        """Identifier of the set: its members."""
         return ",".join(map(str, self.ranks)) or "all"
 
 
 def _ranks(communicator: Any) -> Iterable[int]:
-    """Lists who the members of a communicator are among all ranks."""
+    """Returns the members of a communicator as ranks of ``MPI.COMM_WORLD``."""
     from mpi4py import MPI
 
     ranks: list[int] = MPI.Group.Translate_ranks(communicator.Get_group(), None, MPI.COMM_WORLD.Get_group())
@@ -63,9 +63,9 @@ global_process_set = ProcessSet()
 
 @collective("add_process_set", everywhere=True)
 def add_process_set(call: CollectiveCall, process_set: process_sets.ProcessSet | Iterable[int]) -> ProcessSet:
-    """Makes a process set of ranks of this job, on all ranks together, and compares what they have given.
+    """Creates a process set of ranks of this job, on all ranks together, and checks that all ranks give the same one.
 
-    It is kept for Horovod's programs, for none has to be added: a `ProcessSet` is made by its members alone, too.
+    It is kept for Horovod's programs; sets need no registration: `ProcessSet` alone creates one, too.
 
     Raises:
         ArgumentError: there are no such ranks.
@@ -82,24 +82,25 @@ def add_process_set(call: CollectiveCall, process_set: process_sets.ProcessSet |
 
 
 def remove_process_set(process_set: process_sets.ProcessSet) -> bool:
-    """Says whether a process set may go, which none but that of all ranks may not; there is nothing to remove."""
+    """Returns whether a process set may be removed: any but that of all ranks. There is nothing to remove."""
     return bool(process_set.ranks)
 
 
 class Grid:
-    """All ranks as a grid with named axes, such as ``Grid(dp=2, pp=2, tp=2)``; the last axis goes round fastest.
+    """All ranks as a grid with named axes, such as ``Grid(dp=2, pp=2, tp=2)``; the last axis varies fastest.
 
-    An axis by its name, ``grid.dp``, is the process set of the ranks that differ from this one along it only.
+    An attribute named like an axis, ``grid.dp``, is the process set of the ranks that differ from this one along it
+    only.
     """
 
     def __init__(self, **axes: int) -> None:
-        """Lays the grid out.
+        """Lays out the grid.
 
         Args:
-            axes: lengths by name; one of them may be -1, for whatever is left.
+            axes: lengths by name; one of them may be -1, for the rest.
 
         Raises:
-            ArgumentError: the lengths do not make up the number of ranks.
+            ArgumentError: the product of the lengths is not the number of ranks.
         """
         size = api.size()
         if not axes or [*axes.values()].count(-1) > 1:
@@ -119,7 +120,7 @@ class Grid:
         self._place = self._unfold(api.rank())
 
     def _unfold(self, rank: int) -> dict[str, int]:
-        """The place of a rank."""
+        """Returns the coordinates of a rank."""
         found = {}
         for name, length in reversed(self.axes.items()):
             rank, found[name] = divmod(rank, length)
@@ -127,11 +128,11 @@ class Grid:
 
     @property
     def place(self) -> dict[str, int]:
-        """Where this rank is, along each axis."""
+        """This rank's coordinates by axis."""
         return dict(self._place)
 
     def along(self, *names: str, of: int | None = None) -> ProcessSet:
-        """The ranks that differ from this one, or from the rank ``of``, along these axes only.
+        """Returns the ranks that differ from this one, or from the rank ``of``, along these axes only.
 
         Raises:
             ArgumentError: there is no such axis.
@@ -144,10 +145,10 @@ class Grid:
         return ProcessSet(rank for rank in range(api.size()) if fixed.items() <= self._unfold(rank).items())
 
     def rank(self, **place: int) -> int:
-        """The rank at a place; axes that are not named are where this rank is.
+        """Returns the rank at some coordinates; other axes have this rank's coordinates.
 
         Raises:
-            ArgumentError: there is no such place.
+            ArgumentError: there is no such axis or coordinate.
         """
         found = 0
         for name, length in self.axes.items():

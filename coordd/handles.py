@@ -1,4 +1,4 @@
-"""The promise of a result: what every asynchronous operation returns, whatever its ordering class."""
+"""Handles: every asynchronous operation, of any ordering class, returns one for its future result."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Hurry = Callable[[str], Callable[[], None] | None]
 
 
 _FOR_EVER = -1.0
-"""A lock's time limit that is none."""
+"""Time limit of a lock that means no limit."""
 
 
 class Handle(Generic[Result]):
     """One operation in flight.
 
-    The daemon keeps the tensors of the operation alive until it is done. Any thread may wait, any number of times. If
-    it fails, and is dropped before anybody has asked, the log says so: of the first one in a process.
+    The daemon keeps the operation's tensors alive until it is done. Any thread may wait, any number of times. If it
+    fails and is dropped before its result or error is read, the log reports that: once per process.
     """
 
     __slots__ = (
@@ -63,13 +63,13 @@ class Handle(Generic[Result]):
     )
 
     def __init__(self, name: str, hurry: Hurry | None = None, broken_off: Callable[[], None] | None = None) -> None:
-        """Makes a pending handle.
+        """Creates a pending handle.
 
         Args:
-            name: what is in flight.
-            hurry: called with the name when somebody starts to wait, so that the daemon stops waiting for company; what
-                it returns, if anything, is called when the wait is over.
-            broken_off: called when a wait ends by an exception, such as that of a signal's handler.
+            name: the operation.
+            hurry: called with the name when a thread starts to wait, so that the daemon ends its batching window; the
+                function that it returns, if any, is called when the wait is over.
+            broken_off: called when an exception, such as that of a signal handler, ends a wait.
         """
         self.name = name
         self.submitted = time.monotonic()
@@ -78,11 +78,11 @@ class Handle(Generic[Result]):
         self._done = False
         self._error: BaseException | None = None
         self._result: Result | None = None
-        self._gates: list[threading.Lock] = []  # one for each that waits
+        self._gates: list[threading.Lock] = []  # one per waiting thread
         self._callbacks: list[Callable[[Handle[Result]], Any]] | None = None
 
     def poll(self) -> bool:
-        """Says whether `result` would return at once."""
+        """Returns whether `result` would return at once."""
         return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -92,8 +92,8 @@ class Handle(Generic[Result]):
             whether it is done.
 
         Raises:
-            ArgumentError: the time is no finite number.
-            DeadlockError: it is not done, and this is coordd's own thread, which has to do it.
+            ArgumentError: the time is not a finite number.
+            DeadlockError: it is not done, and the calling thread is coordd's own, which has to do it.
         """
         if timeout is not None:
             timeout = max(0.0, finite(timeout, "timeout"))
@@ -109,7 +109,7 @@ class Handle(Generic[Result]):
             self._gates.append(gate)
         try:
             self._stand_at(gate, _FOR_EVER if timeout is None else max(0.0, timeout))
-        except BaseException:  # a signal's handler has ended the wait, so what comes of it is not unheard of
+        except BaseException:  # a signal handler has ended the wait, so a later failure is not logged as unread
             self.add_done_callback(hear_of)
             if self._broken_off is not None:
                 self._broken_off()
@@ -120,11 +120,11 @@ class Handle(Generic[Result]):
         return self._done
 
     def waits_for(self, promise: object) -> bool:
-        """Says whether it is not done before this one is; of handles that stand for several, one that asks."""
+        """Returns whether it completes only after ``promise``; handles of several operations override this."""
         return promise is self
 
     def _stand_at(self, gate: threading.Lock, timeout: float) -> None:
-        """Hurries the daemon, and waits for the gate."""
+        """Ends the daemon's batching window, and waits for the gate."""
         over = self._hurry(self.name) if self._hurry is not None else None
         try:
             gate.acquire(timeout=timeout)
@@ -133,12 +133,12 @@ class Handle(Generic[Result]):
                 over()
 
     def _leave(self, gate: threading.Lock) -> None:
-        """Forgets a gate that no thread waits at any more."""
+        """Removes a gate that no thread waits at any more."""
         with _guard, contextlib.suppress(ValueError):  # the operation may be done by now, and its gates taken
             self._gates.remove(gate)
 
     def result(self, timeout: float | None = None) -> Result:
-        """Waits, and returns what the operation produced.
+        """Waits, and returns the operation's result.
 
         Raises:
             TimeoutError: it was not done within ``timeout`` seconds.
@@ -150,11 +150,11 @@ class Handle(Generic[Result]):
             raise TimeoutError(text)
         if self._error is not None:
             self._hear()
-            raise self._error.with_traceback(None)  # else it would grow with every call
+            raise self._error.with_traceback(None)  # otherwise it would grow with every call
         return self._result  # type: ignore[return-value]  # a done handle without an error has its result
 
     def error(self) -> BaseException | None:
-        """Returns why the operation failed; None if it has not."""
+        """Returns the operation's error; None if it has not failed."""
         if self._error is not None:
             self._hear()
         return self._error
@@ -162,18 +162,18 @@ class Handle(Generic[Result]):
     def add_done_callback(self, callback: Callable[[Handle[Result]], Any]) -> None:
         """Calls ``callback(handle)`` once it is done: on the daemon's thread, or at once if it is done already.
 
-        It may start operations, and must not wait for them: that raises `DeadlockError`. Its errors are logged.
+        It may start operations, but must not wait for them: that raises `DeadlockError`. Its errors are logged.
         """
         with _guard:
             if callback is not hear_of or hear_of not in (self._callbacks or ()):
                 self._callbacks = [*(self._callbacks or ()), callback]
-        # The order matters: whoever is later, this look or that of `_finish`, sees both the callback and the flag.
+        # The order matters: the later of this check and that of `_finish` sees both the callback and the flag.
         if self._done:
             self._call_back()
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether the script has something called when the operation is done, which has not been called yet."""
+        """Whether the script has callbacks that have not been called yet."""
         return any(callback is not hear_of for callback in self._callbacks or ())
 
     def resolve(self, result: Result) -> None:
@@ -182,24 +182,24 @@ class Handle(Generic[Result]):
         self._finish()
 
     def land(self, value: Any, convert: Callable[[Any], Result] | None) -> None:
-        """Completes the operation with what ``convert`` makes of a value; its error fails this operation alone."""
+        """Completes the operation with ``convert(value)``; an error of ``convert`` fails this operation alone."""
         try:
             result = value if convert is None else convert(value)
-        except BaseException as error:  # noqa: BLE001 - the waiting thread gets it; ``sys.exit()`` must not end the daemon
+        except BaseException as error:  # noqa: BLE001 - for the waiting thread; ``sys.exit()`` must not end the daemon
             self.fail(error)
         else:
             self.resolve(result)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the operation without a result; for the daemon."""
+        """Ends the operation with an error; for the daemon."""
         told = isinstance(error, (PeerError, RefusedError)) or (isinstance(error, ShutdownError) and not error.ranks)
-        # Only a failure costs this. It keeps the text, for the error may hold this handle by its traceback.
+        # Only failures pay for this. It keeps the text, because the error's traceback may hold this handle.
         self._unheard = None if told else weakref.finalize(self, _tell, self.name, _text(error))
         self._error = error
         self._finish()
 
     def _finish(self) -> None:
-        # The order matters: a waiter that comes after the gates were taken sees the flag.
+        # The order matters: a waiter that arrives after the gates were taken sees the flag.
         self._done = True
         with _guard:
             gates, self._gates = self._gates, []
@@ -210,19 +210,19 @@ class Handle(Generic[Result]):
 
     @property
     def lost(self) -> bool:
-        """Whether it has failed because ranks have waited for each other; the script has not heard of it by that."""
+        """Whether a deadlock between ranks has failed it; does not count as a notification of the script."""
         if is_deadlock(self._error):
             self._mute()
             return True
         return False
 
     def _hear(self) -> None:
-        """Notes that the script knows of the failure."""
+        """Notes that the script was notified of the failure."""
         self._mute()
         note_heard(self._error)
 
     def _mute(self) -> None:
-        """Keeps the log from warning that the failure was never looked at."""
+        """Keeps the log from reporting the failure as never read."""
         if self._unheard is not None:
             self._unheard.detach()
 
@@ -244,24 +244,24 @@ class Handle(Generic[Result]):
 
 
 def hear_of(_: Handle[Any]) -> None:
-    """A done callback that does nothing: the failure of its operation is not logged as one that was never looked at."""
+    """A done callback that does nothing; with it the failure of the operation is not logged as never read."""
 
 
 def _text(error: BaseException) -> str:
-    """Writes an error, which may be of the user's own class and fail in that."""
+    """Formats an error, whose class may be the user's own and fail in ``__str__``."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - as above
         return type(error).__name__
 
 
-_guard = threading.RLock()  # a signal's handler may wait for a handle, wherever the main thread is just now
-_told = False  # of the process: where one operation fails unheard, so do often those of each step
+_guard = threading.RLock()  # reentrant: a signal handler may wait for a handle, wherever the main thread is
+_told = False  # per process: where one operation fails unread, those of each step often do
 
 
 def _tell(name: str, reason: str) -> None:
-    """Tells of a failure that nobody will hear of; runs where the handle is dropped, or as the interpreter exits."""
-    global _told  # noqa: PLW0603 - an Event has a lock, and this may run in the middle of that
+    """Logs a failure that was never read; runs where the handle is dropped, or as the interpreter exits."""
+    global _told  # noqa: PLW0603 - an Event has a lock, and this may run while that is held
     if not _told:
         _told = True
         log.warning(
@@ -272,7 +272,7 @@ def _tell(name: str, reason: str) -> None:
 
 
 def awaited(frame: FrameType | None) -> Handle[Any] | None:
-    """Finds what a thread waits for without a time limit, given its innermost frame; None if it does not wait so."""
+    """Returns the handle that a thread waits for without a time limit, or None, given its innermost frame."""
     if frame is None or frame.f_code is not Handle._stand_at.__code__:  # noqa: SLF001 - in this file
         return None
     handle, timeout = frame.f_locals.get("self"), frame.f_locals.get("timeout")
@@ -294,13 +294,16 @@ def wait_all(handles: Iterable[Handle[Any]]) -> None:
 
 
 def forbid_waiting() -> None:
-    """Has `check_may_wait` refuse this thread from now on: it is the daemon's."""
+    """Makes `check_may_wait` reject this thread, the daemon's, from now on."""
     _here.daemon = True
 
 
 @contextmanager
 def _unable_to_wait() -> Iterator[None]:
-    """Does so for a while: a done callback must not wait on any thread, or it would depend on time which ranks do."""
+    """Makes `check_may_wait` reject this thread inside the block, which runs done callbacks.
+
+    They must not wait on any thread: otherwise timing would decide which ranks do.
+    """
     before, _here.daemon = getattr(_here, "daemon", False), True
     try:
         yield
@@ -309,10 +312,10 @@ def _unable_to_wait() -> Iterator[None]:
 
 
 def check_may_wait(what: str) -> None:
-    """Lets every thread pass but a daemon's own, which would wait for itself, and one that runs a done callback.
+    """Accepts every thread except a daemon's own, which would wait for itself, and one that runs a done callback.
 
     Raises:
-        DeadlockError: ``what``, which it was asked to do, may block.
+        DeadlockError: ``what``, the thread's current action, may block.
     """
     if getattr(_here, "daemon", False):
         raise DeadlockError(what)
@@ -320,38 +323,38 @@ def check_may_wait(what: str) -> None:
 
 _here = threading.local()
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
-_AUTOGRAPH = "__autograph_generated_file"  # TensorFlow's copies of functions, which are gone when somebody looks
+_AUTOGRAPH = "__autograph_generated_file"  # TensorFlow's generated copies of functions, whose files may no longer exist
 _INSIDE = tuple(f"{name}." for name in _FRAMEWORKS)
 
 
 def call_site(frame: Any, package: str = "coordd") -> tuple[CodeType, int] | None:
-    """Finds the innermost line outside coordd and the frameworks, cheaply: as a code object and a line number."""
+    """Returns the innermost line outside coordd and the frameworks, cheaply: as a code object and a line number."""
     found = users_frame(frame, package)
     return getattr(_here, "site", None) if found is None else (found.f_code, found.f_lineno)
 
 
 def users_frame(frame: Any, package: str = "coordd") -> Any:
-    """Finds the innermost frame outside coordd and the frameworks from a frame on; None if there is none."""
+    """Returns the innermost frame outside coordd and the frameworks, from ``frame`` outward; None if there is none."""
     while frame is not None and _is_inside(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, package):
         frame = frame.f_back
     return frame
 
 
 def raised_by_handler(trace: TracebackType | None) -> bool:
-    """Says of an error's traceback whether the user's code has raised it while coordd or a framework ran.
+    """Returns whether the user's code raised an error while coordd or a framework ran, given its traceback.
 
-    A signal's handler does so.
+    A signal handler does so.
     """
     users = [is_users(frame) for frame, _ in traceback.walk_tb(trace)]
     return any(not outer and inner for outer, inner in itertools.pairwise(users))
 
 
 def is_users(frame: Any, package: str = "coordd") -> bool:
-    """Says whether a frame is neither coordd's nor a framework's, nor a ``with`` statement's machinery."""
+    """Returns whether a frame is neither coordd's nor a framework's, nor a ``with`` statement's machinery."""
     return not _is_inside(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, package)
 
 
-@functools.lru_cache(maxsize=4096)  # asked several times for each operation
+@functools.lru_cache(maxsize=4096)  # called several times for each operation
 def _is_inside(module: str, file: str, package: str) -> bool:
     inside = module.startswith((package, *_INSIDE)) or module in _FRAMEWORKS or module == "contextlib"
     return inside or _AUTOGRAPH in file
@@ -359,7 +362,10 @@ def _is_inside(module: str, file: str, package: str) -> bool:
 
 @contextmanager
 def called_from(site: tuple[CodeType, int] | None) -> Iterator[None]:
-    """Has this thread, where no line of a script is at work, speak for one: that which has made a graph, say."""
+    """Sets the line that `call_site` reports on this thread if it runs no line of a script.
+
+    Such as the line that created a graph.
+    """
     before, _here.site = getattr(_here, "site", None), site
     try:
         yield

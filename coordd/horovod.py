@@ -1,7 +1,7 @@
-"""Horovod's environment variables that have no meaning here, each with the reason. Pure.
+"""Horovod's environment variables that have no effect here, each with the reason. Pure.
 
-Those with a meaning are aliases of knobs, see `coordd.config`. People keep the others in job scripts, so each is told
-about once, in place of leaving them to find out.
+Variables with an effect are aliases of settings, see `coordd.config`. Job scripts still set the others, so each causes
+one message, instead of being ignored silently.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ MEANINGLESS = {
     "SECRET_KEY": "the control channel makes a key of its own for each job",
     "TORUS_ALLREDUCE": _LAYOUT,
 }
-"""Why, by the name without its prefix."""
+"""Reasons, by the name without its prefix."""
 
 _PLACES = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME"}
-"""What launchers set for scripts to read."""
+"""Variables that launchers set for scripts to read."""
 
 _OF_THE_BUILD = (
     *("WITH", "GPU", "CUDA_", "ROCM_", "NCCL_", "CCL_HOME", "MPI_HOME", "DDL_", "ALLOW_MIXED_GPU", "SKIP_", "CMAKE"),
     *("ALLREDUCE_TYPE", "BUILD_", "DEBUG", "JOBS", "MPICXX_SHOW"),
 )
-"""What tells Horovod's compilation something, and images with Horovod in them set for good."""
+"""Prefixes of variables that configure Horovod's build; images that contain Horovod set them permanently."""
 
 
 def unread(names: Iterable[str], aliases: Collection[str]) -> tuple[str, ...]:
-    """Tells of Horovod's variables that are not read: one sentence each, with the reason or what may have been meant.
+    """Returns one sentence for each Horovod variable that is not read, with the reason or the probable intention.
 
     Args:
         names: the variables that are set.
-        aliases: those that are read, with their prefix.
+        aliases: the variables that are read, with their prefix.
     """
     sentences = []
     for name in sorted(name for name in names if name.startswith(PREFIX) and name not in aliases):

@@ -1,7 +1,7 @@
-"""The message queue: where framework threads leave work for the daemon's thread.
+"""The message queue: framework threads put work into it for the daemon's thread.
 
-The batching window lives here: work is handed out when the window is over, when there is enough of it, or at once when
-somebody waits for it.
+It implements the batching window: the reader gets the work when the window is over, when there is enough of it, or at
+once when a thread waits for it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """A queue with many writers and one reader, who sleeps on a bell."""
+    """A queue with many writers and one reader, which sleeps until it is woken up."""
 
     def __init__(self, bell: Bell, *, window: float, limit: float = math.inf) -> None:
-        """Makes an empty queue.
+        """Creates an empty queue.
 
-        ``awaited`` tells whether what was taken last was not to wait; ``waited`` whether somebody had begun to wait for
-        something just before the last look.
+        ``awaited`` is whether the last items taken skipped the window; ``waited`` is whether a thread had begun to wait
+        just before the last `take`.
 
         Args:
             bell: wakes the reader.
-            window: seconds that the first item waits for company.
+            window: the batching window, in seconds, counted from when the reader finds the first item.
             limit: weight of the items that ends the window early.
         """
         self._bell = bell
@@ -52,14 +52,14 @@ class Inbox(Generic[Item]):
         """Lists the items without taking them.
 
         Raises:
-            RuntimeError: they have changed meanwhile; look again.
+            RuntimeError: they have changed meanwhile; call it again.
         """
         return list(self._items)
 
     def put(self, item: Item, weight: int = 0, *, wake: bool = True) -> None:
-        """Adds an item; wakes the reader only from deep sleep, for in the window it comes by itself.
+        """Adds an item; wakes the reader only from deep sleep, because in the window it wakes up by itself.
 
-        If it is not to ``wake`` the reader, the writer hurries it next.
+        Without ``wake``, the writer calls `hurry` next.
         """
         self._items.append(item)
         self._weight += weight
@@ -67,21 +67,21 @@ class Inbox(Generic[Item]):
             self._bell.ring()
 
     def slip(self, item: Item, *, wake: bool) -> None:
-        """Adds an item past the window: the reader takes it now, or, unless it is to wake, once something else does."""
+        """Adds an item that skips the window; without ``wake`` the reader takes it when something else wakes it."""
         self._items.append(item)
         self._hurried = True
         if wake:
             self._bell.ring()
 
     def hurry(self, *, waiting: bool = True) -> None:
-        """Ends the window; by default because somebody waits for what has been left here."""
+        """Ends the window; by default because a thread waits for an item of the queue."""
         self._waiting |= waiting
         self._hurried = True
         self._bell.ring()
 
     def take(self) -> list[Item]:
-        """Returns the items if the window is over or somebody waits, else nothing; for the reader."""
-        # The flag is taken before the look: a writer adds first and hurries then, so no hurry is lost.
+        """Returns the items if the window is over or a thread waits, else nothing; for the reader."""
+        # The flag is read before the items: a writer adds first and then calls `hurry`, so no call is lost.
         hurried, self._hurried = self._hurried, False
         self.waited, self._waiting = self._waiting, False
         if hurried or self._items:
@@ -99,15 +99,15 @@ class Inbox(Generic[Item]):
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def drain(self) -> list[Item]:
-        """Returns everything, window or not; for the reader's end, where several threads may do so at once."""
+        """Returns all items regardless of the window; for the shutdown, where several threads may call it at once."""
         found = []
-        with contextlib.suppress(IndexError):  # asking for the number first could count what another thread takes
+        with contextlib.suppress(IndexError):  # a count taken first could include items that another thread takes
             while True:
                 found.append(self._items.popleft())
         return found
 
     def sleep(self, seconds: float | None) -> None:
-        """Sleeps until there is something to take, the bell rings, or ``seconds`` have passed; for the reader."""
+        """Sleeps until there is something to take, a wake-up, or ``seconds`` have passed; for the reader."""
         if self._items:
             if not self._hurried and self._weight < self._limit:
                 self._bell.sleep(max(0.0, (self._end or 0.0) - time.monotonic()))

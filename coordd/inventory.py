@@ -1,4 +1,4 @@
-"""Whether all ranks have given a function the same parameters: asked at once, heard when somebody wants to know."""
+"""Checks that all ranks pass the same parameters to a function; the check starts at once and is read later."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from coordd.process_sets import ProcessSet
 __all__ = ["MARK", "Everybody", "Inventory", "NearlyEqual", "different_values", "not_on_all"]
 
 MARK = " has the checksum "
-"""Between the name of a parameter and the checksum of its values, in a line."""
+"""Separates a parameter's name from the checksum of its values in a line."""
 _NOTHING = np.empty(0, np.uint8)
 _SHOWN = 5
 
 Everybody = Sequence[tuple[int, Sequence[str]]]
-"""Each rank, and its lines."""
+"""Each rank with its lines."""
 
 
 class Inventory:
-    """What the ranks must have in common, as lines of text.
+    """Compares lines of text that must be equal on all ranks.
 
-    A checksum is compared. If it differs, all ranks send their lines as soon as they learn of it, on the daemon's
-    thread: also one that does not get to `check`, because it has discarded the step meanwhile.
+    The ranks compare a checksum. If it differs, every rank sends its lines as soon as the daemon's thread sees the
+    difference: even a rank that never calls `check`, because it has discarded the step meanwhile.
     """
 
     def __init__(  # noqa: PLR0913 - what is compared, and how it is told
@@ -45,15 +45,15 @@ class Inventory:
         process_set: ProcessSet,
         tell: Callable[[Everybody], str] | None = None,
     ) -> None:
-        """Asks; nobody waits for it.
+        """Starts the comparison without blocking.
 
         Args:
-            operations: the way to the others.
-            lines: such as a parameter's name, shape and type; what differs is told line by line.
-            caller: the function that was given them.
-            name: of its own operation; equal on all ranks.
+            operations: submits the operations.
+            lines: such as a parameter's name, shape and type; differences are listed line by line.
+            caller: the function that received them.
+            name: of the comparison's own operation; equal on all ranks.
             process_set: the ranks that take part.
-            tell: writes the error, given the lines of each rank; by default it lists those that not all ranks have.
+            tell: writes the error, given the lines of each rank; by default it lists the lines that not all ranks have.
         """
         self._tell = tell or self._usual
         self._operations = operations
@@ -66,25 +66,25 @@ class Inventory:
         self._handle = operations.allreduce(
             print_, name=name, op=ReduceOp.MAX, process_set=process_set, land=self._gather
         )
-        self._handle.add_done_callback(hear_of)  # a rank may not ask
+        self._handle.add_done_callback(hear_of)  # a rank may never call `check`
 
     def _gather(self, greatest: np.ndarray) -> None:
-        """Runs on the daemon's thread when the checksums of all ranks have met."""
+        """Runs on the daemon's thread when the checksums of all ranks are reduced."""
         if alike(greatest.tolist()):
             return
         line = json.dumps([self._operations.daemon.world.rank, self._lines]) + "\n"
         data = np.frombuffer(bytearray(line, "ascii"), np.uint8)
         request = msgspec.structs.replace(self._gathering, shape=data.shape)
         self._everybody = self._operations.submit(request, data, site=self._site)
-        self._everybody.add_done_callback(hear_of)  # a rank may not ask
+        self._everybody.add_done_callback(hear_of)  # a rank may never call `check`
 
     @property
     def lost(self) -> bool:
-        """Whether it has failed because ranks have waited for each other."""
+        """Whether the comparison failed because of a deadlock."""
         return self._handle.lost
 
     def check(self) -> None:
-        """Hears the others.
+        """Waits for the comparison.
 
         Raises:
             MismatchError: the parameters differ; it names some that not all ranks have.
@@ -100,10 +100,10 @@ class Inventory:
 
 
 class NearlyEqual:
-    """Whether all ranks have the same values, but for what rounding changes.
+    """Checks that all ranks have the same values up to rounding.
 
-    Ranks with other processors, or another framework, round otherwise, so that their parameters differ in the last bits
-    after a step. Those of another seed or checkpoint differ in all of them.
+    Ranks with other processors, or another framework, round differently, so after a step their parameters differ in the
+    last bits. Parameters of another seed or checkpoint differ in all bits.
     """
 
     def __init__(  # noqa: PLR0913 - what is compared, and how it is told
@@ -116,15 +116,15 @@ class NearlyEqual:
         process_set: ProcessSet,
         advice: str,
     ) -> None:
-        """Asks, without waiting for the answer.
+        """Starts the comparison without blocking.
 
         Args:
-            operations: the way to the others.
-            values: some values of each parameter, as many on all ranks, NaN where this rank cannot see them.
+            operations: submits the operation.
+            values: some values of each parameter, the same number on all ranks; NaN where this rank cannot see them.
             caller: the function to which the parameters belong.
-            name: of its own operation; equal on all ranks.
+            name: of the comparison's own operation; equal on all ranks.
             process_set: the ranks that take part.
-            advice: what is to be done if values differ.
+            advice: what the user should do if values differ.
         """
         self._caller = caller
         self._advice = advice
@@ -132,10 +132,10 @@ class NearlyEqual:
         mine = np.concatenate([np.empty(0), *(part.astype(np.float64) for part in values.values())])
         both = np.stack([mine, -mine])
         self._handle = operations.allreduce(both, name=name, op=ReduceOp.MAX, process_set=process_set)
-        self._handle.add_done_callback(hear_of)  # the step may fail before this is asked
+        self._handle.add_done_callback(hear_of)  # the step may fail before `check` is called
 
     def check(self) -> None:
-        """Hears the others.
+        """Waits for the comparison.
 
         Raises:
             MismatchError: values differ; it names the parameters.
@@ -147,14 +147,14 @@ class NearlyEqual:
             start += size
             scale = np.maximum(np.abs(most), np.abs(least)).max(initial=0.0)
             with np.errstate(invalid="ignore"):
-                if np.any(most - least > ROUNDING * scale):  # never where one is NaN
+                if np.any(most - least > ROUNDING * scale):  # false where a value is NaN
                     found.append(name)
         if found:
             raise MismatchError.told(self._caller, "parameters", _values_differ(found, self._advice))
 
 
 def different_values(everybody: Everybody, advice: str) -> str:
-    """Names the parameters and hyperparameters that differ, given the lines of each rank, and what to do."""
+    """Lists the parameters and hyperparameters that differ, given the lines of each rank, followed by the advice."""
     common = set(everybody[0][1]).intersection(*(lines for _, lines in everybody))
     found: dict[str, None] = {}
     for rank, lines in everybody:
@@ -180,7 +180,7 @@ def _order_differs(everybody: Everybody) -> str:
 
 
 def not_on_all(names: Sequence[str]) -> MismatchError:
-    """Says of which parameters only some ranks have gradients, where the others cannot use them."""
+    """Creates the error for parameters that have gradients on some ranks only, where the others cannot use them."""
     text = (
         f"some ranks have gradients for {', '.join(names)}, and others have none, and cannot use theirs: let all ranks "
         "compute the same function, or add what is missing as zero times the variable"

@@ -1,4 +1,4 @@
-"""The coordinator's side of a locked plan: when one is made and ended, and which reports it has overtaken. Pure."""
+"""The coordinator's side of a locked plan: creates and ends locks, and discards reports that a lock overtakes. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from coordd.repetition import Repetition, Slots
 __all__ = ["MOST_LINES", "Latch", "lines"]
 
 MOST_LINES = 256
-"""Buckets of a lock, at most."""
+"""Maximum number of buckets in a lock."""
 _ALONE_BYTES = 128 << 10
 
 
 class _Lock(NamedTuple):
-    """What a lock holds: slots as bits, and the names in them; ``number`` is the sequence of the plan that made it."""
+    """A lock: its slots as a bit mask, their names, and as ``number`` the sequence number of its plan."""
 
     number: int
     slots: int
@@ -33,13 +33,13 @@ _OPEN = _Lock(0, 0, frozenset())
 
 
 class Latch:
-    """At most one lock is in force."""
+    """The locked plan on the coordinator; at most one lock is in force."""
 
     def __init__(self, steps: int) -> None:
-        """Starts open.
+        """Starts without a lock.
 
         Args:
-            steps: equal steps that make a lock; 0 for none ever.
+            steps: equal steps that make a lock; 0 disables locking.
         """
         self._repetition = Repetition(steps)
         self._beside = Repetition(steps)
@@ -47,24 +47,24 @@ class Latch:
         self._current = _OPEN
         self._overtaking: deque[_Lock] = deque()
         self.ended = 0
-        """The lock whose end the next plan has to tell; 0 for none."""
+        """The number of the lock whose end the next plan announces; 0 for none."""
 
     @property
     def slots(self) -> int:
-        """The bits of what is locked: these slots must stay as they are."""
+        """Bit mask of the locked slots, whose contents must not change."""
         return self._current.slots
 
     @property
     def watching(self) -> bool:
-        """Whether a lock may be made one day."""
+        """Whether locking is enabled."""
         return self._active
 
     def observe(self, groups: Iterable[Slots], changed: Iterable[int]) -> Sequence[Slots]:
-        """Takes in what a plan releases, and gives to other tensors; returns the buckets to lock, if any.
+        """Records the released buckets and the reassigned slots of a plan; returns the buckets to lock, if any.
 
-        What repeats beside a lock ends it: the program has come to another phase, or does more in a step than it did
-        before, and the next lock will hold that. Each time it has to repeat twice as often, for it may be something
-        that no lock will hold, because it does not come in every step.
+        Repetition beside a lock ends the lock: the program is in another phase, or does more in a step than before, and
+        the next lock will include that. Each time, it has to repeat twice as often, because an operation that does not
+        come in every step can never be locked.
         """
         if self._current is _OPEN:
             return self._repetition.observe(groups, changed=changed)
@@ -74,14 +74,14 @@ class Latch:
         return ()
 
     def close(self, number: int, slots: int, names: frozenset[str]) -> None:
-        """Makes a lock; what older reports say of these tensors does not count any more."""
+        """Creates a lock; entries of older reports for these tensors no longer count."""
         self._current = _Lock(number, slots, names)
         self._repetition.start_over()
         self._beside.start_over()
         self._overtaking.append(self._current)
 
     def hear(self, report: Report) -> None:
-        """Ends the lock if a rank has broken it: it says so, or it speaks of what is locked and knows that it is."""
+        """Ends the lock if a rank reports it broken, or knows it and still announces a locked tensor."""
         lock = self._current
         if lock is _OPEN or report.seen < lock.number:
             return
@@ -90,38 +90,38 @@ class Latch:
             self.ended, self._current = lock.number, _OPEN
 
     def end(self) -> None:
-        """Ends the lock, if there is one: a rank may never submit again what is in it, so all have to announce it."""
+        """Ends the lock, if any: a rank may never submit the locked tensors again, so all ranks must announce them."""
         if self._current is not _OPEN:
             self.ended, self._current = self._current.number, _OPEN
 
     def tell(self) -> int:
-        """Returns the lock whose end was not told yet."""
+        """Returns the number of the lock whose end is not announced yet, and clears it; 0 for none."""
         ended, self.ended = self.ended, 0
         return ended
 
     def overtaken(self, seen: int) -> int:
-        """The slots that do not count in a report because its rank has taken them back since."""
+        """Returns the slots that do not count in a report, because its rank takes them back once it sees the lock."""
         slots = 0
         for lock in self._overtaking:
             slots |= lock.slots if lock.number > seen else 0
         return slots
 
     def overtakes(self, request: Request, seen: int) -> bool:
-        """Says whether a request does not count in a report, for the same reason.
+        """Returns whether a request does not count in a report because its rank takes it back.
 
-        Who joins does so after all that it had announced, so it takes that back, too.
+        A rank joins after everything that it has announced, so it takes its join back, too.
         """
         joins = request.kind is Kind.JOIN
         return any(lock.number > seen and (joins or request.name in lock.names) for lock in self._overtaking)
 
     def forget(self, seen: int) -> None:
-        """Drops what no report can be overtaken by any more, all ranks having seen this plan."""
+        """Drops the locks that all ranks have seen: they overtake no further report."""
         while self._overtaking and self._overtaking[0].number <= seen:
             self._overtaking.popleft()
 
 
 def lines(group: Sequence[Response]) -> list[Slots]:
-    """Divides a bucket as it is locked: what is large gains nothing from company, and need not wait for it."""
+    """Divides a bucket for the lock: large tensors gain nothing from fusion, so each gets its own bucket."""
     large: list[Slots] = [(response.slot,) for response in group if size(response.request) >= _ALONE_BYTES]
     small = tuple(response.slot for response in group if size(response.request) < _ALONE_BYTES)
     return [small, *large] if small else large

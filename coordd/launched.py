@@ -1,6 +1,6 @@
-"""What the environment tells of how this process was started: by which launcher, as one of how many.
+"""Reads from the environment which launcher started this process, and as one of how many.
 
-One rule: everything here is a pure function of the environment; nothing connects to anything.
+Everything here is a pure function of the environment; nothing opens a connection.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 __all__ = ["RANK_PID", "Claim", "identifying", "launched_ranks", "more_ranks"]
 
 RANK_PID = "_COORDD_RANK_PID"
-"""Names the process of a rank; whatever the rank starts inherits it, and is no rank."""
+"""Holds the process id of a rank; processes that the rank starts inherit the variable and are not ranks."""
 
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE")
 _PROCESS_MANAGER = ("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_SPAWNED", "PMI2_SPAWNED")
@@ -20,7 +20,7 @@ _IDENTIFYING = (
     *("OMPI_COMM_WORLD_", "OMPI_APP_CTX_", "OMPI_NUM_APP_CTX", "OMPI_FIRST_RANKS", "OMPI_UNIVERSE_SIZE", "OMPI_WORLD_"),
     *("PMIX_", "PMI_", "PMI2_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-_SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX", "PMIX_INSTALL_PREFIX")  # the user's, or where the library lies
+_SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX", "PMIX_INSTALL_PREFIX")  # set by the user, or the library's location
 
 _MPI = "an MPI launcher"
 _NUMBERS = (
@@ -39,7 +39,7 @@ _NUMBERS = (
     ("PBS_VNODENUM", "pbsdsh"),
     ("PBS_NODENUM", "pbsdsh"),
 )
-"""Variables that count from 0: another number is not that of the only process."""
+"""Variables that count from 0: a value above 0 means that there is more than one process."""
 _SIZES = (
     ("MPIRUN_NPROCS", "MPIRUN_RANK", _MPI),
     ("PALS_NRANKS", "PALS_RANKID", "Cray's PALS"),
@@ -48,11 +48,11 @@ _SIZES = (
     ("HOROVOD_SIZE", "HOROVOD_RANK", "horovodrun"),
     ("LSB_DJOB_NUMPROC", "LSF_PM_TASKID", "LSF's blaunch"),  # alone it is the size of the reservation
 )
-"""Variables with the number of processes, where another one says that this process is one of them."""
+"""Variables with the number of processes, valid where a second variable shows that this process is one of them."""
 
 
 class Claim(NamedTuple):
-    """A variable that says that this process is one of several: its value, how many, and what sets it."""
+    """A variable that makes this process one of several: its name, its value, how many processes, and what sets it."""
 
     variable: str
     value: str
@@ -61,9 +61,9 @@ class Claim(NamedTuple):
 
 
 def launched_ranks(environment: Mapping[str, str]) -> int:
-    """Says how many ranks the MPI launcher has started; 0 if this process was not started by one.
+    """Returns how many ranks the MPI launcher has started; 0 if this process was not started by one.
 
-    Under PMIx alone, which tells no process how many there are, it is 1: MPI knows more.
+    PMIx alone does not give a process the count; the result is 1 then, and MPI knows the real number.
     """
     for variable in _SIZE_VARIABLES:
         if found := _number(environment, variable):
@@ -74,10 +74,10 @@ def launched_ranks(environment: Mapping[str, str]) -> int:
 
 
 def more_ranks(environment: Mapping[str, str], size: int) -> Claim | None:
-    """Finds a variable that tells of more processes than there are ranks in the world that this one has joined.
+    """Finds a variable that claims more processes than this process's world has ranks.
 
-    What a batch system says counts only where no MPI launcher has started the process: an MPI launcher may itself be
-    started by ``srun`` or ``pbsdsh``, once a host, and its ranks inherit those variables.
+    Batch system variables count only where no MPI launcher has started the process: an MPI launcher may itself be
+    started by ``srun`` or ``pbsdsh``, once per host, and its ranks inherit those variables.
 
     Args:
         environment: usually ``os.environ``.
@@ -90,7 +90,7 @@ def more_ranks(environment: Mapping[str, str], size: int) -> Claim | None:
 
 
 def identifying(environment: Mapping[str, str]) -> dict[str, str]:
-    """Lists the variables by which an MPI launcher tells one process its rank and where to connect."""
+    """Returns the variables by which an MPI launcher gives one process its rank and where to connect."""
     return {
         name: value
         for name, value in environment.items()
@@ -106,7 +106,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> Iterator[Claim]:
 def _of_slurm(environment: Mapping[str, str]) -> Iterator[Claim]:
     """Reads a step of Slurm; SLURM_NTASKS alone is the reservation's, in which a batch script runs once.
 
-    A terminal (``srun --pty``) belongs to the first task, and the others have nothing to read.
+    A terminal (``srun --pty``) belongs to the first task, and the other tasks have nothing to read.
     """
     if "SLURM_PTY_PORT" in environment:
         return
@@ -129,7 +129,7 @@ def _of_numbers(environment: Mapping[str, str]) -> Iterator[Claim]:
 
 
 def _of_tasks(environment: Mapping[str, str]) -> Iterator[Claim]:
-    """Reads what counts from 1, where the batch script is the first task, and TensorFlow's cluster."""
+    """Reads variables that count from 1, the batch script being the first task, and TensorFlow's cluster."""
     for name, launcher in (("PBS_TASKNUM", "pbsdsh"), ("LSF_PM_TASKID", "LSF's blaunch")):
         yield Claim(name, environment.get(name, ""), _number(environment, name), launcher)
     text = environment.get("TF_CONFIG", "")
@@ -137,12 +137,12 @@ def _of_tasks(environment: Mapping[str, str]) -> Iterator[Claim]:
 
 
 def _workers(text: str) -> int:
-    """Counts the workers of TensorFlow's cluster of which this process is one."""
+    """Counts the workers of TensorFlow's cluster that includes this process; 0 if there is none."""
     try:
         found = json.loads(text)
         workers = [*found["cluster"].get("chief", ()), *found["cluster"].get("worker", ())]
         return len(workers) if found["task"]["type"] in {"chief", "worker"} else 0
-    except (ValueError, LookupError, TypeError, AttributeError):  # none, or another library's
+    except (ValueError, LookupError, TypeError, AttributeError):  # no cluster, or another library's
         return 0
 
 

@@ -1,7 +1,7 @@
-"""How far a rank is ahead of the last one, on a moving average. Pure.
+"""Measures on a moving average how far a rank is ahead of the last one. Pure.
 
-No clocks are compared: an allreduce ends on all ranks at about the same time, so who has waited least came last. All
-ranks average over the same operations, so the difference of two averages is the average difference.
+No clocks are compared: an allreduce ends on all ranks at about the same time, so the rank that waited least came last.
+All ranks average over the same operations, so the difference of two averages is the average difference.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Lead:
         self._seen = 0
 
     def observe(self, entries: Sequence[Entry], now: float) -> None:
-        """Counts a bucket in, from when its last tensor was there; not that of a set, which others do not share.
+        """Adds a bucket to the average, from the time of its last tensor; buckets of a process set do not count.
 
-        Who has joined waits for nobody, so that is left out, too.
+        Other ranks do not share the buckets of a process set. A joined rank waits for no rank, so its buckets do not
+        count either.
         """
         last = entries[-1]
         if last.request.kind is Kind.ALLREDUCE and not last.request.members and not last.patient:
@@ -36,7 +37,7 @@ class Lead:
 
 
 def behind(leads: Mapping[int, float]) -> dict[int, float]:
-    """Says how many seconds after the first rank each rank comes as a rule.
+    """Returns how many seconds after the first rank each rank arrives on average.
 
     Args:
         leads: `Lead.seconds` by rank; 0 where there is none yet.

@@ -1,7 +1,7 @@
-"""A locked plan as one rank sees it: what is gathered in which bucket, and which words have been given.
+"""A locked plan on one rank: gathers entries into buckets and counts the rank's votes. Pure.
 
-Pure. Its one rule: the word on an occurrence is given once the one before has ended well. So on every bucket all ranks
-give the same number of words, and nobody waits for one that does not come.
+Its one rule: a rank votes on iteration k of a bucket only after iteration k-1 succeeded. So all ranks give the same
+number of votes on every bucket, and no rank waits for a vote that never comes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Lock"]
 
 
 class _Line:
-    """One bucket: its slots, the entries that are there for its next occurrence, and how far it has come."""
+    """One locked bucket: its slots, the entries of its next iteration, and its state."""
 
     __slots__ = ("ended", "entries", "flying", "given", "index", "slots")
 
@@ -29,13 +29,13 @@ class _Line:
 
 
 class Lock:
-    """Gathers entries until buckets are complete; ``number`` is the sequence of the plan that made the lock."""
+    """Gathers entries until buckets are complete; ``number`` is the sequence number of the plan that made the lock."""
 
     def __init__(self, number: int, buckets: Sequence[tuple[int, ...]]) -> None:
         """Starts with nothing gathered.
 
         Args:
-            number: the sequence of the plan.
+            number: the sequence number of the plan.
             buckets: the slots of each bucket.
         """
         self.number = number
@@ -48,22 +48,22 @@ class Lock:
 
     @property
     def slots(self) -> list[int]:
-        """Everything that is locked."""
+        """All locked slots."""
         return list(self._line_of)
 
     @property
     def buckets(self) -> int:
-        """How many buckets there are."""
+        """The number of buckets."""
         return len(self._lines)
 
     @property
     def held(self) -> list[Entry]:
-        """What waits here for the rest of its bucket."""
+        """The entries that wait here for the rest of their bucket."""
         return [entry for line in self._lines for entry in line.entries.values()]
 
     @property
     def partial(self) -> bool:
-        """Whether entries are held back because others of their bucket are missing."""
+        """Whether entries are held back because other tensors of their bucket are missing."""
         return any(line.entries for line in self._lines)
 
     @property
@@ -74,16 +74,16 @@ class Lock:
 
     @property
     def flying(self) -> bool:
-        """Whether the outcome of an occurrence is still open that this rank wants to take part in."""
+        """Whether this rank's valid vote on an iteration still has no outcome."""
         return any(line.flying for line in self._lines)
 
     @property
     def lasted(self) -> int:
-        """How often its buckets have started, at most."""
+        """The largest number of iterations that any of its buckets has started."""
         return max(line.given for line in self._lines)
 
     def gather(self, slot: int, entry: Entry) -> Locked | None:
-        """Puts an entry into its bucket; returns the valid word once that is complete."""
+        """Puts an entry into its bucket; returns the valid vote once the bucket is complete."""
         line = self._line_of[slot]
         line.entries[slot] = entry
         if len(line.entries) < len(line.slots):
@@ -95,7 +95,7 @@ class Lock:
         return Locked(self.number, line.index, line.given, Bucket(0, entries[0].request, (), entries))
 
     def dissolve(self) -> tuple[list[Locked], list[Entry]]:
-        """Breaks the lock; returns the invalid words that are due now, and the entries that were gathered."""
+        """Breaks the lock; returns the invalid votes to give now, and the entries that were gathered."""
         self._broken = True
         entries = self.held
         for line in self._lines:
@@ -103,13 +103,13 @@ class Lock:
         return [self._end(line) for line in self._lines if not (line.flying or line.ended)], entries
 
     def land(self, locked: Locked) -> Locked | None:
-        """Notes that all words were valid; returns the invalid word on what would be next, if the lock is broken."""
+        """Records that all votes were valid; returns the invalid vote on the next iteration if the lock is broken."""
         line = self._lines[locked.index]
         line.flying = False
         return self._end(line) if self._broken else None
 
     def refuse(self, locked: Locked) -> None:
-        """Notes that a word was invalid; the bucket ends with this occurrence, on all ranks."""
+        """Records that a vote was invalid; the bucket ends with this iteration on all ranks."""
         line = self._lines[locked.index]
         line.flying = False
         line.ended = True

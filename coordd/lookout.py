@@ -1,4 +1,4 @@
-"""Watches for operations that wait too long: asks who is missing, and speaks up if the coordinator does not answer."""
+"""The stall inspector of a rank: queries the coordinator about stalled operations, and warns if it does not answer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ANSWER_SECONDS = 2.0
 _SHOWN = 6
 
 Delay = tuple[float, Waiting]
-"""Since when an operation waits, and for whom."""
+"""Since when an operation waits, and which ranks are missing."""
 
 
 class Lookout:
-    """One rank's watch over its own operations."""
+    """Watches this rank's own operations for stalls."""
 
     def __init__(
         self,
@@ -37,14 +37,15 @@ class Lookout:
         ask: Callable[[Callable[[], Message]], None],
         give_up: Callable[[Failure], None] = lambda _: None,
     ) -> None:
-        """Starts to watch.
+        """Starts watching.
 
         Args:
-            config: says whether to, and after how many seconds.
+            config: the settings of the stall check: whether it is on, and its limits in seconds.
             table: the negotiated operations.
-            elsewhere: what the coordinator does not know of, and since when it waits: matched and locked operations.
-            ask: sends to the coordinator what its argument then says.
-            give_up: ends the job, where the coordinator, who should, does not answer.
+            elsewhere: the operations that the coordinator does not know of, and since when they wait: matched and
+                locked ones.
+            ask: sends the message that its argument creates to the coordinator.
+            give_up: ends the job in place of a coordinator that does not answer.
         """
         limit = config.stall_seconds if config.stall_check else math.inf
         self._active = config.stall_check or config.stall_abort_seconds > 0
@@ -57,36 +58,36 @@ class Lookout:
         self._answer_due: float | None = None
         self._abort_due: float | None = None
         self.due = 0.0 if self._active else math.inf
-        """When to `look` next, in seconds of `time.monotonic`."""
+        """When to call `look` next, in seconds of `time.monotonic`."""
         self._active_at = time.monotonic()
         self._asked_about: float | None = None
         self.coordinator = (0, "", "")
         """Process id and host of rank 0, and this host."""
         self.superiors: Mapping[int, int] = {}
-        """The ranks between this one and the coordinator, and rank 0 last, with their process ids; 0 elsewhere."""
+        """The ranks between this one and the coordinator, rank 0 last, with their process ids; 0 on other hosts."""
 
     def observe(self, entry: Entry, now: float) -> None:
-        """Learns from an operation that has ended."""
+        """Learns normal waiting times from an operation that has ended."""
         self._watch.observe(entry, now)
 
     def note(self, items: Iterable[object]) -> None:
-        """Notes what framework threads have left; that somebody looks at this rank does not count as its doing."""
+        """Records queued items of framework threads; a status query does not count as activity of this rank."""
         if any(isinstance(item, Entry | Letter) for item in items):
             self._active_at = time.monotonic()
 
     def idle(self) -> float:
-        """Seconds since this rank has submitted, sent or received something."""
+        """Seconds since this rank last submitted, sent or received something."""
         return time.monotonic() - self._active_at
 
     def answer(self, report: StallReport) -> None:
-        """Prints what the coordinator has found out."""
+        """Prints the coordinator's report."""
         self._answer_due = self._abort_due = None
         if report.waiting and self._reports:
             sites = {entry.request.name: show_site(entry.site) for entry in self._table if entry.site is not None}
             log.warning("%s", tell(report, sites))
 
     def look(self, now: float) -> None:
-        """Asks about what has waited too long; cheap, for it looks only now and then."""
+        """Queries the coordinator about overdue operations; cheap, because most calls return at once."""
         if now < self.due:
             return
         self.due = now + min(0.1, self._watch.limit / 8)
@@ -109,13 +110,13 @@ class Lookout:
             self._abort(waited, late=now > self._abort_due)
 
     def _note_oldest(self, oldest: float) -> None:
-        """Has another operation asked about as soon as it is late; others may end while the same one waits on."""
+        """Queries a new oldest operation as soon as it is late; others may end while the same one keeps waiting."""
         if oldest != self._asked_about:
             self._asked_about = oldest
             self._watch.begin_anew()
 
     def remaining(self, now: float) -> float | None:
-        """Seconds until `look` may have something to do; None if nothing waits."""
+        """Seconds until `look` may have something to do; None if no operation waits."""
         oldest = self._oldest() if self._active else None
         if oldest is None:
             return None
@@ -125,7 +126,7 @@ class Lookout:
         return max(seconds, self.due - now)
 
     def _oldest(self) -> float | None:
-        """Since when the operation has waited that has waited longest."""
+        """Since when the oldest operation waits; None if there is none."""
         times = [since for since, _ in self._elsewhere()]
         if (oldest := self._watch.oldest(self._table)) is not None:
             times.append(oldest)
@@ -151,7 +152,7 @@ class Lookout:
         self._give_up(Failure(culprit, text))
 
     def _report_silence(self, waited: float) -> None:
-        """Says what can be said without the coordinator."""
+        """Warns with the facts that this rank knows without the coordinator."""
         pid, host, here = self.coordinator
         state = process_state(pid, host, here)
         seen = f"; the operating system sees it as {state}" if state else ""

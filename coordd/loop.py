@@ -1,4 +1,4 @@
-"""What the daemon's thread does, cycle by cycle; nothing here is called by any other thread.
+"""The event loop of the daemon's thread; no other thread calls anything here but `turn_away`.
 
 It never blocks on one operation while another could progress, and sleeps without using the CPU when nothing can happen.
 """
@@ -71,11 +71,11 @@ _LOOKS = 16
 _HELD_SECONDS = 0.25  # far longer than a backward pass takes from one gradient of a bucket to the next
 _HELD_LOOK_SECONDS = 0.1
 _FAREWELL_SECONDS = 1.0
-_AGREED_SECONDS = 30.0  # all have promised it, and only who dies after the goodbye does not keep to that
+_AGREED_SECONDS = 30.0  # all ranks have promised it; only a rank that dies after its goodbye breaks that
 
 
 class Loop:
-    """One rank's communication: owns the link, the table and all operations in flight."""
+    """One rank's communication: owns the link, the tensor table and all operations in flight."""
 
     def __init__(self, config: Config, meet: Rendezvous, *, inbox: Inbox[Work], bell: Bell, status: Status) -> None:
         """Prepares the loop.
@@ -83,9 +83,9 @@ class Loop:
         Args:
             config: the settings.
             meet: how this rank finds the others.
-            inbox: where framework threads leave work.
+            inbox: where framework threads queue work.
             bell: wakes this thread.
-            status: what framework threads may know of it.
+            status: the daemon's state that framework threads may read.
         """
         self._config = config
         self._meet = meet
@@ -104,7 +104,7 @@ class Loop:
         self.recorder = Recorder()
 
     def run(self) -> None:
-        """Runs until all ranks have left, the job has failed and nobody is waited for, or it is told to stop."""
+        """Runs until all ranks have left, the job has failed and no wait is open, or a stop is requested."""
         try:
             forbid_waiting()
             self._connect(self._prepare())
@@ -116,29 +116,29 @@ class Loop:
             self._finish()
 
     def report_failure(self, failure: Failure) -> None:
-        """Tells all ranks that the job has failed."""
+        """Reports to all ranks that the job has failed."""
         if self._status.failure is None:
             self._tell(Abort(failure))
             self._break(failure)
 
     def refuse(self, refused: Refused) -> None:
-        """Tells what this rank has refused; no lock may keep that from being negotiated."""
+        """Reports a refusal of this rank, and breaks the lock, so that the refusal is negotiated."""
         if self._status.failure is None:
             self._carry_out(self._member.refuse(refused))
             if (told := self._member.told(refused)) is not None:
                 self._tell(told)
 
     def note_broken_wait(self) -> None:
-        """Notes that an exception has ended a wait, so the script goes on though the operation is under way."""
+        """Records that an exception ended a wait, so the script continues although the operation is in flight."""
         self._blocks.note_news(time.monotonic())
 
     def take_back(self, handle: Handle[Any], reason: str) -> None:
-        """Takes a receive back; if its message has begun to come, the job fails, for this reason."""
+        """Cancels a receive; if its message has begun to arrive, the job fails with this reason."""
         if self._status.failure is None and not self._mailbox.take_back(handle):
             self.report_failure(Failure(self._status.world.rank, reason))
 
     def say_goodbye(self) -> None:
-        """Leaves: what other ranks have not announced by now fails, here and there."""
+        """Leaves: operations that other ranks have not announced by now fail on all ranks."""
         if self._status.failure is None and not self._said_goodbye:
             self._said_goodbye = True
             self._carry_out(self._member.leave())
@@ -146,7 +146,7 @@ class Loop:
             self._tell(Goodbye(traffic=self._mailbox.traffic))
 
     def landed(self, entries: Sequence[Entry]) -> None:
-        """Notes that results have arrived."""
+        """Records that results have arrived."""
         for entry in entries:
             self._member.table.release(entry)
         self._landed = True
@@ -155,19 +155,19 @@ class Loop:
         self._lookout.observe(entries[0], time.monotonic())
 
     def settled(self, word: Locked, *, moved: bool) -> None:
-        """Notes how an occurrence of a locked bucket has ended."""
+        """Records the outcome of an iteration of a locked bucket."""
         if moved and word.bucket is not None:
             self._status.traffic.locked += len(word.bucket.entries)
         self._dues.append(self._member.landed(word) if moved else self._member.refused(word))
 
     def watch_for(self, rank: int, gone: threading.Event) -> None:
-        """Sets ``gone`` once the neighbour on the way to a rank is gone, who goes after that rank's process."""
+        """Sets ``gone`` once the neighbour on the way to a rank is gone, which outlives that rank's process."""
         self._departures.watch(self._own_post.toward(rank), gone)
 
     def _cycle(self) -> None:
-        if self._dues:  # of what has landed as this thread fell asleep
+        if self._dues:  # from locked buckets that completed while this thread fell asleep
             self._carry_out_dues()
-        moved = self._announce() and self._member.lock is not None and self._advance()  # the other ranks wait for it
+        moved = self._announce() and self._member.lock is not None and self._advance()  # other ranks wait for it
         self._watch(time.monotonic())
         self._listen()
         if self._member.stopped:
@@ -177,18 +177,18 @@ class Loop:
         self._rest(moved=moved)
 
     def _advance(self) -> bool:
-        """Drives what is in flight, and does what is due once something has landed."""
+        """Drives the operations in flight, and carries out the actions that their completion requires."""
         moved = self._flights.advance()
         if self._dues:
             self._carry_out_dues()
         return moved
 
-    def _carry_out_dues(self) -> None:  # of locked buckets that have ended
+    def _carry_out_dues(self) -> None:  # from locked buckets that have ended
         while self._dues:
             self._carry_out(self._dues.pop(0))
 
     def _watch(self, now: float) -> None:
-        """Has those look for whom it is time; asked in every cycle, so it calls little."""
+        """Runs the watchers that are due; called in every cycle, so it must be cheap."""
         if now >= self._held_look:
             self._release_held(now)
         if now >= self._lookout.due:
@@ -198,17 +198,21 @@ class Loop:
         self._letters.look(self._blocks, now)
 
     def _prepare(self) -> Exception | None:
-        """Makes this thread ready; returns what it fails with, of which the other ranks are to hear."""
+        """Prepares this thread; returns the error, which the other ranks will receive, or None."""
         try:
             keep_to(self._config.daemon_cores)
             nap_precisely()
-            np.seterr(all="ignore")  # of this thread: values beyond a type become infinite, as everywhere
+            np.seterr(all="ignore")  # for this thread: overflow gives infinity, as in other frameworks
         except Exception as error:  # noqa: BLE001 - raised when there is a way to the others
             return error
         return None
 
     def _connect(self, error: Exception | None) -> None:
-        """Finds the other ranks, and raises here and there what any of them, or what was before, fails with."""
+        """Finds the other ranks; raises the error of any rank on all ranks.
+
+        Args:
+            error: of this rank's preparation; None if it succeeded.
+        """
         link = self._meet(self._bell)
         start = link.start
         try:
@@ -223,7 +227,7 @@ class Loop:
         self._tell(Hello(VERSION, self._config.digest, os.getpid(), link.hosts[link.transport.rank]))
 
     def _assemble(self, link: Link, error: Exception | None) -> None:
-        """Makes the parts of this rank, if nothing is wrong so far; nothing is sent yet."""
+        """Creates the parts of this rank, unless there is an error already; sends nothing yet."""
         if error is not None:
             raise error
         if self._status.stopping:
@@ -275,22 +279,22 @@ class Loop:
         )
 
     def _is_stopped(self, rank: int) -> bool:
-        """Whether the process of a rank is known to be stopped; nothing is known of other hosts'."""
+        """Returns whether the process of a rank is known to be stopped; False for ranks on other hosts."""
         status = self._status
         return bool(status.pids) and status.world.hosts[rank] == status.world.host and is_stopped(status.pids[rank])
 
     def _is_moving(self) -> bool:
-        """Whether data is under way, or has moved since this was asked last.
+        """Returns whether data is in flight, or has moved since the last call.
 
-        What only waits for other ranks' words on a locked bucket is not: they may never come, if those ranks wait for
-        operations that this one does not submit. Nor is a send, or a receive for which nothing has come.
+        A locked bucket that waits for other ranks' votes does not count: they may never come, if those ranks wait for
+        operations that this one does not submit. Nor does a send, or a receive for which nothing has arrived.
         """
         before = self._beats
         negotiated, self._beats = self._flights.progress
         return negotiated or self._beats != before or self._mailbox.receiving
 
     def _deliver(self) -> bool:
-        """Drives sends and receives; what has come ends a wait, or changes what was told of it."""
+        """Drives sends and receives; an arrival ends a wait, or changes this rank's report about it."""
         moved = self._mailbox.advance()
         if self._said_goodbye:
             self._mailbox.drop_unwanted()
@@ -299,14 +303,14 @@ class Loop:
         return moved
 
     def _elsewhere(self) -> list[Delay]:
-        """What waits for other ranks without the coordinator knowing, and since when."""
+        """Lists operations that wait for other ranks without the coordinator knowing, and since when."""
         return [*self._mailbox.waiting(), *self._flights.waiting()]
 
     def _release_held(self, now: float) -> None:
         """Breaks the lock if a bucket is partly filled, and has got no further tensor for a while.
 
-        The rest may come only after the result of what is held back, although no thread of this rank waits: its program
-        polls, or goes on in a done callback. This does not depend on the stall check.
+        The rest may come only after the result of the held tensors, although no thread of this rank waits: its program
+        polls, or continues in a done callback. This does not depend on the stall check.
         """
         lock = self._member.lock
         if lock is None:
@@ -319,12 +323,12 @@ class Loop:
             self._carry_out(self._member.unlock())
 
     def _complain(self, overdue: Callable[[], Message]) -> None:
-        """Asks the coordinator about what has waited too long; no lock may keep it from knowing."""
+        """Queries the coordinator about overdue operations; breaks the lock, so that it knows of them."""
         self._carry_out(self._member.unlock())
         self._tell(overdue())
 
     def _carry_out(self, due: Due) -> None:
-        """Starts what is to start, gives the words that are due, and reports."""
+        """Starts buckets, gives votes, and reports."""
         if (due.words or due.report is not None) and self._blocks.told:
             self._blocks.note_news(time.monotonic())
         for bucket in due.buckets:
@@ -335,7 +339,7 @@ class Loop:
             self._tell(due.report)
 
     def _announce(self) -> bool:
-        """Takes in what framework threads have left, and reports what is new; says whether there was anything."""
+        """Takes the queued work and announces new tensors; returns whether there was any work."""
         items = self._inbox.take()
         if items:
             self._patience.note_submitted()
@@ -352,7 +356,7 @@ class Loop:
         return bool(items)
 
     def _take_in(self, items: list[Work]) -> None:
-        """Announces tensors and refusals, in the order in which they were left: a refusal may precede a second try."""
+        """Announces tensors and refusals in the order in which they were queued: a refusal may precede a second try."""
         entries = [item for item in items if isinstance(item, Entry)]
         if len(entries) < len(items):
             for between in [item for item in items if isinstance(item, Refused | Heard)]:
@@ -383,14 +387,14 @@ class Loop:
             self._blocks.note_wait(time.monotonic())
 
     def _tell(self, message: Message) -> None:
-        """Sends to the coordinator, or to who stands between."""
+        """Sends to the coordinator, or to the rank between."""
         if self._hub is not None:
             self._hub.hear(self._own_post.rank, message, now=time.monotonic())
         else:
             self._control.send(self._own_post.parent, message)
 
     def _listen(self) -> None:
-        """Takes control messages in; where others report to this rank, its hub hears them and says what to do."""
+        """Receives control messages; where ranks report to this one, its hub processes them and replies."""
         arrived = self._control.receive()
         arrived = arrived and self.recorder.sift(arrived)
         if self._hub is None:
@@ -402,8 +406,8 @@ class Loop:
             if isinstance(message, Lost):
                 self._departures.note(sender)
             self._hub.hear(sender, message, now=now)
-        while said := self._hub.turn(now):  # what this rank is told, it may answer at once
-            for rank, message in sorted(said, key=lambda told: told[0] == own):  # others need not wait for its work
+        while said := self._hub.turn(now):  # this rank may answer its own messages at once
+            for rank, message in sorted(said, key=lambda told: told[0] == own):  # other ranks first
                 if rank == own:
                     self._obey(rank, message)
                 else:
@@ -458,7 +462,7 @@ class Loop:
         self._status.started.set()
 
     def _break(self, failure: Failure) -> None:
-        """Ends everything that is under way with the cause; the thread lives on to see the others go."""
+        """Fails everything in flight with the cause; the thread keeps running until the other ranks are gone."""
         if self._status.failure is not None:
             return
         self._status.failure = failure
@@ -472,7 +476,7 @@ class Loop:
     def _fail_all(self, error: Callable[[str], BaseException]) -> None:
         entries = dict.fromkeys([*self._flights.clear(), *self._member.table.clear()])
         letters = self._mailbox.clear()
-        # MPI may still write into the buffers of what was in flight, so they are kept until the process ends.
+        # MPI may still write into the buffers of operations in flight, so they are kept until the process ends.
         self._wreck += [*entries, *letters]
         for entry in entries:
             fail(entry.handle, error(entry.request.name))
@@ -480,7 +484,7 @@ class Loop:
             fail(letter.handle, error(letter.name))
 
     def _part(self) -> None:
-        """Ends the thread once all ranks have left and what is under way has landed, or will not land any more."""
+        """Ends the thread once all ranks have left and operations in flight have completed, or never will."""
         now = time.monotonic()
         self._parting = now if self._parting is None else self._parting
         self._mailbox.peek()
@@ -493,18 +497,18 @@ class Loop:
 
     @property
     def _farewell(self) -> float:
-        """When the thread ends although operations are under way; infinity before all ranks have left."""
+        """When the thread ends although operations are in flight; infinity before all ranks have left."""
         if self._parting is None:
             return math.inf
         return self._parting + (_AGREED_SECONDS if self._flights else _FAREWELL_SECONDS)
 
     def _crash(self, error: BaseException) -> None:
-        """Makes an error of the daemon itself everybody's: no waiter is left alone."""
+        """Turns an error of the daemon itself into a failure of the job on all ranks, so no wait is left open."""
         starting = not self._status.started.is_set()
         if starting:
             self._status.start_error = error
             self._status.started.set()
-        if self._link is None:  # the others have been told
+        if self._link is None:  # `_connect` has reported the error to the other ranks
             return
         if not starting:
             log.critical("the daemon of rank %d failed", self._status.world.rank, exc_info=error)
@@ -518,10 +522,10 @@ class Loop:
             log.exception("the other ranks could not be told")
 
     def _finish(self) -> None:
-        """Closes the link; no rank waits any more, whatever fails on the way."""
+        """Closes the link; no thread waits any more, even if a step fails."""
         self._status.leaving = True
         try:
-            with contextlib.ExitStack() as steps:  # the last one comes first, and none keeps another from its turn
+            with contextlib.ExitStack() as steps:  # the last one runs first; an error skips none
                 steps.callback(self._bell.close)
                 steps.callback(self._departures.end)
                 steps.callback(self._leave_link)
@@ -533,7 +537,7 @@ class Loop:
         self.turn_away()
 
     def _leave_link(self) -> None:
-        """Fails what is still under way, and leaves; where `_connect` has failed, it has done so itself."""
+        """Fails the operations in flight, and closes the link; a `_connect` that failed has closed it itself."""
         unmatched = self._connected and self._mailbox.in_transit
         disorderly = self._status.failure is not None or self._status.abandoned or unmatched
         with contextlib.ExitStack() as steps:  # as above
@@ -544,7 +548,7 @@ class Loop:
                 steps.callback(self._fail_all, ShutdownError)
 
     def turn_away(self) -> None:
-        """Fails what is left in the inbox; nobody else will take it out."""
+        """Fails the operations left in the inbox; no thread will take them out."""
         for item in self._inbox.drain():
             if isinstance(item, Entry | Letter):
                 fail(item.handle, ShutdownError(item.handle.name))
@@ -562,11 +566,11 @@ class Loop:
 
     @property
     def _awaited(self) -> bool:
-        """Whether somebody waits for a tensor; messages can be slept for."""
+        """Whether a thread waits for a tensor; for messages alone this thread can sleep."""
         return self._inbox.awaited and bool(self._flights or self._member.table)
 
     def _sleep(self) -> None:
-        """Sleeps, if a last look finds nothing; naps where nobody says that data has come."""
+        """Sleeps, if a last look finds nothing; naps where no wake-up announces the data."""
         if self._flights.nod_off():
             self._patience.restart()
         elif not (self._control.ready() or self._mailbox.news):
@@ -579,16 +583,16 @@ class Loop:
         self._landed = False
 
     def _let_script_run(self) -> None:
-        """Yields the core to a script that has just got the result that it waited for, and waits for nothing else.
+        """Yields the core to a script that has just got the result that it waited for, and has nothing else in flight.
 
-        It may submit its next operation before this thread sleeps, which saves it a ring: where both share a core, it
-        gets to run only now. While anything else is under way, a script that computes would keep the core for too long.
+        It may submit its next operation before this thread sleeps, which saves a wake-up: where both share a core, it
+        gets to run only now. While anything else is in flight, a script that computes would keep the core for too long.
         """
         if self._landed and self._patience.prompt and not (self._flights or self._member.table or self._mailbox):
             os.sched_yield()
 
     def _stay_awake(self) -> None:
-        """Looks at the data several times for one look at everything else."""
+        """Checks the data several times before the next look at everything else."""
         for _ in range(_LOOKS):
             self._patience.spin()
             if self._advance():
@@ -597,7 +601,7 @@ class Loop:
                 return
 
     def _deadline(self) -> float | None:
-        """Seconds until time itself gives the daemon something to do; None for never."""
+        """Seconds until a deadline gives the daemon something to do; None for never."""
         now = time.monotonic()
         deadlines = (self._hub.deadline if self._hub is not None else None, self.recorder.deadline)
         times = [deadline - now for deadline in deadlines if deadline is not None]

@@ -1,8 +1,8 @@
-"""Matched operations: a send and a receive that name each other, in any order, without any negotiation.
+"""Matched operations: a send and a receive that name each other, in any order, without negotiation.
 
-A message is a header of fixed size, which says what follows, and the payload, which travels only when it is wanted: so
-an early send costs its receiver no memory, and a receive that does not fit says so instead of truncating. What lies in
-memory that is lent to a rank of the same host does not travel: the header tells where it is.
+A message is a header of fixed size, which describes what follows, and the payload, which travels only when a receive
+asks for it: so an early send costs its receiver no memory, and a receive of another shape or dtype fails instead of
+truncating. A payload in memory that is lent to a rank of the same host does not travel: the header gives its location.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _HEADER_BYTES = 2048
 _HEADER_TAG = 0
 _PART_BYTES = 256 << 20
 _SERVES_SECONDS = 0.3
-"""For so long a rank calls MPI after all have left, if another one had not heard of all its messages by then."""
+"""How long a rank keeps calling MPI after all ranks have left, if another one had not got all its headers by then."""
 _DONE = object()
 
 Disagreement = list[tuple[str, list[int], list[str]]]
 
 
 class _Counts(NamedTuple):
-    """How many messages a rank that has left has sent to this one, and how many of this one it had heard of."""
+    """How many messages a rank that has left sent to this rank, and how many headers it got from this rank."""
 
     sent: int
     heard: int
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
-    """What follows; ``serial`` counts what this sender has sent, and gives the payload its tag.
+    """Describes a message; ``serial`` counts the sender's messages, and gives the payload its tag.
 
-    Nothing follows if the sender has ``refused`` to send, for this reason. ``after`` is the last plan known to it by
-    which sends and receives have failed.
+    Nothing follows if the sender has ``refused`` to send, for this reason. ``after`` is the last plan known to the
+    sender that failed sends and receives.
     """
 
     sender: int
@@ -65,10 +65,11 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Letter:
-    """One send or receive of this rank; ``array`` is None when the receiver takes what comes.
+    """One send or receive of this rank; ``array`` is None when the receiver accepts any shape and dtype.
 
-    What this rank has ``refused`` to send, for this reason, or to receive, goes on without its script: the receiver is
-    told, or what was sent is dropped. So the next message of that name is matched with the next one.
+    With ``refused``, the reason why this rank refused to send or receive it, the operation completes without the
+    script: the receiver gets the error, or the received message is dropped. So the next message of that name matches
+    the next one.
     """
 
     __slots__ = ("array", "handle", "land", "name", "number", "outgoing", "peer", "refused")
@@ -85,7 +86,7 @@ class Letter:
         refused: str = "",
     ) -> None:
         self.refused = refused
-        self.number = 0  # of what is sent, among all that goes to this peer
+        self.number = 0  # of a send, among all sends to this peer
         self.name = name
         self.peer = peer
         self.array = array
@@ -95,29 +96,30 @@ class Letter:
 
     @property
     def word(self) -> str:
-        """What it is: ``send`` or ``recv``."""
+        """Name of the operation: ``send`` or ``recv``."""
         return "send" if self.outgoing else "recv"
 
     def finish(self, array: np.ndarray) -> None:
-        """Hands the result over."""
+        """Completes the handle with the result."""
         self.handle.land(array, self.land)
 
 
 _serials = itertools.count(1)
-"""Of the process: what a former session has left on the network must not be taken for a message of this one."""
+"""Counts across sessions, so that a message left on the network by an earlier session matches nothing."""
 
 
 class Mailbox:
     """The sends and receives of one rank."""
 
     def __init__(self, lane: Lane, rank: int, deck: Deck | None = None, *, notes: Notes | None = None) -> None:
-        """Makes an empty mailbox.
+        """Creates an empty mailbox.
 
         Args:
             lane: what messages travel on.
-            rank: the own one.
+            rank: this rank.
             deck: records them.
-            notes: to and from ranks of this host, who wake each other, which MPI does not, and lend each other memory.
+            notes: to and from ranks of this host, which wake each other, which MPI does not, and lend each other
+                memory.
         """
         self._lane = lane
         self.notes = notes or Notes()
@@ -126,12 +128,12 @@ class Mailbox:
         self._rank = rank
         self._wanted: dict[tuple[int, str], deque[Letter]] = {}
         self._arrived: dict[tuple[int, str], deque[_Header]] = {}
-        self._unclaimed: dict[tuple[int, int], _Header] = {}  # by sender and tag, what no receive has asked for yet
+        self._unclaimed: dict[tuple[int, int], _Header] = {}  # by sender and tag
         self._early: dict[tuple[int, int], tuple[np.ndarray, list[Ticket]]] = {}  # by sender and serial number
         self._moving: list[tuple[Letter, Steps]] = []
         self._abandoned: list[tuple[Letter, Steps]] = []
         self._left: dict[int, _Counts] = {}  # by rank that has left
-        self._numbers: dict[tuple[int, int], int] = {}  # of what no receive has asked for, by sender and serial number
+        self._numbers: dict[tuple[int, int], int] = {}  # of unclaimed messages, by sender and serial number
         self._sent: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
         self._withdrawn: list[Steps] = []
@@ -139,23 +141,23 @@ class Mailbox:
         self._after = 0
         self._heard_at_goodbye: dict[int, int] = {}
         self.lane_messages = 0
-        """How many messages have begun to move on the lane, rather than by lent memory."""
+        """How many messages have begun to move on the lane rather than through lent memory."""
         self._slot = np.zeros(_HEADER_BYTES, np.uint8)
         self._listening: Ticket | None = None
         self.done = {"send": 0, "recv": 0}
-        """How many are done."""
+        """How many sends and receives are done."""
         self.bytes = {"send": 0, "recv": 0}
-        """What they have moved."""
+        """How many bytes they have moved."""
 
     def __len__(self) -> int:
         return len(self._moving) + sum(len(queue) for queue in self._wanted.values())
 
-    def __bool__(self) -> bool:  # asked in every cycle
+    def __bool__(self) -> bool:  # called in every cycle
         return bool(self._moving or self._wanted)
 
     @property
     def letters(self) -> list[Letter]:
-        """All that is under way."""
+        """All sends and receives in flight."""
         return [*(letter for letter, _ in self._moving), *self.wanted]
 
     @property
@@ -170,7 +172,7 @@ class Mailbox:
 
     @property
     def receiving(self) -> bool:
-        """Whether the payload of a message is on the way to this rank."""
+        """Whether a receive's message has arrived and its payload is in flight."""
         return any(not letter.outgoing for letter, _ in self._moving)
 
     @property
@@ -180,7 +182,7 @@ class Mailbox:
 
     @property
     def traffic(self) -> Traffic | None:
-        """What ranks that exchange messages with this one have to know when it leaves."""
+        """The counts that ranks that exchange messages with this one need when it leaves; None without messages."""
         if not (self._sent or self._heard or self._wanted):
             return None
         wants = tuple(sorted({letter.peer for letter in self.wanted}))
@@ -188,10 +190,10 @@ class Mailbox:
         return Traffic(self.sent, tuple(sorted(self._heard.items())), self.unclaimed, wants)
 
     def is_through(self, seconds: float) -> bool:
-        """Says whether nothing is under way any more, so many seconds after all ranks have left.
+        """Returns whether nothing is in flight any more, ``seconds`` after all ranks have left.
 
-        A rank that had not heard of all messages of this one when it left takes them in now, which may need calls of
-        MPI here.
+        A rank that had not received all headers of this one when it left takes them in now, which may need calls of MPI
+        here.
         """
         coming = any(self._heard[rank] < counts.sent for rank, counts in self._left.items())
         unheard = any(counts.heard < self._sent[rank] for rank, counts in self._left.items())
@@ -199,26 +201,26 @@ class Mailbox:
 
     @property
     def has_unclaimed(self) -> bool:
-        """Whether something has come on the lane for which no receive has begun."""
+        """Whether the lane has delivered a header for which no receive has begun."""
         return bool(self._unclaimed)
 
     @property
     def unclaimed(self) -> tuple[tuple[int, int], ...]:
-        """What has come, and for which no receive has begun, by sender and number."""
+        """The messages that have arrived and for which no receive has begun, by sender and number."""
         return tuple(sorted((sender, number) for (sender, _), number in self._numbers.items()))
 
     def heard(self, sender: int) -> int:
-        """How many messages of a rank have come, wanted or not."""
+        """Returns how many messages of a rank have arrived, wanted or not."""
         return self._heard[sender]
 
     @property
     def wanted(self) -> list[Letter]:
-        """The receives for which nothing has come yet."""
+        """The receives for which nothing has arrived yet."""
         return [letter for queue in self._wanted.values() for letter in queue]
 
     @property
     def unheralded(self) -> bool:
-        """Whether there is something to look for that wakes nobody: what is on the way, and what comes from afar."""
+        """Whether this rank must poll: for data in flight, or for messages from other hosts, which cause no wake-up."""
         return bool(self._moving) or self._waits_afar
 
     @property
@@ -231,11 +233,11 @@ class Mailbox:
         return bool(self._wanted) and any(peer not in self.notes for peer, _ in self._wanted)
 
     def start(self, letter: Letter, header: _Header | None = None) -> None:
-        """Starts a send, or a receive; fails it if the other rank has left.
+        """Starts a send or a receive; fails it if the other rank has left.
 
         Args:
-            letter: which.
-            header: of the message that is to be received; by default the first of that name.
+            letter: the send or receive.
+            header: of the message to receive; by default the first of that name.
         """
         if letter.peer in self._left and (letter.outgoing or not self._comes_from(letter.peer)):
             letter.handle.fail(ShutdownError(letter.name, (letter.peer,), message=True))
@@ -259,7 +261,7 @@ class Mailbox:
             self._wanted.setdefault(key, deque()).append(letter)
 
     def note_left(self, left: Left) -> None:
-        """Notes that a rank has left, and fails what it takes no part in any more."""
+        """Records that a rank has left, and fails the operations in which it no longer takes part."""
         traffic = left.traffic
         counts = _Counts(dict(traffic.sent).get(self._rank, 0), dict(traffic.heard).get(self._rank, 0))
         self._left[left.rank] = counts
@@ -270,7 +272,7 @@ class Mailbox:
         self._end_receives(left.rank)
 
     def _withdraw(self, letter: Letter, steps: Steps, error: BaseException) -> None:
-        """Fails a send; the network keeps its buffer until the other rank has dropped what came."""
+        """Fails a send; the network keeps its buffer until the other rank has dropped the message."""
         self._moving.remove((letter, steps))
         self._withdrawn.append(steps)
         letter.handle.fail(error)
@@ -282,31 +284,31 @@ class Mailbox:
                 self._withdraw(letter, steps, error)
 
     def drop(self, sender: int, number: int) -> None:
-        """Takes in what a rank has sent, and has failed there, and forgets it."""
+        """Receives and discards a message whose send has failed on the sender."""
         for header in [header for (peer, _), queue in self._arrived.items() for header in queue if peer == sender]:
             if self._numbers[sender, header.serial] == number:
                 self.start(Letter(header.name, sender, None, Handle(header.name), outgoing=False), header)
 
     def drop_all(self) -> None:
-        """Does so with all that has come, and for which no receive has begun: all ranks have left."""
+        """Receives and discards all messages for which no receive has begun: all ranks have left."""
         for sender, number in self.unclaimed:
             self.drop(sender, number)
 
     def drop_unwanted(self) -> None:
-        """Drops what has come since this rank said goodbye from ranks of which it still wanted a message then.
+        """Discards messages that arrived after this rank's goodbye from ranks from which it still wanted one then.
 
-        These ranks cannot tell which of their messages this rank wanted, so they send all of them.
+        These ranks cannot know which of their messages this rank wanted, so they send all of them.
         """
         for sender, number in self.unclaimed:
             if number > self._heard_at_goodbye.get(sender, math.inf):
                 self.drop(sender, number)
 
     def _comes_from(self, sender: int) -> bool:
-        """Whether messages have come, or will come, of a rank that has left, for which no receive has begun."""
+        """Returns whether a rank that has left has sent messages for which no receive has begun."""
         return self._heard[sender] < self._left[sender].sent or any(peer == sender for peer, _ in self._arrived)
 
     def _end_receives(self, sender: int) -> None:
-        """Fails what this rank waits to receive from one that has left, once all that it has sent has come."""
+        """Fails the receives from a rank that has left, once all its messages have arrived."""
         if sender not in self._left or self._heard[sender] < self._left[sender].sent:
             return
         for key in [key for key in self._wanted if key[0] == sender]:
@@ -314,11 +316,11 @@ class Mailbox:
                 letter.handle.fail(ShutdownError(letter.name, (sender,), message=True))
 
     def give_up(self, sender: int, name: str) -> list[Letter]:
-        """Drops the receives of a name for which nothing has come, and returns them."""
+        """Removes the receives of a name for which nothing has arrived, and returns them."""
         return [*self._wanted.pop((sender, name), ())]
 
     def take_back(self, handle: Handle[Any]) -> bool:
-        """Drops a receive, if nothing has come for it; says whether that is so."""
+        """Cancels a receive if nothing has arrived for it; returns whether it did."""
         for key, queue in self._wanted.items():
             if mine := [letter for letter in queue if letter.handle is handle]:
                 queue.remove(mine[0])
@@ -329,7 +331,7 @@ class Mailbox:
         return False
 
     def advance(self) -> bool:
-        """Drives what is under way; says whether something was completed."""
+        """Drives the sends and receives in flight; returns whether a header arrived or an operation completed."""
         heard = self._listen()
         if self._withdrawn:
             self._withdrawn = [steps for steps in self._withdrawn if next(steps, _DONE) is not _DONE]
@@ -341,15 +343,15 @@ class Mailbox:
         return heard or bool(done)
 
     def waiting(self) -> Iterator[tuple[float, Waiting]]:
-        """Lists what is under way, with the time of its start."""
+        """Yields the sends and receives in flight, with their start times."""
         for letter in self.letters:
             yield letter.handle.submitted, Waiting(letter.name, letter.word, (letter.peer,))
 
     def clear(self) -> list[Letter]:
-        """Abandons everything, and returns what was under way."""
+        """Abandons all sends and receives, and returns them."""
         letters = self.letters
         self._wanted.clear()
-        # Their buffers live on, for the network may still write into them.
+        # Their buffers live on, because the network may still write into them.
         self._abandoned += self._moving
         self._moving.clear()
         if self._listening is not None:
@@ -379,7 +381,7 @@ class Mailbox:
             self._finish(letter, array, header)
 
     def _note(self, peer: int, data: bytes) -> Steps:
-        """Leaves a note with a neighbour, once those before it are left."""
+        """Leaves a note with a neighbour, once the notes before it are left."""
         line = self._lines.setdefault(peer, deque())
         line.append(data)
         while line[0] is not data or not self.notes.put(peer, data):
@@ -398,11 +400,11 @@ class Mailbox:
         letter.finish(array)
 
     def peek(self) -> bool:
-        """Takes headers in also from afar, though no receive waits for one; says whether there were any."""
+        """Takes in headers from other hosts, too, though no receive waits for one; returns whether there were any."""
         return self._listen(anyway=True)
 
     def _listen(self, *, anyway: bool = False) -> bool:
-        """Takes headers in, from afar for as long as a receive waits for one; says whether there were any."""
+        """Takes in headers, those of other hosts only while a receive waits for one; returns whether there were any."""
         heard = False
         for data in self.notes.take():
             heard = True
@@ -420,14 +422,14 @@ class Mailbox:
         return heard
 
     def note_failed(self, plan: int) -> None:
-        """Notes that sends and receives have failed by a plan: what comes now may have been sent after that."""
+        """Records that a plan failed sends and receives: messages that arrive now may have been sent after that."""
         self._after = plan
         held, self._held = self._held, deque()
         for header in held:
             self._sort(header)
 
     def _sort(self, header: _Header) -> None:
-        """Matches a header with a receive; one that was sent after a failure waits until that is known here, too."""
+        """Matches a header with a receive; a header sent after a failure waits until this rank knows of the failure."""
         if header.after > self._after or any(earlier.sender == header.sender for earlier in self._held):
             self._held.append(header)
             return
@@ -450,9 +452,9 @@ class Mailbox:
         self._end_receives(header.sender)
 
     def _make_way(self, header: _Header) -> None:
-        """Takes in a payload that no receive has asked for yet, for else this message's would take its place.
+        """Takes in a payload that no receive has asked for yet, because a new message has the same tag.
 
-        There are as many tags as MPI has, at least 32767; then the first comes again.
+        There are as many tags as MPI has, at least 32767; then the first is used again.
         """
         if (older := self._unclaimed.pop((header.sender, self._tag(header)), None)) is not None:
             raw = np.empty(_size(older), np.uint8)
@@ -463,12 +465,12 @@ class Mailbox:
 
     def _accept(self, letter: Letter, header: _Header) -> None:
         steps = self._receive(letter, header)
-        if header.loan is None and next(steps, _DONE) is _DONE:  # now: what comes later may have the same tag
+        if header.loan is None and next(steps, _DONE) is _DONE:  # now: later messages may have the same tag
             return
         self._moving.append((letter, steps))
 
     def _receive(self, letter: Letter, header: _Header) -> Steps:
-        """Takes the payload in, and only then compares: what was sent must be taken, whether it fits or not."""
+        """Takes the payload in, and only then compares: a sent message must be taken, whether it fits or not."""
         sent, wanted = _describe(header.dtype, header.shape), letter.array
         fits = wanted is not None and sent == _describe(name_of(wanted.dtype), wanted.shape)
         early = self._early.pop((header.sender, header.serial), None)
@@ -488,7 +490,7 @@ class Mailbox:
         self._hand_over(letter, header, raw, direct=direct)
 
     def _hand_over(self, letter: Letter, header: _Header, raw: np.ndarray, *, direct: bool) -> None:
-        """Ends a receive with what has come; ``direct`` is whether that lies in the receiver's array already."""
+        """Ends a receive with its payload; ``direct`` means that it is in the receiver's array already."""
         sent, wanted = _describe(header.dtype, header.shape), letter.array
         if header.refused:
             letter.handle.fail(RefusedError(header.sender, header.refused))

@@ -1,4 +1,4 @@
-"""Ends sends and receives whose other end takes no part any more: it has left, or waits for this rank."""
+"""Ends sends and receives whose other rank takes no part any more: it has left, or waits for this rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MailWatch:
             mailbox: the sends and receives.
             member: this rank's side of the protocol.
             tell: sends to the coordinator.
-            far: whether there are ranks whose messages come only if they are looked for.
+            far: whether there are ranks whose messages arrive only if this rank polls.
         """
         self.leaving = False
         self._far = far
@@ -51,7 +51,7 @@ class MailWatch:
         self._told = Blocked()
 
     def look(self, blocks: BlockWatch, now: float) -> None:
-        """Does what is due."""
+        """Runs the checks that are due."""
         if now >= self._due and self._mailbox:
             self._ask(now)
         if self._far:
@@ -60,7 +60,7 @@ class MailWatch:
             self._serve(blocks, now)
 
     def _ask(self, now: float) -> None:
-        """Asks to hear of ranks that leave, once messages to or from them have been under way for a while."""
+        """Asks to be notified of ranks that leave, once messages to or from them have been in flight for a while."""
         self._due = now + _SECONDS
         old = {letter.peer for letter in self._mailbox.letters if letter.handle.submitted < now - _SECONDS}
         if unknown := old - self._asked:
@@ -68,7 +68,7 @@ class MailWatch:
             self._tell(Expecting(tuple(sorted(unknown))))
 
     def _peek(self, blocks: BlockWatch, now: float) -> None:
-        """Takes in now and then, while the script is blocked or has left, what ranks of other hosts send it in vain."""
+        """Takes in headers from other hosts now and then, while the script is blocked or has left and receives none."""
         if not (blocks.told or self.leaving):
             self._peek_due = None
         elif self._peek_due is None or now >= self._peek_due:
@@ -77,7 +77,7 @@ class MailWatch:
                 blocks.note_mail(now)
 
     def _serve(self, blocks: BlockWatch, now: float) -> None:
-        """Calls MPI after messages have moved: only within calls it frees what senders need, and takes in what comes.
+        """Calls MPI after messages have moved: only within calls it frees what senders need, and takes in new messages.
 
         A sender may wait for that although its message has been received, or is not wanted yet.
         """
@@ -90,17 +90,17 @@ class MailWatch:
         self._serve_due = now + self._pause
 
     def remaining(self, now: float) -> float | None:
-        """Seconds until `look` has something to do; None if that is not in sight."""
+        """Seconds until `look` has something to do; None if nothing is scheduled."""
         unknown = any(letter.peer not in self._asked for letter in self._mailbox.letters)
         due = [each for each in (self._due if unknown else None, self._peek_due, self._serve_due) if each is not None]
         return min(due) - now if due else None
 
     def tell_blocked(self, awaits: Awaited, *, again: bool) -> None:
-        """Tells the coordinator for what the script waits, and which messages may be under way.
+        """Reports to the coordinator for which operation the script waits, and which messages may be in flight.
 
         Args:
-            awaits: the operation; without a name it does not wait.
-            again: it has been told that before, so only numbers may be new.
+            awaits: the operation; without a name the script does not wait.
+            again: it has been reported before, so only numbers may be new.
         """
         blocked = describe(awaits, self._member, self._mailbox)
         if not again or not same(blocked, self._told):
@@ -108,7 +108,7 @@ class MailWatch:
             self._tell(blocked)
 
     def follow(self, plan: Plan, blocks: BlockWatch, now: float) -> None:
-        """Fails what a plan says that will not be sent or received."""
+        """Fails the sends and receives that a plan ends, and drops their messages."""
         for left in plan.left:
             self._mailbox.note_left(left)
             blocks.note_mail(now)
@@ -127,7 +127,10 @@ class MailWatch:
 
 
 def describe(awaits: Awaited, member: Member, mail: Mail) -> Blocked:
-    """Says for what a script waits, and which messages may be under way; without a name, that it does not wait."""
+    """Builds the report of the operation that a script waits for, and of messages that may be in flight.
+
+    Without a name the script does not wait.
+    """
     name, peer, number, _ = awaits
     if not name:
         return Blocked(seen=member.seen)
@@ -143,12 +146,12 @@ def describe(awaits: Awaited, member: Member, mail: Mail) -> Blocked:
 
 
 def same(one: Blocked, other: Blocked) -> bool:
-    """Whether two such messages say the same; when does not matter."""
+    """Whether two such messages are equal, apart from the plan that was seen."""
     return msgspec.structs.replace(one, seen=other.seen) == other
 
 
 def fail(handle: Promise, error: BaseException) -> None:
-    """Fails an operation; what a plugin's handle raises then must not keep the next one from hearing of it."""
+    """Fails an operation; an error that a plugin's handle raises must not keep the next one from being notified."""
     try:
         handle.fail(error)
     except BaseException:

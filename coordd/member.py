@@ -1,12 +1,13 @@
-"""One rank's side of the protocol: from what the framework submits to what the data plane carries out.
+"""The worker: one rank's side of the protocol, from submitted tensors to buckets for the data plane.
 
 Pure: no thread, clock or socket. The same object runs in every daemon and in the simulator.
 
-Every method returns what is `Due`. With a locked plan in force, what it holds is not reported: a complete bucket starts
-with this rank's *word* (`Locked`). The data plane has the words of all ranks meet under ``(lock, index, occurrence)``
-before any data moves, and tells the outcome of each word that was valid: `landed` once the data has moved, `refused`
-if any rank's word was invalid, in which case it has not touched the arrays. A word without a bucket is invalid; it must
-reach the other ranks, and has no outcome here. Words come in no common order, so none may wait for another's outcome.
+Every method returns what is `Due`. While a locked plan is in force, its tensors are not reported: a complete bucket
+starts with this rank's vote (`Locked`). The data plane matches the votes of all ranks under ``(lock, index,
+occurrence)`` before any data moves, and reports the outcome of each valid vote: `landed` once the data has moved,
+`refused` if any rank's vote was invalid, in which case the arrays are untouched. A vote without a bucket is invalid; it
+must reach the other ranks, and has no outcome here. Votes come in no common order, so none may wait for another's
+outcome.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ __all__ = ["Bucket", "Due", "Locked", "Member"]
 class Due(msgspec.Struct, frozen=True):
     """What a rank has to do now.
 
-    A report to send if there is one, negotiated ``buckets`` to start in this order, and ``words`` to give at once.
+    A report to send, if there is one; negotiated ``buckets``, to start in this order; and votes (``words``), to give at
+    once.
     """
 
     report: Report | None = None
@@ -43,14 +45,14 @@ class Due(msgspec.Struct, frozen=True):
 
 
 class Member:
-    """Announces tensors, follows plans, and keeps its cache equal to everybody's."""
+    """Announces tensors, follows plans, and keeps its response cache equal to that of all ranks."""
 
     def __init__(self, rank: int, *, cache_capacity: int, numbering: Numbering | None = None) -> None:
         """Starts with nothing announced.
 
         Args:
             rank: this rank.
-            cache_capacity: how many tensors are known by a number; equal on all ranks.
+            cache_capacity: slots of the response cache; equal on all ranks.
             numbering: numbers the buckets; equal on all ranks.
         """
         self.rank = rank
@@ -64,7 +66,7 @@ class Member:
         self._untold: list[Entry] = []
         self._words: list[Locked] = []
         self.hits = self.misses = 0
-        """How many tensors were announced that all ranks knew, and how many were spelled out."""
+        """How many announced tensors were cached, and how many were spelled out."""
         self._unlock: tuple[int, int] | None = None
         self._left = False
         self._joined: set[tuple[int, ...]] = set()
@@ -85,7 +87,7 @@ class Member:
         return self._lock
 
     def announce(self, entries: Iterable[Entry]) -> Due:
-        """Takes new tensors in."""
+        """Takes in new tensors."""
         for entry in self.table.admit(entries):
             if self.deadlocks.missed and (failed := self.deadlocks.claim(entry.request)) is not None:
                 self._fail(entry, failed)
@@ -94,7 +96,7 @@ class Member:
         return self._due()
 
     def follow(self, plan: Plan) -> Due:
-        """Carries a plan over into buckets; entries that the plan refuses fail here."""
+        """Turns a plan into buckets; entries that the plan rejects fail here."""
         self._seen = plan.sequence
         self.stopped = self.stopped or plan.stop
         slots = list(bits(int.from_bytes(plan.hits, "little")))
@@ -122,10 +124,10 @@ class Member:
         return self._due(found)
 
     def awaited(self) -> Due:
-        """Notes that somebody waits, after all that was submitted before has been announced.
+        """Records that a thread waits, after everything that was submitted before has been announced.
 
-        What he waits for may be held back in a bucket whose other tensors come only later, here or on a rank that needs
-        our data first; so a bucket that is partly there breaks the lock.
+        The awaited tensor may be held back in a bucket whose other tensors come only later, here or on a rank that
+        needs this rank's data first; so a partly filled bucket breaks the lock.
         """
         for entry in self.table:
             entry.awaited = True
@@ -134,16 +136,17 @@ class Member:
         return self._due()
 
     def unlock(self) -> Due:
-        """Breaks the lock, if there is one: what waits is negotiated, so that the coordinator knows who is missing."""
+        """Breaks the lock, if any: held tensors are negotiated, so the coordinator knows the missing ranks."""
         self._break()
         return self._due()
 
     def refuse(self, refused: Refused) -> Due:
         """Breaks the lock: this rank will not announce its part of some operations, or of a collective call.
 
-        It breaks also the next lock that has one of these operations: the coordinator may make it before it hears of
-        this. What this rank has submitted of the call, and would have to announce anew, because a word on it was
-        invalid or a lock takes its announcement back, fails here: the coordinator may have forgotten the call by then.
+        It also breaks the next lock that has one of these operations: the coordinator may make it before it receives
+        this refusal. Tensors of the call that this rank has submitted, and would have to announce anew because a vote
+        on them was invalid or a lock takes their announcement back, fail here: the coordinator may have forgotten the
+        call by then.
         """
         self._refused_names.update(*map(self._cache.named, refused.names))
         present = {entry.request.call for entry in self.table}
@@ -153,16 +156,16 @@ class Member:
         return self.unlock()
 
     def told(self, refused: Refused) -> Refused | None:
-        """Dates what the others are told of a refusal; None if they know already.
+        """Adds the last seen plan to a refusal before it is sent; None if the other ranks know already.
 
-        They do of what has failed because ranks waited for each other, as long as the script has not heard of that.
+        They know of operations that failed in a deadlock, as long as the script has not been informed of the deadlock.
         """
         names = tuple(name for name in refused.names if not self.deadlocks.claim_refused(name, refused.members))
         known = refused.names and not names
         return None if known else msgspec.structs.replace(refused, names=names, seen=self._seen)
 
     def _fail_refused(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Fails what is part of a call that this rank has refused; returns the rest."""
+        """Fails the entries of a call that this rank has refused; returns the rest."""
         kept = []
         for entry in entries:
             if (refused := self._refused_calls.get(entry.request.call)) is None:
@@ -172,9 +175,9 @@ class Member:
         return kept
 
     def leave(self) -> Due:
-        """Ends the announcing; what is due comes before the goodbye.
+        """Stops announcing; the result must be carried out before the goodbye.
 
-        What would have to be announced later fails, as it would fail on the ranks that wait for it.
+        Tensors that would have to be announced later fail, as they would fail on the ranks that wait for them.
         """
         self._break()
         due = self._due()
@@ -182,7 +185,7 @@ class Member:
         return due
 
     def landed(self, locked: Locked) -> Due:
-        """Notes that the data of a locked bucket has arrived; its entries leave the table like those of any bucket."""
+        """Records that a locked bucket has completed; its entries leave the table like those of any bucket."""
         lock = self._locks[locked.lock]
         if (word := lock.land(locked)) is not None:
             self._words.append(word)
@@ -191,7 +194,7 @@ class Member:
         return self._due()
 
     def refused(self, locked: Locked) -> Due:
-        """Notes that some rank's word was invalid: breaks the lock, and announces what did not move."""
+        """Records that a rank's vote was invalid: breaks the lock, and announces the tensors that did not move."""
         lock = self._locks[locked.lock]
         lock.refuse(locked)
         if lock is self._lock:
@@ -202,7 +205,7 @@ class Member:
         return self._due()
 
     def _due(self, found: list[Bucket] | None = None) -> Due:
-        """Sums up what has come together."""
+        """Collects the report, the buckets and the votes."""
         report = self._report()
         words, self._words = self._words, []
         return Due(report, found or [], words)
@@ -222,14 +225,14 @@ class Member:
             number, lasted = unlock
             report = msgspec.structs.replace(report or Report(self._seen), unlock=number, lasted=lasted)
         if report is None and self._seen - self._reported >= SILENT_PLANS:
-            # A sign of life, so that the coordinator can forget what older reports might have referred to.
+            # An empty report, so that the coordinator can forget what older reports might have referred to.
             report = Report(self._seen)
         if report is not None:
             self._reported = self._seen
         return report
 
     def _sort(self, entry: Entry) -> None:
-        """Gathers what is locked, and has the rest announced; what contradicts the lock breaks it."""
+        """Gathers locked tensors, and queues the rest for announcement; a contradiction breaks the lock."""
         if entry.request.kind is Kind.JOIN:
             self._joined.add(entry.request.members)
             self._break()
@@ -246,40 +249,40 @@ class Member:
         self._untold.append(entry)
 
     def _join(self) -> None:
-        """Announces that this rank joins, after all that it has not joined for: words may yet have to be announced."""
+        """Announces pending joins once no vote is open: tensors voted on may yet have to be announced before."""
         if not self._locks:
             self._untold += self._joining
             self._joining = []
 
     def _end_joins(self, sets: set[tuple[int, ...]]) -> None:
-        """Notes that all members of these process sets have joined, and go on with the same counts."""
+        """Records that all members of these process sets have joined, and continue with the same counts."""
         self._joined -= sets
         for members in sets:
             self.deadlocks.forget(members)
 
     def _enter(self, lock: Lock) -> None:
-        """Begins a lock: what this rank has announced of it, and no plan has released, counts as submitted just now.
+        """Begins a lock: its tensors that are announced and not released count as submitted just now.
 
-        So does that it joins, which it has announced after that.
+        So do joins, which this rank has announced after them.
         """
         self._lock = self._locks[lock.number] = lock
         self._joining = [entry for entry in self.table if entry.request.kind is Kind.JOIN and not entry.released]
         names = {self._cache.request(slot).name for slot in lock.slots}
         if refused := self._refused_names & names:
-            # What this rank has submitted since is not what the other ranks have announced.
+            # Tensors that this rank has submitted since do not match the other ranks' announcements.
             self._refused_names -= refused
             self._break()
         taken_back = [entry for entry in self.table if entry.request.name in names and not entry.released]
         for entry in self._fail_refused(taken_back) if self._refused_calls else taken_back:
             self._sort(entry)
-        # Who began to wait before the lock came does not say so again.
+        # A thread that began to wait before the lock is not reported again.
         waited = lock.partial and any(entry.awaited and not entry.released for entry in self.table)
         if waited or self._left or self._joined:
             self._break()
         self._join()
 
     def _break(self) -> None:
-        """Ends the lock on this rank; occurrences on which it has given its word go on."""
+        """Ends the lock on this rank; iterations on which it has voted go on."""
         lock, self._lock = self._lock, None
         if lock is not None:
             self._unlock = (lock.number, lock.lasted)
@@ -293,7 +296,7 @@ class Member:
             self._locks.pop(lock.number, None)
 
     def _buckets(self, agreed: list[Response], fusion_bytes: int) -> list[Bucket]:
-        """The buckets to which this rank belongs; every rank numbers them all, so that the numbers agree."""
+        """Builds the buckets to which this rank belongs; every rank numbers all buckets, so that the numbers agree."""
         found = []
         for group in buckets(agreed, fusion_bytes=fusion_bytes):
             members = group[0].request.members
@@ -316,7 +319,7 @@ class Member:
         return entry
 
     def _void(self, response: Response) -> None:
-        """Ends a filler: no rank had anything."""
+        """Ends a filler: no rank had data for it."""
         request = response.request
         if (not request.members or self.rank in request.members) and self.rank not in response.absent:
             self.table.take(request.name).handle.resolve(None)
@@ -327,7 +330,7 @@ class Member:
         self._fail(self.table.find(response.request.name), response)
 
     def _fail(self, entry: Entry, response: Response) -> None:
-        """Fails an entry with the error that a plan has told."""
+        """Fails an entry with the error in a plan."""
         self.table.take(entry.request.name)
         if entry.request.kind is Kind.JOIN:
             self._joined.discard(entry.request.members)
@@ -338,7 +341,7 @@ class Member:
 
 
 def _error(name: str, response: Response) -> CoorddError:
-    """Makes the error of an operation that a plan refuses."""
+    """Creates the error of an operation that a plan rejects."""
     if response.left:
         return ShutdownError(name, response.left)
     if response.refuser >= 0:

@@ -1,4 +1,4 @@
-"""What ranks tell each other: frozen data, nothing else.
+"""The control messages: frozen data, nothing else.
 
 The protocol is functions on these values; the daemon and the simulator use the same ones.
 """
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 SILENT_PLANS = 256
-"""After so many plans who has nothing to report says so: what older reports may refer to can be forgotten then."""
+"""An idle rank sends an empty report after this many plans, so that the coordinator can free old cache slots."""
 
 
 class Kind(IntEnum):
@@ -59,9 +59,9 @@ class Kind(IntEnum):
 
 
 class ReduceOp(IntEnum):
-    """How values combine; the numbers are Horovod's, but the last.
+    """How values combine; the numbers are Horovod's, except the last.
 
-    An average is divided by the number of members; that of the present only by those of them that have not joined.
+    `AVERAGE` divides by the number of members; `AVERAGE_PRESENT` only by the number of members that have not joined.
     """
 
     AVERAGE = 0
@@ -79,7 +79,7 @@ class ReduceOp(IntEnum):
 
     @property
     def averages(self) -> bool:
-        """Whether a sum is divided in the end."""
+        """Whether the sum is divided in the end."""
         return self in _AVERAGES
 
 
@@ -87,10 +87,10 @@ _AVERAGES = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT})
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """This tensor of mine is ready.
+    """A tensor that is ready on one rank.
 
-    ``members`` is the process set, sorted; empty means the whole world. A transient name is used once only, so it is
-    not worth a place in the cache. ``call`` is the collective call that the operation is part of, if there is one.
+    ``members`` is the process set, sorted; empty means the whole world. A ``transient`` name is used once only, so it
+    is not worth a cache slot. ``call`` is the collective call that the operation is part of, if there is one.
     """
 
     kind: Kind
@@ -109,7 +109,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 class Announcement(msgspec.Struct, frozen=True, array_like=True):
     """A request that the coordinator does not know yet, and the line of code that made it.
 
-    A filler says: I have nothing for this, but will take part with zeros if another rank has something.
+    A ``filler`` has no data of its own, but takes part with zeros if another rank has data.
     """
 
     request: Request
@@ -118,13 +118,14 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """What one rank has new: known tensors as bits over the cache's slots, the others spelled out.
+    """The new tensors of one rank: cached ones as bits over the cache's slots, the others spelled out.
 
-    ``seen`` is the last plan that the rank had carried out; it dates the bits. ``fillers`` are those of the hits that
-    the rank only fills up with zeros. ``unlock`` is the lock that the rank has broken, after ``lasted`` steps.
+    ``seen`` is the last plan that the rank had carried out; it dates the bits. ``fillers`` are the hits for which the
+    rank contributes only zeros. ``unlock`` is the lock that the rank has broken, after ``lasted`` steps.
 
-    A foreman's report says what several ranks have new, as far as they are members: ``ranks`` is their bit mask, empty
-    for all for whom the sender speaks. No report of theirs will be older than ``floor``; -1 for ``seen``.
+    A report of an aggregator (foreman) covers several ranks, as far as they are members: ``ranks`` is their bit mask,
+    empty for all ranks below the sender. No later report of theirs will be older than ``floor``; -1 stands for
+    ``seen``.
     """
 
     seen: int
@@ -140,11 +141,11 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
 class Response(msgspec.Struct, frozen=True, array_like=True):
     """One entry of a plan: carry out ``request``, or fail it with ``error``.
 
-    ``slot`` is the place in the cache that the tensor gets, -1 for none. ``sizes`` are the members' first dimensions
-    of an allgather. ``recipients`` are the ranks that fail; a response without any is for all members. A void response
-    ends an operation that all members would only have filled up. Those who are ``absent`` have joined, and take part
-    with nothing. ``refuser`` is the rank that has refused the collective call of which the operation is part.
-    ``deadlock`` is the plan that has ended a deadlock by errors, of which this is one; -1 of other responses.
+    ``slot`` is the cache slot that the tensor gets, -1 for none. ``sizes`` are the members' first dimensions of an
+    allgather. ``recipients`` are the ranks that fail; a response without any is for all members. A ``void`` response
+    ends an operation for which all members have only fillers. The ``absent`` ranks have joined, and contribute nothing.
+    ``refuser`` is the rank that has refused the collective call of the operation. ``deadlock`` is the plan that ended a
+    deadlock by errors including this one; -1 in other responses.
     """
 
     request: Request
@@ -161,9 +162,9 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Unmatched(msgspec.Struct, frozen=True, array_like=True):
-    """A send or receive of a rank fails, because its ``peer`` waits, too; ``error`` says for what.
+    """A send or receive that fails because its ``peer`` waits, too; ``error`` names the operation that it waits for.
 
-    A send has the ``number`` that it has among all from this rank to its peer; a receive has 0.
+    ``number`` counts a send among all from this rank to its peer; it is 0 for a receive.
     """
 
     rank: int
@@ -174,10 +175,10 @@ class Unmatched(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traffic(msgspec.Struct, frozen=True, array_like=True):
-    """The messages of a rank that leaves; those of a pair of ranks are counted from 1.
+    """The message counts of a rank that leaves; the messages of a pair of ranks are counted from 1.
 
-    How many it has ``sent`` to each receiver, and ``heard`` of from each sender; of these it has ``unclaimed`` ones, by
-    sender and number, which it will not receive, and it still ``wants`` some from these ranks.
+    ``sent`` is the count by receiver, ``heard`` the count of received headers by sender. ``unclaimed`` are those of
+    them that it will not receive, by sender and number. ``wants`` are the ranks from which it still waits for messages.
     """
 
     sent: tuple[tuple[int, int], ...] = ()
@@ -187,7 +188,7 @@ class Traffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Left(msgspec.Struct, frozen=True, array_like=True):
-    """A rank has left."""
+    """A rank that has left."""
 
     rank: int
     traffic: Traffic
@@ -196,10 +197,10 @@ class Left(msgspec.Struct, frozen=True, array_like=True):
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """What all ranks now do, in this order: the hits by ascending slot, then the responses.
 
-    ``voids`` are the slots of operations that end without a result, because all members would only have filled up.
-    ``lock`` are slots by bucket that are negotiated no more; the lock is called by this plan's sequence, which the plan
-    that ends it has in ``unlock``. ``unmatched`` are sends and receives that fail, and ``left`` ranks that have
-    left, if any rank has asked for them by `Expecting`.
+    ``voids`` are the slots of operations that end without a result, because all members have only fillers. ``lock`` are
+    the slots, by bucket, that are no longer negotiated; the lock's number is this plan's sequence, and the plan that
+    ends it has that number in ``unlock``. ``unmatched`` are sends and receives that fail, and ``left`` are ranks that
+    have left, if any rank has asked for them by `Expecting`.
     """
 
     sequence: int
@@ -215,7 +216,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A rank has arrived."""
+    """A rank has started."""
 
     version: str
     digest: str
@@ -224,20 +225,20 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Muster(msgspec.Struct, frozen=True, array_like=True, tag="muster"):
-    """All the ranks of a bit mask have arrived; their hellos, ascending by rank."""
+    """All ranks of a bit mask have started; their hellos, ascending by rank."""
 
     ranks: bytes
     hellos: tuple[Hello, ...]
 
     def by_rank(self) -> dict[int, Hello]:
-        """Says who has said which hello."""
+        """Returns the hellos by rank."""
         ranks = int.from_bytes(self.ranks, "little")
         numbers = (rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
         return dict(zip(numbers, self.hellos, strict=True))
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """All ranks have arrived; or ``refusal`` says why the job cannot start. Process ids and hosts are by rank."""
+    """All ranks have started; or ``refusal`` is why the job cannot start. Process ids and hosts are by rank."""
 
     pids: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -245,9 +246,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
-    """A rank will submit nothing more; or some ranks will not, whose bit mask a foreman gives.
+    """A rank submits nothing more; from an aggregator (foreman), ``ranks`` is the bit mask of several such ranks.
 
-    Only of a rank that has sent or received messages there is ``traffic``.
+    Only a rank that has sent or received messages has ``traffic``.
     """
 
     ranks: bytes = b""
@@ -255,12 +256,13 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """A rank has refused a collective call, or its part of some operations: what others announce of them fails.
+    """A rank has refused a collective call, or its part of some operations: the other ranks' part of them fails.
 
     ``call`` is the call's id, equal on all members, and ``members`` its process set, empty for the whole world. Each
-    member that leaves the call by an exception says so once, after all that it has announced as part of the call.
-    Without a call, ``names`` are operations and groups: the message stands in place of the rank's announcement of each.
-    ``reason`` is a sentence about the rank, without its number. ``seen`` is the last plan that it had carried out.
+    member that leaves the call by an exception sends this once, after everything that it has announced as part of the
+    call. Without a call, ``names`` are operations and groups: the message stands in place of the rank's announcement of
+    each. ``reason`` is a sentence about the rank, without its number. ``seen`` is the last plan that it had carried
+    out.
     """
 
     rank: int
@@ -272,14 +274,14 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class Loss(msgspec.Struct, frozen=True, array_like=True, tag="loss"):
-    """The connection to a rank below a foreman has closed, perhaps because that process is ``stopped``."""
+    """The connection to a rank below an aggregator has closed, perhaps because its process is ``stopped``."""
 
     rank: int
     stopped: bool = False
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Who failed, why in one line, and the traceback where there is one."""
+    """The failed rank, the reason in one line, and the traceback where there is one."""
 
     rank: int
     reason: str
@@ -287,7 +289,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def death(cls, rank: int, place: str, *, stopped: bool = False) -> Self:
-        """A process is gone, or is ``stopped`` and so does not answer; ``place`` is where it was."""
+        """A process is gone, or is ``stopped`` and so does not answer; ``place`` is where it ran."""
         if stopped:
             text = f"({place}) does not answer: its process is stopped, by SIGSTOP, SIGTSTP or a debugger"
             return cls(rank, text)
@@ -301,9 +303,9 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class Inquiry(msgspec.Struct, frozen=True, array_like=True, tag="inquiry"):
-    """Others wait for you: what are you doing? It is for ``ranks``, or, without any, for who gets it.
+    """Asks ranks for which others wait what they are doing; without ``ranks``, it is for the rank that receives it.
 
-    One with a ``number`` is not of the coordinator but of the rank ``asker``, and wants all that there is to tell.
+    With a ``number`` it comes not from the coordinator but from the rank ``asker``, for its status query.
     """
 
     ranks: tuple[int, ...] = ()
@@ -312,10 +314,10 @@ class Inquiry(msgspec.Struct, frozen=True, array_like=True, tag="inquiry"):
 
 
 class Account(msgspec.Struct, frozen=True, array_like=True, tag="account"):
-    """What a rank is doing: its main thread's stack, innermost call last, what it submitted last, and when.
+    """What a rank is doing: its main thread's stack, innermost call last, its last submission, and when.
 
-    It is ``idle`` for so many seconds: since it has submitted, sent or received something.
-    To an inquiry with a ``number`` it is an ``answer`` instead, in JSON, for the rank ``asker``.
+    ``idle`` is the number of seconds since it last submitted, sent or received something. In reply to an inquiry with a
+    ``number``, it carries an ``answer`` instead, in JSON, for the rank ``asker``.
     """
 
     rank: int
@@ -328,7 +330,7 @@ class Account(msgspec.Struct, frozen=True, array_like=True, tag="account"):
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
-    """An operation that waits, and the ranks it waits for; none if its data is on the way."""
+    """An operation that waits, and the ranks that it waits for; none if its data is in flight."""
 
     name: str
     operation: str
@@ -336,10 +338,10 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Overdue(msgspec.Struct, frozen=True, array_like=True, tag="overdue"):
-    """These tensors of mine have waited too long: which ranks are missing, and what do they do?
+    """Tensors of a rank that have waited too long; asks which ranks are missing, and what they are doing.
 
-    ``matched`` are the sends and receives among them, whose peer only this rank knows. ``ranks`` is the bit mask of
-    those that ask the same, which a foreman gives.
+    ``matched`` are the sends and receives among them, whose peer only this rank knows. ``ranks`` is the bit mask of the
+    ranks that ask the same, set by an aggregator (foreman).
     """
 
     seconds: float
@@ -351,12 +353,13 @@ class Overdue(msgspec.Struct, frozen=True, array_like=True, tag="overdue"):
 class Blocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
     """A rank's script waits for the operation ``name``, and submits nothing more before that is done.
 
-    Without a name it does so no more. ``seen`` is the last plan that the rank had carried out, and ``ranks`` the bit
-    mask of those that wait for the same, which a foreman gives.
+    Without a name it no longer waits. ``seen`` is the last plan that the rank had carried out, and ``ranks`` the bit
+    mask of the ranks that wait for the same operation, set by an aggregator (foreman).
 
-    The operation is a receive from a ``peer`` of which ``heard`` messages have come so far, or a send to it if that has
-    a ``number``, counted from 1. ``sent`` is how many messages the rank has sent, by itself and the receiver, and
-    ``unclaimed`` are those that have come, and for which no receive has begun, by itself, the sender and the number.
+    The operation is a receive from a ``peer`` with ``heard`` messages arrived from it so far, or a send to it if that
+    has a ``number``, counted from 1. ``sent`` is how many messages the rank has sent, by itself and the receiver, and
+    ``unclaimed`` are the messages that have arrived and for which no receive has begun, by itself, the sender and the
+    number.
     """
 
     name: str = ""
@@ -370,18 +373,18 @@ class Blocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
 
     @property
     def wait(self) -> Blocked:
-        """What ranks that wait for the same have in common."""
+        """The part of the message that is equal on all ranks that wait for the same operation."""
         return Blocked(self.name, peer=self.peer, number=self.number, heard=self.heard)
 
 
 class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):
-    """Messages to or from these ranks have been under way for a while: have they left, or once they do, say so."""
+    """Messages to or from these ranks have been in flight for a while; asks for a notice when they have left."""
 
     peers: tuple[int, ...]
 
 
 class StallReport(msgspec.Struct, frozen=True, array_like=True, tag="stall"):
-    """Who waits for whom, and what those do; ``silent`` are the ranks that did not answer the inquiry."""
+    """Which ranks wait for which, and what the missing ranks are doing; ``silent`` ranks did not answer the inquiry."""
 
     seconds: float
     waiting: tuple[Waiting, ...]
@@ -390,7 +393,7 @@ class StallReport(msgspec.Struct, frozen=True, array_like=True, tag="stall"):
 
 
 class Recording(msgspec.Struct, frozen=True, array_like=True, tag="recording"):
-    """From now on all ranks record a timeline in a folder, or, without one, do not; ``number`` counts such orders."""
+    """Starts a timeline in a folder on all ranks, or, without one, ends it; ``number`` counts such orders."""
 
     number: int
     folder: str = ""
@@ -398,13 +401,13 @@ class Recording(msgspec.Struct, frozen=True, array_like=True, tag="recording"):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """What time is it on rank 0? Here it is ``sent``."""
+    """Asks for the time on rank 0; ``sent`` is the time on the sender."""
 
     sent: float
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
-    """The answer to what was asked at ``sent``: on rank 0 it is ``now``."""
+    """The answer to the ping of ``sent``: the time on rank 0 is ``now``."""
 
     sent: float
     now: float

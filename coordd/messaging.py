@@ -1,4 +1,4 @@
-"""Sends and receives, by name: matched between two ranks, without any negotiation."""
+"""Sends and receives, by name: matched between two ranks, without negotiation."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from coordd.table import show_site
 __all__ = ["UNTOLD", "Land", "Messages"]
 
 UNTOLD = (DuplicateNameError, ForkedProcessError, NotInitializedError, PeerError, ShutdownError)
-"""Errors that are no refusal of the arguments: what is in flight goes on, or everything has failed anyway."""
+"""Errors that do not reject the arguments: operations in flight go on, or everything has failed anyway."""
 
 Land = Callable[[np.ndarray], Any]
 
-_LONGEST = 250  # which a message's header has room for
+_LONGEST = 250  # the space that a message's header has
 
 
 class _Here(threading.local):
-    """A thread that sends or receives, which therefore may do so again."""
+    """Marks a thread that sends or receives, and therefore may do so again."""
 
     def __init__(self) -> None:
         self.submitter = Submitter()
 
 
 class Messages:
-    """The messages of one daemon."""
+    """The sends and receives of one daemon."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
@@ -64,9 +64,10 @@ class Messages:
     def recv(
         self, array: np.ndarray | None, source: int, *, name: str, land: Land | None = None, lazy: bool = False
     ) -> Handle[Any]:
-        """Receives what a rank sends under this name, into ``array`` or, if that is None, into a new one.
+        """Receives what a rank sends under this name, into ``array`` or, if that is None, into a new array.
 
-        With ``lazy`` this may begin as late as when the handle is waited for, but it does not disturb the daemon.
+        With ``lazy``, the receive may begin as late as when a thread waits for the handle, but it does not wake the
+        daemon.
 
         Raises:
             ArgumentError: there is no such rank, or the name is unusable.
@@ -77,11 +78,11 @@ class Messages:
 
     @contextmanager
     def refusing(self, peer: int, name: str, *, outgoing: bool) -> Iterator[None]:
-        """Says that this rank sends or receives nothing, if what is inside raises an error.
+        """Reports that this rank does not send or receive, if the block raises an error.
 
-        What the peer receives fails then, or what it sends is dropped, so the next message of that name is matched with
-        the next one there. If the peer or the name is unusable, nothing can be said. A receive that code of the user's
-        breaks off, such as a signal's handler, has not begun, and its message is left for the next one.
+        The peer's receive fails then, or its message is dropped, so the next message of that name matches the next
+        one there. If the peer or the name is unusable, nothing can be reported. A receive that the user's own code
+        interrupts, such as a signal handler, has not begun, and its message is left for the next one.
         """
         try:
             yield
@@ -93,7 +94,7 @@ class Messages:
                 raise
             site = show_site(call_site(sys._getframe(2)))  # noqa: SLF001 - the documented way to the caller
             reason = f"refused to {'send' if outgoing else 'receive'} {name!r} at {site}: {brief(error)}"[:_LONGEST]
-            with contextlib.suppress(Exception):  # it is the first error that the script has to hear
+            with contextlib.suppress(Exception):  # the script must get the first error
                 letter = self._letter(np.empty(0, np.uint8), peer, name, outgoing=outgoing)
                 letter.refused = reason
                 if not outgoing:

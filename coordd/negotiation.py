@@ -1,7 +1,7 @@
-"""The coordinator's mind: from what each rank has announced to what all ranks do next.
+"""The coordinator's negotiation: from the tensors that each rank has announced to the plans of all ranks.
 
-Pure: no thread, clock or socket. Reports go in, plans come out; the order of a plan depends on the order of the
-reports only where it must, and every rank carries out the same sequence of plans.
+Pure: no thread, clock or socket. Reports go in, plans come out; the order of a plan depends on the order of the reports
+only where it must, and every rank carries out the same sequence of plans.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Sites = dict[str, int]
 
 
 class _Former(NamedTuple):
-    """What a slot held before the plan ``sequence``, and where the ranks submitted it."""
+    """The tensor that a slot held before the plan ``sequence``, and where the ranks submitted it."""
 
     sequence: int
     slot: int
@@ -60,14 +60,14 @@ class _Former(NamedTuple):
 
 
 class Negotiator:
-    """Holds the message table: who has announced what.
+    """The message table: which ranks have announced which tensors.
 
-    A tensor is released when every member of its process set has announced it. Known tensors are counted as bits; the
-    others as ballots by name and process set. Released together, the known ones come first, and the others in the order
-    in which the lowest member announced them, whatever order the reports arrived in.
+    A tensor is released when every member of its process set has announced it. Cached tensors are counted as bits; the
+    others as ballots by name and process set. When they are released together, the cached ones come first, then the
+    others in the order in which the lowest member announced them, regardless of the order in which the reports arrived.
 
-    A voice is whoever reports: a rank, or a foreman for the ranks below it, who are counted at once when they say the
-    same.
+    A voice is a sender of reports: a rank, or an aggregator (foreman) for the ranks below it, which counts them
+    together when they report the same.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Negotiator:
         Args:
             size: number of ranks.
             cache_capacity: slots of the cache.
-            fusion_bytes: what the plans say about the size of buckets.
+            fusion_bytes: the size of buckets that the plans request.
             lock_steps: equal steps that lock the plan; 0 for never.
-            voices: for each voice the bit mask of the ranks that it speaks for; by default each rank has its own.
+            voices: for each voice the bit mask of the ranks that it reports for; by default one voice for each rank.
         """
         self._everybody = (1 << size) - 1
         self._voices = [1 << rank for rank in range(size)] if voices is None else voices
@@ -105,7 +105,7 @@ class Negotiator:
         self._owed = Owed()
         self._refusals = Refusals()
         self._parts = RefusedParts()
-        self._restarts: deque[tuple[int, int]] = deque()  # plans by which ranks got errors, the latest one first
+        self._restarts: deque[tuple[int, int]] = deque()  # plans by which ranks got errors, latest first
         self._blocked = BlockedRanks()
         self._replaced: deque[_Former] = deque()
         self._seen = [0] * len(self._voices)
@@ -120,11 +120,11 @@ class Negotiator:
 
     @property
     def unlocking(self) -> bool:
-        """Whether a lock has ended of whose end the ranks have yet to be told."""
+        """Whether a lock has ended and the next plan has to announce it."""
         return self._latch.ended != 0
 
     def hear(self, voice: int, report: Report) -> None:
-        """Enters what the ranks of a voice have new."""
+        """Enters the report of a voice."""
         self._seen[voice] = max(self._seen[voice], report.seen if report.floor < 0 else report.floor)
         self._latch.hear(report)
         ranks = int.from_bytes(report.ranks, "little") if report.ranks else self._voices[voice]
@@ -144,7 +144,7 @@ class Negotiator:
             self._enter(voice, ranks, announcement, report.seen)
 
     def leave(self, ranks: int, traffic: Traffic | None = None) -> None:
-        """Notes that ranks will announce nothing more; what they wait for, and what waits for them, fails.
+        """Records that ranks announce nothing more; operations that need them fail.
 
         Args:
             ranks: their bit mask.
@@ -157,12 +157,12 @@ class Negotiator:
         self._settle_all()
 
     def refuse(self, refused: Refused) -> None:
-        """Fails what a rank has refused: what is part of a collective call, or operations, also if announced later.
+        """Fails a collective call or operations that a rank has refused, including later announcements of them.
 
         Args:
-            refused: what that rank has said.
+            refused: the refusal.
         """
-        self._latch.end()  # that rank may have refused before it knew of the lock, so it has not broken it
+        self._latch.end()  # the rank may have refused before it knew of the lock, and then has not broken it
         for name in refused.names:
             self._refuse_part(refused, name)
         if refused.names or not self._refusals.enter(refused, self._mask(refused.members), self._left):
@@ -177,9 +177,9 @@ class Negotiator:
                 self._refused.append(answer(refused, request, entry.told))
 
     def _refuse_part(self, refused: Refused, name: str) -> None:
-        """Fails an operation of which a rank refuses its part, for those that have announced it and those that will."""
+        """Fails an operation after a rank has refused its part, for ranks that have announced it or will."""
         rank, wanted = 1 << refused.rank, self._mask(refused.members)
-        if self._parts.claim(name, refused.members, rank, self._sequence):  # another one had refused it before
+        if self._parts.claim(name, refused.members, rank, self._sequence):  # another rank had refused it before
             return
         if self._owed and self._owed.discharge(refused.rank, name, wanted, refused.seen):
             return
@@ -200,9 +200,9 @@ class Negotiator:
             self._refuse_elsewhere(entry.name, entry.members, entry.told)
 
     def _refuse_elsewhere(self, name: str, members: tuple[int, ...], told: int) -> None:
-        """Refuses an operation also with the process set with which other ranks announce it.
+        """Rejects an operation also with the process set with which other ranks announce it.
 
-        The rank that refuses it names another set, to which those ranks belong as well, and will announce it with none.
+        The refusing rank names another set, to which those ranks belong as well, and will announce it with none.
 
         Args:
             name: of the operation.
@@ -218,17 +218,17 @@ class Negotiator:
         return [self._cache.slot_of(each) for each in self._cache.named(name)]
 
     def expect(self, ranks: Sequence[int]) -> None:
-        """Has all ranks told once one of these has left; others have messages to or from it under way."""
+        """Has the plans announce when one of these ranks leaves; another rank has messages to or from it in flight."""
         self.leavers.ask(ranks)
 
     def note_blocked(self, ranks: int, blocked: Blocked) -> None:
-        """Notes for which operation the scripts of ranks, a bit mask, wait, or that they do not wait any more."""
+        """Records for which operation the scripts of ranks, a bit mask, wait, or that they no longer wait."""
         self._blocked.enter(ranks, blocked)
         if blocked.name:
-            self._latch.end()  # those that it waits for may wait for its word on what is locked
+            self._latch.end()  # the ranks that it waits for may wait for its vote on a locked bucket
 
     def _end_deadlock(self) -> None:
-        """Fails what ranks wait for that wait for each other: none of them will ever submit what the others need."""
+        """Fails the operations of ranks in a deadlock: none will ever submit an operation that the others need."""
         blocked = self._blocked.take()
         waits = [wait for each, ranks in blocked.items() if each.peer < 0 for wait in self._waits(each.name, ranks)]
         messages = [*self._blocked.messages(blocked)]
@@ -238,11 +238,11 @@ class Negotiator:
             for ranks, _, waiting, number in failing:
                 peer = waiting.missing[0]
                 self._unmatched.append(Unmatched(lowest(ranks), waiting.name, peer, number, text))
-            self._blocked.enter(members_of(failing), Blocked())  # with that they are not blocked any more
+            self._blocked.enter(members_of(failing), Blocked())  # with that they are no longer blocked
             self._fail_between(members_of(found), text, informed=members_of(failing))
 
     def _waits(self, name: str, ranks: int) -> Iterator[Wait]:
-        """Lists what those of some ranks that have announced an operation wait for."""
+        """Yields the waits of the ranks among ``ranks`` that have announced an operation."""
         for entry in self._table.get(name, {}).values():
             if told := entry.told & ranks:
                 missing = entry.wanted & ~(entry.told | self._absent(entry))
@@ -255,11 +255,12 @@ class Negotiator:
             yield Wait(told & ranks, missing, Waiting(name, request.kind.name.lower(), tuple(bits(missing))))
 
     def _fail_between(self, ranks: int, error: str, *, informed: int = 0) -> None:
-        """Fails what some of these ranks, a bit mask, have announced and others of them have not.
+        """Fails the operations that some of these ranks, a bit mask, have announced and others of them have not.
 
-        A rank that gets no error now, because it has announced nothing of that, gets one when it does. One that gets an
-        error, and has yet to announce another of these operations, gets one for that if it announces it before it has
-        carried out the plan that tells: it has not gone on yet. So do those that are ``informed`` by another error.
+        A rank that gets no error now, because it has announced none of them, gets one when it does. A rank that gets an
+        error, and has yet to announce another of these operations, gets an error for that one if it announces it before
+        it has carried out the plan with the errors: its script has not continued yet. The same holds for ranks that are
+        ``informed`` by another error.
         """
         for slot in bits(self._announced_by_any()):
             self._spell_out(slot)
@@ -284,12 +285,12 @@ class Negotiator:
                 self._owed.enter(rank, refusal, self._left, before=plan if informed >> rank & 1 else -1)
 
     def _end_absence(self, entry: Ballot) -> int:
-        """Ends that ranks have joined a set; returns the last of them. Others may wait for them from now on."""
+        """Ends the join of a set; returns the rank that joined last. Its members can block others from now on."""
         self._blocked.stir()
         return self._absence.end(entry.wanted)
 
     def _settle_all(self) -> None:
-        """Looks anew at everything that somebody has announced."""
+        """Evaluates anew every operation that any rank has announced."""
         for slot in bits(self._announced_by_any()):
             self._spell_out(slot)
         for entry in [entry for sets in self._table.values() for entry in sets.values()]:
@@ -297,7 +298,7 @@ class Negotiator:
                 self._settled(entry)
 
     def decide(self) -> Plan | None:
-        """Releases everything that is ready; None when there is nothing to say."""
+        """Releases every operation that is ready; returns None when there is nothing to send."""
         self._end_deadlock()
         ready, voids = self._ready_slots()
         left = self.leavers.take()
@@ -329,7 +330,7 @@ class Negotiator:
         )
 
     def waiting(self, ranks: int) -> list[Waiting]:
-        """Lists what some of these ranks, a bit mask, have announced and others have not."""
+        """Lists the operations that some of these ranks, a bit mask, have announced and others have not."""
         found = []
         for entry in [entry for sets in self._table.values() for entry in sets.values() if ranks & entry.told]:
             kind = next(told.request.kind for group, told in entry.parts.items() if group & ranks)
@@ -346,16 +347,16 @@ class Negotiator:
         return members_mask(members) if members else self._everybody
 
     def _current(self, slot: int) -> _Former:
-        """What a slot holds now."""
+        """Returns the current tensor of a slot."""
         return _Former(self._sequence, slot, self._cache.request(slot), self._sites[slot])
 
     def _enter_known(self, voice: int, ranks: int, known: _Former, seen: int, *, filler: bool) -> None:
-        """Spells out what a bit means that ranks have set."""
+        """Enters in the table the announcement behind a bit that ranks have set."""
         for group, announcement in self._known(ranks, known, filler=filler):
             self._enter(voice, group, announcement, seen)
 
     def _known(self, ranks: int, known: _Former, *, filler: bool) -> list[tuple[int, Announcement]]:
-        """What ranks mean by a bit, in groups that submit the tensor on the same line."""
+        """Expands a bit into announcements, in groups of ranks that submit the tensor on the same line."""
         ranks &= self._mask(known.request.members)
         found = []
         for site, there in known.sites.items():
@@ -365,9 +366,10 @@ class Negotiator:
         return [*found, (ranks, Announcement(known.request, "", filler))] if ranks else found
 
     def _lock(self, hits: int, responses: list[Response]) -> tuple[Slots, ...]:
-        """Locks the buckets of a step that has come often enough; every rank takes back what it has announced of it.
+        """Locks the buckets of a step that has repeated often enough; every rank takes back its announcements of them.
 
-        Not while a rank has yet to be told of a failure that the others know: they would count different rounds.
+        No lock is made while a rank still has to receive a failure that the others know: they would count different
+        rounds.
         """
         known = [Response(self._cache.request(slot), slot=slot) for slot in bits(hits & self._slots_of.get((), 0))]
         groups = [
@@ -392,7 +394,7 @@ class Negotiator:
         return found
 
     def _enter(self, voice: int, ranks: int, announcement: Announcement, seen: int) -> None:
-        """Puts one announcement where it is counted: among the bits, or into the table."""
+        """Counts one announcement: among the bits, or in the table."""
         request = announcement.request
         ranks &= self._mask(request.members)
         slot = self._cache.slot_of(request.name)
@@ -433,7 +435,7 @@ class Negotiator:
         return entry
 
     def _turn(self, entry: Ballot) -> tuple[int, int]:
-        """The place in a plan: what is known comes as if its bits had been counted, whenever they were spelled out."""
+        """Sort key of an entry in a plan: a cached tensor comes where its bits would, even when it was spelled out."""
         slot = self._cache.slot(entry.first.request)
         return (-1, slot) if slot >= 0 else (lowest(entry.wanted), entry.turn)
 
@@ -444,13 +446,17 @@ class Negotiator:
             del self._table[entry.name]
 
     def _drop_unfinished(self, entry: Ballot) -> None:
-        """Drops what fails before all members have announced it; a join that fails has not happened."""
+        """Drops an entry that fails before all members have announced it; a join that fails has not happened."""
         self._drop(entry)
         if entry.first.request.kind is Kind.JOIN:
             self._end_absence(entry)
 
     def _settled(self, entry: Ballot) -> bool:
-        """Marks an entry ready when all have announced it, and fails it when one never will; says whether it did."""
+        """Marks an entry ready when all members have announced it, and fails it when one never will.
+
+        Returns:
+            whether it did either.
+        """
         entry.absent = self._absent(entry)
         if entry.told | entry.absent == entry.wanted:
             self._complete.append(entry)
@@ -463,7 +469,7 @@ class Negotiator:
         return True
 
     def _absent(self, entry: Ballot) -> int:
-        """The members that have joined instead; nobody joins by having joined."""
+        """Returns the members that have joined instead of announcing the entry; a join itself needs all members."""
         return 0 if entry.first.request.kind is Kind.JOIN else self._absence.of(entry.wanted) & ~entry.told
 
     def _compare_sets(self, ranks: int, entry: Ballot) -> None:
@@ -474,7 +480,7 @@ class Negotiator:
                 return
 
     def _poison(self, *entries: Ballot) -> None:
-        """Fails contradicting entries, now for those who have announced and later for those who will."""
+        """Fails contradicting entries, now for the ranks that have announced them and later for the ranks that will."""
         told = members = 0
         values: list[tuple[str, list[int], list[str]]] = []
         for entry in entries:
@@ -490,11 +496,11 @@ class Negotiator:
             self._owed.enter(rank, refusal, self._left)
 
     def _not_refused(self, ranks: int, request: Request, seen: int) -> int:
-        """Fails announcements of what was refused, or that would have contradicted what was failed before they came.
+        """Fails announcements of refused operations, or that contradict an operation that failed before they came.
 
         Args:
-            ranks: bit mask of those that announce.
-            request: what.
+            ranks: bit mask of the ranks that announce.
+            request: the announced request.
             seen: the last plan that they had carried out.
 
         Returns:
@@ -516,7 +522,7 @@ class Negotiator:
         return ranks
 
     def _claim_refusals(self, ranks: int, request: Request, seen: int) -> int:
-        """Fails announcements of what a rank has refused; returns the other ranks."""
+        """Fails announcements of operations that a rank has refused; returns the other ranks."""
         for refused, concerned in self._parts.claim(request.name, request.members, ranks, seen):
             self._refused.append(answer(refused, request, concerned))
             ranks &= ~concerned
@@ -549,7 +555,7 @@ class Negotiator:
         return response
 
     def _ready_slots(self) -> tuple[int, int]:
-        """The slots that all members have announced, and those of them that all would only fill up."""
+        """Returns the slots that all members have announced, and those of them for which all have only fillers."""
         ready = 0
         for members, cached in self._slots_of.items():
             ready |= self._roll.complete(cached, self._mask(members))
@@ -559,7 +565,7 @@ class Negotiator:
         return self._roll.slots
 
     def _spelled_out(self) -> int:
-        """The slots whose tensors are negotiated by name at present, because a rank differs or has left."""
+        """Returns the slots whose tensors are negotiated by name at present, because a rank differs or has left."""
         if self._left or self._owed or self._absence or self._refusals:
             return -1
         slots = [self._cache.slot_of(name) for name in self._table]
@@ -579,7 +585,7 @@ class Negotiator:
         self._settled(entry)
 
     def _outdated(self, seen: int, hits: int) -> list[_Former]:
-        """Finds the hits that mean an older tensor, because the rank had not yet seen its slot change hands."""
+        """Finds the hits that mean an older tensor: the rank had not yet seen the plan that reassigns the slot."""
         found: dict[int, _Former] = {}
         for former in self._replaced:
             if former.sequence > seen and hits >> former.slot & 1:
@@ -587,7 +593,7 @@ class Negotiator:
         return list(found.values())
 
     def _forget(self) -> None:
-        """Drops what no report can refer to any more."""
+        """Drops state that no report can refer to any more."""
         oldest = min(self._seen)
         while self._replaced and self._replaced[0].sequence <= oldest:
             self._replaced.popleft()

@@ -1,4 +1,4 @@
-"""Any Python objects of the ranks, pickled: one rank's for all, or all ranks' for all.
+"""Broadcasts and gathers arbitrary Python objects, pickled.
 
 Objects come from ranks of this job, over the data plane, never from the control channel.
 """
@@ -25,12 +25,12 @@ __all__ = ["allgather_object", "broadcast_object", "gathered", "sizes_of"]
 
 
 def _sized(name: str | None) -> str | None:
-    """The name of the first of the two operations, which tells how much the second one carries."""
+    """Returns the name of the first of the two operations, which carries the size of the second."""
     return name and f"{name}.sz"
 
 
 def sizes_of(kind: Kind) -> Callable[[Mapping[str, Any]], Name]:
-    """Makes what finds the first operation of these functions: that of the sizes."""
+    """Returns a function that finds the first operation of these functions: that of the sizes."""
 
     def find(given: Mapping[str, Any]) -> Name:
         return kind, [_sized(given.get("name"))]
@@ -45,7 +45,7 @@ def broadcast_object(
     """Returns the root's object on all ranks.
 
     Args:
-        obj: anything that can be pickled; on other ranks than the root it is ignored.
+        obj: anything that can be pickled; ignored on ranks other than the root.
         root_rank: the global rank whose object is taken.
         name: equal on all ranks.
         process_set: the ranks that take part.
@@ -83,7 +83,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def gathered(operations: Operations, obj: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
-    """Does what `allgather_object` does, by these operations."""
+    """Implements `allgather_object` with the given operations."""
     data, error = _pickled(obj, operations.daemon.world.rank)
     size = np.array([data.size])
     second = name and f"{name}.t"
@@ -98,7 +98,7 @@ def gathered(operations: Operations, obj: Any, name: str | None, process_set: Pr
 
 
 class _Refusal:
-    """Travels in the place of an object that could not be pickled."""
+    """Travels in place of an object that could not be pickled."""
 
     def __init__(self, rank: int, reason: str) -> None:
         self.rank = rank
@@ -106,7 +106,7 @@ class _Refusal:
 
 
 def _pickled(obj: Any, rank: int) -> tuple[np.ndarray, Exception | None]:
-    """Pickles an object; or, if that is impossible, the reason, which travels in its place, and returns the error."""
+    """Pickles an object, or in its place a refusal with the reason; returns also the error, if any."""
     error = None
     try:
         data = _dumped(obj)
@@ -117,7 +117,7 @@ def _pickled(obj: Any, rank: int) -> tuple[np.ndarray, Exception | None]:
 
 
 def _dumped(obj: Any) -> bytes:
-    """Pickles an object; as Horovod by cloudpickle, where that is installed, if it is one that `pickle` cannot."""
+    """Pickles an object; like Horovod, falls back to cloudpickle, where installed, if `pickle` fails."""
     try:
         return pickle.dumps(obj)
     except Exception:
@@ -129,7 +129,7 @@ def _dumped(obj: Any) -> bytes:
 
 
 def _checked(objects: list[Any]) -> list[Any]:
-    """Returns the objects that have come from some ranks.
+    """Returns the objects received from the ranks.
 
     Raises:
         RefusedError: one of them could not be pickled.

@@ -1,4 +1,4 @@
-"""The operations on NumPy arrays that every framework plugin is built from.
+"""The operations on NumPy arrays from which every framework plugin is built.
 
 Each is asynchronous and in place; it checks its arguments here, on the caller's line, before anything is announced.
 """
@@ -48,12 +48,12 @@ from coordd.table import Entry, Site, show_site
 __all__ = ["Operations", "Part"]
 
 _LONGEST = 1000
-"""Letters of an error that other ranks are told."""
+"""Maximum number of characters of an error that other ranks receive."""
 _LOOSE = frozenset({Kind.ALLREDUCE, Kind.BROADCAST})
 
 
 class _Group:
-    """Several tensors of one operation; without names they take one number together, however many they are."""
+    """Several tensors of one operation; without names they take one number together, regardless of their count."""
 
     def __init__(self, names: Sequence[str | None], caller: FrameType | None) -> None:
         self.entries: list[Entry] = []
@@ -63,11 +63,11 @@ class _Group:
         self._unnamed = 0
 
     def holds(self, frame: FrameType | None) -> bool:
-        """Whether what a frame submits belongs to the group, and not to a signal's handler that has interrupted it."""
+        """Returns whether a frame's submission belongs to the group, not to a signal handler that interrupts it."""
         return users_frame(frame) is self._caller
 
     def name(self, number: Callable[[], str]) -> str:
-        """Names the next tensor without a name; ``number`` makes a new name, for the whole group."""
+        """Names the next tensor without a name; ``number`` creates a new name for the whole group."""
         if not self._unnamed:
             self.names = names_in_group(number(), self.names)
         self._unnamed += 1
@@ -75,13 +75,13 @@ class _Group:
 
 
 class Part:
-    """Names the operations of one collective call, so that they match whatever else a rank has done.
+    """Names the operations of one collective call, so that they match regardless of a rank's other operations.
 
     Attributes:
         call: the id of the call.
         steady: whether operations with a name keep it, because they come again and again.
-        refused: what this rank has refused of it, and has not told yet: if the error ends the call, all of it is
-            refused; but if the script goes on, the others must hear before what it does next.
+        refused: refusals of this rank in the call that are not sent yet: if the error ends the call, the whole call is
+            refused; but if the script continues, the other ranks must receive them before its next operation.
     """
 
     def __init__(self, title: str, call: str, *, steady: bool = False) -> None:
@@ -92,7 +92,7 @@ class Part:
         self._numbers: Counter[Kind] = Counter()
 
     def name(self, kind: Kind, name: str | None) -> str:
-        """Names an operation; those without a name of their own in the order of their submission."""
+        """Names an operation; unnamed ones are numbered in the order of their submission."""
         if name is None:
             name = f"{kind.name.lower()}.{self._numbers[kind]}"
             self._numbers[kind] += 1
@@ -102,18 +102,18 @@ class Part:
 
 
 class Thread(threading.local):
-    """What one thread is in the middle of, if anything, and how many operations it has announced or refused."""
+    """The group and call that a thread is in, if any, and how many operations it has announced or refused."""
 
     accounted = 0
     group: _Group | None = None
     part: Part | None = None
 
     def __init__(self) -> None:
-        self._submitter = Submitter()  # once for each thread
+        self._submitter = Submitter()  # once per thread
 
 
 class Operations(Messages):
-    """The operations of one daemon; it numbers those that have no name."""
+    """The operations of one daemon; numbers unnamed operations."""
 
     def __init__(self, daemon: Daemon) -> None:
         super().__init__(daemon)
@@ -121,9 +121,9 @@ class Operations(Messages):
         self.uneven = False
         """Whether to join before leaving."""
         self.raised_in_graph: Exception | None = None
-        """The error by which a graph heard of the job's end; the framework wraps it in one of its own."""
+        """The error with which the end of the job reached a graph; the framework wraps it in one of its own."""
         self.memo: dict[Any, Any] = {}
-        """What plugins keep for as long as this daemon runs."""
+        """Values that plugins keep for as long as this daemon runs."""
         self._namespaces: Counter[tuple[int, ...]] = Counter()
         self._calls: Counter[tuple[tuple[int, ...], str]] = Counter()
         self.thread = Thread()
@@ -131,7 +131,7 @@ class Operations(Messages):
 
     @property
     def as_horovod(self) -> bool:
-        """Whether to do what Horovod does where coordd would refuse or do otherwise; equal on all ranks."""
+        """Whether to behave like Horovod where coordd would refuse or do otherwise; equal on all ranks."""
         return self.daemon.config.as_horovod
 
     @refusable(Kind.ALLREDUCE, announces=True)
@@ -154,11 +154,12 @@ class Operations(Messages):
             op: how values combine.
             prescale: factor applied before, in the array's type; in float32 for 16-bit floats, in float64 for integers.
             postscale: factor applied after, likewise.
-            process_set: who takes part.
+            process_set: the ranks that take part.
             land: runs on the daemon's thread when the data has arrived; its value becomes the result.
 
         Raises:
-            ArgumentError: the dtype does not allow it, which names the dtype and what to do; or a factor is not finite.
+            ArgumentError: the operation does not support the dtype (the error names it and a remedy); or a factor is
+                not finite.
         """
         op = check_op(op)
         prescale, postscale = finite(prescale, "prescale_factor"), finite(postscale, "postscale_factor")
@@ -177,7 +178,7 @@ class Operations(Messages):
         process_set: ProcessSet = global_process_set,
         land: Land | None = None,
     ) -> Handle[Any]:
-        """Copies the root's array into everybody's, in place.
+        """Copies the root's array into the arrays of all members, in place.
 
         Raises:
             ArgumentError: the root, a global rank, is not a member.
@@ -202,10 +203,10 @@ class Operations(Messages):
         sized: bool = False,
         op: ReduceOp = ReduceOp.SUM,
     ) -> Handle[Any]:
-        """Joins the members' arrays along the first dimension, which may differ, in the order of ranks.
+        """Concatenates the members' arrays along the first dimension, which may differ, in the order of ranks.
 
-        With ``sized``, ``land`` gets also how many rows each member had, of those that have joined none. What the
-        caller makes of the rows, ``op``, must be equal on all members.
+        With ``sized``, ``land`` also gets the number of rows of each member, 0 for a joined one. ``op``, the reduction
+        that the caller applies to the rows, must be equal on all members.
 
         Raises:
             ArgumentError: the array has no dimension.
@@ -229,13 +230,13 @@ class Operations(Messages):
         process_set: ProcessSet = global_process_set,
         land: Callable[[np.ndarray, Any], Any] | None = None,
     ) -> Handle[Any]:
-        """Gives each member its rows of the array, and joins the rows that the members have for this rank.
+        """Sends each member its rows of the array, and concatenates the rows received from all members.
 
         Args:
             array: any number of rows; they are equally long on all members.
-            splits: how many rows each member gets, in the order of ranks; by default the same number each.
+            splits: number of rows for each member, in the order of ranks; by default the same number for each.
             name: the same on all members.
-            process_set: who takes part.
+            process_set: the ranks that take part.
             land: runs on the daemon's thread with the rows and how many each member sent; its value is the result.
 
         Raises:
@@ -262,10 +263,10 @@ class Operations(Messages):
         process_set: ProcessSet = global_process_set,
         land: Land | None = None,
     ) -> Handle[Any]:
-        """Reduces an array over the members; each gets its rows of the result, the first ones one more if need be.
+        """Reduces an array over the members; each gets its rows of the result, the first ones one more if uneven.
 
         Raises:
-            ArgumentError: the array has no dimension, its dtype does not allow it, or a factor is not finite.
+            ArgumentError: the array has no dimension, its dtype is not supported, or a factor is not finite.
         """
         op = check_op(op)
         check_rows(array, name, Kind.REDUCESCATTER)
@@ -281,7 +282,7 @@ class Operations(Messages):
 
     @refusable(Kind.JOIN, announces=True)
     def join(self, *, process_set: ProcessSet = global_process_set) -> Handle[Any]:
-        """Takes part with nothing in all that the other members do, until they have joined, too.
+        """Joins: this rank contributes nothing to the other members' operations, until they have joined, too.
 
         The result is the rank that was the last to join, as an array without a dimension.
         """
@@ -300,23 +301,23 @@ class Operations(Messages):
         )
 
     def era(self, members: tuple[int, ...], *, joins: bool = True) -> str:
-        """What the names begin with that count what a process set does; ranks that differ in it match nothing.
+        """Returns the prefix of the names that number a process set's operations; different prefixes match nothing.
 
-        The count begins anew, with another prefix, when all have joined, and when the script has heard that operations
-        have failed because ranks waited for each other: the ranks have then counted differently.
+        The count restarts, with another prefix, when all have joined, and when the script has been informed that
+        operations failed in a deadlock: the ranks have then counted differently.
         """
         joined = self.joins(members) if joins else 0
         deadlock = self.daemon.last_deadlock(members)
         return (f"{joined}." if joined else "") + (f"after{deadlock}." if deadlock >= 0 else "")
 
     def _joined(self, members: tuple[int, ...], last: np.ndarray) -> np.ndarray:
-        """Notes that all have joined, so that names that count operations are those of all members again."""
+        """Records that all have joined, so that numbered names agree on all members again."""
         self._joins[members] += 1
         return last
 
     @refusable(Kind.BARRIER, announces=True)
     def barrier(self, *, process_set: ProcessSet = global_process_set) -> Handle[Any]:
-        """Completes when all members have come."""
+        """Completes when all members have announced it; no data moves."""
         nothing = np.empty(0, np.uint8)
         return self.submit(self._request(Kind.BARRIER, None, nothing, process_set), nothing)
 
@@ -328,14 +329,14 @@ class Operations(Messages):
         filler: bool = False,  # noqa: FBT001, FBT002 - as above
         site: Site = None,
     ) -> Handle[Any]:
-        """Announces a request that was made before; the fast path of the optimizers.
+        """Submits a request that was created before; the fast path of the optimizers.
 
         Args:
             request: from `request`.
-            array: what is reduced or filled, in place.
+            array: the array to reduce or fill, in place.
             land: runs on the daemon's thread when the data has arrived; its value becomes the result.
-            filler: take part only if another rank does so in earnest; the array holds zeros, the result may be None.
-            site: the line of code to name in errors; by default that which called.
+            filler: take part only if another rank has data; the array holds zeros, the result may be None.
+            site: the line of code to name in errors; by default the caller's.
         """
         handle: Handle[Any] = self.daemon.handle(request.name)
         if site is None:
@@ -349,13 +350,13 @@ class Operations(Messages):
 
     @contextmanager
     def together(self, names: Sequence[str | None]) -> Iterator[None]:
-        """Makes a group of what this thread submits in the block: all of it is announced at the end of the block.
+        """Groups the operations that this thread submits in the block, and announces them together at its end.
 
         If one of them is refused, none is announced, so that no part of a group stays in flight on this rank alone; and
-        the others are told of all of them.
+        the refusal covers all of them on the other ranks.
 
         Args:
-            names: of the operations; all of them have one, or none. Those without take one number together, so that
+            names: of the operations; all of them have one, or none. Unnamed ones take one number together, so that
                 later numbers are equal on ranks whose groups differ in size; their names differ.
 
         Raises:
@@ -384,14 +385,14 @@ class Operations(Messages):
             group.entries.append(entry)
 
     def _entry(self, request: Request, array: np.ndarray) -> Entry:
-        """Makes an entry with a new handle, of the line that has called the caller."""
+        """Creates an entry with a new handle; its site is the line that called the caller."""
         site = call_site(sys._getframe(2))  # noqa: SLF001 - the documented way to the caller
         return Entry(request, array, self.daemon.handle(request.name), site)
 
     def namespace(self, members: tuple[int, ...] = ()) -> str:
         """Returns a prefix for the names of one more optimizer: none for the first, then ``opt1.`` and so on.
 
-        Every process set counts for itself, so that ranks that are no members need not count.
+        Each process set has its own count, so that ranks that are not members need not count.
 
         Args:
             members: of the process set; none for the whole world.
@@ -410,13 +411,13 @@ class Operations(Messages):
 
     @property
     def _group(self) -> _Group | None:
-        """The group that this thread makes, if the calling code is part of it."""
+        """The group that this thread builds, if the calling code is part of it."""
         group = self.thread.group
         return group if group is not None and group.holds(inspect.currentframe()) else None
 
     @property
     def part(self) -> Part | None:
-        """What this thread is in the middle of, if there is something."""
+        """The collective call that this thread is in, or None."""
         return self.thread.part
 
     @part.setter
@@ -426,7 +427,7 @@ class Operations(Messages):
     def _request(
         self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
     ) -> Request:
-        """Makes a request as `request` does, but one that is part of what this thread is in the middle of."""
+        """Creates a request like `request`, as part of the group and the call that this thread is in."""
         part, group = self.thread.part, self.thread.group and self._group
         if part is None and (name is not None or group is None):
             return self.request(kind, name, array, process_set, **details)
@@ -445,7 +446,7 @@ class Operations(Messages):
     def request_in_call(
         self, kind: Kind, name: str, array: np.ndarray, process_set: ProcessSet, **details: Any
     ) -> Request:
-        """Makes a request as `request` does, as part of the collective call that this thread makes, if there is one."""
+        """Creates a request like `request`, as part of the collective call that this thread is in, if any."""
         return self._request(kind, name, array, process_set, **details)
 
     def _check_reducible(self, array: np.ndarray, op: ReduceOp, prescale: float, postscale: float) -> None:
@@ -455,7 +456,7 @@ class Operations(Messages):
     def request(
         self, kind: Kind, name: str | None, array: np.ndarray, process_set: ProcessSet, **details: Any
     ) -> Request:
-        """Makes a request, once for many submissions.
+        """Creates a request, which can be submitted many times.
 
         Raises:
             ArgumentError: the name, the process set or the type is unusable.
@@ -477,7 +478,7 @@ class Operations(Messages):
 
     def _members(self, process_set: ProcessSet) -> tuple[int, ...]:
         """Returns the members as requests carry them."""
-        if process_set is global_process_set:  # the usual case; another set of all ranks gives the same below
+        if process_set is global_process_set:  # the common case; another set of all ranks gives the same below
             return ()
         world = self.daemon.world
         check_process_set(process_set, world.size)
@@ -489,12 +490,12 @@ class Operations(Messages):
         return self.thread.accounted
 
     def account(self) -> None:
-        """Notes that an operation was announced; one of a group is announced later."""
+        """Counts an announced operation; operations of a group are counted with the group."""
         if self.thread.group is None or self._group is None:
             self.thread.accounted += 1
 
     def _concerned(self, process_set: Any) -> tuple[int, ...] | None:
-        """The members of a process set that may be unusable, as requests carry them; None if this rank is none."""
+        """Returns the members of a process set that may be unusable; None if this rank is not one of them."""
         world = self.daemon.world
         try:
             return self._members(process_set)
@@ -503,16 +504,16 @@ class Operations(Messages):
             return ranks if not ranks or world.rank in ranks else None
 
     def refuse(self, kind: Kind, names: Sequence[str | None], process_set: Any, error: BaseException) -> None:
-        """Gives operations that this rank has refused their numbers, and has the other members' part of them fail.
+        """Counts operations that this rank has refused, and fails the other members' part of them.
 
         Args:
-            kind: what they are.
+            kind: of the operations.
             names: of one, or of a group; None for each if they have none.
-            process_set: the members; what is unusable stands for the ranks that it names, or for all.
-            error: why.
+            process_set: the members; an unusable value stands for the ranks that it names, or for all.
+            error: the reason.
 
         Raises:
-            ArgumentError: a name is none.
+            ArgumentError: a name is unusable.
         """
         members, group, part = self._concerned(process_set), self._group, self.thread.part
         if members is None or not names:
@@ -528,11 +529,11 @@ class Operations(Messages):
         refused = self._refused(kind, tuple(check_name(name or "") for name in known), members, error)
         if part is None:
             self._tell(refused)
-        elif None in names or not part.steady:  # what comes again would be refused the next time, if this call fails
+        elif None in names or not part.steady:  # a steady name recurs: its refusal would hit the next call
             part.refused += refused
 
     def tell_refused_of_part(self) -> None:
-        """Tells what this thread has refused of the call that it makes, and goes on with."""
+        """Sends the pending refusals of the call that this thread is in, and continues."""
         if (part := self.thread.part) is not None and part.refused:
             told, part.refused = part.refused, []
             self._tell(told)
@@ -544,7 +545,7 @@ class Operations(Messages):
     def _refused(
         self, kind: Kind, names: tuple[str, ...], members: tuple[int, ...], error: BaseException
     ) -> list[Refused]:
-        """Makes what others are to be told, if they are."""
+        """Builds the refusals to send; empty if none is needed."""
         daemon, said = self.daemon, refused_names(names)
         if isinstance(error, UNTOLD) or len(members or range(daemon.world.size)) == 1:
             return []
@@ -556,10 +557,10 @@ class Operations(Messages):
         return [Refused(daemon.world.rank, "", reason, members, said)]
 
     def _number(self, kind: Kind, members: tuple[int, ...]) -> str:
-        """Names what has no name; every process set counts for itself, for only its members count along.
+        """Names an unnamed operation; each process set has its own count, because only its members count along.
 
-        Who has joined does not count what the others do meanwhile, so all begin anew when all have. Joins are counted
-        when all have joined: those that fail, because ranks wait for each other, have not been submitted by all.
+        A joined rank does not count the operations of the others meanwhile, so all start over when all have joined.
+        Joins are counted when all have joined: joins that fail in a deadlock have not been submitted by all.
         """
         if kind is Kind.JOIN:
             era, number = "", self._joins[members]
@@ -570,11 +571,11 @@ class Operations(Messages):
         return f"{kind.name.lower()}.noname.{which}{era}{number}"
 
     def number(self, kind: Kind, process_set: ProcessSet) -> str:
-        """Takes the name that the next operation without a name would get; for one that consists of several."""
+        """Takes the name that the next unnamed operation would get; for an operation that consists of several."""
         members, part = self._members(process_set), self.thread.part
         return self._number(kind, members) if part is None else part.name(kind, None)
 
 
 def _rows_of(found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """The rows alone, without how many each member had."""
+    """Returns the rows alone, without the number of each member's rows."""
     return found[0]

@@ -1,4 +1,4 @@
-"""Refusals that ranks will get when they announce their part of what was refused before they came. Pure."""
+"""Pending errors for ranks that submit a tensor that was already rejected. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ __all__ = ["Owed"]
 
 
 class _Refusal(NamedTuple):
-    """What a rank will be told, and the ranks that had left when it was due, as a bit mask.
+    """The pending error of a rank, and the bit mask of the ranks that had left when it was created.
 
-    One with a plan ``before`` is only for what the rank announces before it has carried out that plan; -1 for all.
+    With a plan ``before``, it applies only to announcements that the rank makes before it has carried out that plan; -1
+    for all.
     """
 
     response: Response
@@ -26,7 +27,7 @@ class _Refusal(NamedTuple):
 
 
 class Owed:
-    """By name and rank, what is owed, oldest first."""
+    """Pending errors by name and rank, oldest first."""
 
     def __init__(self) -> None:
         self._refusals: dict[tuple[str, int], deque[_Refusal]] = {}
@@ -36,36 +37,37 @@ class Owed:
 
     @property
     def names(self) -> set[str]:
-        """The operations of which a refusal is owed."""
+        """The operations with a pending error."""
         return {name for name, _ in self._refusals}
 
     def enter(self, rank: int, refusal: Response, left: int, *, before: int = -1) -> None:
-        """Notes that a rank will get a refusal.
+        """Adds a pending error.
 
         Args:
-            rank: which.
-            refusal: what it gets.
+            rank: the rank that gets it.
+            refusal: the error.
             left: bit mask of the ranks that have left.
-            before: the refusal is only for what the rank announces before it has carried out this plan; -1 for all.
+            before: the error applies only to announcements before the rank has carried out this plan; -1 for all.
         """
         self._refusals.setdefault((refusal.request.name, rank), deque()).append(_Refusal(refusal, left, before))
 
     def discharge(self, rank: int, name: str, members: int, seen: int) -> bool:
-        """Drops what a rank is owed that refuses its part of an operation or a group; says whether there was anything.
+        """Drops a rank's pending errors for an operation or group that it refuses; returns whether there were any.
 
-        The other members have been told of that part already. The arguments are those of `claim`.
+        The other members have got the error for that part already. The arguments are those of `claim`.
         """
         names = [each for each in self.names if covers(name, each)]
         dropped = [each for each in names if self.claim(rank, each, members, seen) is not None]
         return bool(dropped)
 
     def claim(self, rank: int, name: str, members: int, seen: int) -> Response | None:
-        """Takes what a rank is owed that announces its part.
+        """Removes and returns the pending error for a rank's announcement; None if there is none.
 
         Args:
-            rank: which.
+            rank: the rank that announces.
             name: of the operation.
-            members: of the process set, as a bit mask; the rank gets what they would have contradicted.
+            members: of the process set, as a bit mask; the error applies if the announcement would have contradicted
+                theirs.
             seen: the last plan that the rank had carried out when it announced.
         """
         owed = self._refusals.get((name, rank), deque())
@@ -78,7 +80,7 @@ class Owed:
         return msgspec.structs.replace(found.response, recipients=(rank,))
 
     def restart(self, ranks: int, plan: int) -> None:
-        """Notes that ranks get errors by a plan, and begin anew: what they are owed is not for what they announce then.
+        """Records that ranks get errors by a plan and restart: earlier pending errors do not apply after it.
 
         Args:
             ranks: their bit mask.
@@ -90,10 +92,10 @@ class Owed:
                     owed[place] = refusal._replace(before=plan)
 
     def meet(self, ranks: int, plan: int) -> None:
-        """Notes that ranks have come together by a plan: what they announce later has not failed in an older deadlock.
+        """Records that ranks met at a barrier in a plan: their later announcements do not belong to an older deadlock.
 
         Args:
-            ranks: those of a barrier, as a bit mask.
+            ranks: those of the barrier, as a bit mask.
             plan: its number.
         """
         for (_, rank), owed in self._refusals.items():
@@ -103,6 +105,6 @@ class Owed:
                     owed[place] = owed[place]._replace(before=plan)
 
     def forget(self, oldest: int) -> None:
-        """Drops what is only for announcements of before a plan that all ranks have carried out; ``oldest`` is one."""
+        """Drops errors that apply only to announcements before a plan that all ranks have carried out (``oldest``)."""
         kept = {key: [each for each in owed if not 0 <= each.before <= oldest] for key, owed in self._refusals.items()}
         self._refusals = {key: deque(owed) for key, owed in kept.items() if owed}

@@ -1,7 +1,7 @@
-"""How fast steps are, and how much that means: windows of steps, compared by their medians.
+"""Measures the pace of steps and its noise: windows of steps, compared by their medians.
 
-A median does not see the pause of a checkpoint; the differences between one window and the next show how much the
-machine's mood is worth, and only what exceeds it is a difference between settings.
+A median ignores the pause of a checkpoint; the differences between consecutive windows measure the machine's noise, and
+only a larger difference is one between settings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Pace:
     """The pace of the settings in use, step by step. One change among many differences does not disturb it."""
 
     def __init__(self, window: int) -> None:
-        """Starts without knowledge.
+        """Starts without measurements.
 
         Args:
             window: steps in a window.
@@ -34,7 +34,7 @@ class Pace:
         self._differences: deque[float] = deque(maxlen=_REMEMBERED)
 
     def add(self, seconds: float) -> bool:
-        """Takes one more step; says whether it completes a window."""
+        """Adds one step; returns whether it completes a window."""
         self._open.append(seconds)
         if len(self._open) < self._window:
             return False
@@ -46,22 +46,22 @@ class Pace:
 
     @property
     def latest(self) -> float:
-        """Median seconds a step of the last window; there must have been one."""
+        """Median seconds per step of the last window; there must have been one."""
         return self._medians[-1]
 
     @property
     def around(self) -> float:
-        """Seconds a step halfway between the last two windows, so that a steady drift drops out."""
+        """Seconds per step halfway between the last two windows, so that a steady drift cancels out."""
         return math.sqrt(self._medians[0] * self._medians[-1])
 
     @property
     def known(self) -> bool:
-        """Whether there are enough differences to know the noise."""
+        """Whether there are enough differences to estimate the noise."""
         return len(self._differences) >= _NEEDED
 
     @property
     def noise(self) -> float:
-        """Standard deviation, relative, of a window over what it is without noise compared with its neighbours."""
+        """Relative standard deviation of a window against the noise-free value, estimated from its neighbours."""
         if not self._differences:
             return math.inf
         return max(_QUIETEST, _SIGMA * _ABOUT_TWO * median(self._differences))

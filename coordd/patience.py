@@ -1,4 +1,4 @@
-"""How to wait for data that MPI cannot announce: briefly awake if somebody waits for it, else in short naps."""
+"""Polling for data that MPI cannot announce: busy for a short time if a thread waits for it, else in short naps."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ _SET_TIMER_SLACK = 29
 
 
 class Patience:
-    """Waits between two looks at the network."""
+    """Chooses how to wait between two polls of the network."""
 
     def __init__(self) -> None:
         self._since = 0.0
         self._landed = math.inf
         self.prompt = True
-        """Whether the script has submitted its last operation at once after the result of the one before."""
+        """Whether the script submitted its last operation right after the result of the one before."""
         self.crowded = False
-        """Whether other ranks need this core, so that staying awake only keeps them from what is waited for."""
+        """Whether other ranks need this core, so that staying awake only delays the awaited data."""
 
     def restart(self) -> None:
-        """Notes that something has happened."""
+        """Records that something has happened."""
         self._since = time.monotonic()
 
     def short(self, *, data: bool) -> bool:
-        """Says whether the wait is still so short that a nap would cost more than it saves.
+        """Returns whether the wait is still so short that a nap would cost more than it saves.
 
         Args:
-            data: whether it is data that wakes nobody; words do, and data in common memory.
+            data: whether it waits for data without a wake-up; votes and data in common memory cause one.
         """
         if self.crowded:
             return False
         return time.monotonic() - self._since < (_AWAKE_FOR_DATA if data else _AWAKE_FOR_WORDS)
 
     def spin(self) -> None:
-        """Stays awake; whoever computes on this core goes first."""
+        """Stays awake; a thread that computes on this core goes first."""
         os.sched_yield()
 
     def note_landed(self) -> None:
-        """Notes that a script gets a result."""
+        """Records that a script gets a result."""
         self._landed = time.monotonic()
 
     def note_submitted(self) -> None:
-        """Notes that a script has submitted something."""
+        """Records that a script has submitted something."""
         self.restart()
         self.prompt = self._since - self._landed < _PROMPT
 
     def doze(self, bell: Bell, *, awaited: bool) -> None:
-        """Naps, the longer the longer nothing has happened, and longer still if nobody waits; ``bell`` ends it."""
+        """Naps, longer the longer nothing has happened, and longer still if no thread waits; ``bell`` ends it."""
         shortest = _AWAITED_NAP if awaited else _UNAWAITED_NAP
         waited = time.monotonic() - self._since
         bell.sleep(min(max(waited / 16, shortest), _LONGEST_NAP))
 
 
 def nap_precisely() -> None:
-    """Lets this thread's naps end on time: by default Linux adds up to 50 microseconds to each."""
+    """Makes this thread's naps end on time: by default Linux adds up to 50 microseconds to each."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1000, 0, 0, 0)

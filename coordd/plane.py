@@ -1,4 +1,4 @@
-"""The data plane as operations see it: whatever way the data takes, through common memory, over a lane, or both."""
+"""The data plane as operations see it: dispatches data to common memory, a lane, or both."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ P = ParamSpec("P")
 Ended = TypeVar("Ended")
 _TAGS = Group.tags_per_operation + 1
 Outcome = Generator[None, None, bool]
-"""Steps that end with whether anything has moved."""
+"""A generator of steps; its return value is whether any data has moved."""
 
 
 class Spot(NamedTuple):
-    """Where the members of an operation find each other, equal on all of them: on the boards, and over a lane."""
+    """Where the members of an operation meet, on the boards and over a lane; equal on all of them."""
 
     slot: int
     stamp: int
@@ -39,17 +39,17 @@ class Spot(NamedTuple):
 
     @classmethod
     def of_bucket(cls, bucket: Bucket) -> Spot:
-        """The spot of a negotiated bucket; in the lower half of the tags."""
+        """Returns the spot of a negotiated bucket; in the lower half of the tags."""
         return cls(bucket.slot, bucket.sequence, bucket.slot * Group.tags_per_operation)
 
     @classmethod
     def of_word(cls, word: Locked, lane: Lane) -> Spot:
-        """The spot of one occurrence of a locked bucket; in the upper half of the tags."""
+        """Returns the spot of one iteration of a locked bucket; in the upper half of the tags."""
         return cls(SLOTS + word.index, word.lock << 32 | word.occurrence, lane.tags // 2 + word.index * _TAGS)
 
 
 def _timed(method: Callable[Concatenate[Plane, Spot, P], Generator[None, None, Ended]]) -> Any:
-    """Has the tape, if one runs, note when a transfer begins and ends."""
+    """Records the start and end of a transfer in the timeline, if one runs."""
 
     @functools.wraps(method)
     def timed(plane: Plane, spot: Spot, *args: P.args, **kwargs: P.kwargs) -> Generator[None, None, Ended]:
@@ -73,15 +73,15 @@ class Plane:
         chunk: int,
         deck: Deck | None = None,
     ) -> None:
-        """Describes the ways.
+        """Sets up the transports.
 
         Args:
-            lane: where data travels between hosts.
-            commons: where data travels on this host; None if it takes the lane there, too.
+            lane: carries data between hosts.
+            commons: carries data on this host; None if the lane carries it there, too.
             rank: this rank.
             hosts: the host of every rank.
-            chunk: bytes in which large tensors travel.
-            deck: where the tape runs that notes transfers.
+            chunk: bytes of one chunk of a large tensor.
+            deck: holds the timeline's event buffer, which records transfers.
         """
         self.lane = lane
         self.deck = deck or Deck()
@@ -96,16 +96,16 @@ class Plane:
 
     @property
     def heralded(self) -> bool:
-        """Whether this rank's bell rings whenever an operation can go on, so that nobody has to look."""
+        """Whether a wake-up arrives whenever an operation can go on, so that polling is not needed."""
         return self._commons is not None and len(self._commons.ranks) == len(self.world) and not self._on_lane
 
     def fall_asleep(self, *, data: bool) -> None:
-        """Asks neighbours to ring for messages, and for data if wanted; to be followed by a last look."""
+        """Requests wake-ups for messages, and for data if wanted; the caller must check once more afterwards."""
         if self._commons is not None:
             self._commons.mine.fall_asleep(data=data)
 
     def wake_up(self) -> None:
-        """Tells neighbours not to ring any more."""
+        """Cancels the request for wake-ups."""
         if self._commons is not None:
             self._commons.mine.wake_up()
 
@@ -113,17 +113,17 @@ class Plane:
     def reduce(
         self, spot: Spot, request: Request, arrays: Sequence[np.ndarray], *, absent: int = 0, agreed: bool = True
     ) -> Outcome:
-        """Reduces arrays in place: on this host, then between hosts, then spreads on this host.
+        """Reduces arrays in place: on this host, then between hosts, then distributes the result on this host.
 
         Args:
             spot: where the members meet.
-            request: what they reduce, and who they are.
+            request: the reduction and its members.
             arrays: of one type.
-            absent: how many members have joined and take part with nothing.
+            absent: how many members have joined and contribute nothing.
             agreed: all members will take part; if not, some may `refuse`, and nothing moves.
 
         Returns:
-            whether anything has moved; if not, the arrays are as they were.
+            whether any data has moved; if not, the arrays are unchanged.
         """
         members = request.members or self.world
         dtype = arrays[0].dtype
@@ -143,7 +143,7 @@ class Plane:
         return (yield from self._reduce_here(spot, arrays, levels, way, agreed=agreed))
 
     def _adasum(self, spot: Spot, request: Request, arrays: Sequence[np.ndarray]) -> Steps:
-        """Goes over the lane, on one host, too, where no bell rings for what arrives."""
+        """Runs Adasum over the lane, also on one host, where arrivals cause no wake-up."""
         group = self._group(spot, request.members or self.world)
         self._on_lane += 1
         try:
@@ -153,7 +153,7 @@ class Plane:
             self._on_lane -= 1
 
     def refuse(self, spot: Spot) -> Steps:
-        """Gives the word *invalid* on an operation of all ranks, whatever the others say."""
+        """Votes *invalid* on an operation of all ranks, regardless of the other votes."""
         if self._commons is None:
             yield from self._agree(self._group(spot, self.world), valid=False)
             return
@@ -166,7 +166,7 @@ class Plane:
         meeting.finish()
 
     def missing(self, spot: Spot) -> tuple[int, ...]:
-        """The ranks of this host that have not come to an operation of all ranks."""
+        """Returns the ranks of this host that have not reached an operation of all ranks."""
         if self._commons is None:
             return ()
         return tuple(
@@ -205,7 +205,7 @@ class Plane:
 
     @_timed
     def broadcast(self, spot: Spot, members: Sequence[int], array: np.ndarray, root: int) -> Steps:
-        """Copies the array of the member with index ``root`` into everybody's."""
+        """Copies the array of the member with index ``root`` into the arrays of all members."""
         if (meeting := self._meeting(spot, members)) is None:
             yield from collectives.broadcast(self._group(spot, members), array, root)
             return
@@ -215,7 +215,7 @@ class Plane:
 
     @_timed
     def allgather(self, spot: Spot, members: Sequence[int], blocks: Sequence[np.ndarray]) -> Steps:
-        """Fills the others' blocks from what they hold in theirs; blocks may differ in size."""
+        """Fills the other members' blocks with their data; blocks may differ in size."""
         if (meeting := self._meeting(spot, members)) is None:
             yield from collectives.allgather(self._group(spot, members), blocks)
         else:
@@ -232,10 +232,10 @@ class Plane:
     def alltoall(
         self, spot: Spot, members: Sequence[int], array: np.ndarray, splits: Sequence[int], row: int
     ) -> Generator[None, None, tuple[list[int], list[np.ndarray]]]:
-        """Gives each member its rows of a flat array, of so many bytes each.
+        """Sends each member its rows of a flat array; a row has ``row`` bytes.
 
         Returns:
-            how many rows each had for this rank, and the rows, as bytes.
+            how many rows each member had for this rank, and the rows, as bytes.
         """
         data = array.view(np.uint8)
         if (meeting := self._meeting(spot, members)) is not None:
@@ -259,7 +259,7 @@ class Plane:
     def reduce_scatter(
         self, spot: Spot, request: Request, slices: Sequence[np.ndarray], result: np.ndarray, *, absent: int = 0
     ) -> Steps:
-        """Reduces every member's slice of everybody's array into its result; the arrays stay as they are."""
+        """Reduces each member's slice of all arrays into its result; the arrays stay unchanged."""
         members = request.members or self.world
         reduction = _reduction(request, result.dtype, len(members) - absent)
         if (meeting := self._meeting(spot, members)) is None:
@@ -273,7 +273,7 @@ class Plane:
         loan.end()
 
     def _agree(self, group: Group, *, valid: bool) -> Outcome:
-        """Exchanges words over the lane; says whether all are valid."""
+        """Exchanges votes over the lane; returns whether all are valid."""
         words = [np.array([valid], np.uint8) for _ in group.members]
         tickets = [group.receive(words[peer], peer, group.word_tag) for peer in group.others()]
         tickets += [group.send(words[group.me], peer, group.word_tag) for peer in group.others()]
@@ -281,7 +281,7 @@ class Plane:
         return all(found[0] for found in words)
 
     def _agree_on_levels(self, spot: Spot, meeting: Meeting, way: Route, *, valid: bool) -> Outcome:
-        """Collects the words of this host; the first rank of each host exchanges them with the other hosts'."""
+        """Collects the votes of this host; the first rank of each host exchanges them with the other hosts."""
         while (others := meeting.words()) is None:
             yield
         if meeting.me == 0:
@@ -291,20 +291,20 @@ class Plane:
         return verdict
 
     def _group(self, spot: Spot, members: Sequence[int]) -> Group:
-        """The members as they are reached over the lane."""
+        """Returns the members as a group on the lane."""
         return Group(
             self.lane, members, self.rank, tag=spot.tag, chunk=self._chunk, pulse=self.pulse, scratch=self._scratch
         )
 
     def _meeting(self, spot: Spot, members: Sequence[int]) -> Meeting | None:
-        """The members as they are reached in common memory; None if not all are."""
+        """Returns the members as a meeting in common memory; None if a member is not reachable there."""
         if self._commons is None or len(members) == 1 or any(rank not in self._commons.boards for rank in members):
             return None
         return self._commons.meeting(spot.slot, spot.stamp, members)
 
 
 class _Loan:
-    """Common memory that an operation uses until it is over; after a failure for ever, for others may write to it."""
+    """Common memory that an operation borrows; after a failure it is never returned, because others may write to it."""
 
     def __init__(self, commons: Commons | None) -> None:
         assert commons is not None  # noqa: S101 - for the type checker
@@ -312,18 +312,18 @@ class _Loan:
         self._blocks: list[np.ndarray] = []
 
     def lend(self, size: int) -> np.ndarray:
-        """Gives the operation at least so many bytes."""
+        """Borrows at least ``size`` bytes for the operation."""
         self._blocks.append(self._commons.borrow(size))
         return self._blocks[-1]
 
     def end(self) -> None:
-        """Takes all of it back: no rank uses it any more."""
+        """Returns all of it: no rank uses it any more."""
         for block in self._blocks:
             self._commons.give_back(block)
 
 
 def _reduction(request: Request, dtype: np.dtype, present: int) -> Reduction:
-    """The arithmetic of a request, where so many members have not joined."""
+    """Returns the arithmetic of a request with ``present`` members that have not joined."""
     count = present if request.op is ReduceOp.AVERAGE_PRESENT else 0
     make = _make_reduction if request.prescale and request.postscale else _make_reduction.__wrapped__  # -0.0 equals 0.0
     return make(request.op, dtype, request.prescale, request.postscale, count)
@@ -331,15 +331,15 @@ def _reduction(request: Request, dtype: np.dtype, present: int) -> Reduction:
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _make_reduction(op: ReduceOp, dtype: np.dtype, prescale: float, postscale: float, count: int) -> Reduction:
-    """A reduction has no state, and training needs few of them, again and again."""
+    """Creates a reduction; it has no state, and training needs few of them again and again."""
     return Reduction(op, dtype, prescale=prescale, postscale=postscale, count=count)
 
 
 def _levels(request: Request, dtype: np.dtype, count: int, *, present: int) -> tuple[Reduction, Reduction]:
-    """The arithmetic on a host and between hosts; an average is divided on the hosts, where nothing overflows yet.
+    """Returns the arithmetic on a host and between hosts; averages divide on the hosts, where nothing overflows yet.
 
-    What hosts send each other are parts of sums, so sixteen-bit floats stay as wide as they are added. Integers are
-    divided once, at the end, for each division truncates.
+    Hosts exchange partial sums, so sixteen-bit floats keep the width in which they are added. Integers are divided
+    once, at the end, because each division truncates.
     """
     count = present if request.op is ReduceOp.AVERAGE_PRESENT else count
     if dtype.kind in "iu" and request.op.averages:

@@ -1,6 +1,6 @@
-"""Whether a rank is between `init` and the end of `shutdown`, told to the process of `coordd run` that started it.
+"""Tells the `coordd run` process of a rank whether the rank is between `init` and the end of `shutdown`.
 
-The exit code alone does not say it: a process that calls ``os._exit(0)`` leaves the others as abruptly as one that is
+The exit code alone does not show it: a process that calls ``os._exit(0)`` leaves the others as abruptly as one that is
 killed. The launcher's process keeps one byte of memory, which the rank opens through ``/proc`` and writes.
 """
 
@@ -12,7 +12,7 @@ import os
 __all__ = ["VARIABLE", "Presence", "tell"]
 
 VARIABLE = "_COORDD_PRESENCE"
-"""Names the byte to the rank; the byte is of no use to processes that the rank starts."""
+"""Holds the path of the byte for the rank; processes that the rank starts have no use for it."""
 
 _AWAY, _PRESENT = b"\0", b"\1"
 
@@ -21,14 +21,14 @@ class Presence:
     """The launcher's end."""
 
     def __init__(self) -> None:
-        """Makes the byte, where the system has memory without a name; elsewhere the rank always counts as away."""
+        """Creates the byte, where the system has anonymous memory files; elsewhere the rank always counts as away."""
         self._descriptor = -1
         if hasattr(os, "memfd_create"):
             self._descriptor = os.memfd_create("coordd presence", os.MFD_CLOEXEC)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the rank needs to know."""
+        """The environment variables for the rank."""
         return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._descriptor}"} if self._descriptor >= 0 else {}
 
     @property
@@ -38,7 +38,7 @@ class Presence:
 
 
 def tell(place: str, *, present: bool) -> None:
-    """Writes the byte; the rank's end. Without a launcher, or where it cannot be seen from here, nothing is told."""
+    """Writes the byte; the rank's end. Does nothing without a launcher, or where the byte cannot be opened."""
     if place:
         with contextlib.suppress(OSError):
             descriptor = os.open(place, os.O_WRONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Which ranks take part in an operation: a value, identified by its members."""
+"""The ranks that take part in an operation: a value, identified by its members."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ProcessSet", "check_process_set", "global_process_set", "named_ranks
 
 @dataclass(frozen=True, init=False)
 class ProcessSet:
-    """Some ranks, ascending; made without an argument, all of them.
+    """Some ranks, ascending; without an argument, all ranks.
 
     Two sets with the same members are the same set, so there is nothing to register.
     """
@@ -22,10 +22,10 @@ class ProcessSet:
     ranks: tuple[int, ...]
 
     def __init__(self, ranks: Iterable[int] | None = None) -> None:
-        """Makes a set.
+        """Creates a set.
 
         Raises:
-            ArgumentError: there are no ranks, or one of them is negative, given twice, or no whole number.
+            ArgumentError: there are no ranks, or one of them is negative, given twice, or not a whole number.
         """
         members = () if ranks is None else _listed(ranks)
         if len(set(members)) < len(members) or any(rank < 0 for rank in members):
@@ -40,7 +40,7 @@ class ProcessSet:
         return hash(self.ranks)
 
     def count(self, size: int) -> int:
-        """How many members it has in a world of ``size`` ranks."""
+        """Returns the number of members in a world of ``size`` ranks."""
         return len(self.ranks) or size
 
     def members(self, *, rank: int, size: int) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ class ProcessSet:
 
 
 def _listed(ranks: Iterable[int]) -> tuple[int, ...]:
-    """Sorts the ranks of a set."""
+    """Returns the ranks of a set, sorted and checked."""
     if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
         text = f"a process set is made of ranks, as in ProcessSet([0, 1]), not of {ranks!r}"
         raise ArgumentError(text)
@@ -71,7 +71,7 @@ def _listed(ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def check_process_set(given: object, size: int) -> None:
-    """Refuses what is no process set of a world of ``size`` ranks.
+    """Rejects a value that is not a process set of a world of ``size`` ranks.
 
     Raises:
         ArgumentError: it is something else, or has ranks that do not exist.
@@ -89,10 +89,11 @@ global_process_set = ProcessSet()
 
 
 def named_ranks(process_set: object, size: int) -> tuple[int, ...]:
-    """The members, none for the whole world.
+    """Returns the members of a value that may not be a valid process set; none for the whole world.
 
-    A rank that gives something unusable must still tell those that wait for it, and only those. So what names ranks
-    stands for those of them that exist, if there are at least two; anything else for the whole world.
+    A rank that passes an unusable value must still notify the ranks that wait for it, and only those. So a value that
+    names ranks stands for those of them that exist, if there are at least two; any other value stands for the whole
+    world.
     """
     given = getattr(process_set, "ranks", process_set)
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):

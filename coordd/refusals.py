@@ -1,4 +1,4 @@
-"""What a rank has refused, calls and operations: what others announce of it fails, whenever it comes. Pure."""
+"""Calls and operations that a rank has refused: the other ranks' announcements of them fail at any time. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Key = tuple[str, tuple[int, ...]]
 
 @dataclass
 class _Call:
-    """Who refused the call first, and the members that may still announce something of it, as a bit mask."""
+    """The first refusal of a call, and the members that may still announce part of it, as a bit mask."""
 
     first: Refused
     inside: int
@@ -27,14 +27,14 @@ class _Call:
 
 @dataclass
 class _Part:
-    """An operation, or a group, of which a rank has refused its part.
+    """An operation, or a group, in which a rank has refused its part.
 
     Attributes:
-        first: what that rank has said.
+        first: the refusal.
         wanted: the members, as a bit mask.
-        inside: those that have yet to announce theirs, or all of it.
+        inside: the members that have yet to announce their part, or all of it.
         heard: by rank, how many operations of the group it has announced.
-        before: by rank, the plan from which on what it announces is something new.
+        before: by rank, the plan from which on its announcements are unrelated to this one.
     """
 
     first: Refused
@@ -44,14 +44,14 @@ class _Part:
     before: dict[int, int] = field(default_factory=dict)
 
     def expire(self, ranks: int, seen: int) -> None:
-        """Notes that ranks, a bit mask, have carried out a plan, from which on some have nothing to do with this."""
+        """Records that ranks, a bit mask, have carried out a plan, from which on this part does not apply to some."""
         for rank, plan in [*self.before.items()]:
             if ranks >> rank & 1 and plan <= seen:
                 self.inside &= ~(1 << rank)
                 del self.before[rank]
 
     def hear(self, ranks: int, size: int) -> None:
-        """Notes that ranks have announced one operation of a group of some size; merged reports change their order."""
+        """Records that ranks have announced an operation of a group of ``size``; merged reports change their order."""
         self.heard.update(bits(ranks) if size > 1 else ())
         self.inside &= ~sum(1 << rank for rank in bits(ranks) if size == 1 or self.heard[rank] == size)
 
@@ -59,7 +59,7 @@ class _Part:
 class Refusals:
     """By the id of a call, the ranks that have refused it.
 
-    A call is forgotten once every member has left it by an error or has left the job: none announces anything of it
+    A call is forgotten once every member has left it by an error or has left the job: no rank announces part of it
     after that.
     """
 
@@ -73,10 +73,10 @@ class Refusals:
         return call in self._calls
 
     def enter(self, refused: Refused, members: int, left: int) -> bool:
-        """Notes that a rank has refused a call; says whether it is the first of the members.
+        """Records that a rank has refused a call; returns whether it is the first of the members.
 
         Args:
-            refused: what the rank has said.
+            refused: the refusal.
             members: bit mask of the ranks that make the call together.
             left: bit mask of the ranks that have left the job.
         """
@@ -89,21 +89,21 @@ class Refusals:
         return new
 
     def leave(self, ranks: int) -> None:
-        """Notes that ranks, a bit mask, will announce nothing more."""
+        """Records that ranks, a bit mask, will announce nothing more."""
         for name, call in [*self._calls.items()]:
             call.inside &= ~ranks
             if not call.inside:
                 del self._calls[name]
 
     def response(self, request: Request, ranks: int) -> Response:
-        """Makes what ranks, a bit mask, get that announce part of a call that was refused."""
+        """Returns the error for ranks, a bit mask, that announce part of a call that was refused."""
         return answer(self._calls[request.call].first, request, ranks)
 
 
 class RefusedParts:
-    """By name and process set, the operations of which a rank has refused its part, oldest first.
+    """Operations in which a rank has refused its part, by name and process set, oldest first.
 
-    A group has one entry, under its own name, for the ranks' groups may differ in size.
+    A group has one entry, under its own name, because the ranks' groups may differ in size.
 
     Each of them is forgotten once every other member has announced or refused its part, has joined or left the job. So
     the n-th operation of a name is the same one on all members, whether they announce or refuse it.
@@ -117,7 +117,7 @@ class RefusedParts:
         return bool(self._parts)
 
     def __iter__(self) -> Iterator[str]:
-        """Lists the names of operations and groups, but for those without names, which never come again."""
+        """Iterates over the names of operations and groups, except unnamed ones, which never come again."""
         return iter(self._sets)
 
     def enter(  # noqa: PLR0913 - all that is known of it
@@ -130,15 +130,16 @@ class RefusedParts:
         *,
         before: Mapping[int, int],
     ) -> None:
-        """Notes that a rank has refused its part of an operation or a group.
+        """Records that a rank has refused its part of an operation or a group.
 
         Args:
-            refused: what the rank has said.
+            refused: the refusal.
             name: of the operation, or of the group.
             wanted: bit mask of its members.
-            inside: bit mask of those that may announce theirs.
-            told: by name, bit masks of those that have.
-            before: by rank, the plan from which on what it announces is something new; for those of which that holds.
+            inside: bit mask of the members that may still announce theirs.
+            told: by name, bit mask of the members that have announced it.
+            before: by rank, the plan from which on its announcements are unrelated; only for ranks that have such a
+                plan.
         """
         part = _Part(refused, wanted, inside, before=dict(before))
         for each, ranks in told.items():
@@ -150,12 +151,12 @@ class RefusedParts:
                 self._sets.setdefault(name, {})[refused.members] = None
 
     def claim(self, name: str, members: tuple[int, ...], ranks: int, seen: int) -> list[tuple[Refused, int]]:
-        """Takes what ranks get that announce or refuse their part: refusals, and the ranks of each.
+        """Removes and returns the refusals for ranks that announce or refuse their part, with the ranks of each.
 
         Args:
             name: of the operation, or of the group.
             members: of the process set.
-            ranks: those that announce or refuse it, as a bit mask.
+            ranks: bit mask of the ranks that announce or refuse it.
             seen: the last plan that they had carried out by then.
         """
         if not self._parts:
@@ -173,9 +174,10 @@ class RefusedParts:
         return found
 
     def take_over(self, name: str, members: tuple[int, ...], wanted: int, told: int) -> tuple[Refused, str] | None:
-        """Finds what a rank has refused with another process set than the one with which others announce it.
+        """Finds a refusal that names another process set than the one with which other ranks announce the operation.
 
-        It is forgotten: that set was a mistake, and may have members that have nothing to do with the operation.
+        The refusal is forgotten: that set was a mistake, and may have members that have nothing to do with the
+        operation.
 
         Args:
             name: of the operation.
@@ -184,7 +186,7 @@ class RefusedParts:
             told: bit mask of the ranks that have announced it.
 
         Returns:
-            what that rank has said, and the name of the operation or group in it.
+            the refusal, and the name of the operation or group in it.
         """
         for said in (name, group_of(name)[0]) if self._sets else ():
             for other in [*self._sets.get(said, ())]:
@@ -196,7 +198,7 @@ class RefusedParts:
         return None
 
     def restart(self, ranks: int, plan: int) -> None:
-        """Notes that ranks get errors by a plan, and begin anew: then they announce nothing of what was refused before.
+        """Records that ranks get errors by a plan and restart: after it, refusals from before do not apply to them.
 
         Args:
             ranks: their bit mask.
@@ -207,7 +209,7 @@ class RefusedParts:
                 part.before |= {rank: plan for rank in bits(part.inside & ranks) if rank not in part.before}
 
     def expire(self, oldest: int) -> None:
-        """Notes that all ranks have carried out a plan."""
+        """Records that all ranks have carried out a plan."""
         for parts in self._parts.values():
             for part in parts:
                 part.expire(-1, oldest)
@@ -215,7 +217,7 @@ class RefusedParts:
             self._forget(key)
 
     def leave(self, ranks: int, wide: int) -> None:
-        """Notes that ranks will announce nothing more for now in the sets within ``wide``; both are bit masks."""
+        """Records that ranks announce nothing more for now in the sets within ``wide``; both are bit masks."""
         for parts in self._parts.values():
             for part in parts:
                 part.inside &= ~(0 if part.wanted & ~wide else ranks)
@@ -235,5 +237,5 @@ class RefusedParts:
 
 
 def answer(refused: Refused, request: Request, ranks: int) -> Response:
-    """Makes what ranks, a bit mask, get that have announced part of what a rank refuses."""
+    """Creates the error for ranks, a bit mask, that have announced part of a refused call or operation."""
     return Response(request, error=refused.reason, recipients=tuple(bits(ranks)), refuser=refused.rank)

@@ -1,7 +1,7 @@
-"""What this rank refuses to submit: the operation counts all the same, and the other ranks hear of it.
+"""Refused operations: an operation that this rank refuses to submit is still counted, and reported to the others.
 
-They may have announced their part. If this rank did not count the operation, its next one without a name would be
-paired with that part, and both would get wrong results without an error; and if it said nothing, they would wait.
+They may have announced their part. If this rank did not count the operation, its next unnamed one would be paired with
+that part, and both would get wrong results without an error; and without a report they would wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 Name = tuple[Kind, Sequence[str | None]]
 """The kind of an operation and its name, or those of a group; None for each without a name."""
 Find = Callable[[Mapping[str, Any]], Name]
-"""Finds, by the arguments of a call, what other ranks that make the same call announce first."""
+"""Finds, from the arguments of a call, which operation other ranks that make the same call announce first."""
 
 
 def refusable(
@@ -39,10 +39,10 @@ def refusable(
     *,
     announces: bool = False,
 ) -> Callable[[Function], Function]:
-    """Has what a function refuses counted and told to the other members, whose part of it fails; a decorator.
+    """Decorator: counts and reports the calls that a function refuses; the other members' part of them fails.
 
-    Nothing is told where the operation was announced before the function failed, and of what only this rank can know: a
-    name that is in flight, or one that is none. A process set that is unusable stands for the ranks that it names.
+    Nothing is reported if the operation was announced before the function failed, or if only this rank can know the
+    error: a name that is in flight or unusable. An unusable process set stands for the ranks that it names.
 
     Args:
         kind: the operation; of a group where the function has an argument ``tensors``.
@@ -56,7 +56,7 @@ def refusable(
         group = isinstance(kind, Kind) and "tensors" in signature.parameters
 
         @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:  # each operation passes some of these, so it does little itself
+        def counted(*args: Any, **kwargs: Any) -> Any:  # every operation passes several of these, so it must be cheap
             operations = args[0] if find is None else find()
             thread = operations.thread
             before = thread.accounted
@@ -64,7 +64,7 @@ def refusable(
                 found = function(*args, **kwargs)
             except Exception as error:
                 if thread.accounted == before:
-                    with contextlib.suppress(Exception):  # a name that is none counts nothing
+                    with contextlib.suppress(Exception):  # an unusable name counts nothing
                         operations.refuse(*_what(kind, signature, args, kwargs), error)
                 raise
             if announces:
@@ -92,19 +92,20 @@ def telling(
     names: Sequence[str | None] | Callable[[], Sequence[str | None]],
     process_set: Any = global_process_set,
 ) -> AbstractContextManager[None]:
-    """Does for a block what `refusable` does for a function: if it fails before it announces, the others are told.
+    """Applies `refusable` to a block: if it fails before it announces, the other ranks get an error.
 
     Args:
-        operations: whose numbers count.
-        kind: of what the others announce first.
-        names: of that, or of a group; None for each without one. Or what finds them, when something has failed.
+        operations: count the operation.
+        kind: of the operation that the others announce first.
+        names: of that, or of a group; None for each without one. Or a function that returns them, called after an
+            error.
         process_set: the members.
     """
     return _Told(operations, lambda: (kind, names() if callable(names) else names, process_set))
 
 
 class _Told:
-    """A block; no generator, whose frames would stand between what is refused and the user's line."""
+    """The context manager of `telling`; no generator, whose frames would hide the user's line."""
 
     def __init__(self, operations: Operations, what: Callable[[], tuple[Kind, Sequence[str | None], Any]]) -> None:
         self._operations = operations
@@ -116,20 +117,21 @@ class _Told:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception) and self._operations.accounted == self._before:
-            with contextlib.suppress(Exception):  # a name that is none counts nothing
+            with contextlib.suppress(Exception):  # an unusable name counts nothing
                 self._operations.refuse(*self._what(), error)
 
 
 def await_first(
     first: Handle[Result], operations: Operations, kind: Kind, second: str | None, process_set: ProcessSet
 ) -> Result:
-    """Waits for the first of two operations. If a signal's handler ends that, the second one counts here all the same.
+    """Waits for the first of two operations; if a signal handler ends the wait, the second one is refused here.
 
-    The others go on with it, so they hear that this rank does not; else it would be paired with a later one.
+    The other ranks continue with the second one, so they must learn that this rank does not; otherwise it would be
+    paired with a later one.
 
     Args:
         first: the operation.
-        operations: whose numbers count.
+        operations: count the operation.
         kind: of the second one.
         second: its name.
         process_set: the members.
@@ -146,18 +148,18 @@ def await_first(
 def _what(
     kind: Kind | Find, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Kind, Sequence[str | None], Any]:
-    """What a call would have announced: the kind, the names and the process set."""
+    """Returns the kind, the names and the process set that a call would have announced."""
     given = _given(signature, args, kwargs)
     what = _named(kind, given) if isinstance(kind, Kind) else kind(given)
     return *what, given.get("process_set", global_process_set)
 
 
 def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments by name, without those that the function does not have."""
+    """Returns the arguments by name, without arguments that the function does not have."""
     known = {key: value for key, value in kwargs.items() if key in signature.parameters}
     try:
         return signature.bind_partial(*args, **known).arguments
-    except TypeError:  # too many
+    except TypeError:  # too many arguments
         return known
 
 

@@ -1,6 +1,6 @@
-"""How the ranks find each other: over MPI under an MPI launcher, else as a world of one.
+"""Connects the ranks: over MPI under an MPI launcher, else as a world of one.
 
-One rule: all ranks start, or none does and all say why (`coordd.bootstrap`).
+One rule: all ranks start, or none does and all report why (`coordd.bootstrap`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ log = logging.getLogger("coordd")
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's way to the others.
+    """A rank's connections to the others.
 
     Attributes:
         transport: carries data.
         control: carries messages.
-        hosts: a name for each rank; ranks of one name share memory, and know each other's process numbers.
+        hosts: a name for each rank; ranks of one name share memory, and know each other's process ids.
         commons: the memory that the ranks of this host share.
-        notes: what they tell each other there.
+        notes: the channels for notes between them.
         machines: a name for each rank; ranks of one name reach each other by loopback, though they may share no memory.
             Empty means the hosts.
         start: the exchanges by which all ranks start or none does; by default there are none.
@@ -61,11 +61,11 @@ class Link:
     start: Bootstrap = field(default_factory=Bootstrap)
 
     def close(self, *, failed: bool) -> None:
-        """Leaves; ``failed`` is whether the other ranks may not do so in step with this one.
+        """Closes all parts; ``failed`` is whether the other ranks may not do so in step with this one.
 
-        What one part raises keeps no other from being closed; then it is raised.
+        An error of one part keeps no other from being closed; then it is raised.
         """
-        with contextlib.ExitStack() as steps:  # the last one comes first
+        with contextlib.ExitStack() as steps:  # the last one runs first
             for part in (self.commons, self.notes):
                 if part is not None:
                     steps.callback(part.close)
@@ -74,19 +74,19 @@ class Link:
 
 
 Rendezvous = Callable[[Bell], Link]
-"""Makes the link on the daemon's thread; its argument wakes the daemon."""
+"""Creates the link on the daemon's thread; its argument wakes the daemon."""
 
 
 def meet(config: Config, *, one_of_many: bool = True) -> Rendezvous:
-    """Chooses the way for this process.
+    """Chooses how this process finds the other ranks.
 
     Args:
         config: the settings.
-        one_of_many: whether what the environment says of several processes speaks of this one.
+        one_of_many: whether environment variables about several processes apply to this one.
 
     Raises:
         ConfigError: there is no such transport.
-        StartError: the environment tells of other ranks, but nothing connects this process to them.
+        StartError: the environment announces other ranks, but nothing connects this process to them.
     """
     _refuse_free_threads()
     name = "local" if config.alone else config.transport
@@ -102,10 +102,10 @@ def meet(config: Config, *, one_of_many: bool = True) -> Rendezvous:
 
 
 def tell(error: BaseException) -> threading.Thread | None:
-    """Tells the ranks that an MPI launcher has started beside this one why this one cannot begin to look for them.
+    """Reports to the ranks that an MPI launcher has started beside this one why this one cannot start.
 
     Returns:
-        the thread that does so, as soon as the others have come; None if there are none.
+        the thread that reports, as soon as the other ranks have started; None if there are none.
     """
     if launched_ranks(os.environ) < 2:
         return None
@@ -115,7 +115,7 @@ def tell(error: BaseException) -> threading.Thread | None:
 
 
 def _tell(error: BaseException) -> None:
-    with suppress(Exception):  # this rank has an error already, and raises that one
+    with suppress(Exception):  # this rank raises its own error
         transport = MpiTransport()
         start = Bootstrap(transport.gather)
         start.tell(error)
@@ -123,11 +123,11 @@ def _tell(error: BaseException) -> None:
 
 
 def local_world(size: int, hosts: Sequence[str] = (), *, fan_in: int = 2) -> list[Rendezvous]:
-    """Makes the ways of ranks that are threads of this process, for tests and simulations.
+    """Creates the rendezvous of ranks that are threads of this process, for tests and simulations.
 
     Args:
         size: number of ranks.
-        hosts: where they pretend to be; by default together.
+        hosts: the simulated host of each rank; by default all on one.
         fan_in: the setting of this name.
     """
     here = tuple(hosts) or (os.uname().nodename,) * size
@@ -190,23 +190,23 @@ _KERNEL = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _machine() -> str:
-    """What tells this machine from others of its name: its kernel, and its network, which a container has for itself.
+    """Identifies this machine among others of its name: by its kernel, and its network, which a container may own.
 
-    Nothing where the system does not say.
+    Empty where the system does not provide it.
     """
     kernel = _KERNEL.read_text("ascii").strip() if _KERNEL.is_file() else ""
     return f"{kernel} {_namespace('net')}".strip()
 
 
 def _namespace(kind: str) -> str:
-    """Names what this process has of a kind in common with others of its container."""
+    """Returns the id of a namespace of this process, which it shares with the processes of its container."""
     with suppress(OSError):
         return str(Path(f"/proc/self/ns/{kind}").readlink())
     return ""
 
 
 def _apart(found: Sequence[tuple[str, str]], mark: str = "~") -> tuple[str, ...]:
-    """Names the place of each rank, given a name and what is behind it; places of one name get a number behind it."""
+    """Names the place of each rank, given its name and identity; different places of one name get a number appended."""
     known: dict[str, list[str]] = {}
     for name, own in dict.fromkeys(found):
         known.setdefault(name, []).append(own)
@@ -215,12 +215,12 @@ def _apart(found: Sequence[tuple[str, str]], mark: str = "~") -> tuple[str, ...]
 
 
 def _split(host: str, transport: Transport, parts: int) -> str:
-    """Names the host of this rank; one machine may play several, to try what else needs more than one."""
+    """Names the host of this rank; one machine may simulate several, to test code that needs more than one."""
     return f"{host}#{transport.rank * parts // transport.size}" if parts > 1 else host
 
 
 def _refuse_free_threads() -> None:
-    """Refuses a Python whose threads run at once: what framework threads leave for the daemon could be overlooked."""
+    """Rejects a Python without the GIL: work that framework threads queue for the daemon could be overlooked."""
     enabled = getattr(sys, "_is_gil_enabled", None)  # Python 3.13 and newer
     if enabled is not None and not enabled():
         text = (
@@ -231,7 +231,7 @@ def _refuse_free_threads() -> None:
 
 
 def _warn_of_order(rank: int) -> None:
-    """Says once a job that common memory is not tested on such a processor."""
+    """Warns once per job if common memory is not tested on this processor."""
     if rank == 0 and not ORDERED:
         log.warning(
             "common memory is tested on x86-64 processors only, and this one is %s: set COORDD_SHARED_MEMORY=0 if "
@@ -244,7 +244,7 @@ def _refuse_to_be_one_of_many(environment: Mapping[str, str], size: int) -> None
     """Catches the common mistake of starting ranks in a way that leaves each one alone, as rank 0 of 1.
 
     Raises:
-        StartError: naming the variable that tells of more ranks than there are.
+        StartError: naming the variable that announces more ranks than there are.
     """
     claim = more_ranks(environment, size)
     if claim is None:

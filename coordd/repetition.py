@@ -1,4 +1,4 @@
-"""Notices that every step does the same: the sign that a plan can be locked. Pure."""
+"""Detects repeated steps, the condition for locking a plan. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Slots = tuple[int, ...]
 
 
 class _Mark(NamedTuple):
-    """A place between two buckets: what the step that ends here holds, and how many steps in a row have held that."""
+    """A position between two buckets: the slots of the step that ends here, and its number of repetitions in a row."""
 
     step: frozenset[int]
     row: int
 
 
 class Repetition:
-    """Looks back from the end of each plan: do the last buckets divide into so many steps that hold the same slots?
+    """Checks at the end of each plan whether the last buckets divide into enough steps with the same slots.
 
     A step reaches back as far as no slot comes twice. Where the program's own steps begin need not be known.
     """
@@ -39,14 +39,14 @@ class Repetition:
         self._step: set[int] = set()
 
     def observe(self, groups: Iterable[Slots], *, changed: Iterable[int] = ()) -> Sequence[Slots]:
-        """Takes in what one plan releases.
+        """Records the buckets that one plan releases.
 
         Args:
             groups: slots by bucket, in the order of the plan.
             changed: slots that the plan gives to another tensor.
 
         Returns:
-            the buckets of the last step if it is the last that was needed, else nothing.
+            the buckets of the last step if that completes the needed repetitions, else nothing.
         """
         for group in groups:
             self._append(group)
@@ -55,16 +55,16 @@ class Repetition:
         return self._groups if self._marks[-1].row >= self.needed else ()
 
     def judge(self, lasted: int) -> None:
-        """Learns from a lock that was broken after so many steps.
+        """Learns from a lock that was broken after ``lasted`` steps.
 
-        If it did not even last as long as it took to make, the next one takes twice as long, so that a program that
-        does not fit is left alone; otherwise it was worth it.
+        If it did not even last as long as it took to make, the next one needs twice as many steps, so that a program
+        that does not repeat is left alone; otherwise the lock was worth it.
         """
         self.needed = self._least if lasted >= self.needed else min(_MOST, 2 * self.needed)
         self.start_over()
 
     def _append(self, group: Slots) -> None:
-        """Moves the end of the step on, and its beginning past whatever comes again; marks[n] is before groups[n]."""
+        """Appends a bucket to the step, and drops its start up to any repeated slot; marks[n] is before groups[n]."""
         while not self._step.isdisjoint(group):
             self._step.difference_update(self._groups.pop(0))
             del self._marks[0]
@@ -75,5 +75,5 @@ class Repetition:
         self._marks.append(_Mark(frozenset(self._step), row))
 
     def start_over(self) -> None:
-        """Forgets what it has seen."""
+        """Forgets the steps seen so far."""
         self._groups, self._marks, self._step = [], [_Mark(frozenset(), 0)], set()

@@ -1,7 +1,8 @@
-"""Who has announced which known tensors: slots of the cache are bits of one integer, ranks are bits of another.
+"""The message table of cached tensors: slots of the cache are bits of one integer, ranks are bits of another.
 
-Pure. Slots that the same ranks have announced in the same way are kept together. So a step in which all say the same
-costs the same whatever the number of its tensors and ranks, and one in which a few are late little more.
+Pure. Slots that the same ranks have announced in the same way are kept together. So a step in which all ranks announce
+the same tensors costs the same for any number of tensors and ranks, and one in which a few ranks are late costs
+little more.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ __all__ = ["Roll"]
 
 
 class Roll:
-    """A roll call: by the ranks that have announced them, and those of these that only fill up, sets of slots."""
+    """Sets of slots, by the ranks that have announced them and the ranks among these that only have fillers."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, int], int] = {}
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        """Lists ranks, those of them that only fill up, and the slots of which exactly this is true."""
+        """Yields ranks, those of them that only have fillers, and the slots that exactly these have announced."""
         return ((told, filled, slots) for (told, filled), slots in self._groups.items())
 
     @property
     def slots(self) -> int:
-        """What anybody has announced."""
+        """The slots that any rank has announced."""
         found = 0
         for slots in self._groups.values():
             found |= slots
@@ -31,7 +32,7 @@ class Roll:
 
     @property
     def void(self) -> int:
-        """What nobody has announced in earnest."""
+        """The announced slots for which all ranks so far only have fillers."""
         found = 0
         for (told, filled), slots in self._groups.items():
             if told == filled:
@@ -40,7 +41,7 @@ class Roll:
 
     @property
     def earnest(self) -> int:
-        """What nobody has announced to fill it up only."""
+        """The announced slots for which no rank so far has a filler."""
         found = 0
         for (_, filled), slots in self._groups.items():
             if not filled:
@@ -48,11 +49,11 @@ class Roll:
         return found
 
     def ranks(self, slot: int) -> tuple[int, int]:
-        """Says who has announced a slot, and who of them only fills it up."""
+        """Returns the ranks that have announced a slot, and those of them that only have fillers."""
         return next((key for key, slots in self._groups.items() if slots >> slot & 1), (0, 0))
 
     def enter(self, ranks: int, hits: int, fillers: int = 0) -> None:
-        """Notes that ranks have announced slots, some of which they only fill up."""
+        """Records that ranks have announced slots, some of them as fillers."""
         if earnest := hits & ~fillers:
             self._enter(ranks, 0, earnest)
         if fillers := hits & fillers:
@@ -74,7 +75,7 @@ class Roll:
         self._groups = found
 
     def complete(self, slots: int, wanted: int) -> int:
-        """Finds those of some slots that all wanted ranks have announced."""
+        """Returns those of the slots that all wanted ranks have announced."""
         found = 0
         for (told, _), there in self._groups.items():
             if not wanted & ~told:

@@ -1,6 +1,6 @@
-"""How the members of an operation are spread over hosts, and hence what way its data takes.
+"""The hierarchy of a reduction: how the members of an operation are spread over hosts, and which way data takes.
 
-Pure: a function of who sits where, so that every member finds the same.
+Pure: a function of the host of every rank, so that every member computes the same.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ __all__ = ["Route", "route"]
 
 @dataclass(frozen=True)
 class Route:
-    """One member's part in a reduction on several levels.
+    """One member's part in a hierarchical reduction.
 
     Attributes:
         neighbours: the members on this host, ascending.
-        owners: how many members of each host add up slices; the same number on every host.
-        peers: the owners of the same slice, one a host, this rank among them; empty if it owns none or is on the only
-            host.
+        owners: how many members of each host reduce slices; the same number on every host.
+        peers: the owners of the same slice, one per host, including this rank; empty if it owns none or there is only
+            one host.
     """
 
     neighbours: tuple[int, ...]
@@ -28,7 +28,7 @@ class Route:
 
 
 def route(rank: int, members: Sequence[int], hosts: Sequence[str]) -> Route:
-    """Finds the part of a member.
+    """Computes the part of a member.
 
     Args:
         rank: the member.

@@ -1,7 +1,7 @@
-"""Whether a tensor was changed between its submission and the moment when its data moves; for debugging.
+"""The in-flight check: whether a tensor changed between its submission and its transfer; for debugging.
 
-An operation reads the tensor when all ranks have it, so what is written to it before goes into some sums and not into
-others, and nobody notices. A seal is a checksum, and costs a pass over the tensor each time.
+An operation reads the tensor when all ranks have it, so a write before that goes into some sums and not into others,
+without an error. The check takes a checksum, and costs a pass over the tensor each time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["check", "seal"]
 
 
 def seal(entry: Entry, *, rank: int) -> None:
-    """Notes what an entry holds, if this rank's data matters."""
+    """Stores the checksum of an entry, if this rank's data matters."""
     request = entry.request
     if request.kind is not Kind.BROADCAST or request.root == rank:
         entry.seal = _print(entry.array)
 
 
 def check(entries: Iterable[Entry]) -> None:
-    """Lets those entries fail whose tensors have changed; their data moves all the same, for others wait for it."""
+    """Fails the entries whose tensors have changed; their data moves all the same, because other ranks wait for it."""
     for entry in entries:
         if entry.seal is not None and entry.seal != _print(entry.array):
             error = ChangedError(entry.request.name, show_site(entry.site))

@@ -1,4 +1,4 @@
-"""Tells an error that ends the interpreter from one after which an interactive session, or other code, goes on.
+"""Distinguishes an error that ends the interpreter from one after which an interactive session or other code continues.
 
 Python calls the same hook for both, and leaves both in ``sys.last_exc``. The traceback of an error that ends the
 interpreter begins in a frame that has ended by it, that of the main module; that of an error that was caught begins
@@ -23,9 +23,9 @@ _ANEW = dis.opmap["RERAISE"]
 
 
 def is_called_by(hook: Any) -> bool:
-    """Says whether the interpreter has called the hook that runs, ``sys.excepthook``, and not some Python code.
+    """Returns whether the interpreter, and not Python code, has called the running hook, ``sys.excepthook``.
 
-    What calls it by itself, such as a console, catches errors, shows them so, and goes on.
+    Python code that calls it, such as a console, catches errors, prints them this way, and continues.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -37,7 +37,7 @@ def is_called_by(hook: Any) -> bool:
 
 
 def in_session(error: BaseException) -> bool:
-    """Says whether an error that nothing has caught leads back to, or into, an interactive session."""
+    """Returns whether an uncaught error returns to, or starts, an interactive session."""
     if sys.flags.interactive or session_follows():
         return True
     first = error.__traceback__
@@ -45,15 +45,15 @@ def in_session(error: BaseException) -> bool:
 
 
 def session_follows() -> bool:
-    """Says whether the script runs with ``python -i``, or the like, so that a session begins however it ends."""
-    if hasattr(sys, "ps1"):  # it has begun
+    """Returns whether a session follows however the script ends, as with ``python -i``."""
+    if hasattr(sys, "ps1"):  # the session has begun
         return False
     inspects = sys.flags.inspect or os.environ.get("PYTHONINSPECT")
     return bool(sys.flags.interactive or (inspects and sys.stdin is not None and sys.stdin.isatty()))
 
 
 def has_ended_main(error: BaseException) -> bool:
-    """Says whether an error has ended the main module, so that the interpreter exits because of it."""
+    """Returns whether an error has ended the main module, so that the interpreter exits because of it."""
     first = error.__traceback__
     if first is None or in_session(error):
         return False
@@ -65,7 +65,7 @@ def has_ended_main(error: BaseException) -> bool:
 
 
 def _code(hook: Any) -> CodeType | None:
-    """Finds the code that is the first to run when a hook is called; None of one that is not written in Python."""
+    """Returns the code that runs first when a hook is called; None for a hook that is not written in Python."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     found: Callable[..., Any] = getattr(hook, "__func__", hook)

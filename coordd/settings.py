@@ -1,6 +1,6 @@
-"""What autotune may change while a job runs, as data: one choice of each knob, and the choices there are.
+"""The settings that autotune may change while a job runs, as data: one value per knob, and the possible values.
 
-One rule: what the words mean is the business of whoever carries them out; here they are only chosen.
+One rule: values are only chosen here; the code that applies them defines what they mean.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         fusion_mb: largest bucket in MiB, as the knob of that name; 0 reduces every tensor on its own.
         cycle_ms: batching window in milliseconds, as the knob of that name.
-        buckets: into how many buckets a step's gradients are cut at least, so that the first ones travel while
-            backward still computes; 1 leaves it to ``fusion_mb``.
-        algorithm: how a bucket is reduced, a word that the transport knows.
+        buckets: the least number of buckets for a step's gradients, so that the first ones travel while backward still
+            computes; 1 leaves it to ``fusion_mb``.
+        algorithm: how a bucket is reduced, by a name that the transport knows.
         compression: how a bucket travels, such as ``none`` or ``bf16``.
     """
 
@@ -39,12 +39,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     compression: str
 
     def bucket_bytes(self, gradients: int) -> int:
-        """Largest bucket in bytes, for a step whose gradients have so many bytes altogether."""
+        """Returns the largest bucket in bytes, for a step with ``gradients`` bytes of gradients in total."""
         return min(int(self.fusion_mb * MIB), max(1, math.ceil(gradients / self.buckets)))
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices of each knob, in an order in which neighbours are alike. A knob with one choice is not tuned.
+    """The choices of each knob, ordered so that similar ones are neighbours. A knob with one choice is not tuned.
 
     Raises:
         ConfigError: a knob has no choice, or one of them twice.
@@ -64,12 +64,13 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def around(cls, start: Settings, *, algorithms: Iterable[str] = (), compressions: Iterable[str] = ()) -> Space:
-        """Makes the usual space.
+        """Creates the usual space.
 
         Args:
             start: the settings without tuning; they are always in the space.
-            algorithms: those that the transport has, if there is a choice.
-            compressions: those that the user allows, since they change the numbers; by default only that of ``start``.
+            algorithms: the transport's algorithms, if there is a choice.
+            compressions: the compressions that the user allows, because they change the numbers; by default only that
+                of ``start``.
         """
         return cls(
             fusion_mb=tuple(sorted({*_FUSION_MB, start.fusion_mb})),
@@ -83,7 +84,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         return all(getattr(settings, knob) in self.choices(knob) for knob in Settings.__struct_fields__)
 
     def choices(self, knob: str) -> tuple[float | str, ...]:
-        """The choices of a knob, by its name."""
+        """Returns the choices of a knob, by its name."""
         found: tuple[float | str, ...] = getattr(self, knob)
         return found
 

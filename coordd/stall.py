@@ -1,4 +1,4 @@
-"""When a wait is too long, and how it is told. Pure: time is passed in."""
+"""Decides when a wait is too long, and formats the stall report. Pure: time is passed in."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PLACES = 3
 
 
 class StallWatch:
-    """Decides when this rank asks what the others are doing.
+    """Decides when this rank queries what the other ranks are doing.
 
-    Without a fixed limit it adapts: twenty times the usual wait, between 5 and 60 seconds. A wait that goes on is asked
-    about again after twice the time, and so on; and after ``abort_seconds``, which end the job, unless these are 0.
+    Without a fixed limit it adapts: twenty times the usual wait, between 5 and 60 seconds. A wait that continues is
+    queried again after twice the time, and so on; and after ``abort_seconds``, which end the job, unless 0.
     """
 
     def __init__(self, seconds: float | None, *, abort_seconds: float = 0.0) -> None:
@@ -38,32 +38,32 @@ class StallWatch:
         return min(usual if self._fixed is None else self._fixed, self._abort)
 
     def intolerable(self, waited: float) -> bool:
-        """Says whether a wait is to end the job."""
+        """Returns whether a wait is long enough to end the job."""
         return waited >= self._abort
 
     def observe(self, entry: Entry, now: float) -> None:
-        """Learns from an operation that ended; where this rank has joined, only that the others go on."""
+        """Learns from an operation that ended; where this rank has joined, only that the other ranks make progress."""
         if entry.patient:
             self._stirred = now
         else:
             self._usual = _MEMORY * self._usual + (1 - _MEMORY) * (now - entry.handle.submitted)
 
     def oldest(self, table: TensorTable) -> float | None:
-        """Since when an operation has waited that has waited longest; None if there is none."""
+        """Since when the oldest operation waits; None if there is none."""
         return min(map(self._since, table.oldest()), default=None)
 
     def late(self, table: TensorTable, now: float) -> list[str]:
-        """Names what has waited for too long."""
+        """Returns the names of operations that have waited for too long."""
         return [entry.request.name for entry in table if self._since(entry) <= now - self.limit]
 
     def begin_anew(self) -> None:
-        """Forgets what was asked about: another operation has waited longest from now on."""
+        """Restarts the schedule of queries: another operation is now the oldest."""
         self._next = None
 
     def overdue(self, waited: float) -> bool:
-        """Says whether it is time to ask, given how long the oldest operation has waited."""
+        """Returns whether it is time to query, given how long the oldest operation has waited."""
         if waited < self.limit:
-            self._next = None  # what was asked about before has ended
+            self._next = None  # the operation of the last query has ended
             return False
         if self._next is not None and waited < self._next:
             return False
@@ -71,22 +71,22 @@ class StallWatch:
         return True
 
     def remaining(self, waited: float) -> float:
-        """Seconds until `overdue` can say yes."""
+        """Seconds until `overdue` can return True."""
         due = self.limit if self._next is None or waited < self.limit else self._next
         return max(0.0, due - waited)
 
     def _since(self, entry: Entry) -> float:
-        """Since when nothing has come of an operation; to join begins anew with all that others do in the meantime."""
+        """Since when an operation waits; a join starts over whenever the other ranks complete an operation."""
         submitted = entry.handle.submitted
         return max(submitted, self._stirred) if entry.patient else submitted
 
 
 def tell(report: StallReport, sites: Mapping[str, str] | None = None) -> str:
-    """Writes a stall report for people.
+    """Formats a stall report for the user.
 
     Args:
-        report: what the coordinator has found out.
-        sites: on which lines of code this rank has submitted what it knows of, by name.
+        report: the coordinator's answer.
+        sites: the lines of code on which this rank submitted the operations that it knows, by name.
     """
     who = ", waiting for remainder of ranks" if any(waiting.missing for waiting in report.waiting) else ""
     lines = [f"no progress for {report.seconds:.1f} s{who}:"]

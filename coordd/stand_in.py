@@ -1,4 +1,4 @@
-"""What a rank that has joined takes part with: nothing, in the form that the operation wants. Pure."""
+"""Builds the placeholder that a joined rank contributes: nothing, in the form that the operation needs. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["stand_in"]
 
 
 class _Nobody:
-    """A handle for which nobody waits."""
+    """A handle for which no thread waits."""
 
     submitted = math.inf
 
@@ -23,17 +23,17 @@ class _Nobody:
         self.name = name
 
     def land(self, value: Any, convert: Any) -> None:
-        """Drops what has arrived."""
+        """Drops the result."""
 
     def resolve(self, result: Any) -> None:
-        """Drops it."""
+        """Drops the result."""
 
     def fail(self, error: BaseException) -> None:
-        """Drops it: whoever has submitted something is told."""
+        """Drops the error: the ranks that have submitted the operation get it."""
 
 
 def stand_in(request: Request) -> Entry:
-    """Makes an entry that changes nothing: the neutral element of a reduction, no rows, or room for what is sent."""
+    """Returns an entry that changes nothing: a reduction's neutral element, no rows, or a receive buffer."""
     dtype = dtype_of(request.dtype)
     shape = request.shape
     if request.kind is Kind.ALLGATHER:
@@ -47,7 +47,7 @@ def stand_in(request: Request) -> Entry:
 
 
 def _neutral(op: ReduceOp, dtype: np.dtype) -> Any:
-    """What a reduction does not notice."""
+    """Returns the neutral element of a reduction."""
     if op is ReduceOp.PRODUCT:
         return 1
     if op not in {ReduceOp.MIN, ReduceOp.MAX}:

@@ -1,6 +1,7 @@
-"""What framework threads may know of the daemon's thread.
+"""The daemon's state that framework threads may read.
 
-That thread writes it, and all read it; others write only that they leave or fail, and who takes questions.
+The daemon's thread writes it, and all threads read it; other threads write only that they leave or fail, and the
+handler of status queries.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["Parts", "Status", "peer_error"]
 
 
 class Parts(NamedTuple):
-    """What the thread works with, for others to look at without touching."""
+    """The parts of the daemon, for other threads to read without changing them."""
 
     member: Member
     flights: Flights
@@ -35,7 +36,7 @@ class Parts(NamedTuple):
 
 
 class Status:
-    """Where one daemon stands."""
+    """The state of one daemon."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -46,32 +47,32 @@ class Status:
         self.traffic = Traffic()
         self.lead = Lead()
         self.desk: Callable[[Inquiry | Account], None] = lambda _: None
-        """Takes what other ranks ask of this one and answer to it; called by the thread, so it must not block."""
+        """Handles other ranks' status queries and answers; the daemon's thread calls it, so it must not block."""
         self.absent: Callable[[], list[int]] = list
-        """Lists the ranks that have not begun on this host, if anything is known of its ranks."""
+        """Lists the ranks of this host that have not started, if the host's ranks are known."""
         self.script = threading.main_thread().ident or 0
         """The thread in which the script runs."""
         self.failing = False
-        """Whether the job has failed, or this rank is about to tell that it has."""
+        """Whether the job has failed, or this rank is about to report that it has."""
         self.leaving = False
         self.stopping = False
         self.abandoned = False
         """Whether the script has given up the start, so that this rank leaves without the others."""
         self.started = threading.Event()
         self.over = threading.Event()
-        """Set when nothing can be completed any more: the thread has ended, or the job has failed."""
+        """Set when no operation can complete any more: the thread has ended, or the job has failed."""
         self.ended = threading.Event()
 
     def count(self, entries: Sequence[Entry], now: float) -> None:
-        """Counts what has landed together."""
+        """Counts entries that completed together."""
         self.traffic.count(entries)
         self.lead.observe(entries, now)
 
     def place(self, rank: int) -> str:
-        """Says where a rank's process is."""
+        """Returns where a rank's process runs."""
         return f"pid {self.pids[rank]} on {self.world.hosts[rank]}" if self.pids else "not yet arrived"
 
 
 def peer_error(failure: Failure) -> PeerError:
-    """Makes the error that those get who wait; a new one each time, for exceptions collect tracebacks."""
+    """Creates the error for waiting threads; a new one each time, because exceptions collect tracebacks."""
     return PeerError(failure.rank, failure.reason, failure.traceback)

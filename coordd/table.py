@@ -1,4 +1,4 @@
-"""The tensor table: what this rank has announced and not yet got back.
+"""The tensor table: the tensors that this rank has submitted and whose results have not arrived.
 
 Pure bookkeeping on one thread. An entry stays until its operation is done or failed, so nothing is ever lost.
 """
@@ -23,11 +23,11 @@ Site = tuple[CodeType, int] | None
 
 
 class Promise(Protocol):
-    """What the daemon needs of a handle; a plugin may bring its own."""
+    """The interface of a handle that the daemon needs; a plugin may provide its own class."""
 
     @property
     def name(self) -> str:
-        """What is in flight."""
+        """The name of the operation."""
         ...
 
     @property
@@ -36,26 +36,26 @@ class Promise(Protocol):
         ...
 
     def land(self, value: Any, convert: Callable[[Any], Any] | None) -> None:
-        """Takes what has arrived; it may have to be converted, which may fail."""
+        """Completes with a received value; ``convert`` makes the result of it, and may fail."""
         ...
 
     def resolve(self, result: Any) -> None:
-        """Takes a result as it is."""
+        """Completes with a result as it is."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Takes the reason why there is no result."""
+        """Completes with an error."""
         ...
 
 
 class Entry:
-    """One tensor that this rank has made ready.
+    """One tensor that this rank has submitted.
 
     ``array`` is reduced or filled in place; ``land`` runs on the daemon's thread after the data has arrived, and its
-    value becomes the handle's result. A filler takes part with zeros if another rank has something; if nobody has, its
-    result is None. ``released`` says that all ranks have it, so that its data may be on the way; ``awaited`` that
-    somebody may be waiting for it, ``patient`` that it ends when others have done all that they do before. ``splits``
-    are the rows for each member of an alltoall.
+    value becomes the handle's result. A ``filler`` contributes zeros if another rank has data; if no rank has, its
+    result is None. ``released`` means that all ranks have it, so that its data may be in flight; ``awaited`` that a
+    thread may be waiting for it; ``patient`` that it ends only after all operations that other ranks do before it.
+    ``splits`` are the rows for each member of an alltoall.
     """
 
     __slots__ = (
@@ -90,7 +90,7 @@ class Entry:
         self.site = site
         self.land = land
         self.turn = (0, 0)
-        """The plan's bucket in which it was started last, and its place there; equal on all ranks."""
+        """The number of the bucket in which it was started last, and its position there; equal on all ranks."""
         self.released = False
         self.awaited = False
         self.patient = False
@@ -98,14 +98,14 @@ class Entry:
         self.sized = False
         """Whether ``land`` gets rows and how many each member had, in place of the rows."""
         self.seal: int | None = None
-        """What it held when it was submitted, if that is checked; see `coordd.seal`."""
+        """Checksum of the array at submission, if that is checked; see `coordd.seal`."""
 
     def finish(self, array: np.ndarray) -> None:
-        """Hands the result over."""
+        """Completes the handle with the result."""
         self.handle.land(array, self.land)
 
     def finish_rows(self, rows: np.ndarray, sizes: Sequence[int]) -> None:
-        """Hands rows over, and how many of them each member had."""
+        """Completes the handle with rows and, if ``sized``, the number of rows of each member."""
         self.handle.land((rows, np.array(sizes, np.int64)) if self.sized else rows, self.land)
 
 
@@ -115,9 +115,9 @@ class TensorTable:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._names: dict[str, Entry] = {}
-        """What has been submitted and is not done, also before it is admitted; written by all threads."""
+        """Entries that are submitted and not done, even before they are admitted; written by all threads."""
         self.last: tuple[str, Site, float] | None = None
-        """What was submitted last, where and when; not the entry, whose memory is nobody's business once it is done."""
+        """Name, site and time of the last submission; not the entry, whose memory must be freed once it is done."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -131,12 +131,12 @@ class TensorTable:
         Raises:
             DuplicateNameError: an operation of this name is in flight.
         """
-        first = self._names.setdefault(entry.request.name, entry)  # one step, so two threads cannot both succeed
+        first = self._names.setdefault(entry.request.name, entry)  # atomic, so two threads cannot both succeed
         if first is not entry:
             raise _duplicate(entry, first)
 
     def reserved(self, name: str) -> bool:
-        """Says whether a name, or one of a group that a refusal names, is claimed; for any thread."""
+        """Returns whether a name, or one of a group that a refusal names, is claimed; for any thread."""
         return name in self._names or (is_group(name) and any(covers(name, each) for each in list(self._names)))
 
     def reserve_all(self, entries: Sequence[Entry]) -> None:
@@ -150,15 +150,15 @@ class TensorTable:
                 raise
 
     def admit(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Takes new entries in, and returns them.
+        """Adds new entries, and returns them.
 
-        A name that is still in flight is refused: the later entry fails, and nobody else hears of it.
+        A name that is still in flight is rejected: the later entry fails, and no other rank is notified.
         """
         admitted = []
         for entry in entries:
             request = entry.request
             if (first := self._entries.setdefault(request.name, entry)) is entry:
-                entry.released = entry.awaited = False  # it may have been here before
+                entry.released = entry.awaited = False  # it may have been in the table before
                 admitted.append(entry)
             else:
                 entry.handle.fail(_duplicate(entry, first))
@@ -168,7 +168,7 @@ class TensorTable:
         return admitted
 
     def release(self, entry: Entry) -> None:
-        """Removes an entry whose operation is done; one of a rank that has joined is nowhere."""
+        """Removes an entry whose operation is done; the placeholder of a joined rank is not in the table."""
         if self._entries.get(entry.request.name) is entry:
             del self._entries[entry.request.name]
             self._names.pop(entry.request.name, None)
@@ -186,7 +186,7 @@ class TensorTable:
         return self._entries[name]
 
     def oldest(self) -> list[Entry]:
-        """Returns what was submitted first, and, if that is patient, what comes behind it up to one that is not."""
+        """Returns the oldest entry; if that is patient, also the following ones, up to the first that is not."""
         found = []
         for entry in self._entries.values():
             found.append(entry)
@@ -195,7 +195,7 @@ class TensorTable:
         return found
 
     def clear(self) -> list[Entry]:
-        """Removes and returns everything."""
+        """Removes and returns all entries."""
         return [self.take(name) for name in list(self._entries)]
 
 
@@ -205,7 +205,7 @@ def _duplicate(entry: Entry, first: Entry) -> DuplicateNameError:
 
 
 def announced(entries: Iterable[Entry], cache: ResponseCache, *, seen: int) -> Report | None:
-    """Says what is new: known tensors as bits, the others spelled out.
+    """Builds the report of new tensors: cached ones as bits, the others spelled out.
 
     Returns:
         the report; None if nothing is new.
@@ -225,5 +225,5 @@ def announced(entries: Iterable[Entry], cache: ResponseCache, *, seen: int) -> R
 
 
 def show_site(site: Site) -> str:
-    """Writes a call site: ``train.py:31``."""
+    """Formats a call site: ``train.py:31``."""
     return f"{site[0].co_filename}:{site[1]}" if site is not None else "an unknown place"

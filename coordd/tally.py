@@ -1,8 +1,8 @@
-"""What the ranks below a foreman have announced, added up until all of them have said the same.
+"""The aggregator of the tree: combines the reports of the ranks below a foreman until all of them are equal.
 
-Pure. It looks for sameness only and judges nothing: each report that it makes is true of exactly the ranks that it
-names, so what it fails to add up costs a longer message and nothing else. It adds up in three ways, the cheapest first:
-known tensors as bits, new ones in whole batches by their bytes, and what is left one by one.
+Pure. It only compares and validates nothing: each report that it creates is true of exactly the ranks that it names, so
+reports that it fails to combine cost a longer message and nothing else. It combines in three ways, the cheapest first:
+cached tensors as bits, new ones in whole batches by their bytes, and the rest one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Key = tuple[str, tuple[int, ...]]
 
 
 class _Tensor:
-    """Who has announced a new tensor; ranks are bits, and ``parts`` is what has not been reported yet."""
+    """The ranks that have announced a new tensor, as bits; ``parts`` are the announcements not reported yet."""
 
     __slots__ = ("parts", "told", "turn", "wanted")
 
@@ -43,7 +43,7 @@ class _Tensor:
 
 
 class _Sum:
-    """One batch, word for word, and who has said it."""
+    """One batch, compared byte by byte, and the ranks that have announced it."""
 
     __slots__ = ("batch", "told", "wanted")
 
@@ -54,13 +54,13 @@ class _Sum:
 
 
 class Tally:
-    """Adds up the reports of the children of one foreman."""
+    """Combines the reports of the children of one foreman."""
 
     def __init__(self, spans: Mapping[int, int], *, batch: int = 32) -> None:
-        """Starts with nothing said.
+        """Starts with nothing announced.
 
         Args:
-            spans: for each child the bit mask of the ranks that it speaks for.
+            spans: for each child the bit mask of the ranks that it reports for.
             batch: how many new tensors at a time are worth comparing as a whole.
         """
         self._batch = batch
@@ -88,11 +88,11 @@ class Tally:
 
     @property
     def holds(self) -> bool:
-        """Whether something has been said that is not yet reported."""
+        """Whether received announcements are not yet reported."""
         return bool(self._held or self._sums or self._due)
 
     def hear(self, child: int, report: Report) -> None:
-        """Enters what a child has new."""
+        """Enters a child's report."""
         self._floors[child] = max(self._floors[child], report.seen if report.floor < 0 else report.floor)
         ranks = int.from_bytes(report.ranks, "little") or self._spans[child]
         hits = int.from_bytes(report.hits, "little")
@@ -109,8 +109,8 @@ class Tally:
         if any(told.request.kind is Kind.JOIN for told in report.fresh):
             self._join(ranks, report)
         elif report.fresh and report.seen < self._dated:
-            # What they say of what is locked, or has failed because ranks waited for each other, does not count, and
-            # only the date tells.
+            # Announcements of tensors that are locked, or that have failed in a deadlock, do not count, and only the
+            # date shows that.
             self._out.append(self._report(seen=report.seen, fresh=report.fresh, ranks=ranks))
         elif len(report.fresh) >= self._batch:
             self._add(ranks, report.fresh)
@@ -118,15 +118,15 @@ class Tally:
             self._enter(ranks, report.fresh)
 
     def _join(self, ranks: int, report: Report) -> None:
-        """Passes on that ranks join, after all that they have said before; nothing waits for them from now on."""
+        """Forwards joins after the ranks' earlier announcements; until the joins end, no report is held back."""
         self._flush()
         self._out.append(self._report(seen=report.seen, fresh=report.fresh, ranks=ranks))
         self._joins |= {told.request.name for told in report.fresh if told.request.kind is Kind.JOIN}
 
     def follow(self, plan: Plan) -> None:
-        """Learns from a plan what the slots mean, and who has got an answer.
+        """Updates the slots from a plan, and drops the announcements that it answers.
 
-        What was said before the plan is reported first if it could be misunderstood afterwards.
+        Announcements from before the plan are reported first if they could be misunderstood afterwards.
         """
         slots = sum(1 << slot for slot in {response.slot for response in plan.responses if response.slot >= 0})
         failed = [response.request.name for response in plan.responses if response.deadlock >= 0]
@@ -135,7 +135,7 @@ class Tally:
         hits = int.from_bytes(plan.hits, "little") | int.from_bytes(plan.voids, "little")
         for slot in bits(hits) if self._tensors else ():
             self._tensors.pop((self._requests[slot].name, self._requests[slot].members), None)
-        # Who has yet to announce what a slot held before will be outdated.
+        # Later announcements of a slot's former tensor will be outdated.
         self._roll.drop(slots | hits)
         self._passed.drop(slots | hits)
         self._seen = plan.sequence
@@ -150,7 +150,7 @@ class Tally:
             self._lock([slot for group in plan.lock for slot in group])
 
     def turn(self, *, late: bool = False) -> list[Report]:
-        """Reports what all have said alike; and the rest, too, if it is late or some have joined."""
+        """Reports the announcements that all ranks agree on; all of them if it is late or ranks have joined."""
         if late or self._joins:
             self._flush()
         else:
@@ -159,13 +159,13 @@ class Tally:
             self._pass_tensors(late=False)
         out, self._out = self._out, []
         if not out and min(self._floors.values()) - self._reported >= SILENT_PLANS:
-            out = [self._report()]  # a sign of life, so that what older reports might refer to can be forgotten
+            out = [self._report()]  # an empty report, so that state that older reports might refer to can be freed
         if out:
             self._reported = out[-1].floor
         return out
 
     def _flush(self) -> None:
-        """Reports everything, as far as it has come."""
+        """Reports everything, complete or not."""
         self._pass_bits()
         self._pass_parts(self._held)
         self._pass_sums()
@@ -173,7 +173,7 @@ class Tally:
         self._pass_tensors(late=True)
 
     def _forget(self, response: Response) -> None:
-        """Forgets who has announced a tensor: they were answered, or refused."""
+        """Forgets the ranks that have announced a tensor: they got a result or an error."""
         name, members = response.request.name, response.request.members
         self._joins.discard(name)
         ranks = members_mask(response.recipients) if response.recipients else self._wanted(members)
@@ -188,10 +188,10 @@ class Tally:
             if not tensor.told:
                 del self._tensors[key]
 
-    # Known tensors, by bits.
+    # Cached tensors, by bits.
 
     def _pass_bits(self) -> None:
-        """Reports what all have announced; who was reported before, or only fills up, makes a report of its own."""
+        """Reports the slots that all ranks have announced, in parts where some were reported before or are fillers."""
         ready = whole = void = 0
         for members, slots in self._slots_of.items() if self._held else ():
             ready |= self._roll.complete(slots & self._held, self._wanted(members))
@@ -207,7 +207,7 @@ class Tally:
         self._held &= ~ready
 
     def _pass_parts(self, slots: int) -> None:
-        """Reports who has announced which of some slots."""
+        """Reports which ranks have announced which of some slots."""
         slots &= self._held
         groups = [(told, filled, there) for told, filled, known in self._roll if (there := known & slots)]
         before = [*((passed, there) for passed, _, there in self._passed), (0, ~self._passed.slots)]
@@ -225,7 +225,7 @@ class Tally:
             self._out.append(self._report(hits=hits, fillers=fillers, ranks=ranks))
 
     def _lock(self, slots: list[int]) -> None:
-        """Forgets who has announced what is locked now: they take it back, and will say nothing more of it."""
+        """Forgets the announcements of locked slots: the ranks take them back, and report nothing more of them."""
         self._dated = self._last_change = self._seen
         for slot in slots:
             self._changed[slot] = self._seen
@@ -234,13 +234,13 @@ class Tally:
         self._passed.drop(sum(1 << slot for slot in slots))
 
     def _outdated(self, seen: int, hits: int) -> int:
-        """The hits whose slots have changed hands since."""
+        """Returns the hits whose slots have been reassigned since."""
         if seen >= self._last_change:
             return 0
         return sum(1 << slot for slot in bits(hits) if self._changed[slot] > seen)
 
     def _learn(self, slot: int, request: Request) -> None:
-        """Notes what a slot holds."""
+        """Records the tensor of a slot."""
         self._changed[slot] = self._last_change = self._seen
         if (former := self._requests.get(slot)) is not None:
             del self._slots[former.name]
@@ -254,7 +254,7 @@ class Tally:
     # New tensors, in batches.
 
     def _add(self, ranks: int, announcements: tuple[Announcement, ...]) -> None:
-        """Keeps a long batch as it is, as long as nobody says part of it in other words."""
+        """Keeps a long batch as it is, as long as no rank announces part of it differently."""
         batch = announcements if isinstance(announcements, Batch) else Batch(announcements)
         if (kept := self._sums.get(batch.data)) is None:
             wanted = 0
@@ -264,7 +264,7 @@ class Tally:
         kept.told |= ranks & kept.wanted
 
     def _pass_sums(self) -> None:
-        """Reports what all have said word for word; looks at single tensors where they did not."""
+        """Reports the batches that all ranks announce equally; falls back to single tensors where they differ."""
         for key in [key for key, kept in self._sums.items() if kept.told == kept.wanted]:
             self._out.append(self._report(fresh=self._sums.pop(key).batch))
         told = 0
@@ -291,7 +291,7 @@ class Tally:
             self._due[key] = tensor
 
     def _pass_tensors(self, *, late: bool) -> None:
-        """Reports those that all have announced, or, if it is late, whatever was said."""
+        """Reports the tensors that all ranks have announced, or, if it is late, all announcements."""
         due = [(key, tensor) for key, tensor in self._due.items() if late or tensor.told == tensor.wanted]
         said: dict[int, list[Announcement]] = {}
         for key, tensor in sorted(due, key=_turn_of):

@@ -1,4 +1,4 @@
-"""What a rank says that ends because another one has failed: a few words, for the traceback that counts is the other's.
+"""Shortens the output of a rank that ends because another one has failed: the traceback that counts is the other's.
 
 Its one rule: nothing is left out that is nowhere else.
 """
@@ -17,13 +17,13 @@ __all__ = ["in_brief"]
 log = logging.getLogger("coordd")
 
 _IN_A_GRAPH = re.compile(r"\bPeerError: rank \d+ .*")
-"""What TensorFlow's own error has of ours in its text, when an operation in a graph has failed."""
+"""The part of TensorFlow's error text that quotes a `PeerError`, when an operation in a graph has failed."""
 
 
 def in_brief(error: BaseException) -> str:
-    """Says who has failed, why, and where this rank was; nothing of errors that need their traceback.
+    """Returns which rank failed, why, and where this rank was; empty for an error that needs its traceback.
 
-    They do if they came of something else, too, and where everything is logged.
+    An error needs its traceback if it has another cause, too, or at log level DEBUG.
     """
     said = _heard(error)
     if not said or _has_a_story(error) or log.isEnabledFor(logging.DEBUG):
@@ -32,7 +32,7 @@ def in_brief(error: BaseException) -> str:
 
 
 def _heard(error: BaseException) -> str:
-    """What an error says of another rank's failure, as its traceback would; nothing of any other error."""
+    """Returns the text of a failure of another rank, as its traceback would print it; empty for any other error."""
     if isinstance(error, PeerError):
         return "".join(traceback.format_exception_only(error))
     found = _IN_A_GRAPH.search(str(error)) if type(error).__module__.startswith("tensorflow.") else None
@@ -40,14 +40,14 @@ def _heard(error: BaseException) -> str:
 
 
 def _has_a_story(error: BaseException) -> bool:
-    """Says whether Python would show another exception with it, but for the one that the other rank shows itself."""
+    """Returns whether Python would print another exception with it, apart from the other rank's own traceback."""
     if error.__cause__ is not None:
         return not isinstance(error.__cause__, RemoteTraceback)
     return error.__context__ is not None and not error.__suppress_context__
 
 
 def _whereabouts(error: BaseException) -> str:
-    """Names the line that the error came through; where a frame has been since then, in a ``finally``, is another."""
+    """Names the line that the error came through; a ``finally`` may have moved the frame to another line since."""
     walked = traceback.walk_tb(error.__traceback__)
     places = [(frame.f_code.co_filename, line) for frame, line in walked if is_users(frame)]
     return "this rank was at {}:{}; ".format(*places[-1]) if places else ""

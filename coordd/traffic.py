@@ -1,4 +1,4 @@
-"""What has been moved: whole numbers that the daemon's thread adds up, and others read."""
+"""Counters of moved data: integers that the daemon's thread adds to, and other threads read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["Traffic"]
 
 
 class Traffic:
-    """Operations that are done, and the bytes that this rank brought to them."""
+    """Completed operations, and the bytes that this rank contributed to them."""
 
     def __init__(self) -> None:
         self.operations = dict.fromkeys(Kind, 0)
         self.bytes = dict.fromkeys(Kind, 0)
         self.locked = 0
-        """How many of them were not negotiated."""
+        """How many of the tensors moved under a locked plan."""
 
     def count(self, entries: Sequence[Entry]) -> None:
-        """Adds what has landed together."""
+        """Counts entries that completed together."""
         kind = entries[0].request.kind
         self.operations[kind] += len(entries)
         self.bytes[kind] += sum([entry.array.nbytes for entry in entries])

@@ -1,7 +1,7 @@
-"""Who reports to whom: a pure function of who sits where, so that every rank finds the same.
+"""The tree of reports: a pure function of the host of every rank, so that every rank computes the same.
 
-The first rank of each host speaks for its host; the hosts form a tree with rank 0 at its root, and so do the ranks of a
-host that has many. Where one rank can hear all others, it does: the tree is a star then.
+The first rank of each host is the leader that reports for its host; the hosts form a tree with rank 0 at its root, and
+so do the ranks of a host that has many. Where one rank can serve all others, the tree is a star.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Post:
 
     Attributes:
         rank: this rank.
-        parent: whom it reports to; `NOBODY` for rank 0.
-        spans: for each child the ranks that it speaks for, as a bit mask; this rank is a child of its own.
+        parent: the rank that it reports to; `NOBODY` for rank 0.
+        spans: for each child the ranks that it reports for, as a bit mask; this rank is a child of itself.
     """
 
     rank: int
@@ -31,38 +31,38 @@ class Post:
 
     @property
     def span(self) -> int:
-        """All ranks that this one speaks for, as a bit mask."""
+        """All ranks that this one reports for, as a bit mask."""
         return sum(self.spans.values())
 
     @property
     def children(self) -> tuple[int, ...]:
-        """Those who report to this rank, others than itself."""
+        """The ranks that report to this rank, without itself."""
         return tuple(child for child in self.spans if child != self.rank)
 
     @property
     def is_star(self) -> bool:
-        """Whether each child speaks for itself only."""
+        """Whether each child reports for itself only."""
         return all(span == 1 << child for child, span in self.spans.items())
 
     def toward(self, rank: int) -> int:
-        """Finds the neighbour on the way to another rank."""
+        """Returns the neighbour on the way to another rank."""
         return next((child for child in self.children if self.spans[child] >> rank & 1), self.parent)
 
 
 def post(rank: int, hosts: Sequence[str], fan_in: int) -> Post:
-    """Finds the place of one rank; see `tree`."""
+    """Returns the place of one rank; see `tree`."""
     return tree(hosts, fan_in)[rank]
 
 
 def superiors(rank: int, hosts: Sequence[str], fan_in: int) -> Iterator[int]:
-    """Lists the ranks between one rank and the coordinator, which comes last; none for the coordinator."""
+    """Yields the ranks between one rank and the coordinator, which comes last; none for the coordinator."""
     posts = tree(hosts, fan_in)
     while (rank := posts[rank].parent) != NOBODY:
         yield rank
 
 
 def tree(hosts: Sequence[str], fan_in: int) -> list[Post]:
-    """Finds the places of all ranks.
+    """Computes the places of all ranks.
 
     Args:
         hosts: the host of every rank.
@@ -83,7 +83,7 @@ def tree(hosts: Sequence[str], fan_in: int) -> list[Post]:
 
 
 def _edges(ranks: Sequence[int], fan_in: int) -> Iterator[tuple[int, int]]:
-    """Hangs ranks under the first of them, in as many equal parts as it may hear, each of which is divided likewise."""
+    """Yields the edges of a tree under the first rank: at most ``fan_in`` equal parts, each divided the same way."""
     head, rest = ranks[0], ranks[1:]
     parts = min(fan_in, len(rest))
     for number in range(parts):
@@ -103,7 +103,7 @@ def _posts(parents: Sequence[int]) -> list[Post]:
 
 
 def _leaves_first(parents: Sequence[int]) -> Iterator[int]:
-    """Lists every rank after all of its children."""
+    """Yields every rank after all of its children."""
     children = [0] * len(parents)
     for parent in parents[1:]:
         children[parent] += 1

@@ -1,4 +1,4 @@
-"""The judgement on what all members have announced under one name: the same, or in what it differs. Pure."""
+"""Validates the announcements of all members under one name, and finds the attribute that differs. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["sites", "verdict"]
 
 
 def _shape(request: Request) -> str:
-    """The dimensions that must be equal: all but the first for an allgather or alltoall."""
+    """Returns the dimensions that must be equal: all but the first for an allgather or alltoall."""
     if request.kind in {Kind.ALLGATHER, Kind.ALLTOALL}:
         return f"({', '.join(['any', *map(str, request.shape[1:])])})"
     return str(request.shape)
@@ -27,7 +27,7 @@ _ATTRIBUTES: dict[str, Callable[[Request], str]] = {
     "scale factors": lambda request: f"prescale {request.prescale!r}, postscale {request.postscale!r}",
     "root rank": lambda request: str(request.root),
 }
-"""What all ranks must share, in the order in which it is compared."""
+"""What all ranks must share, in the order of comparison."""
 
 _PHRASES = {
     "operation": "Mismatched operations",
@@ -37,11 +37,11 @@ _PHRASES = {
     "scale factors": "Mismatched prescale and/or postscale factors",
     "root rank": "Mismatched {} root ranks",
 }
-"""Horovod's words for it, which people search their logs for; with the operation."""
+"""Horovod's wording for it, which people search their logs for; with the operation."""
 
 
 def verdict(parts: Mapping[int, Announcement], absent: int = 0) -> Response:
-    """Compares what all members have announced under one name.
+    """Compares the announcements of all members under one name.
 
     Args:
         parts: the announcements by bit mask of the ranks that made them, each rank in one of them.
@@ -68,7 +68,7 @@ def verdict(parts: Mapping[int, Announcement], absent: int = 0) -> Response:
 
 
 def _sizes(parts: Mapping[int, Announcement], absent: int) -> tuple[int, ...]:
-    """The first dimensions by rank; none of those who have joined."""
+    """Returns the first dimensions by rank; 0 for joined ranks."""
     by_rank = {rank: told.request.shape[0] for ranks, told in parts.items() for rank in bits(ranks)}
     by_rank |= dict.fromkeys(bits(absent), 0)
     return tuple(by_rank[rank] for rank in sorted(by_rank))

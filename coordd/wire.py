@@ -1,6 +1,6 @@
-"""Messages as bytes: typed msgpack, validated while decoding; large ones are compressed.
+"""Encodes messages: typed msgpack, validated while decoding; large ones are compressed.
 
-Nothing that arrives is ever executed or unpickled; what does not fit the types is refused.
+Nothing that arrives is ever executed or unpickled; bytes that do not match the types are rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coordd.messages import Announcement, Message, Report
 __all__ = ["MAX_MESSAGE", "Batch", "Scribe", "WireError", "bits", "decode", "encode", "forget", "mask"]
 
 MAX_MESSAGE = 16 << 20
-"""Largest control message in bytes, before it is compressed."""
+"""Largest control message in bytes, before compression."""
 
 _LARGE = 4 << 10
 _MANY = 32
@@ -27,7 +27,7 @@ _COMPRESSED = b"\x78"
 
 
 class Batch(tuple[Announcement, ...]):  # noqa: SLOT001 - it has to remember its bytes
-    """Many announcements, whose bytes are made only once: they tell equal batches, and are passed on as they are."""
+    """Many announcements, encoded only once: the bytes identify equal batches, and are forwarded as they are."""
 
     @cached_property
     def data(self) -> bytes:
@@ -52,7 +52,7 @@ class WireError(CoorddError):
 
 
 def encode(message: Message) -> bytes:
-    """Writes a message.
+    """Encodes a message.
 
     Raises:
         WireError: the message is larger than `MAX_MESSAGE`.
@@ -65,14 +65,14 @@ def encode(message: Message) -> bytes:
 
 
 class Scribe:
-    """Writes messages for somebody who sends; one that goes to many is encoded once."""
+    """Encodes messages for a sender; a message to many ranks is encoded once."""
 
     def __init__(self) -> None:
         self._last: Message | None = None
         self._data = b""
 
     def encode(self, message: Message) -> bytes:
-        """Writes a message; see `encode`."""
+        """Encodes a message; see `encode`."""
         if message is not self._last:
             self._data, self._last = encode(message), message
         return self._data
@@ -90,7 +90,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _escaped(value: Any) -> Any:
-    """Spells out what is not Unicode: a path that is not UTF-8, in a stack or an error, must not silence a rank."""
+    """Escapes text that is not Unicode: a path that is not UTF-8, in a stack or an error, must not silence a rank."""
     match value:
         case str():
             return value.encode(errors="backslashreplace").decode()
@@ -103,10 +103,10 @@ def _escaped(value: Any) -> Any:
 
 
 def decode(data: bytes) -> Message:
-    """Reads a message.
+    """Decodes a message.
 
     Raises:
-        WireError: the bytes are no message.
+        WireError: the bytes are not a message.
     """
     if len(data) > MAX_MESSAGE:
         text = f"{len(data)} bytes exceed the limit of {MAX_MESSAGE}"
@@ -122,14 +122,14 @@ def decode(data: bytes) -> Message:
 
 @lru_cache(maxsize=4)
 def _unseal(data: bytes) -> Batch:
-    """Reads a batch; what many ranks say alike is read once."""
+    """Decodes a batch; equal batches of many ranks are decoded once."""
     batch = Batch(_batch_decoder.decode(_expand(data)))
     batch.data = data
     return batch
 
 
 def forget() -> None:
-    """Forgets the batches that were read last; for those who measure how long reading takes."""
+    """Clears the cache of decoded batches; for benchmarks of decoding."""
     _unseal.cache_clear()
 
 
@@ -147,12 +147,12 @@ def _expand(data: bytes) -> bytes:
 
 
 def mask(number: int) -> bytes:
-    """Writes a bit mask, lowest byte first."""
+    """Encodes a bit mask, lowest byte first."""
     return number.to_bytes((number.bit_length() + 7) // 8, "little")
 
 
 def bits(number: int) -> Iterator[int]:
-    """Lists the positions of the set bits, ascending."""
+    """Yields the positions of the set bits, ascending."""
     while number:
         low = number & -number
         yield low.bit_length() - 1

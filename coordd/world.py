@@ -1,4 +1,4 @@
-"""Membership as a value: who takes part, and who sits where."""
+"""Membership as a value: the ranks of a job, and the host of each."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["World"]
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a job, seen by one of them.
+    """All ranks of a job, as seen by one of them.
 
     A change of membership is another `World` with another epoch, and another daemon.
 
     Attributes:
-        rank: this one.
-        hosts: a name for each rank; ranks of one name share memory, and know each other's process numbers.
+        rank: this rank.
+        hosts: a name for each rank; ranks of one name share memory, and know each other's process ids.
         epoch: which world this is.
         machines: a name for each rank by which local ranks are counted: containers of one machine may share its devices
             and network, but no memory. Empty means the hosts.
@@ -53,7 +53,7 @@ class World:
 
     @cached_property
     def _peers(self) -> tuple[int, ...]:
-        """Ranks that have the same local rank as this one, one a machine, ascending."""
+        """Ranks that have the same local rank as this one, one per machine, ascending."""
         place: dict[str, int] = {}
         found = []
         for rank, machine in enumerate(self._places):
@@ -74,7 +74,7 @@ class World:
 
     @property
     def cross_rank(self) -> int:
-        """Place among the ranks that have the same local rank on their hosts."""
+        """Place among the ranks that have the same local rank on their machines."""
         return self._peers.index(self.rank)
 
     @property

@@ -18,7 +18,7 @@ __all__ = ["Branch", "join"]
 
 
 class Branch:
-    """The two ends as one."""
+    """Combines the two ends into one control channel."""
 
     def __init__(self, parent: int, above: Control, below: Control) -> None:
         self._parent = parent
@@ -31,11 +31,11 @@ class Branch:
         (self._above if rank == self._parent else self._below).send(rank, message)
 
     def receive(self) -> list[tuple[int, Message | Lost]]:
-        """Takes what has arrived, from above first."""
+        """Returns received messages, those from above first."""
         return self._above.receive() + self._below.receive()
 
     def ready(self) -> bool:
-        """Says whether something may have arrived of which no descriptor tells."""
+        """Returns whether something may have arrived without a descriptor becoming readable."""
         return self._above.ready() or self._below.ready()
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ def join(
         heartbeat_seconds: after how much silence a neighbour counts as dead.
 
     Raises:
-        StartError: there is no such interface, or the parent is not one on its own account.
+        StartError: there is no such interface, or the parent does not listen, because it computes another tree.
         PeerError: this holds on another rank.
     """
     pids, private = _neighbours(post, gather, hosts=hosts)
@@ -85,7 +85,7 @@ def join(
 
 
 def _listen(below: ZmqControl, post: Post, *, hosts: Sequence[str], interface: str, private: bool) -> Address:
-    """Listens where only processes of this user can connect, if that is where the children are; else on TCP."""
+    """Listens where only processes of this user can connect, if all children are there; else on TCP."""
     if private:
         with contextlib.suppress(OSError):
             return below.listen_here(children=len(post.children))

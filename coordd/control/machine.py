@@ -1,7 +1,7 @@
-"""Which neighbours are processes of this machine, whether they have ended, and where they can connect to.
+"""Finds which neighbours are processes of this machine, whether they have ended, and where they can connect.
 
-A process id means something only where the same processes are visible: two containers may have equal host names and
-process ids of their own. So each rank names a descriptor that it has open, and the others look for it in ``/proc``.
+A process id is meaningful only where the same processes are visible: two containers may have equal host names and
+separate process ids. So each rank names a descriptor that it has open, and the others look for it in ``/proc``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Ends", "Folder", "Identity"]
 
 
 class Identity(NamedTuple):
-    """A process, and a descriptor by which it is recognised: the numbers of its file."""
+    """A process, and a descriptor that identifies it by its file's device and inode numbers."""
 
     pid: int
     descriptor: int
@@ -27,7 +27,7 @@ class Identity(NamedTuple):
 
     @classmethod
     def of(cls, descriptor: int) -> Self:
-        """Describes this process, which keeps the descriptor open until the others have looked."""
+        """Describes this process, which keeps the descriptor open until the others have checked it."""
         found = os.fstat(descriptor)
         return cls(os.getpid(), descriptor, found.st_dev, found.st_ino)
 
@@ -42,7 +42,7 @@ class Identity(NamedTuple):
 
 
 class Ends:
-    """Tells when processes end; those of other users included, and whoever their parent is."""
+    """Reports when processes end, including processes of other users and of any parent."""
 
     def __init__(self) -> None:
         self._poll = select.epoll() if hasattr(os, "pidfd_open") else None
@@ -50,10 +50,10 @@ class Ends:
         self.descriptor = self._poll.fileno() if self._poll is not None else os.open(os.devnull, os.O_RDONLY)
 
     def add(self, rank: int, pid: int) -> None:
-        """Watches the process of a rank, where the system can."""
+        """Watches the process of a rank, where the system supports it."""
         if self._poll is None:
             return
-        with contextlib.suppress(OSError):  # too many open files, or an old kernel: connections have to tell
+        with contextlib.suppress(OSError):  # too many open files, or an old kernel: a closed connection must show it
             descriptor = os.pidfd_open(pid)
             self._ranks[descriptor] = rank
             self._poll.register(descriptor, select.EPOLLIN)
@@ -64,7 +64,7 @@ class Ends:
         return bool(self._ranks and self._poll is not None and self._poll.poll(0))
 
     def take(self) -> list[int]:
-        """Lists the ranks whose processes have ended since the last call, ascending."""
+        """Returns the ranks whose processes have ended since the last call, ascending."""
         if not self._ranks or self._poll is None:
             return []
         ended = [descriptor for descriptor, _ in self._poll.poll(0)]
@@ -74,7 +74,7 @@ class Ends:
         return sorted(self._ranks.pop(descriptor) for descriptor in ended)
 
     def close(self) -> None:
-        """Watches no more."""
+        """Stops watching."""
         for descriptor in self._ranks:
             os.close(descriptor)
         self._ranks.clear()
@@ -88,10 +88,10 @@ class Folder:
     """A folder with a name for one socket, which only this user can enter."""
 
     def __init__(self) -> None:
-        """Makes it.
+        """Creates it.
 
         Raises:
-            OSError: there is no folder for temporary files that can be written to.
+            OSError: there is no writable folder for temporary files.
         """
         self._folder = tempfile.mkdtemp(prefix="coordd-control-")  # mode 0700
         self.path = f"{self._folder}/s"
@@ -103,10 +103,10 @@ class Folder:
 
     @property
     def alias(self) -> str:
-        """The same path for other processes of this machine, short, and whatever file systems they have mounted."""
+        """The same path for other processes of this machine, short, and independent of their mounted file systems."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}/s"
 
     def remove(self) -> None:
-        """Removes it; connections that were made stay."""
+        """Removes it; existing connections stay."""
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""The control channel of ranks that live in one process: queues."""
+"""Control channel for ranks in one process: in-memory queues."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["MemoryControl", "MemoryStar"]
 
 
 class MemoryStar:
-    """What the ends share."""
+    """The state that all ends of the control channel share."""
 
     def __init__(self, size: int = 1, parents: Sequence[int] = ()) -> None:
-        """Makes a star around rank 0, or a tree: ``parents`` says who reports to whom."""
+        """Creates a star around rank 0, or a tree in which ``parents[rank]`` is the rank that ``rank`` reports to."""
         self.parents = tuple(parents) or (-1,) + (0,) * (size - 1)
         self.inboxes: list[deque[tuple[int, Message | Lost]]] = [deque() for _ in range(size)]
         self.wakes: list[Callable[[], None]] = [lambda: None] * size
 
     def join(self, rank: int, wake: Callable[[], None] = lambda: None) -> MemoryControl:
-        """Makes the end of one rank; ``wake`` is called when something arrives for it."""
+        """Creates the end of one rank; ``wake`` is called when a message arrives for it."""
         self.wakes[rank] = wake
         return MemoryControl(self, rank)
 
 
 class MemoryControl:
-    """One rank's end."""
+    """One rank's end of the control channel."""
 
     descriptors: tuple[int, ...] = ()
 
@@ -36,20 +36,20 @@ class MemoryControl:
         self._rank = rank
 
     def send(self, rank: int, message: Message) -> None:
-        """Puts a message into a rank's queue."""
+        """Appends a message to a rank's queue."""
         self._post(rank, message)
 
     def receive(self) -> list[tuple[int, Message | Lost]]:
-        """Empties the queue."""
+        """Removes and returns all queued messages with their senders."""
         inbox = self._star.inboxes[self._rank]
         return [inbox.popleft() for _ in range(len(inbox))]
 
     def ready(self) -> bool:
-        """Says whether something has arrived."""
+        """Returns whether a message is queued."""
         return bool(self._star.inboxes[self._rank])
 
     def close(self) -> None:
-        """Tells the other ends that this one is gone."""
+        """Sends `LOST` to the parent and the children of this rank."""
         for rank, parent in enumerate(self._star.parents):
             if parent == self._rank:
                 self._post(rank, LOST)

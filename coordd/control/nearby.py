@@ -1,9 +1,9 @@
-"""The control channel of a host: messages between neighbours go through common memory, the others over the network.
+"""Control channel of a host: messages between neighbours use shared memory, all others the network.
 
-A message for which a ring has no room takes the network, too, and so does the first one to the parent, who learns from
-it whose connection that is. Frames in a ring say how many messages of their sender have taken the network before them.
-The network delivers in order, and what it delivers was sent after what was put into the ring before; so the order of
-sending is found again.
+A message that does not fit into a ring uses the network, and so does the first message to the parent, because the
+parent learns from it which connection belongs to this rank. Each frame in a ring carries the number of messages that
+its sender has sent over the network before it. The network delivers in order, so the receiver can restore the order of
+sending from this count.
 """
 
 from __future__ import annotations
@@ -33,10 +33,16 @@ Arrived = list[tuple[int, Message | Lost]]
 
 
 class Edge:
-    """The way to one neighbour and back."""
+    """Both directions of the connection to one neighbour."""
 
     def __init__(self, outward: RingWriter, inward: RingReader, *, upward: bool = True) -> None:
-        """Takes the two rings; ``upward`` is whether the neighbour is the parent, to whom the network introduces us."""
+        """Stores the two rings.
+
+        Args:
+            outward: the ring from this rank to the neighbour.
+            inward: the ring from the neighbour to this rank.
+            upward: whether the neighbour is the parent; the first message to the parent always uses the network.
+        """
         self._outward = outward
         self._inward = inward
         self._upward = upward
@@ -46,11 +52,11 @@ class Edge:
 
     @property
     def news(self) -> bool:
-        """Whether something was put into this rank's ring that need not wait for the network."""
+        """Whether this rank's ring holds a message that need not wait for the network."""
         return self._held is None and self._inward.news
 
     def put(self, data: bytes) -> bool:
-        """Puts a message into the neighbour's ring; False if it is to take the network, which is counted."""
+        """Puts a message into the neighbour's ring; returns False, and counts it, if it must use the network."""
         introduced = self._sent > 0 or not self._upward
         if introduced and self._outward.put(self._sent.to_bytes(_COUNT, "little") + data):
             return True
@@ -58,14 +64,14 @@ class Edge:
         return False
 
     def pass_on(self) -> None:
-        """Notes that a message has taken the network."""
+        """Counts a message that was received over the network."""
         self._come += 1
 
     def take(self) -> Iterator[bytes]:
-        """Takes out what the neighbour has sent before anything that is still to come over the network.
+        """Yields the messages that the neighbour sent before any message still to arrive over the network.
 
         Raises:
-            RingError: this rank's ring is broken.
+            RingError: this rank's ring is corrupt.
         """
         while (frame := self._held or self._inward.take()) is not None:
             self._held = frame if int.from_bytes(frame[:_COUNT], "little") > self._come else None
@@ -75,19 +81,19 @@ class Edge:
 
 
 class Nearby:
-    """One rank's end."""
+    """One rank's end of the control channel."""
 
     def __init__(
         self, far: Control, edges: Mapping[int, Edge], boards: Mapping[int, Board], *, pause: float = 0.0
     ) -> None:
-        """Puts the two ways together.
+        """Combines the network with the rings.
 
         Args:
             far: the network.
-            edges: the neighbours with whom this rank speaks through memory.
-            boards: theirs, for their bells.
-            pause: seconds between two looks at the network, unless it has brought something: each look is a system
-                call, and where all neighbours are near, hardly anything comes that way.
+            edges: the neighbours that this rank reaches through shared memory.
+            boards: the boards of these neighbours, used to wake them.
+            pause: seconds between two polls of the network after an empty poll: each poll is a system call, and where
+                all neighbours are on this host, few messages use the network.
         """
         self._far = far
         self._edges = dict(edges)
@@ -97,7 +103,7 @@ class Nearby:
         self.descriptors = far.descriptors
 
     def send(self, rank: int, message: Message) -> None:
-        """Puts a message into a ring, or hands it to the network."""
+        """Puts a message into a ring, or sends it over the network."""
         edge = self._edges.get(rank)
         if edge is not None and edge.put(self._scribe.encode(message)):
             self._boards[rank].call()
@@ -105,7 +111,7 @@ class Nearby:
             self._far.send(rank, message)
 
     def receive(self) -> Arrived:
-        """Takes what has arrived; what a rank had sent before it was lost comes before its loss."""
+        """Returns the received messages; the messages that a lost rank sent come before its `LOST`."""
         found: Arrived = []
         for sender, message in self._receive_far():
             found += self._take(sender)
@@ -120,11 +126,11 @@ class Nearby:
         return found
 
     def ready(self) -> bool:
-        """Says whether something may have arrived of which no descriptor tells."""
+        """Returns whether a message may have arrived that no descriptor signals."""
         return any(edge.news for edge in self._edges.values()) or self._far.ready()
 
     def close(self) -> None:
-        """Leaves; what lies in the rings stays there for their readers."""
+        """Closes the network; frames in the rings stay there for their readers."""
         self._far.close()
 
     def _receive_far(self) -> Arrived:
@@ -148,21 +154,22 @@ class Nearby:
         except RingError as error:
             log.error("cannot read what rank %d tells in common memory: %s", rank, error)  # noqa: TRY400 - no bug of ours
             del self._edges[rank]
-            found.append((rank, LOST))  # whatever it has said, it is not heard any more
+            found.append((rank, LOST))  # its messages are no longer received
         return found
 
 
 def join(far: Control, place: Post, gather: Callable[[Any], list[Any]], commons: Commons) -> Control:
-    """Connects a rank with those of its parent and children that are on its host; all ranks call it.
+    """Connects a rank with its parent and those children that are on its host; all ranks must call it.
 
     Args:
         far: the network, which reaches all of them.
         place: the rank's place in the tree.
         gather: exchanges a value with all ranks.
-        commons: the rank's host.
+        commons: the shared memory of the rank's host.
 
     Returns:
-        the network itself if there are ranks anywhere that cannot see their neighbours' rings: all go the same way.
+        A `Nearby`, or ``far`` itself if any rank of the job cannot map its neighbours' rings: all ranks make the same
+        choice.
     """
     near = [rank for rank in (place.parent, *place.children) if rank in commons.boards]
     rings = ring.join(place.rank, near, commons.boards, gather)

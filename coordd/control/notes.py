@@ -1,4 +1,4 @@
-"""What the mailboxes of one host's ranks tell each other: notes in rings, and memory that they lend each other."""
+"""Messages between the peer-to-peer mailboxes of one host: notes in rings, and blocks of memory lent to a neighbour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Notes:
     """One rank's end.
 
     Attributes:
-        loans: the memory that notes tell of.
+        loans: the memory blocks that notes refer to.
     """
 
     def __init__(
@@ -26,7 +26,10 @@ class Notes:
         rings: Mapping[int, tuple[RingWriter, RingReader]] | None = None,
         boards: Mapping[int, Board] | None = None,
     ) -> None:
-        """Takes the rings to and from each neighbour, and the boards of the host, for their bells; or none."""
+        """Stores the rings to and from each neighbour, and the boards of the host, which wake neighbours.
+
+        Both are empty by default.
+        """
         self._rings = dict(rings or {})
         self._boards = dict(boards or {})
         self.loans = Loans({rank: self._boards[rank].pid for rank in self._rings})
@@ -35,7 +38,7 @@ class Notes:
         return rank in self._rings
 
     def put(self, rank: int, data: bytes) -> bool:
-        """Leaves a note with a neighbour, and wakes it; False if there is no room for it now."""
+        """Puts a note into a neighbour's ring and wakes the neighbour; returns False if the ring has no room now."""
         left = self._rings[rank][0].put(data)
         if left:
             self._boards[rank].call()
@@ -43,29 +46,29 @@ class Notes:
 
     @property
     def news(self) -> bool:
-        """Whether there are any for this rank."""
+        """Whether there are notes for this rank."""
         return any(reader.news for _, reader in self._rings.values())
 
     def take(self) -> Iterator[bytes]:
-        """Takes them out, those of one neighbour in the order in which they were left.
+        """Yields the notes for this rank; those of one neighbour in the order in which they were put.
 
         Raises:
-            RingError: a ring is broken.
+            RingError: a ring is corrupt.
         """
         for _, reader in self._rings.values():
             while (data := reader.take()) is not None:
                 yield data
 
     def close(self) -> None:
-        """Leaves; what is there stays for who reads it."""
+        """Closes the loans; notes in the rings stay there for their readers."""
         self.loans.close()
 
 
 def join(rank: int, gather: Callable[[Any], list[Any]], commons: Commons) -> Notes | None:
-    """Connects a rank with all others of its host; all ranks of the world call it.
+    """Connects a rank with all other ranks of its host; all ranks of the world must call it.
 
     Returns:
-        None if there are ranks anywhere that cannot see their neighbours' rings: all go the same way.
+        None if any rank of the job cannot map its neighbours' rings: all ranks make the same choice.
     """
     rings = ring.join(rank, [other for other in commons.ranks if other != rank], commons.boards, gather)
     return None if rings is None else Notes(rings, commons.boards)

@@ -1,4 +1,4 @@
-"""What a control channel must offer: a star or a tree around rank 0 that works while data hangs or a rank is dead."""
+"""Interface of a control channel: a star or a tree around rank 0 that works while data hangs or a rank is dead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("coordd")
 
 
 class Lost:
-    """The connection to a rank has closed."""
+    """Marker: the connection to a rank has closed."""
 
     __slots__ = ()
 
@@ -24,32 +24,32 @@ LOST = Lost()
 
 
 class Control(Protocol):
-    """One rank's end. It reaches those who report to this rank, and the one that this rank reports to."""
+    """One rank's end. It reaches the ranks that report to this rank, and the rank that this rank reports to."""
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """File descriptors that become readable when something arrives."""
+        """File descriptors that become readable when a message arrives."""
         ...
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends to a rank; never blocks; what cannot be delivered any more is dropped."""
+        """Sends a message to a rank; never blocks; a message that can no longer be delivered is dropped."""
         ...
 
     def receive(self) -> list[tuple[int, Message | Lost]]:
-        """Returns what has arrived, with its senders; never blocks."""
+        """Returns the received messages with their senders; never blocks."""
         ...
 
     def ready(self) -> bool:
-        """Says whether `receive` may return something of which no descriptor tells; asked before a sleep on them."""
+        """Returns whether `receive` may return a message that no descriptor signals; asked before a sleep on them."""
         ...
 
     def close(self) -> None:
-        """Leaves, after what was sent has been handed to the network."""
+        """Closes this end after all sent messages have been handed to the network."""
         ...
 
 
 def read(sender: int, data: bytes) -> list[tuple[int, Message]]:
-    """Reads a message; bytes that are none are logged and dropped."""
+    """Decodes a message; invalid bytes are logged and dropped."""
     try:
         return [(sender, decode(data))]
     except WireError as error:

@@ -1,6 +1,6 @@
-"""A one-way queue of byte strings in memory that two processes see: one writes, one reads, and neither ever waits.
+"""One-way queue of byte strings in memory shared by two processes: one writes, one reads, neither ever waits.
 
-The bytes ever written and the bytes ever read are counted, each by one side; they say what is in the ring::
+The writer counts the bytes ever written, the reader the bytes ever read; the difference is the content of the ring::
 
     writer: room?, frame, fence, written       reader: written?, fence, frame, fence, read
 """
@@ -22,26 +22,26 @@ from coordd.transport.segments import attach, lasting
 __all__ = ["RING_BYTES", "RingError", "RingReader", "RingWriter", "join"]
 
 RING_BYTES = 64 << 10
-"""Memory of one ring, counts included."""
-_WRITTEN, _READ, _START = 0, 8, 128  # words, each with a cache line of its own; then bytes
+"""Bytes of one ring, including its counts."""
+_WRITTEN, _READ, _START = 0, 8, 128  # the two counts have a cache line each; the data follows
 _LENGTH = struct.Struct("=I")
 
 
 class RingError(CoorddError):
-    """The ring holds what no writer has put there."""
+    """The ring holds bytes that no writer has put there."""
 
 
 class RingWriter:
-    """The end that fills a ring."""
+    """The writing end of a ring."""
 
     def __init__(self, memory: memoryview) -> None:
-        """Takes memory of any size whose start is aligned; all zero at first."""
+        """Takes memory of any size with an aligned start, initially all zero."""
         self._words = memory[:_START].cast("q")
         self._bytes = memory[_START:]
         self._written = 0
 
     def put(self, data: bytes) -> bool:
-        """Adds one string; False if there is no room for it now."""
+        """Appends one string; returns False if there is no room for it now."""
         frame = _LENGTH.pack(len(data)) + data
         capacity, start = len(self._bytes), self._written
         held = start - self._words[_READ]
@@ -57,10 +57,10 @@ class RingWriter:
 
 
 class RingReader:
-    """The end that empties it."""
+    """The reading end of a ring."""
 
     def __init__(self, memory: memoryview) -> None:
-        """Takes the same memory."""
+        """Takes the memory that the writer uses."""
         self._words = memory[:_START].cast("q")
         self._bytes = memory[_START:]
         self._read = 0
@@ -68,14 +68,14 @@ class RingReader:
 
     @property
     def news(self) -> bool:
-        """Whether something was written since `take` has last looked."""
+        """Whether the writer has written since the last call of `take`."""
         return self._words[_WRITTEN] != self._seen
 
     def take(self) -> bytes | None:
-        """Removes the oldest string; None if there is none.
+        """Removes and returns the oldest string; None if the ring is empty.
 
         Raises:
-            RingError: a count or a length cannot be right.
+            RingError: a count or a length is invalid.
         """
         self._seen = self._words[_WRITTEN]
         held = self._seen - self._read
@@ -101,16 +101,17 @@ class RingReader:
 def join(
     rank: int, others: Sequence[int], boards: Mapping[int, Board], gather: Callable[[Any], list[Any]]
 ) -> dict[int, tuple[RingWriter, RingReader]] | None:
-    """Makes rings from and to other ranks of this host; all ranks of the world call it.
+    """Creates rings from and to other ranks of this host; all ranks of the world must call it.
 
     Args:
-        rank: this one.
-        others: those that it speaks with, and that name it, too.
-        boards: of the ranks of this host.
+        rank: this rank.
+        others: the ranks that it exchanges messages with; each of them must list this rank, too.
+        boards: the boards of the ranks of this host.
         gather: exchanges a value with all ranks.
 
     Returns:
-        None if there are ranks anywhere that cannot see their neighbours' rings: all go the same way.
+        The writer and the reader for each of ``others``; None if any rank of the job cannot map its neighbours' rings:
+        all ranks make the same choice.
     """
     memory, descriptor = None, -1
     with contextlib.suppress(OSError):
@@ -123,7 +124,7 @@ def join(
                 rings[other] = RingWriter(_outward(boards[other].pid, *told[other], rank)), RingReader(inward)
     joined = all(gather(memory is not None and len(rings) == len(others)))
     if memory is not None:
-        os.close(descriptor)  # by now nobody needs it
+        os.close(descriptor)  # all neighbours have mapped the memory by now
     return rings if joined else None
 
 
@@ -131,7 +132,7 @@ def _outward(pid: int, descriptor: int, senders: Sequence[int], rank: int) -> me
     """Maps this rank's ring in a neighbour's memory.
 
     Raises:
-        OSError: there is none, or it cannot be seen from here.
+        OSError: the neighbour has no ring for this rank, or its memory cannot be mapped.
     """
     if rank not in senders:
         text = f"process {pid} does not listen to rank {rank}"

@@ -1,11 +1,11 @@
-"""The control channel over ZeroMQ: a star around rank 0, or around a foreman, encrypted and authenticated by CURVE.
+"""Control channel over ZeroMQ: a star around rank 0 or around a foreman, encrypted and authenticated by CURVE.
 
-On one machine it listens on a Unix socket in a folder of its own, which other users cannot enter and which is removed
-once all ranks are connected; between machines on a TCP port, which is closed to others then.
+On one machine it listens on a Unix socket in a private folder that other users cannot enter; the folder is removed once
+all ranks are connected. Between machines it listens on a TCP port, which stops accepting connections at that point.
 
-The server's public key never crosses the network in clear and is handed out over the data plane only, so it is the
-star's secret: whoever does not have it cannot finish the handshake. One thread owns the sockets; ZeroMQ's own thread
-moves the bytes outside the interpreter's lock, and notices a dead peer while the daemon is busy.
+The server's public key is never sent in clear over the network and is distributed over the data plane only, so it
+serves as the secret of the star: a process without it cannot finish the handshake. One thread owns the sockets;
+ZeroMQ's own thread moves the bytes without holding the GIL, and detects a dead peer while the daemon is busy.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["Address", "ZmqControl"]
 
 _LINGER_MS = 500
 _BACKLOG = 1024
-_CLOSING_SECONDS = 0.3  # that the connection of a process that has ended takes to be read to its end
-_EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): number and value; PyZMQ's own reader of it imports asyncio
+_CLOSING_SECONDS = 0.3  # time for reading the connection of a process that has ended to its end
+_EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): number and value; PyZMQ's own parser imports asyncio
 _EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_LISTENING
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the hub of a star listens, and the keys; it travels over the data plane only.
+    """Where the hub of a star listens, and its key; distributed over the data plane only.
 
-    ``bound`` is the name under which the kernel knows the hub's end of a connection, if that is not the endpoint's.
+    ``bound`` is the name that the kernel uses for the hub's end of a connection, if it differs from the endpoint.
     """
 
     endpoint: str
@@ -50,9 +50,9 @@ class Address:
 
 
 class ZmqControl:
-    """One rank's end.
+    """One rank's end of the control channel.
 
-    On the hub call `listen` or `listen_here`, hand the address out, and `connect` elsewhere.
+    The hub calls `listen` or `listen_here` and distributes the address; the other ranks call `connect`.
     """
 
     def __init__(self, rank: int, *, heartbeat_seconds: float, hub: int = 0) -> None:
@@ -89,7 +89,10 @@ class ZmqControl:
         close_in_children(self)
 
     def listen(self, interface: str, *, children: int = 0) -> Address:
-        """Opens the hub's side on one interface, on a free port, until so many ranks have connected; 0: for ever."""
+        """Opens the hub's socket on a free port of one interface, until ``children`` ranks have connected.
+
+        With 0 children it accepts connections for ever.
+        """
         public = self._make_server()
         port = self._socket.bind_to_random_port(f"tcp://{interface}")
         self._door = Door(port)
@@ -98,12 +101,12 @@ class ZmqControl:
         return Address(f"tcp://{interface}:{port}", public)
 
     def listen_here(self, *, children: int) -> Address:
-        """Opens the hub's side for so many processes of this user on this machine.
+        """Opens the hub's socket for ``children`` processes of this user on this machine.
 
         They reach it through this process's ``/proc`` entry, so they need not see the same file system.
 
         Raises:
-            OSError: there is no place for a socket.
+            OSError: no socket can be created.
         """
         folder = Folder()
         try:
@@ -118,22 +121,22 @@ class ZmqControl:
         return Address(f"ipc://{folder.alias}", public, folder.path)
 
     def connect(self, address: Address) -> None:
-        """Opens a member's side."""
+        """Opens a worker's socket."""
         public, secret = zmq.curve_keypair()
         self._socket.set(zmq.CURVE_SERVERKEY, address.server_key)
         self._socket.set(zmq.CURVE_PUBLICKEY, public)
         self._socket.set(zmq.CURVE_SECRETKEY, secret)
         self._socket.set(zmq.ROUTING_ID, _identity(self._rank))
-        # A connection that broke stays broken: the hub has already told everybody that this rank is lost.
+        # A broken connection stays broken: the hub has already reported this rank as lost.
         self._socket.set(zmq.RECONNECT_IVL, 50)
         where = address.bound or address.endpoint.removeprefix("tcp://")
         self._is_ours = lambda each: _peer(each) == where
         self._socket.connect(address.endpoint)
 
     def watch(self, rank: int, pid: int) -> None:
-        """Counts a neighbour on this machine as lost, too, when its process has ended but its connection has not.
+        """Also counts a neighbour on this machine as lost when its process has ended but its connection has not closed.
 
-        A connection lives on in processes that native code of the neighbour has forked.
+        A connection stays open in processes that native code of the neighbour has forked.
         """
         self._ends.add(rank, pid)
 
@@ -147,26 +150,26 @@ class ZmqControl:
             self._socket.send(data, zmq.NOBLOCK)
 
     def receive(self) -> list[tuple[int, Message | Lost]]:
-        """Takes what has arrived; bytes that are no message are logged and dropped."""
+        """Returns the received messages; invalid bytes are logged and dropped."""
         if self._stale or self._changes.poll(0):
             self._stale = _readable(self._socket) | _readable(self._monitor) | self._ends.any
         if not self._stale:
             return []
         found = self._messages()
         if lost := self._losses():
-            found += self._messages()  # a rank's last words come before its loss
+            found += self._messages()  # a rank's last messages come before its loss
             found += [(rank, LOST) for rank in lost]
         return found
 
     def ready(self) -> bool:
-        """Says whether something may have arrived of which no descriptor tells.
+        """Returns whether a message may have arrived that no descriptor signals.
 
-        ZeroMQ's descriptors tell only of changes since its events were last looked at, and sending looks at them too.
+        ZeroMQ's descriptors signal only changes since its events were last read, and sending reads them, too.
         """
         return self._stale
 
     def close(self) -> None:
-        """Leaves; what was sent is delivered first, for at most half a second."""
+        """Closes the sockets; sent messages are delivered first, for at most half a second."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
@@ -189,7 +192,7 @@ class ZmqControl:
         return public
 
     def _shut_door(self) -> None:
-        """Accepts no more ranks: all that were to come have come."""
+        """Accepts no more ranks: all expected ranks have connected."""
         self._expected = 0
         if self._folder is not None:
             self._folder.remove()
@@ -213,10 +216,10 @@ class ZmqControl:
         return rank
 
     def _introduce(self, rank: int, descriptor: int) -> None:
-        """Notes which connection is a rank's.
+        """Records which connection belongs to a rank.
 
-        ZeroMQ tells of a connection before it hands over what arrives there. So the ends that it has told of this
-        descriptor by now are those of earlier connections, unless no connection has been accepted since.
+        ZeroMQ reports a connection before it delivers its messages. So the disconnections of this descriptor that it
+        has reported by now belong to earlier connections, unless no connection has been accepted since.
         """
         self._gone += self._disconnected()
         if descriptor in self._connected:
@@ -225,7 +228,10 @@ class ZmqControl:
             self._gone.append(rank)
 
     def _losses(self) -> list[int]:
-        """Lists the neighbours that are gone, each once; one whose process has ended has said all by then."""
+        """Returns the ranks of lost neighbours, each once.
+
+        All messages of a process that has ended are readable by then.
+        """
         found = [*self._gone, *self._disconnected()]
         self._gone = []
         if ended := [rank for rank in self._ends.take() if rank not in {*self._lost, *found}]:
@@ -240,14 +246,14 @@ class ZmqControl:
         return lost
 
     def _disconnected(self) -> list[int]:
-        """Lists the neighbours whose connections have ended, as far as ZeroMQ has told since the last look."""
+        """Returns the ranks whose connections have closed, as far as ZeroMQ has reported since the last call."""
         found = []
         while _readable(self._monitor):
             event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             if event != zmq.EVENT_DISCONNECTED:
                 self._note(event, value)
             elif self._rank != self._hub:
-                found += [self._hub] if self._introduced else []  # before, ZeroMQ tries again
+                found += [self._hub] if self._introduced else []  # before the handshake, ZeroMQ retries
             else:
                 self._connected.discard(value)
                 rank = self._rank_of_connection.pop(value, None)
@@ -273,7 +279,7 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
 
 
 def _peer(connected: socket.socket) -> str:
-    """Writes the address at the other end of a connection as endpoints do."""
+    """Formats the address of the other end of a connection like an endpoint."""
     peer = connected.getpeername()
     return f"{peer[0]}:{peer[1]}" if connected.family == socket.AF_INET else str(peer)
 
@@ -287,15 +293,15 @@ def interface_for(hosts: Sequence[str], wanted: str) -> str:
     """Chooses the address that the hub of a star listens on.
 
     Args:
-        hosts: names of what its ranks run on; if they are all one, loopback is enough.
-        wanted: an address or the name of an interface, from the user; empty to choose.
+        hosts: the host names of its ranks; if all are equal, loopback is enough.
+        wanted: an address or the name of an interface, from the user; empty to choose automatically.
 
     Raises:
-        StartError: there is no such interface.
+        StartError: the interface does not exist, or no interface can be reached from other hosts.
     """
     if not wanted and len(set(hosts)) == 1:
         return "127.0.0.1"
-    import psutil  # takes as long to import as ZeroMQ, and ranks of one host need none of it
+    import psutil  # slow to import (as long as ZeroMQ); ranks of one host do not need it
 
     addresses = {
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]

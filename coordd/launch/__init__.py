@@ -1,4 +1,4 @@
-"""Starting ranks and ending them: `coordd run` and `coordd doctor`.
+"""Starts and ends ranks: `coordd run` and `coordd doctor`.
 
 ```
  coordd run ──▶ job ──▶ mpirun / mpiexec / srun ──▶ rank (one small process per rank) ──▶ the user's command
@@ -6,6 +6,6 @@
                  └────── frames on standard error ◀───┘   output lines, "started", "ended"
 ```
 
-One rule: what starts a process also ends it, and ends nothing else. This file imports nothing, because the process of
-every rank passes through it.
+One rule: the component that starts a process also ends it, and ends no other process. This file imports nothing,
+because the process of every rank loads it.
 """

@@ -1,4 +1,4 @@
-"""What ``horovodrun --check-build`` tells, of coordd: job scripts and people look for its boxes."""
+"""The output of ``horovodrun --check-build`` for coordd; job scripts and users look for its check boxes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TO_LOOK_CLOSER = "Nothing was built for this, and nothing has been tried: 'coor
 
 
 def build() -> str:
-    """Lists what is there, with a cross for what coordd can use."""
+    """Returns the list of frameworks, controllers and operations, with an X for each that coordd can use."""
     plugins = {entry.name for entry in entry_points(group="coordd.plugins")}
     mpi = _mpi()
     frameworks = {title: names[0] in plugins and bool(installed(*names)) for title, names in _FRAMEWORKS.items()}
@@ -27,7 +27,7 @@ def build() -> str:
 
 
 def installed(*names: str) -> str | None:
-    """Finds the version of the first of these distributions that is installed, without importing it."""
+    """Returns the version of the first of these distributions that is installed, without importing it, or None."""
     for name in names:
         try:
             return version(name)

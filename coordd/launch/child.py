@@ -1,7 +1,7 @@
 """The user's command as a child process, in a session of its own.
 
-One rule: the child is not reaped before its process group was ended. Until then the kernel cannot give its number to
-anybody else, so the group's name is certain to mean what we started.
+One rule: the child is reaped only after its process group was killed. Until then the kernel cannot reuse its process
+id, so the id of the group is certain to mean the group that this process started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coordd.launch.tether import die_with_parent, signal_group
 
 __all__ = ["Child", "End"]
 
-_NOT_FOUND, _NOT_STARTED = 127, 126  # as shells have it
+_NOT_FOUND, _NOT_STARTED = 127, 126  # exit codes, as in shells
 
 _SHELLS = {b"sh", b"bash", b"dash", b"zsh", b"ksh", b"mksh", b"fish", b"csh", b"tcsh", b"busybox"}
 
@@ -25,7 +25,7 @@ End = tuple[int, int]  # exit code and signal, one of them 0
 
 
 class Child:
-    """A running command; its output comes from the descriptors ``out`` and ``err``."""
+    """A running command; its output is read from the descriptors ``out`` and ``err``."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Child:
         Args:
             argv: program and arguments; the program is looked up on ``PATH``.
             environment: the command's whole environment.
-            cpus: hardware threads to stay on; empty for any.
-            reset: signals that the command should find as if nobody had touched them.
+            cpus: hardware threads that the command is bound to; empty for any.
+            reset: signals whose default action is restored for the command.
         """
         self.out, out = os.pipe()
         self.err, err = os.pipe()
@@ -57,22 +57,22 @@ class Child:
         os.close(err)
 
     def end(self) -> End | None:
-        """Tells how the command ended, or ``None`` while it runs. The process stays a zombie until `bury`."""
+        """Returns how the command ended, or ``None`` while it runs. The process stays a zombie until `bury`."""
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
             return None
         return (found.si_status, 0) if found.si_code == os.CLD_EXITED else (0, found.si_status)
 
     def tell(self, number: int) -> None:
-        """Sends a signal to the command alone."""
+        """Sends a signal to the command's process only."""
         if not self._buried:
             os.kill(self.pid, number)
 
     def ask(self, number: int) -> None:
-        """Sends a signal that asks to end to the command alone if it handles that, else to whatever it started, too.
+        """Sends a termination request: to the command's process only if it handles the signal, else to its group.
 
-        One that handles it may want to go on for a moment, for which it needs its helpers, such as data loaders. A
-        shell only waits for what it runs, which would never hear of it, even if the shell has a trap.
+        A command that handles the signal may continue for a moment and needs its helpers, such as data loaders. A
+        shell only waits for the processes that it runs, so they must get the signal too, even if the shell has a trap.
         """
         if self._buried or _is_shell(self.pid) or not _handles(self.pid, number):
             self.tell_all(number)
@@ -81,13 +81,13 @@ class Child:
             signal_group(self.pid, signal.SIGCONT)
 
     def tell_all(self, number: int) -> None:
-        """Sends a signal to the command and to whatever it started, and wakes what was stopped."""
+        """Sends a signal to the command's process group, and continues stopped processes of it."""
         if not self._buried:
             signal_group(self.pid, number)
             signal_group(self.pid, signal.SIGCONT)
 
     def bury(self) -> None:
-        """Ends what the command left behind, then forgets it."""
+        """Kills the remaining processes of the command's group, then reaps the command."""
         signal_group(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         self._buried = True
@@ -99,17 +99,17 @@ def _is_shell(pid: int) -> bool:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Returns whether a process has a handler for a signal."""
     with open(f"/proc/{pid}/status", "rb") as lines:  # noqa: PTH123 - as above
         caught = next(line for line in lines if line.startswith(b"SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _detach(parent: int, cpus: Iterable[int], reset: Iterable[int]) -> None:
-    """Makes the forked process its own session, with clean signals, on its own cores."""
+    """Starts a new session in the forked process, resets its signal handlers and binds it to ``cpus``."""
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for number in (*reset, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the last two, and children inherit that
+    for number in (*reset, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the last two; children would inherit that
         signal.signal(number, signal.SIG_DFL)
     die_with_parent(signal.SIGKILL, parent)
     if (wanted := set(cpus)) and sys.platform == "linux":

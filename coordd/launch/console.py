@@ -1,4 +1,4 @@
-"""The console on which tables are shown: as wide as they are, where they go to a file or a pipe."""
+"""The console that prints tables; it is wide if the output goes to a file or a pipe."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _WIDE = 240
 
 
 def wide_console(width: int = _WIDE) -> Console:
-    """Makes a console that folds nothing up to that width where there is no terminal."""
-    from rich.console import Console  # takes a while, and most commands need none
+    """Creates a console that is ``width`` columns wide if the output is not a terminal."""
+    from rich.console import Console  # a slow import, which most commands do not need
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=width)

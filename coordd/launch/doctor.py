@@ -1,4 +1,4 @@
-"""`coordd doctor`: shows the findings of a checkup."""
+"""`coordd doctor`: prints the findings of `checkup`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARKS = {Health.GOOD: "[green]✓[/]", Health.NOTE: "[yellow]•[/]", Health.PR
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Carries out `coordd doctor`; returns 1 if there is a problem, else 0."""
+    """Runs `coordd doctor`; returns 1 if there is a problem, else 0."""
     findings = list(checkup())
     healthy = all(finding.health is not Health.PROBLEM for finding in findings)
     if options.json:

@@ -1,7 +1,7 @@
-"""Where ``import horovod`` finds coordd: a folder that ranks get on their path, and nobody else.
+"""The folder in which ``import horovod`` finds coordd; only ranks have it on their ``PYTHONPATH``.
 
-Its name is no identifier, so that no import reaches it by way of `coordd`. Being on ``PYTHONPATH`` it also holds for
-what a script starts.
+The folder's name is not an identifier, so it cannot be imported through `coordd`. ``PYTHONPATH`` also applies to the
+processes that a script starts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ FOLDER = Path(__file__).resolve().parents[1] / "drop-in"
 
 
 def python_path(environment: Mapping[str, str]) -> str:
-    """Composes a ``PYTHONPATH`` on which the folder comes first."""
+    """Returns the ``PYTHONPATH`` with the folder in front."""
     return os.pathsep.join(filter(None, [str(FOLDER), environment.get("PYTHONPATH", "")]))
 
 
 def overshadowed() -> tuple[str, ...]:
-    """Tells of a Horovod that is installed beside this interpreter, and will not be what the script imports."""
+    """Returns a note if this interpreter has a Horovod installed, which the script will not import."""
     try:
         installed = version("horovod")
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""Which environment variables ranks on other hosts get.
+"""The environment variables that are forwarded to ranks on other hosts.
 
-One rule: an allow-list. Ranks on this host inherit everything as any child does; but what is sent to other machines is
-only what training needs, so that tokens and passwords stay here. ``--env`` adds to it.
+One rule: an allow-list. Ranks on this host inherit the whole environment, as any child process does; ranks on other
+hosts get only the variables that training needs, so tokens and passwords stay on this host. ``--env`` adds variables.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def forwarded(environment: Mapping[str, str], extra: Iterable[str] = ()) -> tuple[str, ...]:
-    """Lists the names of the variables to forward, in order."""
+    """Returns the names of the variables to forward, sorted."""
     listed = {name for name in environment if name in _NAMES or name.startswith(_PREFIXES)}
     return tuple(sorted(listed - _NEVER | set(extra)))
 
 
 def assignments(words: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Reads what ``--env`` was given: ``NAME``, or ``NAME=VALUE``.
+    """Parses the values of ``--env``: ``NAME`` or ``NAME=VALUE``.
 
     Raises:
-        ConfigError: something else, or the name of a variable that is not set.
+        ConfigError: a value has another form, or names a variable that is not set.
     """
     found = {}
     for word in words:

@@ -1,4 +1,4 @@
-"""One thing that `coordd doctor` looked at."""
+"""The result of one check of `coordd doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Finding", "Health"]
 
 
 class Health(enum.Enum):
-    """How good a finding is. Only a problem makes the doctor fail."""
+    """The severity of a finding. Only a problem makes `coordd doctor` fail."""
 
     GOOD = "good"
     NOTE = "note"
@@ -19,7 +19,7 @@ class Health(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, and what to do about it."""
+    """The result of one check, and what to do about it."""
 
     what: str
     found: str
@@ -28,10 +28,10 @@ class Finding:
 
     @classmethod
     def note(cls, what: str, found: str, advice: str = "") -> Self:
-        """Makes a finding that is worth knowing and no problem."""
+        """Creates a finding that is worth knowing but not a problem."""
         return cls(what, found, Health.NOTE, advice)
 
     @classmethod
     def problem(cls, what: str, found: str, advice: str) -> Self:
-        """Makes a finding that has to be dealt with."""
+        """Creates a finding that needs action."""
         return cls(what, found, Health.PROBLEM, advice)

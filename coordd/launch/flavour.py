@@ -1,7 +1,8 @@
-"""The launchers that we can drive: what each is called and which flags it understands.
+"""The supported MPI launchers: their names and flags.
 
-One rule: everything here is a pure function of a `Launch`; the tests hold a table of command lines. Binding is always
-switched off, because each rank binds itself, alike under every launcher (see `coordd.launch.shares`).
+One rule: command lines are pure functions of a `Launch`; the tests hold a table of command lines. The launcher's
+binding is always switched off, because each rank binds itself in the same way under every launcher
+(see `coordd.launch.shares`).
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from coordd.launch.hosts import Host
 __all__ = ["ALONE", "FLAVOURS", "HYDRA", "INTEL", "OPEN_MPI", "SLURM", "Flavour", "Launch", "recognise"]
 
 
-_LOGIN = ("HOME", "LOGNAME", "SHELL", "USER")  # what a login gives under other launchers
+_LOGIN = ("HOME", "LOGNAME", "SHELL", "USER")  # variables that a login sets under other launchers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What an MPI launcher is asked for.
+    """A request to an MPI launcher.
 
     Attributes:
         size: number of ranks.
-        command: what each rank's process is.
-        hosts: hosts with the ranks that each gets; empty means this host, or those of the batch system.
-        forwarded: names of the environment variables that other hosts get too.
-        oversubscribed: there are more ranks than cores here.
-        root: we are the superuser.
-        extra: arguments for the launcher, given by the user.
+        command: command line of each rank's process.
+        hosts: hosts with the number of ranks on each; empty means this host, or the hosts of the batch system.
+        forwarded: names of the environment variables that are forwarded to other hosts.
+        oversubscribed: whether this host has fewer cores than ranks.
+        root: whether this process runs as the superuser.
+        extra: the user's arguments for the launcher.
     """
 
     size: int
@@ -45,21 +46,21 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Flavour:
-    """A kind of launcher.
+    """A kind of MPI launcher.
 
     Attributes:
-        name: for people.
-        style: how it tells a process its rank, see `coordd.launch.place`.
-        programs: names of the executable, the better one first.
-        version: finds the version in what ``--version`` prints, and recognises the kind by it.
-        flags: composes the arguments.
-        interrupt: the signal to it that reaches the ranks as a wish to interrupt, without further effects.
-        terminate: the same as a wish to terminate.
-        passes: other signals that it passes on to the ranks.
-        finish: the signal to it that ends every rank, even one that ignores signals; the kernel sends it for us if
-            we are killed.
-        pmi: what Slurm calls the way in which programs of this kind find each other.
-        ssh: variables that hold more arguments for ssh, in its versions; none if it does not reach hosts by ssh.
+        name: display name.
+        style: the environment variables in which it passes a process its rank, see `coordd.launch.place`.
+        programs: names of the executable, in order of preference.
+        version: pattern of the version in the output of ``--version``; also identifies the kind.
+        flags: returns the arguments for a `Launch`.
+        interrupt: the signal to the launcher that reaches the ranks as an interrupt request, without side effects.
+        terminate: the signal to the launcher that reaches the ranks as a termination request.
+        passes: other signals that the launcher forwards to the ranks.
+        finish: the signal to the launcher that ends all ranks, even a rank that ignores signals; the kernel sends it
+            if this process is killed.
+        pmi: Slurm's name of the PMI variant that this MPI uses.
+        ssh: variables that hold additional arguments for ssh, over its versions; empty if it does not use ssh.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Flavour:
 
 
 def recognise(told: str) -> tuple[Flavour, str] | None:
-    """Finds the kind and version of a launcher in what its ``--version`` prints."""
+    """Returns the kind and version of a launcher from its ``--version`` output, or None."""
     for flavour in FLAVOURS:
         if found := flavour.version.search(told):
             return flavour, found[1]
@@ -103,7 +104,10 @@ def _hydra(launch: Launch) -> list[str]:
 
 
 def _intel(launch: Launch) -> list[str]:
-    """Intel MPI takes slots per host only from a file or, as here, as one part of the command line for each host."""
+    """Returns Intel MPI's arguments.
+
+    Intel MPI takes slots per host only from a file or, as here, as one section of the command line per host.
+    """
     flags = [*_forwarded(launch), "-genv", "I_MPI_PIN", "0", *launch.extra]
     if not launch.hosts:
         return [*flags, "-n", str(launch.size), *launch.command]
@@ -151,7 +155,7 @@ OPEN_MPI = Flavour(
 INTEL = Flavour(
     name="Intel MPI",
     style="hydra",
-    programs=("mpiexec.hydra",),  # its mpirun is a shell script, which keeps our signals to itself
+    programs=("mpiexec.hydra",),  # its mpirun is a shell script that does not forward signals
     version=re.compile(r"Intel\(R\) MPI Library[^,]*, Version (\S+(?: Update \d+)?)"),
     flags=_intel,
     interrupt=signal.SIGINT,
@@ -180,10 +184,11 @@ SLURM = Flavour(
     programs=("srun",),
     version=re.compile(r"^slurm(?:-wlm)? (\S+)", re.MULTILINE),
     flags=_slurm,
-    interrupt=signal.SIGUSR2,  # all that it forwards but SIGUSR1, which is the user's; and to every process of a rank
+    # Slurm forwards only SIGUSR2 and SIGUSR1, which is the user's, and sends them to every process of a rank.
+    interrupt=signal.SIGUSR2,
     terminate=signal.SIGUSR2,
     passes=(signal.SIGUSR1,),
-    finish=signal.SIGINT,  # thanks to --quit-on-interrupt
+    finish=signal.SIGINT,  # ends all ranks because of --quit-on-interrupt
 )
 ALONE = Flavour(
     name="no launcher",

@@ -1,8 +1,9 @@
-"""What a rank's process tells the launcher: one line per frame on the standard error that the MPI launcher forwards.
+"""Frames from a rank's process to `coordd run`: one line each on standard error, which the MPI launcher forwards.
 
 One rule: a frame is a single write of at most `LIMIT` bytes that ends in a newline. Every MPI launcher forwards
-standard error, from every host, so no port has to be opened and no secret passed. MPI launchers cut what they forward
-wherever a read ends; on Linux `whole` makes one read return one write, so that ranks cannot tear each other's frames.
+standard error from every host, so no port has to be opened and no secret passed. MPI launchers split the forwarded
+output at arbitrary read boundaries; on Linux `whole` makes one read return one write, so that frames of different ranks
+do not interleave.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from coordd.launch.outcome import Outcome
 
 __all__ = ["LIMIT", "TEXT", "Ended", "Frame", "Output", "Started", "decode", "encode", "whole"]
 
-LIMIT = 2048  # below every launcher's read size (Open MPI: 4096) and below what a pipe writes in one go
-TEXT = LIMIT - 64  # what is left for a piece of output
+LIMIT = 2048  # below every launcher's read size (Open MPI: 4096) and below the size of an atomic pipe write
+TEXT = LIMIT - 64  # bytes available for a piece of output
 
 _MARK = b"\x1ecoordd"
 _FIELD = b"\x1f"
@@ -27,7 +28,7 @@ _CLOSERS = {letter: end for end, letter in _ENDS.items()}
 
 
 class Output(NamedTuple):
-    """A piece of what a rank's command wrote; ``stream`` is 1 or 2."""
+    """A piece of the output of a rank's command; ``stream`` is 1 (stdout) or 2 (stderr)."""
 
     rank: int
     stream: int
@@ -35,7 +36,7 @@ class Output(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A rank's command has been started on a host; the first one there says what its ranks get of the cores."""
+    """A rank's command has started; local rank 0 of a host adds a note on how its ranks share the cores."""
 
     rank: int
     host: str
@@ -53,7 +54,7 @@ Frame = Output | Started | Ended
 
 
 def encode(frame: Frame) -> bytes:
-    """Writes a frame as one line."""
+    """Encodes a frame as one line."""
     if isinstance(frame, Output):
         fields = [b"%d" % frame.stream + _ENDS[frame.piece.end], frame.piece.text]
     elif isinstance(frame, Started):
@@ -71,13 +72,13 @@ def _written(outcome: Outcome) -> bytes:
 
 
 def decode(line: bytes) -> Frame | None:
-    """Reads a line without its newline; ``None`` means that it is no frame but something the MPI launcher said."""
+    """Decodes a line without its newline; returns ``None`` for other output, such as that of the MPI launcher."""
     if not line.startswith(_MARK + _FIELD):
         return None
     try:
         _, rank, kind, payload = line.split(_FIELD, 3)
         return _read(int(rank), kind, payload)
-    except (KeyError, ValueError):  # torn, where `whole` had no effect: show it rather than lose it
+    except (KeyError, ValueError):  # a torn frame, where `whole` has no effect: show it rather than lose it
         return None
 
 
@@ -94,7 +95,7 @@ def _read(rank: int, kind: bytes, payload: bytes) -> Frame:
 
 
 def whole(descriptor: int) -> None:
-    """Puts a pipe into packet mode, where that exists: one read then returns one write, never parts of two."""
+    """Puts a pipe into packet mode where the OS supports it: one read returns one write, never parts of two."""
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode) and hasattr(os, "O_DIRECT"):
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -1,8 +1,8 @@
-"""The flags of ``horovodrun`` that coordd calls otherwise, for job scripts that have them.
+"""The flags of ``horovodrun`` that have other names in coordd, for existing job scripts.
 
-Each sets the variable that horovodrun sets, so that what has no meaning here is explained where variables are; or it
-sets an option of ours; or it is for ssh; or it is left aside with a note, or refused by a sentence that says what to
-use. All of them need ``--as-horovod``.
+A flag either sets the environment variable that horovodrun sets (so the configuration explains variables without
+effect), sets an option of `coordd run`, is passed to ssh, is ignored with a note, or is refused with a sentence that
+says what to use. All of them need ``--as-horovod``.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["FLAGS", "Flag", "add_flags", "as_horovod", "asks_for_build", "notes"
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag.
+    """One flag of ``horovodrun``.
 
     Attributes:
-        names: as horovodrun has them.
-        variable: what it sets; with ``value``, or with what the user gives.
-        value: what a switch sets.
-        convert: turns the user's value into the variable's.
-        option: the path of ours that it sets.
-        ssh: what ssh calls it.
-        note: what to say when it is left aside.
-        why: why it is refused, and what to use.
-        takes: how many values follow.
+        names: horovodrun's names of the flag.
+        variable: environment variable that it sets, to ``value`` or to the user's value.
+        value: value that a switch sets.
+        convert: converts the user's value to the variable's.
+        option: name of the path option of `coordd run` that it sets.
+        ssh: ssh's name of the flag.
+        note: note that is printed when the flag is ignored.
+        why: reason why the flag is refused, and what to use instead.
+        takes: number of values that follow.
     """
 
     names: tuple[str, ...]
@@ -88,7 +88,7 @@ FLAGS = (
     Flag(("--verbose",), "HOROVOD_LOG_LEVEL", "info", takes=0),
     Flag(("--output-filename",), option="output_dir"),
     Flag(("-hostfile",), option="hostfile"),
-    # What coordd does anyhow, or has nothing to do for.
+    # Flags that ask for what coordd does anyway, or that need no action.
     Flag(("--disable-cache", "--log-with-timestamp", "--log-without-timestamp"), takes=0),
     Flag(("--mpi", "--gloo"), note=_OWN_TRANSPORT, takes=0),
     Flag((_CHECK_BUILD, "-cb"), takes=0),
@@ -105,11 +105,11 @@ FLAGS = (
     Flag(("--host-discovery-script", "--elastic-timeout", "--reset-limit"), why=_SAME_RANKS),
     Flag(("--blacklist-cooldown-range",), why=_SAME_RANKS, takes=2),
 )
-"""Those of ``horovodrun``, but for what `coordd run` calls alike: -np, -H, --hostfile, --mpi-args, --autotune."""
+"""The flags of ``horovodrun``, except those that `coordd run` has too: -np, -H, --hostfile, --mpi-args, --autotune."""
 
 
 class _Said(argparse.Action):
-    """Notes that a flag was said, and as what; a path is put where ours is."""
+    """Records a given flag with its name and values; a flag with an ``option`` sets that option to the path."""
 
     def __call__(
         self,
@@ -125,7 +125,7 @@ class _Said(argparse.Action):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds all flags that no knob has for its own; the help, which is long enough, does not show them."""
+    """Adds all flags whose names no knob uses; the help, which is long enough, does not list them."""
     own = {flag for knob in knobs() for flag in (knob.flag, knob.flag.replace("--", "--no-", 1))}
     parser.set_defaults(horovodrun=())
     for flag in FLAGS:
@@ -137,15 +137,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def as_horovod(options: argparse.Namespace) -> bool:
-    """Says whether ``--as-horovod`` was given; it is a knob, whose value ranks get like that of any other."""
+    """Returns whether ``--as-horovod`` was given; it is a knob, whose value is passed to ranks like any other."""
     return bool(options.as_horovod == "1")
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:
-    """Turns the flags that were given into environment variables.
+    """Converts the given flags to environment variables.
 
     Raises:
-        ConfigError: ``--as-horovod`` was not given, or a flag is refused, or its value cannot be read.
+        ConfigError: ``--as-horovod`` was not given, a flag is refused, or its value cannot be parsed.
     """
     found = {}
     for word, flag, given in options.horovodrun:
@@ -160,25 +160,25 @@ def variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def notes(options: argparse.Namespace) -> tuple[str, ...]:
-    """Tells of the flags that were given for nothing: one sentence each."""
+    """Returns one sentence for each given flag that is ignored."""
     return tuple(f"{word}: {flag.note}" for word, flag, _ in options.horovodrun if flag.note)
 
 
 def ssh_words(options: argparse.Namespace) -> list[str]:
-    """Lists what was given for ssh, as ssh has it.
+    """Returns the ssh arguments for the given flags.
 
     Raises:
-        ConfigError: a value cannot be read.
+        ConfigError: a value cannot be parsed.
     """
     given = [(word, flag, value) for word, flag, value in options.horovodrun if flag.ssh]
     return [text for word, flag, value in given for text in (flag.ssh, _converted(word, flag, value))]
 
 
 def asks_for_build(options: argparse.Namespace) -> bool:
-    """Whether nothing is to be run, and only to be told what could be.
+    """Returns whether ``--check-build`` was given, which only prints a report and runs no job.
 
     Raises:
-        ConfigError: like `variables`.
+        ConfigError: as for `variables`.
     """
     variables(options)
     return any(_CHECK_BUILD in flag.names for _, flag, _ in options.horovodrun)

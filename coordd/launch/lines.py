@@ -1,7 +1,7 @@
-"""Cutting a stream of bytes into lines, wherever the reads happen to split it.
+"""Splits a byte stream into lines, independently of the read boundaries.
 
-One rule: the pieces depend on the bytes alone, never on how they were chunked. Only `Lines.flush`, called when a stream
-falls quiet, hands out an unfinished line.
+One rule: the pieces depend on the bytes only, never on the chunks. Only `Lines.flush`, called when a stream is quiet,
+returns an unfinished line.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 __all__ = ["Lines", "Piece"]
 
-# A carriage return at the very end may be half of a "\r\n", so it has to wait for the next byte.
+# A carriage return at the end of the data may be the first half of a "\r\n", so it has to wait for the next byte.
 _LINE = re.compile(rb"([^\r\n]*+)(\n|\r\n|\r(?=[^\n]))")
 
 
 class Piece(NamedTuple):
-    """Some text and what came after it: a newline, a carriage return (the line will be redrawn), or nothing yet."""
+    """Text and its line end: a newline, a carriage return (the line will be redrawn), or nothing yet."""
 
     text: bytes
     end: bytes
 
 
 class Lines:
-    """Cuts a stream into pieces of at most ``limit`` bytes of text."""
+    """Splits a stream into pieces of at most ``limit`` bytes of text."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -31,11 +31,11 @@ class Lines:
 
     @property
     def unfinished(self) -> bool:
-        """Whether text waits for the end of its line."""
+        """Whether an unfinished line is buffered."""
         return bool(self._rest)
 
     def feed(self, chunk: bytes) -> list[Piece]:
-        """Takes the next bytes and hands out what is complete."""
+        """Adds the next bytes and returns the completed pieces."""
         data = self._rest + chunk
         pieces: list[Piece] = []
         done = 0
@@ -48,13 +48,13 @@ class Lines:
         return pieces + self._full()
 
     def flush(self) -> list[Piece]:
-        """Hands out what is there although its line has not ended."""
+        """Returns the buffered unfinished line, if any."""
         rest, self._rest = self._rest, b""
         text = rest.removesuffix(b"\r")
         return [Piece(text, rest[len(text) :])] if rest else []
 
     def _full(self) -> list[Piece]:
-        """Takes pieces of exactly the limit off a line that is too long."""
+        """Splits pieces of exactly ``limit`` bytes off a line that is too long."""
         pieces = []
         while len(self._rest.removesuffix(b"\r")) >= self._limit:
             pieces.append(Piece(self._rest[: self._limit], b""))

@@ -1,4 +1,4 @@
-"""One file per rank with what it wrote, finished lines only."""
+"""One log file per rank with its output, finished lines only."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["Logs"]
 
 
 class Logs:
-    """The files ``rank.<r>.log`` of a folder, opened when a rank first speaks; those of an earlier job are replaced."""
+    """The files ``rank.<r>.log`` of a folder; each is opened, and an older one replaced, at the rank's first output."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder.
+        """Creates the folder.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be created.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._files: dict[int, BinaryIO] = {}
 
     def write(self, rank: int, line: bytes) -> None:
-        """Appends a line, which can be read from the file at once."""
+        """Appends a line and flushes the file."""
         if rank not in self._files:
             self._files[rank] = (self._folder / f"rank.{rank}.log").open("wb")
         self._files[rank].write(line + b"\n")

@@ -1,7 +1,7 @@
 """The options of `coordd run`.
 
-One rule: options end where the user's command begins; everything after that is the command's. Every knob's option
-derives from `coordd.config`, so a new knob needs no line here.
+One rule: options end where the user's command begins; all later arguments belong to the command. The options of knobs
+are derived from `coordd.config`, so a new knob needs no change here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ and 143 after SIGTERM.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds all options, and the command."""
+    """Adds all options and the command to the parser."""
     _add_ranks(parser.add_argument_group("ranks"))
     _add_output(parser.add_argument_group("output"))
     _add_launcher(parser.add_argument_group("launcher"))
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def joined(arguments: Sequence[str]) -> list[str]:
-    """Ties ``--mpi-args`` to its value, which begins with a dash as a rule and so would look like an option itself."""
+    """Joins ``--mpi-args`` and its value with ``=``, because the value usually begins with a dash like an option."""
     words = list(arguments)
     if "--mpi-args" in words[:-1]:
         place = words.index("--mpi-args")
@@ -52,10 +52,10 @@ def joined(arguments: Sequence[str]) -> list[str]:
 
 
 def knob_variables(options: argparse.Namespace) -> dict[str, str]:
-    """Turns the knobs that were given into environment variables.
+    """Converts the given knobs to environment variables.
 
     Raises:
-        ConfigError: a value that is not legal.
+        ConfigError: a value is not legal.
     """
     given: Mapping[str, str] = {knob.name: getattr(options, knob.name) for knob in knobs()}
     variables = {}
@@ -67,10 +67,10 @@ def knob_variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def hosts_of(options: argparse.Namespace) -> tuple[Host, ...]:
-    """Reads the hosts; none means that the MPI launcher decides.
+    """Returns the hosts of ``--hosts`` or ``--hostfile``; an empty result means that the MPI launcher decides.
 
     Raises:
-        ConfigError: they are not written as they should be.
+        ConfigError: the hosts cannot be parsed.
     """
     if options.hosts is not None:
         return read_hosts(options.hosts)
@@ -78,10 +78,10 @@ def hosts_of(options: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def command_of(options: argparse.Namespace) -> list[str]:
-    """Takes the user's command.
+    """Returns the user's command.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no command was given.
     """
     command = list(options.command)
     if command[:1] == ["--"]:
@@ -92,7 +92,7 @@ def command_of(options: argparse.Namespace) -> list[str]:
 
 
 def extra_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Splits ``--mpi-args`` as a shell would.
+    """Splits the value of ``--mpi-args`` as a shell would.
 
     Raises:
         ConfigError: a quote is not closed.
@@ -170,10 +170,10 @@ def _count(text: str) -> int:
 
 
 def seconds(text: str, *, least: float = 0.0) -> float:
-    """Reads a number of seconds, of a day at most.
+    """Parses a number of seconds, at most a day.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or too small.
+        argparse.ArgumentTypeError: the text is not a number, or is below ``least`` or above a day.
     """
     try:
         number = float(text)

@@ -12,14 +12,14 @@ class Outcome(NamedTuple):
     """The end of one rank's command.
 
     Attributes:
-        code: exit code; 0 if it was ended by a signal.
-        signal: number of the signal that ended it, or 0.
-        told: it was asked to stop first, so that its end says nothing about the cause.
-        consequence: it failed because another rank had failed.
-        exception: the line that names the exception it ended with, or nothing.
-        last: the last line it wrote to standard error, or nothing.
-        left: it ended with exit code 0 between `init` and `shutdown`, as `os._exit(0)` does, so that ranks which still
-            need it fail.
+        code: exit code; 0 if a signal ended the command.
+        signal: number of the signal that ended the command, or 0.
+        told: the rank had been asked to stop before, so its end is not evidence of the cause.
+        consequence: the command failed because another rank had failed.
+        exception: the line that names the exception that ended the command, or "".
+        last: the last line on standard error, or "".
+        left: the command exited with code 0 between `init` and `shutdown`, as `os._exit(0)` does, so that ranks that
+            still need it fail.
     """
 
     code: int = 0
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether it ended in any way but with exit code 0."""
+        """Whether the command did not exit with code 0."""
         return bool(self.code or self.signal)
 
     @property
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What happened, as the end of a sentence that begins with the rank."""
+        """The outcome as the end of a sentence that begins with the rank."""
         if self.exception:
             return f"{self.how}: {self.exception}"
         return f"{self.how}; it said last: {self.last}" if self.last and not self.signal else self.how
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 def signal_name(number: int) -> str:
-    """Names a signal, such as ``SIGKILL``; real-time signals have no name of their own."""
+    """Returns the name of a signal, such as ``SIGKILL``; a real-time signal has none and is named by its number."""
     try:
         return signal.Signals(number).name
     except ValueError:

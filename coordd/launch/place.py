@@ -1,7 +1,7 @@
-"""Where a process stands among the ranks, as its MPI launcher tells it.
+"""The rank, size, local rank and local size of a process, from the environment variables of its MPI launcher.
 
-One rule: only the variables of the launcher that really started the process are read. A batch script already carries
-Slurm's variables, and they say nothing about the ranks that it starts.
+One rule: only the variables of the launcher that started the process are read. A batch script already has Slurm's
+variables, which do not describe the ranks that it starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Place", "place"]
 
 
 class Place(NamedTuple):
-    """A rank among all, and among those of its host."""
+    """A process's rank among all ranks, and its local rank among the ranks of its host."""
 
     rank: int
     size: int
@@ -22,7 +22,10 @@ class Place(NamedTuple):
     local_size: int
 
     def in_horovods_words(self, host: str) -> dict[str, str]:
-        """Lists what ``horovodrun`` sets. Of several hosts one rank does not know all: `init` tells the rest."""
+        """Returns the variables that ``horovodrun`` sets.
+
+        With several hosts a rank does not know its cross rank and cross size before `init`, so they are left out.
+        """
         found = {f"HOROVOD_{name.upper()}": str(value) for name, value in self._asdict().items()}
         found["HOROVOD_HOSTNAME"] = host
         if self.size == self.local_size:
@@ -34,11 +37,11 @@ def place(style: str, environment: Mapping[str, str]) -> Place:
     """Reads the place from the environment.
 
     Args:
-        style: how the launcher speaks: ``open-mpi``, ``hydra``, ``slurm``, or ``alone`` for no launcher at all.
+        style: the launcher's set of variables: ``open-mpi``, ``hydra``, ``slurm``, or ``alone`` for no launcher.
         environment: usually ``os.environ``.
 
     Raises:
-        KeyError: the launcher did not set what it should; the key is the variable.
+        KeyError: the launcher did not set a variable; the key is its name.
     """
     return _STYLES[style](environment)
 
@@ -68,7 +71,7 @@ def _alone(_: Mapping[str, str]) -> Place:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Unfolds Slurm's shorthand: ``2(x3),1`` is two tasks on three nodes, then one."""
+    """Expands Slurm's shorthand: ``2(x3),1`` means two tasks on each of three nodes, then one task on one node."""
     counts: list[int] = []
     for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(tasks)] * int(repeat or 1)

@@ -1,4 +1,4 @@
-"""What `coordd run` is going to do, worked out before anything is started."""
+"""The plan of `coordd run`, computed before any process is started."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from coordd.transport.register import require
 
 __all__ = ["Plan"]
 
-# A batch system has reserved the hosts, and the MPI launcher knows them.
+# Variables that show that a batch system has reserved hosts, which the MPI launcher knows.
 _RESERVED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "LOADL_PID")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A launcher's command line, and what it is for.
+    """A launcher's command line with its environment, settings and notes.
 
     Attributes:
         size: number of ranks.
         program: the command line, with its environment.
         settings: the part of the environment that the options set.
-        notes: how the ranks share the cores, and what the user should know of the settings; one line each.
-        local: all ranks are on this host.
+        notes: how the ranks share the cores, and notes on the settings for the user; one line each.
+        local: whether all ranks are on this host.
     """
 
     size: int
@@ -51,23 +51,23 @@ class Plan:
 
     @classmethod
     def of(cls, options: argparse.Namespace, environment: Mapping[str, str], cores: Cores) -> Plan:
-        """Makes the plan.
+        """Computes the plan.
 
         Args:
-            options: as `coordd.launch.options` reads them.
+            options: the parsed options of `coordd.launch.options`.
             environment: usually ``os.environ``.
-            cores: those of this host.
+            cores: the cores of this host.
 
         Raises:
-            ConfigError: options that make no sense, alone or together.
-            LauncherError: nothing can start that many ranks.
+            ConfigError: an option is invalid, or options contradict each other.
+            LauncherError: no launcher can start that many ranks.
         """
         command = command_of(options)
         size, hosts = _where(options, environment)
         settings = {**_settings(options, environment), **assignments(options.env, environment)}
         inherited = {**environment, "PATH": _path(environment), **home(environment), **settings}
         _check(inherited, size, given=options.transport)
-        if size > 1:  # the job is alone, not each of its ranks
+        if size > 1:  # COORDD_ALONE applies to the job, not to each of its ranks
             for variables in (settings, inherited):
                 variables.pop("COORDD_ALONE", None)
         here = not hosts and not any(name in environment for name in _RESERVED)
@@ -93,24 +93,24 @@ class Plan:
         return cls(size, Program(argv, {**inherited, **ssh}, flavour, title), {**settings, **ssh}, told, local)
 
     def __str__(self) -> str:
-        """The command line, as one could type it."""
+        """Returns the command line in shell syntax."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.settings.items()]
         return " ".join([*settings, shlex.join(self.program.argv)])
 
 
 def _settings(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
-    """Lists the variables that options set, but for ``--env``."""
+    """Returns the variables that options other than ``--env`` set."""
     path = {"PYTHONPATH": drop_in.python_path(environment)} if horovodrun.as_horovod(options) else {}
     return {**path, **horovodrun.variables(options), **knob_variables(options)}
 
 
 def _left_aside(options: argparse.Namespace) -> tuple[str, ...]:
-    """Tells what has no effect beside ``--as-horovod``: a Horovod that is installed, and some of horovodrun's flags."""
+    """Returns notes on what ``--as-horovod`` makes ineffective: an installed Horovod, and some flags of horovodrun."""
     return (*drop_in.overshadowed(), *horovodrun.notes(options)) if horovodrun.as_horovod(options) else ()
 
 
 def _check(environment: Mapping[str, str], size: int, *, given: str | None) -> None:
-    """Refuses what ranks would refuse, before they are started, and what would leave each on its own."""
+    """Rejects settings that ranks would reject, before they start, and settings that would leave each rank alone."""
     config = Config.load(environment)
     _refuse_to_be_started_often(environment, alone=config.alone)
     source = "--transport" if given else "COORDD_TRANSPORT"
@@ -120,7 +120,7 @@ def _check(environment: Mapping[str, str], size: int, *, given: str | None) -> N
 
 
 def _refuse_to_be_started_often(environment: Mapping[str, str], *, alone: bool) -> None:
-    """Refuses to start a job in each process of a job; what a rank starts is meant."""
+    """Refuses to start one job per process of an outer launcher; a job that a rank starts is intended."""
     if alone or RANK_PID in environment or launched_ranks(environment):
         return
     claim = more_ranks(environment, 1)
@@ -132,7 +132,7 @@ def _refuse_to_be_started_often(environment: Mapping[str, str], *, alone: bool) 
 
 
 def _where(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[int, tuple[Host, ...]]:
-    """Finds the number of ranks, and the hosts with the ranks of each."""
+    """Returns the number of ranks, and the hosts with the number of ranks on each."""
     hosts = hosts_of(options)
     size = options.size or sum(host.slots for host in hosts) or int(environment.get("SLURM_NTASKS", "0"))
     if not size:
@@ -141,7 +141,7 @@ def _where(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple
 
 
 def _path(environment: Mapping[str, str]) -> str:
-    """Makes ``python`` mean this interpreter in a virtual environment that is not activated."""
+    """Returns PATH such that ``python`` is this interpreter even if its virtual environment is not activated."""
     folders = environment.get("PATH", os.defpath).split(os.pathsep)
     own = str(Path(sys.executable).parent)
     if sys.prefix != sys.base_prefix and own not in folders:
@@ -150,7 +150,7 @@ def _path(environment: Mapping[str, str]) -> str:
 
 
 def _launcher(name: str, *, needed: bool) -> Launcher | None:
-    """Finds the launcher; a single rank here needs none."""
+    """Finds the launcher; a single rank on this host needs none."""
     if name != "auto":
         return Launcher.named(name)
     return Launcher.find() if needed else None
@@ -159,7 +159,7 @@ def _launcher(name: str, *, needed: bool) -> Launcher | None:
 def _ssh(
     words: Sequence[str], flavour: Flavour, environment: Mapping[str, str], *, local: bool
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Finds the variables that hand these arguments to the launcher's ssh, or a note that there is nothing to reach.
+    """Returns the variables that pass these arguments to the launcher's ssh, or a note that no other host is used.
 
     Raises:
         ConfigError: the launcher does not use ssh.
@@ -173,12 +173,12 @@ def _ssh(
 
 
 def _pmi(flavour: Flavour, given: str) -> tuple[str, ...]:
-    """Tells Slurm which MPI the ranks use, unless the user does; with the wrong one each rank would be alone."""
+    """Returns Slurm's option for the PMI, unless the user gives it; with a wrong PMI each rank would be alone."""
     if flavour is not SLURM or "--mpi" in given:
         return ()
     try:
         return (f"--mpi={Launcher.find().flavour.pmi}",)
-    except LauncherError:  # a library without its launcher: the site's default has to do
+    except LauncherError:  # an MPI library without its launcher: use the site's default
         return ()
 
 

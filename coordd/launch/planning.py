@@ -1,4 +1,4 @@
-"""`coordd plan`: works out what a schedule costs, before anything is started, and draws it."""
+"""`coordd plan`: computes the cost of a pipeline schedule without running it, and draws the schedule."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["PLAN_EPILOG", "add_plan_options", "plan"]
 
 _LARGE = 64
-"""Ranks above which some schedules take too long to be worth a comparison."""
+"""Number of ranks above which schedules that are slow to compute are left out of a comparison."""
 
 _CHART = 100
-"""Columns of the chart where there is no terminal."""
+"""Columns of the chart if the output is not a terminal."""
 
 _STEPS = 2
-"""Steps that are shown of a pipeline that does not run empty between them."""
+"""Number of steps shown for a schedule without a flush."""
 
 PLAN_EPILOG = """\
 examples:
@@ -50,7 +50,7 @@ Memory is counted in activations of such a share, of one microbatch.
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Adds all options."""
+    """Adds all options of `coordd plan` to the parser."""
     parser.add_argument(
         "--stages",
         type=_count,
@@ -91,10 +91,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Carries out `coordd plan`; returns the exit code.
+    """Runs `coordd plan`; returns the exit code.
 
     Raises:
-        ConfigError: the schedule cannot have these numbers, or the picture not this ending.
+        ConfigError: the schedule does not support these numbers, or the picture's file name has an unknown suffix.
         OSError: the picture cannot be written.
     """
     if options.memory is not None and not (options.compare or options.model):
@@ -112,7 +112,7 @@ def plan(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """A large plan is a million small values without cycles; looking for some takes a third of the time."""
+    """Disables the garbage collector: on a large plan's million small objects it would take a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -157,7 +157,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _replay(options: argparse.Namespace) -> None:
-    """Shows what was predicted of a run, and what came of it."""
+    """Shows the predicted and the measured timeline of a recorded run."""
     from coordd.pipeline.export import check_ending
     from coordd.pipeline.recording import Recording
 
@@ -174,7 +174,7 @@ def _replay(options: argparse.Namespace) -> None:
 
 
 def _show(console: Console, plan: Plan, timeline: Timeline, units: Units) -> None:
-    """Prints a table and the chart."""
+    """Prints the headline, the table per rank and the chart."""
     from coordd.pipeline.chart import chart
     from coordd.pipeline.report import headline, per_rank
 
@@ -208,7 +208,7 @@ def _compare(options: argparse.Namespace, prices: Prices) -> None:
 
 
 def _outcomes(options: argparse.Namespace, prices: Prices, notes: list[str]) -> Iterator[Outcome]:
-    """Works all schedules out; notes why some are left out."""
+    """Computes the outcome of all schedules; adds a note for each schedule that is left out."""
     from coordd.pipeline.catalogue import SCHEDULES
     from coordd.pipeline.outcome import outcome
 

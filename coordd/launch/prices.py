@@ -1,4 +1,4 @@
-"""What the stages of a planned pipeline cost: as the user says, or as the layers of a model measure."""
+"""The costs of the stages of a planned pipeline, given by the user or measured on the layers of a model."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _TIMES = ("forward", "backward", "weight", "transfer")
 
 
 class Prices:
-    """What passes cost.
+    """The costs of forward and backward passes.
 
     Attributes:
-        profile: of the model's layers, if there is one.
-        units: of times and peaks.
+        profile: profile of the model's layers, or None without a model.
+        units: units of times and memory peaks.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Reads the options, and measures the model.
+        """Reads the options and measures the model.
 
         Raises:
-            ConfigError: there is no such model or sample, or times are given as well.
-            ArgumentError: the model cannot be split, or measured.
+            ConfigError: the model or sample does not exist, or times are given too.
+            ArgumentError: the model cannot be split or measured.
         """
         from coordd.pipeline.units import Units, in_bytes
 
@@ -49,19 +49,19 @@ class Prices:
 
     @property
     def limit(self) -> float | None:
-        """What activations may take, where nothing else is known."""
+        """Memory limit for activations if no model was measured, else None."""
         return self._cap if self.profile is None else None
 
     def costs(self, plan: Plan, stages: int, chunks: int) -> Costs:
-        """What stages cost; a pass that no time is given for takes as long as a forward pass.
+        """Returns the costs of the stages; a pass without a given time takes as long as a forward pass.
 
         Args:
-            plan: a step with so many stages, which says what is kept at a time.
-            stages: how many.
-            chunks: how many of them a rank has.
+            plan: the schedule of a step, which determines the activations that are kept at a time.
+            stages: number of stages.
+            chunks: number of stages per rank.
 
         Raises:
-            ArgumentError: the model cannot be split like this.
+            ArgumentError: the model cannot be split into these stages.
         """
         from coordd.pipeline.simulate import Costs
 
@@ -80,12 +80,12 @@ class Prices:
         )
 
     def spans(self, plan: Plan) -> tuple[range, ...]:
-        """The layers of each stage of the model."""
+        """Returns the layers of each stage of the model."""
         assert self.profile is not None  # noqa: S101 - who calls has looked
         return self.profile.split(plan.stages, by=self._options.split, memory=self.memory(plan))
 
     def memory(self, plan: Plan) -> Memory:
-        """What a stage of the model holds, and may hold."""
+        """Returns the memory model of a stage, with the memory limit per stage."""
         from coordd.pipeline.load import Memory
 
         options = self._options
@@ -111,13 +111,13 @@ def _profile(options: argparse.Namespace) -> Profile:
         found: Profile = cd.profile_model(model, sample(), config)
     except ArgumentError:
         raise
-    except Exception as error:  # user code raises whatever it likes
+    except Exception as error:  # user code can raise any exception
         raise ConfigError(f"the layers of {options.model} cannot be measured: {error!r}") from error
     return found
 
 
 def _found(text: str) -> Callable[[], Any]:
-    """Finds ``module:function``, in the working directory first."""
+    """Imports ``module:function``, looking in the working directory first."""
     module, _, name = text.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

@@ -1,6 +1,6 @@
-"""Asks the MPI library about itself, in a process of its own: ``python -m coordd.launch.probe``.
+"""Queries the MPI library in a process of its own: ``python -m coordd.launch.probe``.
 
-One rule: whatever starting MPI does to a process, up to ending it, must not happen to the one that asks.
+One rule: starting MPI can end the process or change it, so the calling process must not start MPI.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
         "vendor": vendor,
         "version": ".".join(map(str, version)),
         "threads": levels[MPI.Query_thread()],
-        # mpi4py has the names everywhere; a library without fault tolerance has no error class of its own for them.
+        # mpi4py always defines the name; a library without fault tolerance has no separate error class for it.
         "ulfm": MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN,
     }
     sys.stdout.write(json.dumps(facts) + "\n")

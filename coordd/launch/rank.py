@@ -1,12 +1,12 @@
-"""The small process that stands for one rank: ``python -m coordd.launch.rank … -- command …``.
+"""The small wrapper process of one rank: ``python -m coordd.launch.rank … -- command …``.
 
-The MPI launcher starts it in the command's place. It starts the command in a session of its own, hands its output to
-`coordd run` line by line, passes signals on and reports the end. One rule: it starts quickly, hence imports little.
+The MPI launcher starts it instead of the command. It starts the command in a session of its own, forwards its output to
+`coordd run` line by line, forwards signals and reports the end. One rule: it starts quickly, hence imports little.
 
-Stopping: the first request to stop goes to the command as it is, the second one ends its process group with SIGKILL. A
-rank that failed, left without `shutdown`, or was asked to stop, stays until that second request: an MPI launcher that
-sees one process exit with an error, or without `MPI_Finalize`, ends all others at once, before they can say what that
-meant to them.
+Stopping: the first request to stop is forwarded to the command, the second one kills its process group with SIGKILL. A
+wrapper whose command failed, left without `shutdown`, or was asked to stop, stays until the second request: an MPI
+launcher that sees one process exit with an error, or without `MPI_Finalize`, ends all others at once, before they can
+report how the failure affected them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from coordd.presence import Presence
 
 __all__ = ["Order", "Rank", "main"]
 
-_QUIET = 0.05  # seconds after which an unfinished line is shown
-_LEFTOVERS = 0.3  # seconds that what the command has left behind gets to end
+_QUIET = 0.05  # seconds without output after which an unfinished line is shown
+_LEFTOVERS = 0.3  # seconds for the command's remaining processes to end
 
-# What a request to stop becomes. Open MPI forwards SIGALRM and SIGURG untouched, while a quarter of a second after
-# SIGINT or SIGTERM it kills.
+# The signal that each request to stop is converted to. Open MPI forwards SIGALRM and SIGURG without side effects, but
+# kills the ranks a quarter of a second after SIGINT or SIGTERM.
 _STOPS = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGALRM: signal.SIGINT,
@@ -49,14 +49,14 @@ _HANDLED = (*_STOPS, _PARENT_DIED, *_PASSED_ON, signal.SIGCHLD)
 
 
 class Order(NamedTuple):
-    """What `coordd run` tells each rank's process on its command line.
+    """The arguments that `coordd run` passes to each rank's wrapper process on its command line.
 
     Attributes:
         command: the user's command.
-        style: how the MPI launcher speaks, see `coordd.launch.place`.
-        threads: threads of the command, 0 for this rank's share of the cores.
-        bind: whether to bind the command to its share.
-        as_horovod: whether to tell the command its place in Horovod's words, too.
+        style: the MPI launcher's set of variables, see `coordd.launch.place`.
+        threads: threads of the command; 0 for this rank's share of the cores.
+        bind: whether to bind the command to its share of the cores.
+        as_horovod: whether to set Horovod's variables (``HOROVOD_RANK`` …) for the command too.
     """
 
     command: Sequence[str]
@@ -67,12 +67,12 @@ class Order(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """The order as command-line arguments."""
+        """The command-line arguments that `parse` reads."""
         return [self.style, str(self.threads), str(int(self.bind)), str(int(self.as_horovod)), "--", *self.command]
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Order:
-        """Reads the arguments back; importing argparse would take longer than all else that this process does."""
+        """Parses `arguments`; without argparse, whose import would take longer than all other work of this process."""
         style, threads, bind, as_horovod, _, *command = arguments
         return cls(command, style, int(threads), bind == "1", as_horovod == "1")
 
@@ -85,7 +85,7 @@ class Rank:
 
         Args:
             order: what to run.
-            launcher: the descriptor whose other end `coordd run` reads.
+            launcher: the descriptor on which frames are sent to `coordd run`.
         """
         here = place(order.style, os.environ)
         self._asked = 0
@@ -93,7 +93,7 @@ class Rank:
         self._stops = {**_STOPS, signal.SIGUSR2: signal.SIGTERM} if self._slurm else _STOPS
         self._wake = _listen()
         cores, wish = cores_here(), Wish.of(order.threads, os.environ)
-        bind = order.bind and here.size > 1  # a single rank has nobody to make room for
+        bind = order.bind and here.size > 1  # a single rank shares the cores with no other rank
         share = divide(cores, here.local_rank, here.local_size, wish)
         environment = _environment(share, insist=order.threads > 0, bind=bind)
         self._presence = Presence()
@@ -109,10 +109,10 @@ class Rank:
         self._poller = select.poll()
         for descriptor in (self._wake, child.out, child.err):
             self._poller.register(descriptor, select.POLLIN)
-        self._poller.register(launcher, 0)  # only to hear of its end
+        self._poller.register(launcher, 0)  # only to detect that it is closed
 
     def run(self) -> int:
-        """Serves the command until it has ended and we may go; returns its exit status."""
+        """Serves the command until it has ended and this process may exit; returns the command's exit status."""
         self._relay.say([Started(self._rank, os.uname().nodename, self._note)])
         while (end := self._child.end()) is None:
             if not self._serve(_QUIET if self._relay.unfinished else None):
@@ -135,7 +135,7 @@ class Rank:
         return Outcome(code, number, told, words.consequence, exception, words.last, left)
 
     def _sweep(self) -> None:
-        """Ends what the command has left behind. Its output, if it is still coming, is shown."""
+        """Ends the command's remaining processes, and forwards the output that they still write."""
         if self._relay.open:
             self._child.tell_all(signal.SIGTERM)
             self._serve_until(time.monotonic() + _LEFTOVERS, patience=_LEFTOVERS)
@@ -143,12 +143,12 @@ class Rank:
         self._serve_until(time.monotonic() + _LEFTOVERS, patience=0)
 
     def _serve_until(self, deadline: float, *, patience: float) -> None:
-        """Serves until the pipes have ended, nothing happens for ``patience`` seconds, or the deadline has come."""
+        """Serves until the pipes are closed, no event arrives for ``patience`` seconds, or the deadline has passed."""
         while self._relay.open and time.monotonic() < deadline and self._serve(patience):
             continue
 
     def _serve(self, seconds: float | None) -> bool:
-        """Waits for output and signals and deals with them; ``False`` says that nothing came."""
+        """Waits for output and signals and handles them; returns ``False`` if there was no event in time."""
         events = self._poller.poll(None if seconds is None else seconds * 1000)
         for descriptor, _ in events:
             if descriptor == self._wake:
@@ -164,7 +164,7 @@ class Rank:
     def _hear(self, number: int) -> None:
         if number == _PARENT_DIED or number in self._stops:
             self._stop(number)
-        elif number in _PASSED_ON and not self._slurm:  # Slurm has told the command too
+        elif number in _PASSED_ON and not self._slurm:  # Slurm has sent it to the command too
             self._child.tell(number)
 
     def _stop(self, number: int) -> None:
@@ -178,10 +178,10 @@ class Rank:
 
 
 def _environment(share: Share, *, insist: bool, bind: bool) -> dict[str, str]:
-    """Composes the command's environment; what the user has set stays."""
+    """Returns the command's environment; variables that the user has set are kept."""
     defaults = {
-        "PYTHONUNBUFFERED": "1",  # output comes when it is written, and none is lost when the process is killed
-        "PYTHONFAULTHANDLER": "1",  # a crash in native code says where
+        "PYTHONUNBUFFERED": "1",  # output arrives when it is written, and none is lost when the process is killed
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code prints a traceback
     }
     own = thread_variables(share.threads, os.environ, insist=insist)
     if bind and share.daemon_on:
@@ -190,7 +190,7 @@ def _environment(share: Share, *, insist: bool, bind: bool) -> dict[str, str]:
 
 
 def _listen() -> int:
-    """Turns signals into bytes on a descriptor."""
+    """Delivers signals as bytes on the returned descriptor."""
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
     signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
@@ -205,7 +205,7 @@ def _write(descriptor: int, packet: bytes) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command that the arguments name; returns its exit status."""
+    """Runs the command in the arguments; returns its exit status."""
     die_with_parent(_PARENT_DIED, os.getppid())
     whole(2)
     return Rank(Order.parse(arguments), launcher=2).run()

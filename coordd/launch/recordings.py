@@ -1,6 +1,6 @@
-"""What the ranks of one run have recorded, made one file of when the run is over.
+"""The timeline recordings of one run, merged into one file when the run is over.
 
-One rule: whatever is wrong with recordings is told in a line, and changes nothing about how the run has ended.
+One rule: a problem with the recordings is reported in one line and does not change the outcome of the run.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ __all__ = ["Recordings"]
 
 
 class Recordings:
-    """Those that a folder holds after a run and did not hold before."""
+    """The recordings that a run adds to a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Looks at what is there; the folder need not exist."""
+        """Lists the recordings that exist before the run; the folder need not exist."""
         self._folder = folder
         self._before = self._files()
 
     def merged(self) -> str:
-        """Makes one file of them; returns a sentence about it, or nothing where nothing was recorded."""
+        """Merges the recordings into one file; returns a sentence about it, or "" without new recordings."""
         try:
             return self._merged() if self._is_new() else ""
         except KeyboardInterrupt:
@@ -30,14 +30,14 @@ class Recordings:
             return self._unmerged(str(error) or type(error).__name__)
 
     def unmerged(self) -> str:
-        """Leaves them as they are; returns a sentence like `merged`."""
+        """Leaves the recordings unmerged; returns a sentence about it, or "" without new recordings."""
         return self._unmerged("there was no time") if self._is_new() else ""
 
     def _is_new(self) -> bool:
         return bool(self._files() - self._before)
 
     def _merged(self) -> str:
-        from coordd.launch.timeline import collect  # reading recordings takes imports that most runs can do without
+        from coordd.launch.timeline import collect  # its imports are slow, and most runs do not need them
 
         traces, target = collect(self._folder)
         size = traces[0].about["size"]
@@ -55,7 +55,7 @@ class Recordings:
     def _files(self) -> set[tuple[str, int, int]]:
         found = set()
         for path in self._folder.glob("rank.*.json"):
-            with contextlib.suppress(OSError):  # somebody has taken it away
+            with contextlib.suppress(OSError):  # it was removed meanwhile
                 about = path.stat()
                 found.add((path.name, about.st_ino, about.st_mtime_ns))
         return found

@@ -1,4 +1,4 @@
-"""Hands a command's output to the launcher, frame by frame."""
+"""Forwards a command's output to the launcher as frames."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Relay:
         """Takes over two descriptors.
 
         Args:
-            rank: whose output it is.
+            rank: the rank whose output it is.
             out: the pipe of the command's standard output.
             err: the pipe of its standard error.
-            write: takes at most `LIMIT` bytes at a time; raises ``OSError`` if nobody listens any more.
+            write: takes at most `LIMIT` bytes at a time; raises ``OSError`` if the reader is gone.
         """
         self.words = LastWords()
         self._rank = rank
@@ -34,16 +34,16 @@ class Relay:
 
     @property
     def open(self) -> bool:
-        """Whether anybody can still write to one of the pipes."""
+        """Whether at least one of the pipes is still open for writing."""
         return bool(self._lines)
 
     @property
     def unfinished(self) -> bool:
-        """Whether a line has begun and not ended."""
+        """Whether a line is unfinished."""
         return any(lines.unfinished for lines in self._lines.values())
 
     def read(self, descriptor: int) -> bool:
-        """Passes on what can be read now; ``False`` says that the pipe has ended and was closed."""
+        """Forwards the available output; returns ``False`` if the pipe has ended, which closes it."""
         chunk = os.read(descriptor, _CHUNK)
         if chunk:
             self._pass_on(descriptor, self._lines[descriptor].feed(chunk))
@@ -53,12 +53,12 @@ class Relay:
         return False
 
     def flush(self) -> None:
-        """Passes on unfinished lines as they are."""
+        """Forwards unfinished lines as they are."""
         for descriptor, lines in self._lines.items():
             self._pass_on(descriptor, lines.flush())
 
     def say(self, frames: Iterable[Frame]) -> None:
-        """Writes frames, as many at a time as fit."""
+        """Writes frames, packed into writes of at most `LIMIT` bytes."""
         packet = b""
         for line in map(encode, frames):
             if len(packet) + len(line) > LIMIT:
@@ -75,7 +75,7 @@ class Relay:
         self.say(Output(self._rank, stream, piece) for piece in pieces)
 
     def _send(self, packet: bytes) -> None:
-        """Writes, unless nobody listens any more; then the command may go on talking to itself until it is ended."""
+        """Writes a packet; once the reader is gone, output is discarded until the command is ended."""
         try:
             if packet:
                 self._write(packet)

@@ -1,4 +1,4 @@
-"""`coordd run`: from options to the exit code of a job that has ended."""
+"""`coordd run`: runs a job as the options say, and returns its exit code."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carries out `coordd run`; returns the exit code.
+    """Runs `coordd run`; returns the exit code.
 
     Raises:
-        ConfigError: options that make no sense.
-        LauncherError: nothing can start that many ranks.
+        ConfigError: the options are invalid.
+        LauncherError: no launcher can start that many ranks.
         OSError: the launcher cannot be started, or the output cannot be written.
     """
     if horovodrun.asks_for_build(options):
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _program(plan: Plan, stack: ExitStack) -> Program:
-    """The program to start; on this host Open MPI gets folders of its own, which go when the stack does."""
+    """Returns the program to start; on this host Open MPI gets its own folders, removed when the stack closes."""
     program = plan.program
     if program.flavour is not OPEN_MPI or not plan.local:
         return program

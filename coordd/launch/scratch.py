@@ -1,8 +1,8 @@
-"""Folders in which Open MPI keeps a job's files, so that `coordd run` can remove them however the job has ended.
+"""Folders for Open MPI's files of a job, which `coordd run` removes however the job ended.
 
-Open MPI removes its session folder and its segments of shared memory itself, unless its daemon is killed. Their names
-do not tell reliably to which job they belong, so each job gets folders of its own. A launcher that is killed cannot
-remove anything: the next one removes the folders whose lock no process holds any more.
+Open MPI removes its session folder and its shared memory segments itself, unless its daemon is killed. Their names do
+not identify the job reliably, so each job gets folders of its own. A launcher that is killed cannot remove them: the
+next launcher removes the folders whose lock no process holds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SEGMENTS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_direc
 
 @contextmanager
 def scratch(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Makes the folders, and removes them in the end.
+    """Creates the folders, and removes them at exit.
 
     Args:
-        environment: of the MPI launcher; what the user has chosen there stays.
+        environment: environment of the MPI launcher; variables that the user has set there are kept.
 
     Yields:
-        variables for the MPI launcher. Where a folder cannot be made, Open MPI's own choice is left as it is.
+        variables for the MPI launcher. If a folder cannot be created, its variables are left out.
     """
     with ExitStack() as stack:
         found: dict[str, str] = {}
@@ -51,7 +51,7 @@ def _temporary(environment: Mapping[str, str]) -> str:
 
 @contextmanager
 def _folder(base: Path) -> Iterator[str]:
-    """Makes a folder of this user alone, with a lock that says that its job runs; yields "" if there can be none."""
+    """Creates a folder that only this user can access, locked while the job runs; yields "" if that fails."""
     made = None
     with contextlib.suppress(OSError):
         _remove_abandoned(base)
@@ -70,7 +70,7 @@ def _folder(base: Path) -> Iterator[str]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder, the lock last: if this process is ended meanwhile, the next launcher still finds it."""
+    """Removes a folder, its lock file last: if this process is killed meanwhile, the next launcher still finds it."""
     with contextlib.suppress(OSError):
         for each in sorted(folder.iterdir()):
             if each.name != _LOCK and each.is_dir():
@@ -86,11 +86,11 @@ def _make(base: Path) -> tuple[Path, int] | None:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         if (lock := _locked(folder, os.O_CREAT)) is not None:
             return folder, lock
-    return None  # others always took it for abandoned
+    return None  # other launchers took the lock each time, because the folder looked abandoned
 
 
 def _locked(folder: Path, flags: int = 0) -> int | None:
-    """Takes a folder's lock and returns its descriptor, which no child inherits; None if another process has it."""
+    """Takes a folder's lock; returns its close-on-exec descriptor, or None if another process holds the lock."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     except OSError:
@@ -104,7 +104,7 @@ def _locked(folder: Path, flags: int = 0) -> int | None:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Removes the folders of this user whose launchers have been killed."""
+    """Removes this user's folders whose launchers were killed."""
     for folder in sorted(base.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid == os.geteuid() and (lock := _locked(folder)) is not None:

@@ -1,8 +1,8 @@
-"""Shows the output of all ranks, each line whole and under its rank.
+"""Prints the output of all ranks, each line in one piece and prefixed with its rank.
 
-One rule: a line that is not finished, such as a progress bar, is drawn in place on a terminal and taken away again when
-another line comes. Where there is no terminal nothing can be taken away, so it is written when it is finished, and in
-between every few seconds if it is one that redraws itself. Tracebacks wait a moment for others that are the same.
+One rule: on a terminal, an unfinished line, such as a progress bar, is drawn in place and erased when another line is
+printed. Other outputs cannot erase, so there it is written when it is finished and, if it redraws itself, also every
+few seconds. Tracebacks are held briefly to merge equal ones.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["Screen", "Sink"]
 
 _COLOURS = ("36", "33", "32", "35", "34", "31")
 _CLEAR = b"\r\x1b[2K"
-_SNAPSHOT = 10.0  # seconds between two looks at a progress bar where there is no terminal
-_LONGEST = 1 << 16  # bytes after which a line counts as finished, whatever its rank thinks
+_SNAPSHOT = 10.0  # seconds between two copies of a progress bar if the output is not a terminal
+_LONGEST = 1 << 16  # bytes after which a line counts as finished
 
 
 class Sink:
-    """One of our two standard streams.
+    """Standard output or standard error of this process.
 
     Attributes:
-        terminal: whether it is one, so that what was written can be taken away.
+        terminal: whether the stream is a terminal, which can erase lines.
         colour: whether it shows colours.
         columns: the width of the terminal.
-        closed: whether its reader has gone away.
+        closed: whether its reader is gone.
     """
 
     def __init__(self, file: IO[bytes], *, terminal: bool, colour: bool = False, columns: int = 80) -> None:
@@ -44,7 +44,7 @@ class Sink:
         self._file = file
 
     def write(self, data: bytes) -> None:
-        """Writes at once; without a reader it does nothing."""
+        """Writes and flushes; does nothing once the reader is gone."""
         if self.closed:
             return
         try:
@@ -55,7 +55,7 @@ class Sink:
             self._forget()
 
     def _forget(self) -> None:
-        """Lets go of what nobody will read; Python would try to write it at its end, and end with another exit code."""
+        """Redirects the stream to /dev/null; else Python's flush at exit would fail and change the exit code."""
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._file.fileno())
@@ -63,7 +63,7 @@ class Sink:
 
 
 class _Line:
-    """The line that one stream of one rank is writing."""
+    """The current unfinished line of one stream of one rank."""
 
     def __init__(self, now: float) -> None:
         self.text = b""
@@ -72,7 +72,7 @@ class _Line:
         self.shown_at = now
 
     def add(self, text: bytes, end: bytes) -> bool:
-        """Writes as a terminal would; tells whether the line is finished."""
+        """Adds text as a terminal would; returns whether the line is finished."""
         if self.returned and text:
             self.text, self.returned = b"", False
         self.text += text
@@ -81,14 +81,14 @@ class _Line:
         return end == b"\n" or len(self.text) > _LONGEST
 
     def take(self) -> bytes:
-        """Hands the line out and begins the next one."""
+        """Returns the line and starts the next one."""
         text, self.text = self.text, b""
         self.redrawn = self.returned = False
         return text
 
 
 class Screen:
-    """Shows pieces of output."""
+    """Prints the pieces of output of all ranks."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ class Screen:
         """Prepares the screen.
 
         Args:
-            out: where the ranks' standard output goes.
-            err: where their standard error goes.
-            prefix: whether to put the rank before each line.
-            logs: takes every line too.
-            clock: seconds from any start.
+            out: stream for the ranks' standard output.
+            err: stream for the ranks' standard error.
+            prefix: whether to print the rank before each line.
+            logs: log files that get every line too.
+            clock: returns the time in seconds, from any origin.
         """
         self._sinks = {1: out, 2: err}
         self._prefix = prefix
@@ -119,21 +119,21 @@ class Screen:
 
     @property
     def closed(self) -> bool:
-        """Whether nobody reads our standard output any more."""
+        """Whether the reader of standard output is gone."""
         return self._sinks[1].closed
 
     @property
     def due(self) -> float:
-        """When `settle` has something to show, in seconds of the clock."""
+        """Time at which `settle` next has tracebacks to print, in seconds of the clock."""
         return self._tracebacks.due
 
     def settle(self) -> None:
-        """Shows the tracebacks that have waited long enough."""
+        """Prints the held tracebacks if their time has come."""
         if self._clock() >= self.due:
             self._release()
 
     def show(self, output: Output) -> None:
-        """Shows a piece of a rank's output."""
+        """Prints a piece of a rank's output."""
         key = output.rank, output.stream
         if key not in self._lines:
             self._lines[key] = _Line(self._clock())
@@ -147,15 +147,15 @@ class Screen:
             self._write(output.stream, self._titled(key, line.text) + b"\n")
 
     def say(self, text: str) -> None:
-        """Writes a line of the launcher itself to standard error."""
+        """Writes a line of coordd itself to standard error."""
         self._write(2, text.encode(errors="replace") + b"\n")
 
     def pass_on(self, stream: int, line: bytes) -> None:
-        """Writes a line that no rank but the MPI launcher wrote."""
+        """Writes a line of the MPI launcher."""
         self._write(stream, line + b"\n")
 
     def finish(self) -> None:
-        """Writes the lines that will not be finished any more, and all that has waited."""
+        """Writes the unfinished lines and the held tracebacks, at the end of the job."""
         for key, line in sorted(self._lines.items()):
             if line.text:
                 self._finish(key, line)
@@ -167,13 +167,13 @@ class Screen:
         if self._logs:
             self._logs.write(rank, text)
         if stream == 2 and rank not in self._tracebacks and (begin := traceback_at(text)):
-            self._write(stream, self._titled(key, text[:begin]) + b"\n")  # a progress bar that it has interrupted
+            self._write(stream, self._titled(key, text[:begin]) + b"\n")  # a progress bar before the traceback
             text = text[begin:]
         if stream == 2 and self._tracebacks.keep(rank, text, now=self._clock()):
             self._write(stream, b"")
             return
         if rank in self._tracebacks:
-            self._release()  # for what a rank says on its two streams stays in order
+            self._release()  # keeps the order of a rank's two streams
         self._write(stream, self._titled(key, text) + b"\n")
 
     def _release(self) -> None:
@@ -183,13 +183,13 @@ class Screen:
                 self.say(f"coordd: the same on rank{'s' * (len(others) > 1)} {spans(others)}")
 
     def _write(self, stream: int, data: bytes) -> None:
-        """Writes whole lines; the one that is being drawn moves below them."""
+        """Writes whole lines above the unfinished line."""
         self._erase()
         self._sinks[stream].write(data)
         self._draw()
 
     def _move(self, key: tuple[int, int]) -> None:
-        """Draws another line, or the same one if it has changed."""
+        """Draws another unfinished line, or redraws the present one if it has changed."""
         if key != self._live or self._lines[key].text != self._drawn:
             self._erase()
             self._live = key

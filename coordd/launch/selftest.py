@@ -1,4 +1,4 @@
-"""What the ranks of `coordd doctor`'s self-test run: ``python -m coordd.launch.selftest``."""
+"""The program that the ranks of `coordd doctor`'s self-test run: ``python -m coordd.launch.selftest``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ELEMENTS = 1 << 16
 
 
 def main() -> int:
-    """Reduces an array over all ranks through the daemon and compares every element; returns the exit code."""
+    """Averages an array over all ranks through the daemon and checks every element; returns the exit code."""
     import numpy as np
 
     import coordd

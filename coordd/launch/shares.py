@@ -1,13 +1,14 @@
-"""Dividing a host's cores among its ranks.
+"""Divides a host's cores among its ranks.
 
 ```
  8 cores, 2 ranks of 3 threads      0 1 2 | 3      4 5 6 | 7          7 cores, 2 ranks      0 1 2   3 4 5 | 6
                                     rank 0  daemon rank 1  daemon                           rank 0  rank 1  both daemons
 ```
 
-Rules: ranks of one host never get more threads than the host has cores for us, hyper-threads not counted, unless the
-user asks for them. Cores that are left over are the daemons'. Where none are, a rank and its daemon are bound to their
-share, for who wakes the other there need not wake an idle core; but more threads than one need two cores at least.
+Rules: unless the user asks for more, the ranks of one host get at most one thread per usable core in total,
+hyper-threads not counted, but at least one thread each. Spare cores go to the daemons. Without spare cores, a rank and
+its daemon are bound to the same share, so that one can wake the other without waking an idle core; ranks with more
+than one thread are bound only if the host has two cores per rank.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from coordd.crowd import oversubscribed, threads_asked
 
 __all__ = ["Share", "Wish", "describe", "divide", "thread_variables"]
 
-# Daemons do most of their work at the same moment, when backward ends and the compute cores fall idle: more of them on
-# one core would wait for each other longer than sharing a core with the computation costs.
+# Daemons do most of their work at the same time, when backward ends and the compute cores become idle: with more
+# daemons on one core, waiting for each other would cost more than sharing a core with the computation.
 _DAEMONS_A_CORE = 2
 _LISTED = 4
 
 
 class Wish(NamedTuple):
-    """What the user wants for each rank; empty is for us to choose.
+    """The user's choices for each rank; 0 or empty leaves the choice to coordd.
 
     Attributes:
-        threads: with which it computes.
-        daemon_on: the hardware threads on which its daemon runs.
+        threads: number of compute threads.
+        daemon_on: hardware threads on which the daemon runs.
     """
 
     threads: int = 0
@@ -40,21 +41,22 @@ class Wish(NamedTuple):
 
     @classmethod
     def of(cls, threads: int, environment: Mapping[str, str]) -> Wish:
-        """Takes the number of threads that was asked for, which wins, and the environment.
+        """Combines the requested number of threads, which takes precedence, with the environment.
 
         Raises:
-            ConfigError: the environment names no processors where it should.
+            ConfigError: the environment variable for the daemon's cores does not list processors.
         """
         return cls(threads or threads_asked(environment), daemon_cores(environment))
 
 
 class Share(NamedTuple):
-    """What one rank gets.
+    """The threads and cores of one rank.
 
     Attributes:
-        threads: with which it computes.
-        bound_to: the hardware threads to stay on, empty for any.
-        daemon_on: those on which its daemon runs, alone or with few other daemons; empty if it runs among the others.
+        threads: number of compute threads.
+        bound_to: hardware threads that the rank is bound to; empty for any.
+        daemon_on: hardware threads on which its daemon runs, alone or with few other daemons; empty if the daemon
+            shares the rank's cores.
     """
 
     threads: int
@@ -66,10 +68,10 @@ def divide(cores: Cores, local_rank: int, local_size: int, wish: Wish) -> Share:
     """Computes the share of one of ``local_size`` ranks on a host.
 
     Args:
-        cores: what the ranks may use together.
-        local_rank: which of them it is.
-        local_size: how many they are.
-        wish: what the user wants.
+        cores: the cores that all ranks of the host may use.
+        local_rank: number of the rank on its host.
+        local_size: number of ranks on the host.
+        wish: the user's choices.
     """
     cores = cores.without(wish.daemon_on)
     count = len(cores.threads)
@@ -85,9 +87,9 @@ def divide(cores: Cores, local_rank: int, local_size: int, wish: Wish) -> Share:
 
 
 def _beside_daemon(cores: Cores, local_rank: int, local_size: int, threads: int) -> Share:
-    """Divides cores of which some are spare: one for each daemon or, if they are fewer, for each group of daemons.
+    """Divides the cores if some are spare: one core per daemon or, if there are fewer, per group of daemons.
 
-    A group's cores come together: first those of its ranks, then the one of its daemons.
+    A group's cores are adjacent: first the cores of its ranks, then the core of its daemons.
     """
     spare = len(cores.threads) - local_size * threads
     groups = min(spare, local_size)
@@ -107,9 +109,9 @@ def _flat(cores: Iterable[Iterable[int]]) -> tuple[int, ...]:
 
 
 def describe(cores: Cores, local_size: int, wish: Wish, *, bind: bool = True) -> str:
-    """Says in one line what the ranks of a host get; the first arguments are those of `divide`.
+    """Describes in one line the shares of a host's ranks; the arguments are as in `divide`.
 
-    A core goes by the number of its first hardware thread.
+    A core is named by the number of its first hardware thread.
     """
     shares = [divide(cores, rank, local_size, wish) for rank in range(local_size)]
     text = f"{_count(local_size, 'rank')} of {_count(shares[0].threads, 'thread')} on {_count(cores.usable, 'core')}"
@@ -127,7 +129,7 @@ def describe(cores: Cores, local_size: int, wish: Wish, *, bind: bool = True) ->
 
 
 def _named(cores: Cores, shares: Sequence[tuple[int, ...]]) -> str:
-    """Lists shares of cores, each once, and at most a few."""
+    """Lists the distinct shares of cores, abbreviated if there are many."""
     firsts = {core[0] for core in cores.threads}
     texts = [write_cpus(firsts.intersection(cpus) or cpus) for cpus in dict.fromkeys(shares)]
     if len(texts) > _LISTED:
@@ -140,12 +142,12 @@ def _count(number: int, noun: str) -> str:
 
 
 def thread_variables(threads: int, environment: Mapping[str, str], *, insist: bool) -> dict[str, str]:
-    """Picks the variables that tell OpenMP, MKL, OpenBLAS and TensorFlow their threads.
+    """Returns the variables that set the number of threads of OpenMP, MKL, OpenBLAS and TensorFlow.
 
     Args:
         threads: threads per rank.
-        environment: what is set already, which wins.
-        insist: the user asked for this number, which wins over the environment.
+        environment: present environment; its values take precedence.
+        insist: whether the user asked for this number, which then takes precedence over the environment.
     """
     if insist:
         names = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"]

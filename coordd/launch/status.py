@@ -1,4 +1,4 @@
-"""`coordd status`: shows what a running job is doing, once or again and again."""
+"""`coordd status`: shows what a running job is doing, once or periodically."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["status"]
 
 
 def status(options: argparse.Namespace) -> int:
-    """Carries out `coordd status`; returns the exit code.
+    """Runs `coordd status`; returns the exit code.
 
     Raises:
-        NoJobError: there is no such job, or there are several.
+        NoJobError: no job fits the request, or several do.
     """
     if options.watch is None:
         found = _look(options.job)
@@ -49,7 +49,7 @@ def _look(word: str) -> Survey:
 
 
 def _jobs() -> Jobs:
-    """The jobs of which a process lives; what a dead rank has forked may still hold its socket."""
+    """Returns the jobs with a live process; a child forked by a dead rank may still hold its socket."""
     found = jobs(listed())
     return {job: ranks for job, ranks in found.items() if any(_lives(rank) for rank in ranks)}
 
@@ -59,7 +59,7 @@ def _lives(address: Address) -> bool:
 
 
 def _watch(options: argparse.Namespace) -> None:
-    """Looks until the job has ended."""
+    """Shows the status every ``--watch`` seconds until the job has ended."""
     job, before = "", None
     console = wide_console()
     with Live(auto_refresh=False, console=console, vertical_overflow="crop") as live:
@@ -67,7 +67,7 @@ def _watch(options: argparse.Namespace) -> None:
             try:
                 found = _look(job or options.job)
             except NoJobError:
-                if job:  # it was there
+                if job:  # the job was there before, so it has ended
                     return
                 raise
             job = found.job
@@ -88,7 +88,7 @@ def _drawn(found: Survey, before: Survey | None, options: argparse.Namespace) ->
 
 
 def _speed(found: Survey, before: Survey | None) -> Speed | None:
-    """Bytes a second between two looks; None at the first."""
+    """Returns bytes per second by rank between two surveys; None for the first survey."""
     if before is None:
         return None
     former = {seen.rank: seen.standing for seen in before.sightings}
@@ -102,7 +102,7 @@ def _speed(found: Survey, before: Survey | None) -> Speed | None:
 
 
 def _told(found: Survey) -> bytes:
-    """Writes a survey for programs: all there is, and how it reads."""
+    """Encodes a survey as JSON: all fields, and the states and verdict that the tables show."""
     states = {row.rank: row for row in rows(found)}
     ranks = [
         {

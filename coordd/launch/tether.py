@@ -1,8 +1,9 @@
-"""Ties a process to the one that started it, so that not even SIGKILL leaves something behind.
+"""Ends processes when their parent dies, so that not even SIGKILL leaves processes behind.
 
-Two knots, because each covers what the other cannot. `die_with_parent` asks the kernel for a signal when the parent
-dies; it is Linux's own and covers one process. `Guard` is a fork that sleeps on a pipe whose other end only we hold;
-it wakes when we die of anything, and then ends our command's whole process group.
+Two mechanisms, because each covers cases that the other cannot. `die_with_parent` asks the kernel for a signal when the
+parent dies; it exists on Linux only and covers one process. `Guard` is a forked process that sleeps on a pipe whose
+other end only this process holds; it wakes when this process dies for any reason, and then kills the command's whole
+process group.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _DISMISSED = b"."
 
 
 def die_with_parent(number: int, parent: int) -> None:
-    """Has the kernel send this process a signal when its parent dies, on Linux.
+    """On Linux, makes the kernel send this process a signal when its parent dies.
 
     Args:
         number: the signal.
-        parent: process id of the parent, to notice one that died before the kernel was asked.
+        parent: process id of the parent, to detect a parent that died before this call.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, number, 0, 0, 0)
@@ -33,24 +34,24 @@ def die_with_parent(number: int, parent: int) -> None:
 
 
 def signal_group(group: int, number: int) -> None:
-    """Signals every process of a group, if any is left."""
+    """Sends a signal to every process of a process group, if any is left."""
     try:
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):  # gone; or, on macOS, only zombies are left
+    except (ProcessLookupError, PermissionError):  # no process is left or, on macOS, only zombies
         return
 
 
 class Guard:
-    """A forked process that outlives this one just long enough to end a process group.
+    """A forked process that kills a process group when its parent dies.
 
-    It lies in a session of its own, so that whatever ends us does not reach it first.
+    It runs in a session of its own, so that signals to this process's group do not reach it.
     """
 
     def __init__(self, group: int, farewell: Callable[[], None]) -> None:
-        """Forks.
+        """Forks the guard.
 
         Args:
-            group: the process group to end when this process dies without a word.
+            group: the process group to kill when this process dies without calling `dismiss`.
             farewell: called by the guard after that, to report it.
         """
         watched, self._lifeline = os.pipe()
@@ -61,7 +62,7 @@ class Guard:
         os.close(watched)
 
     def dismiss(self) -> None:
-        """Ends the guard; the group is left alone."""
+        """Ends the guard without touching the group."""
         os.write(self._lifeline, _DISMISSED)
         os.close(self._lifeline)
         os.waitpid(self._pid, 0)
@@ -73,7 +74,7 @@ class Guard:
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)
-        os.closerange(3, watched)  # our command's pipes: holding them would keep their readers waiting
+        os.closerange(3, watched)  # the command's pipes: if the guard held them, their readers would see no end
         os.closerange(watched + 1, 1024)
         if os.read(watched, 1) != _DISMISSED:
             signal_group(group, signal.SIGKILL)

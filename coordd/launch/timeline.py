@@ -1,4 +1,4 @@
-"""`coordd timeline`: makes one file of what all ranks have recorded, and says where a step's time went."""
+"""`coordd timeline`: merges the recordings of all ranks into one file, and breaks down the time of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["TIMELINE_EPILOG", "add_timeline_options", "collect", "timeline"]
 
 _DOUBTFUL = 1e-3
-"""Seconds from which the doubt about a clock is worth a word."""
+"""Clock uncertainty in seconds above which a warning is printed."""
 
 TIMELINE_EPILOG = """\
 examples:
@@ -35,7 +35,7 @@ DIR/steps.csv, all steps of all ranks. Recordings that were cut off are read as 
 
 
 def add_timeline_options(parser: argparse.ArgumentParser) -> None:
-    """Adds all options."""
+    """Adds all options of `coordd timeline` to the parser."""
     parser.add_argument("folder", metavar="DIR", help="what was given to --timeline, or to start_timeline")
     parser.add_argument(
         "--step", metavar="NAME", help="a tensor that comes once a step; default: one that repeats, and carries much"
@@ -43,11 +43,11 @@ def add_timeline_options(parser: argparse.ArgumentParser) -> None:
 
 
 def timeline(options: argparse.Namespace) -> int:
-    """Carries out `coordd timeline`; returns the exit code.
+    """Runs `coordd timeline`; returns the exit code.
 
     Raises:
-        ConfigError: no tensor has the name that is to tell steps apart.
-        TimelineError: there is no recording, or nothing that could be read.
+        ConfigError: no tensor has the name given with ``--step``.
+        TimelineError: there is no recording, or no readable one.
         OSError: a file cannot be read or written.
     """
     from coordd.timeline.journal import Journal
@@ -76,10 +76,10 @@ def timeline(options: argparse.Namespace) -> int:
 
 
 def collect(folder: Path) -> tuple[list[Trace], Path]:
-    """Makes one file of what all ranks have recorded; returns what was read, and the file.
+    """Merges the recordings of all ranks into one file; returns the recordings and the path of the file.
 
     Raises:
-        TimelineError: there is no recording, or nothing that could be read.
+        TimelineError: there is no recording, or no readable one.
         OSError: a file cannot be read or written.
     """
     from coordd.timeline.merge import merge
@@ -99,7 +99,7 @@ def _check_step(name: str, journals: Sequence[Journal]) -> None:
 
 
 def _flaws(traces: Sequence[Trace]) -> list[str]:
-    """Says what the recordings lack."""
+    """Returns one sentence for each flaw of the recordings: missing ranks, lost events, uncertain clocks."""
     found = []
     size, ranks = traces[0].about["size"], [trace.rank for trace in traces]
     if missing := sorted(set(range(size)) - set(ranks)):

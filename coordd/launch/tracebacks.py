@@ -1,8 +1,8 @@
-"""Tracebacks, kept for a moment: so each is shown in one piece, and once however many ranks fail alike.
+"""Holds tracebacks briefly, so that each is shown in one piece, and once if several ranks fail in the same way.
 
-One rule: pure, and never clever. From the first line of a traceback on, or of what `coordd.testimony` says in place of
-one, all that a rank says on standard error is kept until it has been quiet. Only what is equal to the letter is shown
-for several ranks, and tracebacks, one of which is the cause, come before testimonies.
+One rule: pure and simple. From the first line of a traceback, or of the message that `coordd.testimony` prints instead
+of one, a rank's standard error is held until it has been quiet for a while. Only identical texts are merged.
+Tracebacks, one of which is the cause, are shown before the messages of `coordd.testimony`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import NamedTuple
 __all__ = ["TESTIMONY", "Told", "Tracebacks", "traceback_at"]
 
 TESTIMONY = b"coordd.errors.PeerError: "
-# A progress bar may stand before it, but not a group's margin: then it is of one of the group's errors.
-# A SyntaxError of the script itself comes without the first line.
+# A progress bar may precede the traceback, but not the margin of an exception group: then it belongs to an error in
+# the group. A SyntaxError of the script itself has no "Traceback" line.
 _FIRST = re.compile(
     rb'( *\+ Exception Group |(?<!\| )(?<!Group ))Traceback \(most recent call last\):$|^  File ".*", line \d+$'
 )
-_QUIET = 0.3  # seconds after which nobody has more to say
-_LONGEST = 1.0  # seconds that anything is kept at most
+_QUIET = 0.3  # seconds without further lines after which held text is shown
+_LONGEST = 1.0  # seconds that text is held at most
 
 
 class Told(NamedTuple):
-    """What several ranks have said, with these, in order."""
+    """Equal output of several ranks, and these ranks, ascending."""
 
     ranks: list[int]
     lines: tuple[bytes, ...]
 
 
 class Tracebacks:
-    """What ranks are saying."""
+    """The tracebacks that are held, by rank."""
 
     def __init__(self) -> None:
         self._lines: dict[int, list[bytes]] = {}
@@ -39,14 +39,14 @@ class Tracebacks:
 
     @property
     def due(self) -> float:
-        """When what is kept has to be shown."""
+        """Time at which the held text has to be shown."""
         return min(self._last + _QUIET, self._since + _LONGEST)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._lines
 
     def keep(self, rank: int, line: bytes, *, now: float) -> bool:
-        """Takes a line of standard error; ``False`` says that it is none of a traceback."""
+        """Holds a line of standard error; returns ``False``, and holds nothing, if it is not part of a traceback."""
         if rank not in self._lines and traceback_at(line) != 0 and not line.startswith(TESTIMONY):
             return False
         self._since = min(self._since, now)
@@ -55,7 +55,7 @@ class Tracebacks:
         return True
 
     def release(self) -> list[Told]:
-        """Hands out all that is kept, testimonies last."""
+        """Removes and returns all held text; messages of `coordd.testimony` come last."""
         told: dict[tuple[bytes, ...], list[int]] = {}
         for rank, lines in sorted(self._lines.items()):
             told.setdefault(tuple(lines), []).append(rank)
@@ -66,6 +66,6 @@ class Tracebacks:
 
 
 def traceback_at(line: bytes) -> int | None:
-    """Says where in a line a traceback begins."""
+    """Returns the position in a line at which a traceback begins, or None."""
     found = _FIRST.search(line)
     return found.start() if found else None

@@ -1,4 +1,4 @@
-"""`coordd tune`: a run whose steps may all be trials, and then, or later, a look at what was tried."""
+"""`coordd tune`: a run whose steps may all be autotune trials, followed by a report; or only the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NOTHING = (
 
 
 def add_tune_options(parser: argparse.ArgumentParser) -> None:
-    """Adds all options, and the command."""
+    """Adds all options and the command to the parser."""
     group = parser.add_argument_group("search")
     group.add_argument(
         "--steps", dest="autotune_steps", metavar="N", help="training steps for the search; then train on"
@@ -49,12 +49,12 @@ def add_tune_options(parser: argparse.ArgumentParser) -> None:
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Carries out `coordd tune`; returns the exit code of the run.
+    """Runs `coordd tune`; returns the exit code of the run.
 
     Raises:
-        ConfigError: options that make no sense, Optuna is not installed, or there is no record to show.
-        RecordError: the record to show cannot be used.
-        LauncherError: nothing can start that many ranks.
+        ConfigError: the options are invalid, Optuna is not installed, or there is no record to show.
+        RecordError: the record to show is not usable.
+        LauncherError: no launcher can start that many ranks.
         OSError: the launcher cannot be started, or the picture cannot be written.
     """
     if options.show is not None:
@@ -78,7 +78,7 @@ def tune(options: argparse.Namespace) -> int:
 
 
 def _where(options: argparse.Namespace) -> Path:
-    """Finds the record that the run will write, or the folder in which one will turn up."""
+    """Returns the path of the record that the run will write, or the folder in which it will write one."""
     from coordd.tuning.record import folder
 
     chosen = Config.load(os.environ, autotune_log=options.autotune_log).autotune_log
@@ -95,7 +95,7 @@ def _last() -> Path:
 
 
 def _show(path: Path, html: Path | None) -> None:
-    """Prints a record, and draws the picture."""
+    """Prints a record and writes the HTML page."""
     from rich.console import Console
 
     from coordd.tuning.picture import page

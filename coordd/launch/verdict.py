@@ -1,7 +1,7 @@
-"""What a job's end was, in one exit code and one or two lines.
+"""Determines the exit status of a job, and one or two lines on the cause.
 
-One rule: the first failure that is nobody else's consequence is the cause, and it is named last, below everything that
-followed from it. Where all failures are consequences, the rank that they name is the cause.
+One rule: the first failure that is not a consequence of another rank's failure is the cause, and it is printed last,
+below all output that followed from it. If all failures are consequences, the rank that they name is the cause.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from coordd.launch.outcome import Outcome, signal_name
 __all__ = ["Record", "Verdict", "judge"]
 
 _NAMED = re.compile(r".*\b(?:PeerError|RefusedError): rank (\d+) (.+)")
-"""How a rank that fails because of another one names that one and its failure; the innermost is the cause."""
+"""The message of a rank that fails because of another rank; the innermost match names the cause."""
 _ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+).*?[Ee]rrorcode:? (-?\d+)", re.DOTALL)
 _APART = "the ranks did not find each other"
-"""How a rank fails in `init` that waits for others in vain."""
+"""Part of the message of a rank that timed out in `init` waiting for other ranks."""
 
 
 @dataclass
 class Record:
-    """What was seen of a job.
+    """The observed events of a job.
 
     Attributes:
-        size: number of ranks asked for.
-        launcher: what started them.
+        size: number of ranks requested.
+        launcher: name of the launcher.
         hosts: host of each rank that has started.
-        ended: ranks' ends, in the order in which they were heard of.
+        ended: the ranks' `Ended` frames, in order of arrival.
         stopped_by: the signal with which the user ended the job, or 0.
-        status: how the launcher ended; negative for signals, as `subprocess` has it.
-        said: what the launcher wrote itself.
+        status: exit status of the launcher; negative for signals, as in `subprocess`.
+        said: lines of output of the launcher itself.
     """
 
     size: int
@@ -49,18 +49,18 @@ class Record:
 
     @property
     def running(self) -> list[int]:
-        """Ranks that have started and not ended."""
+        """Ranks that have started and not ended, ascending."""
         return sorted(self.hosts.keys() - {end.rank for end in self.ended})
 
     @property
     def well(self) -> bool:
-        """Whether every rank has ended with exit code 0."""
+        """Whether all ranks have ended with exit code 0."""
         return len(self.ended) == self.size and not any(end.outcome.failed for end in self.ended)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of a job: its exit code, what to say about it, and whether somebody waits for us to be gone."""
+    """The exit code of a job, a text about its end, and whether `coordd run` has to exit at once (``hurried``)."""
 
     status: int
     text: str = ""
@@ -68,7 +68,7 @@ class Verdict:
 
 
 def judge(record: Record) -> Verdict:
-    """Finds the cause."""
+    """Determines the exit code and the cause."""
     if record.stopped_by == signal.SIGTERM and record.well:
         return Verdict(0, "all ranks have ended in time, with exit code 0")
     if record.stopped_by:
@@ -83,7 +83,7 @@ def judge(record: Record) -> Verdict:
 
 
 class _Cause(NamedTuple):
-    """The rank to blame, how it ended, and what to say of it instead of that."""
+    """The rank that caused the failure, how it ended, and the text that replaces the outcome's."""
 
     rank: int
     outcome: Outcome
@@ -91,10 +91,10 @@ class _Cause(NamedTuple):
 
 
 def _cause(record: Record) -> _Cause | None:
-    """Picks the first failure of the best kind.
+    """Returns the first failure of the most informative kind.
 
-    These are: one of its own, an `MPI_Abort`, an end without `shutdown` that made others fail, what a consequence
-    names, a consequence, an end on request.
+    The kinds, in order: an independent failure, an `MPI_Abort`, an exit without `shutdown` that made other ranks fail,
+    a rank that a consequence names, a consequence, an end on request.
     """
     failures = [_Cause(*end) for end in record.ended if end.outcome.failed]
     own = [end for end in failures if not end.outcome.told and not end.outcome.consequence]
@@ -106,7 +106,7 @@ def _cause(record: Record) -> _Cause | None:
 
 
 def _aborted(said: list[str]) -> list[_Cause]:
-    """Reads Open MPI's notice: the rank that calls `MPI_Abort` is often killed before it can exit with its code."""
+    """Parses Open MPI's notice: the rank that calls `MPI_Abort` is often killed before it can exit with its code."""
     found = _ABORT.search("\n".join(said))
     if not found:
         return []
@@ -115,9 +115,9 @@ def _aborted(said: list[str]) -> list[_Cause]:
 
 
 def _left(record: Record, named: set[int]) -> list[_Cause]:
-    """Lists the ranks that ended well, but without `shutdown`; those that others name come first.
+    """Returns the ranks that exited with code 0 but without `shutdown`; ranks that others name come first.
 
-    None of them is to blame if all ranks have ended so: the others did not wait for them, not even in `shutdown`.
+    If all ranks ended in this way, none of them is the cause: no other rank waited for them, not even in `shutdown`.
     """
     text = "exited with code 0 but without shutdown(), as os._exit(0) does, while other ranks still needed it"
     left = [_Cause(end.rank, Outcome(1), text) for end in record.ended if end.outcome.left]
@@ -127,7 +127,7 @@ def _left(record: Record, named: set[int]) -> list[_Cause]:
 
 
 def _named(failures: list[_Cause]) -> list[_Cause]:
-    """Reads which ranks other ranks have failed of, in the words of those."""
+    """Returns the ranks that other ranks' messages name as the cause of their failures."""
     found = []
     for rank, outcome, _ in failures:
         if match := _NAMED.search(outcome.exception):
@@ -153,16 +153,17 @@ def _blamed(cause: _Cause, record: Record) -> Verdict:
 
 
 def _alike(one: Outcome, other: Outcome) -> bool:
-    """Says whether two ranks have ended in the same way, of themselves: some launchers kill all when one is killed.
+    """Returns whether two ranks ended in the same way.
 
-    What a rank said before a signal ended it does not matter.
+    SIGKILL does not count, because some launchers kill all ranks when one is killed. If a signal ended a rank, its last
+    line of output does not matter.
     """
     said = one.last if one.signal else other.last
     return one.signal != signal.SIGKILL and one == other._replace(last=said)
 
 
 def _unheard(record: Record) -> Verdict:
-    """Speaks about a launcher that ended although ranks did not, or that never started them."""
+    """Describes a launcher that ended before its ranks, or without starting them."""
     status = record.status
     how = f"exited with code {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
     running = record.running

@@ -1,6 +1,6 @@
-"""All ranks of a pipeline are given the same batch: seen to before anything is computed of it.
+"""Checks that all ranks of a pipeline received the same batch, before anything is computed from it.
 
-Inputs and targets never travel, so ranks whose data loaders shuffle differently would train the first stage on one
+Inputs and targets are never sent, so ranks whose data loaders shuffle differently would train the first stage on one
 batch and the last on another, and nothing would fail.
 """
 
@@ -36,26 +36,26 @@ _SAME_SETTINGS = (
 _REFUSED = "what a rank refuses"
 
 _ABSENT = -(2**62)
-"""Stands for the checksum of what a rank does not have; less than any of them."""
+"""Stands for the checksum of a part that a rank does not have; less than any checksum."""
 
 _VALUES = 256
-"""So many of a few rows' values are looked at."""
+"""Number of values of a few rows that are compared."""
 
 _LETTERS = 4096
-"""So many of a text's letters are looked at."""
+"""Number of characters of a text that are compared."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 class Accord:
-    """Compares what the ranks were given."""
+    """Compares the arguments of pipeline calls across ranks."""
 
     def __init__(self, operations: Operations, *, name: str) -> None:
-        """Prepares it.
+        """Prepares the comparison.
 
         Args:
             operations: of the daemon.
-            name: of the reductions.
+            name: prefix for the names of its operations.
         """
         self._operations = operations
         self._name = name
@@ -64,7 +64,7 @@ class Accord:
 
     @contextmanager
     def several(self) -> Iterator[None]:
-        """Counts calls from the start again if the block, which all ranks leave so together, ends by an exception."""
+        """Resets the call count if the block ends with an exception; all ranks must leave it so together."""
         try:
             yield
         except BaseException:
@@ -79,17 +79,19 @@ class Accord:
         advice: str = _SAME_BATCHES,
         parts: Sequence[Mapping[str, str] | None] = (),
     ) -> None:
-        """Returns if all ranks do the same with the same batch; all ranks call it.
+        """Returns if all ranks make the same call with the same batch; all ranks must call it.
 
         Args:
-            call: what is done.
-            given: what it is done with, by what errors call it; large things by their `fingerprint`. Or a function that
-                writes it into a dict and prepares the call: the exception that it raises on one rank is told to all.
-            advice: what is to be done if ranks differ.
-            parts: what some ranks have in common, equally many on all ranks; None for what this rank does not have.
+            call: name of the call.
+            given: its arguments, by the names that errors use; large ones as their `fingerprint`. Or a function that
+                writes them into a dict and prepares the call: an exception that it raises on one rank is reported on
+                all ranks.
+            advice: what the user should do if ranks differ.
+            parts: values that some ranks share, equally many on all ranks; None for a part that this rank does not
+                have.
 
         Raises:
-            ArgumentError: on all ranks; the text says what differs, and which rank has what.
+            ArgumentError: on all ranks; the text says what differs, and which rank has which value.
             RefusedError: another rank cannot make this call; it names the rank and the reason.
         """
         self._calls += 1
@@ -99,7 +101,7 @@ class Accord:
             found.update(given) if isinstance(given, Mapping) else given(found)
         except Exception as error:
             found[_REFUSED] = brief(error)
-            with suppress(CoorddError):  # of them its own is the one to be raised here
+            with suppress(CoorddError):  # on this rank its own error is raised
                 self._compare(call, found, advice, parts)
             self._told_error = id(error)
             raise
@@ -110,9 +112,9 @@ class Accord:
             raise
 
     def has_told(self, error: BaseException) -> bool:
-        """Whether `check` has just raised this error, so that all ranks have heard of it.
+        """Returns whether `check` has just raised this error, so that all ranks know of it.
 
-        It keeps the error's number only, for the error's frames hold the batch.
+        It keeps only the error's id, because the error's frames hold the batch.
         """
         return id(error) == self._told_error
 
@@ -135,7 +137,7 @@ class Accord:
         raise ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")
 
     def _everybodys(self, given: Mapping[str, Any]) -> list[tuple[str, dict[Any, list[int]]]]:
-        """For each thing that was given its values, and which ranks have them."""
+        """Returns, for each key, its values and the ranks that have each value."""
         parts: list[Mapping[str, Any]] = allgather_object(dict(given), f"{self._name}.given")
         found: dict[str, dict[Any, list[int]]] = {}
         for rank, part in enumerate(parts):
@@ -145,7 +147,7 @@ class Accord:
 
 
 def _number(values: Mapping[str, Any]) -> int:
-    """A checksum of values and their order."""
+    """Returns a checksum of values and their order."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest())
 
 
@@ -155,23 +157,24 @@ def _told(key: str, everybodys: Mapping[Any, list[int]]) -> str:
 
 
 def settings(config: PipelineConfig) -> dict[str, str]:
-    """Writes settings as texts, by name; a tuple is as good as a list."""
+    """Formats settings as texts, by name; tuples and lists are treated as equal."""
     return {name: repr(list(value) if isinstance(value, tuple) else value) for name, value in vars(config).items()}
 
 
 def some(values: Any) -> Any:
-    """Takes a few values of the first row of an array or tensor, of the middle one, and of the last."""
+    """Returns a few values of the first, the middle and the last row of an array or tensor."""
     rows = values[:: max(1, (len(values) - 1) // 2)] if values.ndim else values
     flat = rows.reshape(-1)
     return flat[:: max(1, len(flat) // _VALUES)]
 
 
 def fingerprint(leaves: Iterable[Any]) -> str:
-    """Makes a short text of what a batch consists of.
+    """Returns a short text that identifies the contents of a batch.
 
     Args:
-        leaves: of arrays the bytes that are looked at; of anything else that is no number, truth value, text or None,
-            and may tell of itself where it lies in memory, the type is.
+        leaves: the batch's arrays and other values. Of arrays, the bytes count; of numbers, truth values, texts, bytes
+            and None, type and value; of any other object, whose ``repr`` may contain its address in memory, the type
+            only.
     """
     found = 0
     for leaf in leaves:

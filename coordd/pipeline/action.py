@@ -1,4 +1,4 @@
-"""What a rank does at one moment of a pipeline. Pure: actions are values that print and parse."""
+"""One step of a rank in a pipeline schedule. Pure: actions are values that print and parse."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ DIRECTION = {
     Kind.RECV_BACKWARD: "B",
     Kind.WEIGHT: "W",
 }
-"""Which way a kind goes: forward, backward, or nowhere."""
+"""The direction of each kind: forward, backward, or weight gradient, which is not sent."""
 
 _FORM = re.compile(r"(\d+)([A-Z]+(?:_[A-Z])?)(\d+)?(?:[<>](\d+))?")
 
 
 class Action(NamedTuple):
-    """One action: of which stage, what, for which microbatch, with which other stage.
+    """One action: stage, kind, microbatch, and the other stage of a send or receive.
 
     ``2F0`` is the forward pass of microbatch 0 through stage 2, ``2SEND_F0>3`` sends its result to stage 3, ``2REDUCE``
-    starts the reduction of the stage's gradients, and ``2STEP`` lets its optimizer step.
+    starts the reduction of the stage's gradients, and ``2STEP`` runs its optimizer step.
     """
 
     stage: int
@@ -80,16 +80,16 @@ class Action(NamedTuple):
 
     @property
     def told(self) -> str:
-        """It in words, for errors: ``the forward pass of microbatch 0 in stage 2``."""
+        """The action in words, for errors: ``the forward pass of microbatch 0 in stage 2``."""
         microbatch = f" of microbatch {self.microbatch}" if self.microbatch >= 0 else ""
         return f"the {_WORDS[self.kind]}{microbatch} in stage {self.stage}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads what `str` writes.
+        """Parses the output of `str`.
 
         Raises:
-            ArgumentError: it is no action.
+            ArgumentError: the text is no action.
         """
         found = _FORM.fullmatch(text)
         if found is None or found[2] not in _KINDS:

@@ -1,4 +1,4 @@
-"""How much each microbatch of a batch counts, and its part of what a framework has. Pure but for what it is given."""
+"""A batch cut into microbatches, and the weight of each microbatch's loss. Pure except for the given functions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from coordd.errors import ArgumentError
 __all__ = ["Batch", "Take", "Weigh"]
 
 Weigh = Callable[[Any, Any], Any]
-"""Says of a microbatch's inputs and targets how much its loss counts, as one number."""
+"""Returns how much the loss of a microbatch, given as inputs and targets, counts, as one number."""
 
 Take = Callable[[Any, slice], Any]
-"""Takes some rows of all tensors in a value."""
+"""Selects some rows of all tensors in a value."""
 
 
 class Batch:
@@ -38,14 +38,14 @@ class Batch:
             inputs: of the model.
             targets: of the loss.
             parts: the rows of each microbatch.
-            take: takes the rows of a microbatch.
-            steps: how many steps are taken, with equally many microbatches each.
-            named: makes of inputs the values by name that stages take.
-            weigh: says how much a microbatch counts; by default as much as it has rows.
-            summed: whether the losses of microbatches are added up as they are.
+            take: selects the rows of a microbatch.
+            steps: number of optimizer steps, with equally many microbatches each.
+            named: converts inputs to the values by name that stages take.
+            weigh: returns how much a microbatch counts; by default its number of rows.
+            summed: whether the losses of microbatches are added up unweighted.
 
         Raises:
-            ArgumentError: a weight is negative, infinite or no number.
+            ArgumentError: a weight is negative, infinite or not a number.
         """
         self._inputs = inputs
         self._targets = targets
@@ -59,7 +59,7 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """How many microbatches there are."""
+        """Number of microbatches."""
         return len(self._parts)
 
     @property
@@ -73,23 +73,23 @@ class Batch:
         return self._parts
 
     def inputs(self, microbatch: int) -> dict[str, Any]:
-        """The model's inputs, by name."""
+        """Returns the model's inputs of a microbatch, by name."""
         found: dict[str, Any] = self._take(self._values, self._parts[microbatch])
         return found
 
     def targets(self, microbatch: int) -> Any:
-        """What the loss compares with."""
+        """Returns the targets of a microbatch."""
         return self.targets_of(self._parts[microbatch])
 
     def targets_of(self, part: slice) -> Any:
-        """The same for some rows."""
+        """Returns the targets of some rows."""
         return self._take(self._targets, part)
 
     def amount(self, part: slice) -> float:
-        """How much some rows count.
+        """Returns how much some rows count.
 
         Raises:
-            ArgumentError: that is negative, infinite or no number.
+            ArgumentError: the weight is negative, infinite or not a number.
         """
         if self._weigh is None:
             return int(part.stop - part.start)
@@ -99,19 +99,19 @@ class Batch:
         return amount
 
     def weight(self, microbatch: int) -> float:
-        """By what its loss is multiplied in its step."""
+        """Returns the factor of a microbatch's loss in the loss of its step."""
         if self._summed:
             return 1.0
         first = microbatch // self._each * self._each
         return self._amounts[microbatch] / (sum(self._amounts[first : first + self._each]) or 1.0)
 
     def share(self, microbatch: int) -> float:
-        """By what its loss is multiplied in the loss of the batch."""
+        """Returns the factor of a microbatch's loss in the loss of the batch."""
         if self._summed:
             return 1.0
         return self._amounts[microbatch] / (sum(self._amounts) or 1.0)
 
     @property
     def shares(self) -> list[tuple[slice, float]]:
-        """The rows of each microbatch, and how much of the batch it is."""
+        """The rows of each microbatch, and its share of the batch."""
         return [(part, self.share(number)) for number, part in enumerate(self._parts)]

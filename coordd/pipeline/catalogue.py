@@ -1,4 +1,4 @@
-"""The schedules by name, and what each makes of a number of ranks. Pure."""
+"""Registry of schedules by name, and their plans for a number of ranks. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class Choice:
     """A schedule that can be chosen.
 
     Attributes:
-        name: of it.
-        make: makes a plan of a number of ranks and of microbatches, with as many replicas; what more it takes is below.
-        chunks: how many stages a rank has; where it takes ``chunks``, by default.
+        name: name of the schedule.
+        make: creates a plan from a number of ranks, of microbatches and of replicas; further arguments are in
+            ``takes``.
+        chunks: number of stages per rank; the default where ``takes`` contains ``chunks``.
         takes: the names of its further arguments.
-        flushes: whether the pipeline runs empty before weights change, so that gradients are those of plain training.
-        slow: whether working it out takes long for many ranks.
+        flushes: whether the pipeline drains before weights change, so that gradients are those of plain training.
+        slow: whether creating a plan takes long for many ranks.
         uneven: whether stages may have different numbers of replicas.
         fills: whether there must be as many microbatches as stages.
     """
@@ -46,17 +47,17 @@ class Choice:
         replicas: int | Sequence[int] = 1,
         steps: int = 1,
     ) -> Plan:
-        """Makes a plan.
+        """Creates a plan.
 
         Args:
-            ranks: of each replica of the pipeline.
-            microbatches: of each replica, in a step.
-            chunks: stages of each rank; by default what the schedule does best with.
+            ranks: number of ranks of each replica of the pipeline.
+            microbatches: number per replica, in a step.
+            chunks: number of stages per rank; by default the schedule's own.
             replicas: of the whole pipeline, or of each stage.
-            steps: how many follow each other, if the pipeline does not run empty between them.
+            steps: number of consecutive steps, if the pipeline does not drain between them.
 
         Raises:
-            ArgumentError: the schedule cannot have these numbers.
+            ArgumentError: the schedule does not support these numbers.
         """
         chunks = chunks or self.chunks
         if chunks != self.chunks and "chunks" not in self.takes:
@@ -77,7 +78,7 @@ class Choice:
 
 
 def _pipedream(ranks: int, microbatches: int, *, replicas: int, steps: int) -> Plan:
-    """PipeDream lets weights change after each microbatch, so steps are but more microbatches."""
+    """PipeDream changes weights after each microbatch, so further steps are just more microbatches."""
     return schedule.pipedream(ranks, microbatches * steps, replicas=replicas)
 
 
@@ -96,14 +97,14 @@ _CHOICES = (
 )
 
 SCHEDULES: Mapping[str, Choice] = {choice.name: choice for choice in _CHOICES}
-"""All of them."""
+"""All schedules by name."""
 
 
 def find(name: str) -> Choice:
-    """Finds a schedule.
+    """Returns a schedule.
 
     Raises:
-        ArgumentError: there is none of this name; the text has the nearest one.
+        ArgumentError: no schedule has this name; the text suggests the nearest one.
     """
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.4)

@@ -4,7 +4,6 @@
 
     rank 0 F0F1..B0--F2B1--B2--
     rank 1 ..F0B0--F1B1--F2B2--
-
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ __all__ = ["IDLE", "chart"]
 
 IDLE = "."
 _REST = {Kind.FORWARD: "_", Kind.BACKWARD: "-", Kind.INPUT: "~", Kind.WEIGHT: "+"}
-"""What fills a pass behind its letter and its microbatch."""
+"""Fills the columns of a pass after its letter and its microbatch."""
 
 _LANES = 32
 _EVEN = 2
-"""Columns from which it is worth while to give passes of equal length equally many."""
+"""Columns per pass from which passes of equal length get equal numbers of columns."""
 
 
 def chart(plan: Plan, timeline: Timeline, width: int) -> str:
-    """Draws what comes of a plan, in lines of at most so many characters, and says what they mean.
+    """Draws the timeline of a plan in lines of at most ``width`` characters, with a legend.
 
-    Where passes are too short, or ranks too many, a character is for what most of the time went to in its column: a
-    capital where the ranks computed for at least half of it, a small letter where they were idle for longer.
+    Where passes are too short, or ranks too many, a character shows the kind of pass that took most of the time in its
+    column: a capital if the ranks computed for at least half of it, a small letter if they were idle for longer.
     """
     cut = lanes(plan, _LANES)
     names = [name(lane) for lane in cut]

@@ -1,4 +1,4 @@
-"""How a model is to be split and trained: the user's choices."""
+"""The user's choices on how a model is split and trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Compression = Literal["bf16", "int8"]
 LossReduction = Literal["mean", "sum", "microbatch"]
 
 Reuse = Sequence[str] | Mapping[str, Sequence[str]]
-"""Modules of which each stage that calls them has a copy; by key, if modules of several names are to be one."""
+"""Modules that are copied to each stage that calls them; by key, if modules of several names share parameters."""
 
 
 @dataclass(frozen=True)
@@ -28,29 +28,31 @@ class PipelineConfig:
     """How a model is split, and in which order it is computed.
 
     Attributes:
-        layers_per_proc: how many layers each stage gets; ``"auto"`` splits evenly by `split`.
-        microbatches: into how many each replica's part of a batch is cut.
+        layers_per_proc: number of layers of each stage; ``"auto"`` splits evenly by `split`.
+        microbatches: number of microbatches that each replica's part of a batch is cut into.
         schedule: ``gpipe``, ``1f1b``, ``1f1b-eager``, ``interleaved``, ``zb-h1``, ``zb-h2``, ``zb-lean``,
             ``zb-h2-lean``, ``zb-v``, ``pipedream`` or ``2bw``.
-        data_parallel: how many replicas of the pipeline there are; or of each stage, as in ``[2, 1]``.
-        chunks: how many stages a rank has, where the schedule lets one choose.
-        split: what is to be even: ``"parameters"``, ``"layers"``, or what is measured on one microbatch of the example:
-            ``"time"``, or ``"memory"`` with all that a stage holds in training.
-        memory_cap: what a rank may hold at most, in bytes or as in ``"2GiB"``; it is measured, too. None for any.
-        reuse: modules of which each stage that calls them gets a copy, kept equal. Under a key, as in ``{"embedding":
-            ["embed", "head"]}``, several modules get the parameters of the first, as if the model had tied them.
-        cuts: names of modules at which a stage may begin, and nowhere else; modules that hold none of them are called
-            as a whole.
-        recompute: whether activations are computed anew for the backward pass, and not kept.
-        offload: whether activations, until they are gone back through, and the state of optimizers, between steps, wait
-            in the host's memory. On the CPU they are there anyway.
-        compression: how activations and gradients travel between stages: None for as they are, ``"bf16"`` or
-            ``"int8"``. What no gradient flows through, such as masks and indices, travels as it is.
-        clip_norm: the largest norm of all gradients together; None for any.
-        loss_reduction: what the loss makes of rows: ``"mean"`` of what they, or `weight`, count, or ``"sum"``. It is
-            checked in training; None stands for a mean, with a warning where it cannot be checked. ``"microbatch"``
-            trains the mean of the losses of microbatches, whatever they are, without a check.
-        seed: makes dropout depend on step, stage and microbatch alone.
+        data_parallel: number of replicas of the pipeline; or of each stage, as in ``[2, 1]``.
+        chunks: number of stages per rank, if the schedule leaves a choice.
+        split: the quantity to balance: ``"parameters"``, ``"layers"``, or a quantity measured on one microbatch of the
+            example: ``"time"``, or ``"memory"`` with all that a stage holds in training.
+        memory_cap: the most memory that a rank may hold, in bytes or as in ``"2GiB"``; it is measured, too. None for no
+            limit.
+        reuse: modules that are copied to each stage that calls them; the copies are kept equal. Under a key, as in
+            ``{"embedding": ["embed", "head"]}``, several modules get the parameters of the first, as if the model had
+            tied them.
+        cuts: names of the only modules at which a stage may begin; modules that contain none of them are called as a
+            whole.
+        recompute: whether activations are recomputed for the backward pass instead of being kept.
+        offload: whether activations, until their backward pass, and the state of optimizers, between steps, are kept in
+            the host's memory. On the CPU they are there anyway.
+        compression: format of activations and gradients between stages: None for unchanged, ``"bf16"`` or ``"int8"``.
+            Tensors without gradient, such as masks and indices, are sent unchanged.
+        clip_norm: the largest norm of all gradients together; None for no limit.
+        loss_reduction: how the loss reduces rows: ``"mean"``, weighted by `weight` if given, or ``"sum"``. It is
+            checked in training; None stands for a mean, with a warning if it cannot be checked. ``"microbatch"`` trains
+            the mean of the losses of microbatches, whatever they are, without a check.
+        seed: makes dropout depend on step, stage and microbatch only.
     """
 
     layers_per_proc: Sequence[int] | Literal["auto"] = "auto"
@@ -94,10 +96,10 @@ class PipelineConfig:
             raise ArgumentError(f"{name}={given!r} is unknown; choose one of {told}")
 
     def check_one_step(self, wanted: str) -> None:
-        """Raises if stages do not step together, as what is wanted needs.
+        """Raises if stages do not step together, as ``wanted`` requires.
 
         Raises:
-            ArgumentError: each stage steps at moments of its own.
+            ArgumentError: each stage steps at a different time.
         """
         if self.schedule == "pipedream":
             raise ArgumentError(
@@ -112,7 +114,7 @@ class PipelineConfig:
 
     @property
     def widest(self) -> int:
-        """How many replicas the stage has that has most."""
+        """Number of replicas of the stage that has the most."""
         return max(self._each)
 
     @property
@@ -121,20 +123,20 @@ class PipelineConfig:
         return self.least_for(1)
 
     def least_for(self, microbatches: int) -> int:
-        """The fewest rows that make so many microbatches for each replica of the widest stage."""
+        """Returns the fewest rows that make ``microbatches`` microbatches for each replica of the widest stage."""
         return self.widest * -(-microbatches // self._stride) * self._stride
 
     def fitting(self, rows: int) -> int:
-        """Into how many microbatches for each replica of the widest stage a batch of so many rows is cut.
+        """Returns the number of microbatches, per replica of the widest stage, that ``rows`` rows are cut into.
 
         Raises:
-            ArgumentError: these are too few.
+            ArgumentError: there are too few rows.
         """
         return fitting(rows, self.microbatches, self.widest, stride=self._stride)
 
     @property
     def _stride(self) -> int:
-        """Of what the number of microbatches is a multiple, so that the replicas of each stage get equally many."""
+        """The number of microbatches is a multiple of this, so that the replicas of each stage get equally many."""
         return math.lcm(*(each // math.gcd(each, self.widest) for each in self._each))
 
     @property
@@ -147,10 +149,12 @@ class PipelineConfig:
         return [self.data_parallel] if isinstance(self.data_parallel, int) else self.data_parallel
 
     def ranks(self, world: int) -> int:
-        """How many ranks a pipeline has in a world of this size, or, with a number for each stage, how many stages.
+        """Returns the number of ranks of a pipeline in a world of this size.
+
+        With a number of replicas for each stage, it is the number of stages.
 
         Raises:
-            ArgumentError: the world does not divide into so many replicas.
+            ArgumentError: the world does not divide into that many replicas.
         """
         if not isinstance(self.data_parallel, int):
             if sum(self._each) != world:

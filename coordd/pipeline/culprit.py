@@ -1,4 +1,4 @@
-"""Finds what in a value cannot be pickled, to name it in an error. Pure."""
+"""Finds the part of a value that cannot be pickled, to name it in an error. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["culprit"]
 
 
 def culprit(value: Any, attempt: Callable[[Any], object]) -> tuple[str, Any]:
-    """Goes down from a value that an attempt fails on to its smallest part that the attempt still fails on.
+    """Descends from a value that an attempt fails on to its smallest part that the attempt still fails on.
 
     Returns:
-        the way there, such as ``value['mask'][2].fn``, and the part.
+        The path to the part, such as ``value['mask'][2].fn``, and the part.
     """
     path, seen = "value", {id(value)}
     while True:

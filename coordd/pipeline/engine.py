@@ -1,7 +1,7 @@
-"""Carries a plan out on one rank, with the daemon's sends and receives.
+"""Runs a plan on one rank, with the daemon's sends and receives.
 
-Its rules: computing never waits for a send; a receive is under way before it is needed, and only what needs it waits
-for it; what goes wrong in a stage is told on all ranks. What a stage is, is the business of a framework's plugin.
+Rules: computing never waits for a send; a receive is posted before it is needed, and only the pass that needs it waits
+for it; an error in a stage is reported on all ranks. Framework plugins define the stages.
 """
 
 from __future__ import annotations
@@ -26,61 +26,64 @@ __all__ = ["Engine", "Mail", "Stage"]
 class Stage(Protocol):
     """One stage of a model, on this rank.
 
-    Microbatches are numbers; what it keeps of each is its own business. What goes from stage to stage is an array,
-    which whoever gets it understands.
+    Microbatches are numbers; the stage decides what it keeps of each. Stages exchange arrays, which the receiving stage
+    can interpret.
     """
 
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
-        """Takes a microbatch through; ``given`` is what earlier stages have sent, by stage."""
+        """Runs the forward pass of a microbatch; ``given`` are the arrays received from earlier stages, by stage."""
         ...
 
     def output(self, microbatch: int, taker: int) -> np.ndarray:
-        """What a later stage gets of a microbatch's forward pass."""
+        """Returns the array that a later stage gets from a microbatch's forward pass."""
         ...
 
     def backward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
-        """Takes a microbatch back; ``given`` are the gradients that later stages have sent, by stage."""
+        """Runs the backward pass of a microbatch; ``given`` are the gradients received from later stages, by stage."""
         ...
 
     def backward_input(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
-        """Does the part of it that earlier stages wait for."""
+        """Runs the part of the backward pass that earlier stages wait for, the gradients of the inputs."""
         ...
 
     def backward_weight(self, microbatch: int) -> None:
-        """Does the other part, the gradients of the weights."""
+        """Runs the other part, the gradients of the weights."""
         ...
 
     def gradient(self, microbatch: int, giver: int) -> np.ndarray:
-        """What an earlier stage gets of a microbatch's backward pass."""
+        """Returns the array that an earlier stage gets from a microbatch's backward pass."""
         ...
 
     def recall(self, version: int) -> None:
-        """Computes with the weights after so many steps of this run; -1 is for those before the last step of all."""
+        """Selects the weights after ``version`` steps of this run; -1 selects those before the last step of all."""
         ...
 
     def reduce(self) -> None:
-        """Starts to add its gradients up over all ranks that share them."""
+        """Starts the reduction of the stage's gradients over all ranks that share them."""
         ...
 
     def step(self) -> None:
-        """Waits for that, and changes the weights."""
+        """Waits for the reduction and updates the weights."""
         ...
 
 
 class Mail(Protocol):
-    """Matched sends and receives; `coordd.operations.Operations` has them."""
+    """Matched sends and receives, as provided by `coordd.operations.Operations`."""
 
     def send(self, array: np.ndarray, destination: int, *, name: str) -> Handle[Any]:
         """Sends to the one rank that receives under this name."""
         ...
 
     def recv(self, array: None, source: int, *, name: str, lazy: bool) -> Handle[Any]:
-        """Receives what a rank sends under this name; ``lazy`` disturbs nobody before that comes, or is waited for."""
+        """Receives from a rank under this name.
+
+        With ``lazy``, the receive may start only when a thread waits for it, and does not wake the daemon's thread.
+        """
         ...
 
 
 _Need = tuple[int, str, int]
-"""A stage, a direction, and a microbatch: what is given to one pass."""
+"""The inputs of one pass: a stage, a direction, and a microbatch."""
 
 
 class Engine:
@@ -98,13 +101,13 @@ class Engine:
         name: str,
         fail: Callable[[str, str], None],
     ) -> None:
-        """Prepares it.
+        """Prepares the engine.
 
         Args:
-            stages: those of this rank.
+            stages: the stages of this rank.
             mail: sends and receives.
-            name: begins the names of what is sent; the same on all ranks, and no other pipeline's.
-            fail: tells all ranks that the job has failed: why in one line, and the traceback.
+            name: prefix for the names of messages; the same on all ranks, and unique among pipelines.
+            fail: reports on all ranks that the job has failed: the reason in one line, and the traceback.
         """
         self._stages = stages
         self._mail = mail
@@ -119,7 +122,9 @@ class Engine:
         self.since = 0.0
 
     def run(self, plan: Plan, rank: int) -> list[Span]:
-        """Carries out what a plan has this rank do; returns when it computed or changed what, in seconds from now on.
+        """Runs the actions of a rank.
+
+        Returns its passes and optimizer steps, timed in seconds since the start of the run.
 
         Raises:
             PeerError: another rank has failed.
@@ -146,14 +151,15 @@ class Engine:
     def telling(
         self, where: str, rank: int, *, known: Callable[[BaseException], bool] = lambda _: False
     ) -> Iterator[None]:
-        """Tells all ranks of an error inside the block: they may be waiting to receive, which only the job's end ends.
+        """Reports an error inside the block to all ranks.
 
-        Of one error they are told once, by the innermost block.
+        They may be waiting to receive, and only the end of the job ends these waits. An error is reported once, by the
+        innermost block.
 
         Args:
-            where: it is, for the reason that they are told.
-            rank: this one.
-            known: says of an error whether all ranks have heard of it already.
+            where: where the error occurred, for the reported reason.
+            rank: this rank.
+            known: returns whether all ranks already know of an error.
         """
         try:
             yield
@@ -163,7 +169,7 @@ class Engine:
             raise
 
     def _tell(self, error: BaseException, where: str, rank: int) -> None:
-        """Tells all ranks of an error, unless they know already."""
+        """Reports an error to all ranks, unless they know of it already."""
         if error is not self._told and not isinstance(error, (PeerError, ShutdownError)):
             self._told = error
             error.add_note(f"{where}, on rank {rank}")
@@ -175,7 +181,7 @@ class Engine:
             self._pass(plan, action)
         elif kind in SENDS:
             frame = self._result(action, peer)
-            self._sent = [sent for sent in self._sent if not _arrived(sent)]  # handles keep what was sent
+            self._sent = [sent for sent in self._sent if not _arrived(sent)]  # handles keep the sent data alive
             self._sent.append(
                 self._mail.send(frame, plan.rank(peer, microbatch), name=self._title(action, stage, peer))
             )
@@ -190,7 +196,7 @@ class Engine:
             self._stages[stage].step()
 
     def _pass(self, plan: Plan, action: Action) -> None:
-        """Computes, once all that it needs is there."""
+        """Runs a pass once all its inputs are there."""
         stage, microbatch = self._stages[action.stage], action.microbatch
         given = self._await(action)
         self._began = time.perf_counter()
@@ -207,13 +213,13 @@ class Engine:
         self._hand_over(plan, action)
 
     def _await(self, action: Action) -> dict[int, np.ndarray]:
-        """Waits for what other stages give to a pass, and returns it by stage."""
+        """Waits for the inputs of a pass and returns them by stage."""
         need = (action.stage, DIRECTION[action.kind], action.microbatch)
         coming = {peer: handle.result() for peer, handle in self._coming.pop(need, {}).items()}
         return coming | self._here.pop(need, {})
 
     def _hand_over(self, plan: Plan, action: Action) -> None:
-        """Gives the results of a pass to other stages of this rank."""
+        """Passes the results of a pass to other stages of this rank."""
         stage, kind, microbatch, _ = action
         direction = DIRECTION[kind]
         ends = {

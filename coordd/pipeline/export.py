@@ -1,4 +1,4 @@
-"""Writes a picture to a file, whose ending says in which form."""
+"""Writes a picture to a file, in the format given by the file's extension."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from coordd.errors import ArgumentError
 __all__ = ["check_ending", "save"]
 
 _SHARP = 2
-"""Pixels of a PNG for each of the picture's own, so that small numbers can be read."""
+"""Pixels of a PNG per pixel of the picture, so that small numbers are readable."""
 
 
 def check_ending(path: Path) -> None:
-    """Looks whether a picture can be written to a file of this name, before any work is done for it.
+    """Checks that a picture can be written to a file of this name, before any work is done for it.
 
     Raises:
-        ArgumentError: there is no such form, or what makes it is not installed.
+        ArgumentError: the format is unknown, or its converter is not installed.
     """
     if path.suffix not in {".svg", ".png"}:
         raise ArgumentError(f"a picture is an SVG or a PNG: let {path.name} end in .svg or .png")
@@ -30,7 +30,7 @@ def save(picture: str, path: Path) -> None:
     """Writes an SVG as it is, or as a PNG.
 
     Raises:
-        ArgumentError: there is no such form, or what makes it is not installed.
+        ArgumentError: the format is unknown, or its converter is not installed.
         OSError: the file cannot be written.
     """
     check_ending(path)
@@ -41,7 +41,7 @@ def save(picture: str, path: Path) -> None:
 
 
 def _converter() -> Callable[..., bytes]:
-    """Finds what makes PNGs of SVGs; it is optional, and loads a library that may be missing."""
+    """Returns the converter from SVG to PNG; it is optional, and loads a library that may be missing."""
     try:
         from cairosvg import svg2png
     except (ImportError, OSError) as error:

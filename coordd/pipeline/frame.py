@@ -1,14 +1,14 @@
-"""A value that travels between stages, as one array of bytes that describes itself.
+"""Frame: a value sent between stages, as one self-describing array of bytes.
 
-A frame is a head, and then the bytes of each tensor, each at a multiple of 64::
+A frame is a head, followed by the bytes of each tensor, each at a multiple of 64::
 
     b"coordd-f" | bytes of the head | bytes of the frame | head | tensor | tensor | ...
 
-The head is a pickle: of each tensor the type, the shape, the order of its axes in memory, the form it is stored in and
-whether gradients flow through it; and the pickled structure of the value, in which tensors are but numbers. So any
-value that can be pickled travels: tuples, dictionaries, dataclasses, None, numbers, a model's own output classes. A
-tensor that occurs twice arrives as one tensor. Like every pickle, a frame must come from somebody trusted: here from
-a rank of the same job.
+The head is a pickle: for each tensor the dtype, the shape, the order of its axes in memory, the form in which it is
+stored and whether gradients flow through it; and the pickled structure of the value, in which numbers stand for
+tensors. So any value that can be pickled can be sent: tuples, dictionaries, dataclasses, None, numbers, a model's own
+output classes. A tensor that occurs twice arrives as one tensor. Like every pickle, a frame must come from a trusted
+source: here a rank of the same job.
 
 A gradient frame is the frame of a list with a gradient, or None, for each tensor of the forward frame, in its order.
 """
@@ -34,30 +34,30 @@ __all__ = ["Codec", "joined", "pack", "parted", "unpack"]
 _MAGIC = b"coordd-f"
 _START = struct.Struct("<8sQQ")
 _ALIGNMENT = 64
-_LEAST_ALIGNMENT = 16  # what any allocator gives, and the widest number of a tensor needs
+_LEAST_ALIGNMENT = 16  # the least that any allocator gives, and enough for a tensor's widest dtype
 
 
 class Codec(Protocol):
-    """What a frame must know of a framework's tensors, and of memory."""
+    """The operations on a framework's tensors, and on memory, that a frame needs."""
 
     def blank(self, nbytes: int) -> np.ndarray:
-        """Allocates flat memory for a frame, at a multiple of 64, with anything in it."""
+        """Allocates flat memory for a frame, aligned to 64 bytes, uninitialised."""
 
     def is_tensor(self, value: object) -> bool:
-        """Says whether a value is a tensor."""
+        """Returns whether a value is a tensor."""
 
     def differentiable(self, tensor: Any) -> bool:
-        """Says whether gradients flow through a tensor."""
+        """Returns whether gradients flow through a tensor."""
 
     def array(self, tensor: Any) -> np.ndarray:
         """Returns a tensor's values: a view, if its memory can be viewed."""
 
     def tensor(self, array: np.ndarray, *, differentiable: bool) -> Any:
-        """Returns a tensor, without a past, in an array's memory."""
+        """Returns a tensor, without autograd history, in an array's memory."""
 
 
 class _Entry(NamedTuple):
-    """What the head says of a tensor."""
+    """A tensor's entry in the head."""
 
     form: str
     dtype: str
@@ -73,19 +73,19 @@ class _Entry(NamedTuple):
 def pack(
     value: Any, codec: Codec, *, compress: Callable[[Any], str | None] | None = None
 ) -> tuple[np.ndarray, list[Any]]:
-    """Makes a frame; each tensor is copied once.
+    """Creates a frame; each tensor is copied once.
 
     Args:
-        value: whatever can be pickled, with tensors anywhere in it.
+        value: any picklable value, with tensors anywhere in it.
         codec: of the framework that the tensors belong to.
-        compress: says for a tensor in which form it shall be stored, ``"bf16"`` or ``"int8"``, or None for as it is.
-            Tensors that a form is not for (integers, few values, infinite ones) are stored as they are.
+        compress: returns the form in which a tensor is to be stored, ``"bf16"`` or ``"int8"``, or None for unchanged.
+            Tensors that a form does not support (integers, few values, infinite ones) are stored unchanged.
 
     Returns:
-        the frame, of uint8, and the tensors in the order in which they lie in it.
+        The frame, of uint8, and the tensors in the order in which they lie in it.
 
     Raises:
-        ArgumentError: something in the value cannot be pickled; the error says what and where.
+        ArgumentError: a part of the value cannot be pickled; the error names it and its path.
     """
     structure, tensors = parted(value, codec)
     entries, parts = [], []
@@ -104,15 +104,15 @@ def pack(
 
 
 def unpack(frame: np.ndarray, codec: Codec) -> tuple[Any, list[Any]]:
-    """Reads a frame; tensors that are stored as they are, are views of its memory.
+    """Reads a frame; tensors stored in the plain form are views of its memory.
 
-    A frame that does not start at a multiple of 16 in memory is copied first, as tensors cannot lie just anywhere.
+    A frame that is not aligned to 16 bytes in memory is copied first, because tensors must be aligned.
 
     Returns:
-        the value, and the tensors in the order in which they lie in the frame.
+        The value, and the tensors in the order in which they lie in the frame.
 
     Raises:
-        ArgumentError: the array is no frame, or not all of one.
+        ArgumentError: the array is not a frame, or is truncated.
     """
     head = _head(frame)
     if frame.ctypes.data % _LEAST_ALIGNMENT:
@@ -129,10 +129,10 @@ def unpack(frame: np.ndarray, codec: Codec) -> tuple[Any, list[Any]]:
 
 
 def parted(value: Any, codec: Codec) -> tuple[bytes, list[Any]]:
-    """Takes a value apart: its structure, and its tensors, each once, in the order in which they occur.
+    """Separates a value into its structure and its tensors, each once, in the order in which they occur.
 
     Raises:
-        ArgumentError: something in the value cannot be pickled; the error says what and where.
+        ArgumentError: a part of the value cannot be pickled; the error names it and its path.
     """
     pickler = _Pickler(codec)
     try:
@@ -145,12 +145,12 @@ def parted(value: Any, codec: Codec) -> tuple[bytes, list[Any]]:
 
 
 def joined(structure: bytes, tensors: Sequence[Any]) -> Any:
-    """Puts a value together again, with these tensors in place of those that it was taken apart into."""
+    """Rebuilds a value from its structure, with these tensors in place of the original ones."""
     return _Unpickler(structure, tensors).load()
 
 
 class _Pickler(pickle.Pickler):
-    """Writes numbers for tensors, and collects these."""
+    """Replaces tensors by numbers, and collects the tensors."""
 
     def __init__(self, codec: Codec) -> None:
         self.file = io.BytesIO()
@@ -169,7 +169,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts tensors where numbers stand for them."""
+    """Replaces numbers by tensors."""
 
     def __init__(self, structure: bytes, tensors: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(structure))
@@ -180,7 +180,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _entry(tensor: Any, codec: Codec, compress: Callable[[Any], str | None] | None) -> tuple[_Entry, Stored]:
-    # A transposed tensor that arrived in another order in memory could not be viewed as the sender's can.
+    # The axes travel, too: a transposed tensor received in another memory order could not be viewed as the sender's
+    # can.
     array, axes = laid(codec.array(tensor))
     form = (compress and compress(tensor)) or PLAIN
     if form not in FORMS:
@@ -198,7 +199,7 @@ def _aligned(frame: np.ndarray) -> np.ndarray:
 
 
 def _places(head: int, sizes: list[int]) -> tuple[list[int], int]:
-    """Says where each tensor starts, and how long the whole frame is."""
+    """Returns where each tensor starts, and the length of the whole frame."""
     places, end = [], _START.size + head
     for size in sizes:
         places.append(-(-end // _ALIGNMENT) * _ALIGNMENT)

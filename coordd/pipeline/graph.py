@@ -1,7 +1,7 @@
-"""What a model's layers need of each other, and where it therefore may be cut. Pure.
+"""Dependencies between a model's layers, and the cuts that they allow. Pure.
 
-A stage is a run of layers, one after the other. A module that keeps a state is one thing however often it is called, so
-its calls belong to one stage, and with them whatever lies on a way from it back to it::
+A stage is a run of consecutive layers. All calls of a stateful module use the same module, so they belong to one stage,
+together with all layers on any path from one of its calls back to it::
 
     A ──▶ B ──▶ C ──▶ D ──▶ E          B is called again behind D, so B, C and D need each other:
           ▲           │                 A │ B C D │ E are the only cuts
@@ -22,12 +22,12 @@ __all__ = ["Layer", "check_cuts", "condense", "cycles", "tied"]
 
 @dataclass(frozen=True)
 class Layer:
-    """The smallest thing that a cut leaves whole.
+    """The smallest unit that a cut does not divide.
 
     Attributes:
-        name: what errors call it.
-        reads: which layers' values it consumes; all of them come before it.
-        module: the module that runs here, if it keeps a state; layers of one module are calls of the same thing.
+        name: its name in errors.
+        reads: the layers whose values it consumes; all of them come before it.
+        module: the module that runs here, if it is stateful; layers with the same module are calls of that module.
         parameters: the keys of its parameters' storages; layers with a key in common are tied.
     """
 
@@ -38,14 +38,14 @@ class Layer:
 
 
 def cycles(layers: Sequence[Layer], reuse: Collection[str] = ()) -> list[tuple[int, ...]]:
-    """Finds the layers that need each other: the strongly connected components of more than one layer.
+    """Returns the layers that depend on each other: the strongly connected components of more than one layer.
 
     Args:
         layers: in the order in which they run.
-        reuse: modules of which each stage that calls them has a copy.
+        reuse: modules that are copied to each stage that calls them.
 
     Returns:
-        The layers of each cycle, in order, whichever begins first first.
+        The layers of each cycle, in order; the cycles are ordered by their first layers.
 
     Raises:
         ArgumentError: a layer reads one that comes later, or `reuse` names a module that no layer calls.
@@ -66,7 +66,7 @@ def cycles(layers: Sequence[Layer], reuse: Collection[str] = ()) -> list[tuple[i
 
 
 def condense(layers: Sequence[Layer], reuse: Collection[str] = ()) -> list[range]:
-    """Finds the runs of layers that no cut divides: a cycle with all that runs meanwhile, or a single layer.
+    """Returns the runs of layers that no cut divides: a cycle with all layers in between, or a single layer.
 
     Raises:
         ArgumentError: as `cycles`.
@@ -82,12 +82,12 @@ def condense(layers: Sequence[Layer], reuse: Collection[str] = ()) -> list[range
 
 
 def check_cuts(layers: Sequence[Layer], cuts: Sequence[int], reuse: Collection[str] = ()) -> None:
-    """Refuses cuts that divide a cycle.
+    """Checks that no cut divides a cycle.
 
     Args:
         layers: in the order in which they run.
         cuts: the first layer of each stage but the first.
-        reuse: modules of which each stage that calls them has a copy.
+        reuse: modules that are copied to each stage that calls them.
 
     Raises:
         ArgumentError: a cut divides a cycle, or as `cycles`.
@@ -100,10 +100,10 @@ def check_cuts(layers: Sequence[Layer], cuts: Sequence[int], reuse: Collection[s
 
 
 def tied(layers: Sequence[Layer], stage_of_layer: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Finds the parameters that several stages hold, in the order in which they first occur, and those stages.
+    """Returns the parameters that several stages hold, in the order in which they first occur, and those stages.
 
     Raises:
-        ArgumentError: the stages are no runs.
+        ArgumentError: the stages are not runs of layers.
     """
     _check_stages(layers, stage_of_layer)
     holders: defaultdict[str, set[int]] = defaultdict(set)
@@ -118,11 +118,11 @@ class _Components:
 
     def __init__(self, successors: Sequence[Sequence[int]]) -> None:
         self.of = [-1] * len(successors)
-        """For each node the number of its component."""
+        """The number of each node's component."""
         self._successors = successors
-        self._found: dict[int, int] = {}  # when each node was found
-        self._low: dict[int, int] = {}  # the earliest found node of its component that it is known to reach
-        self._open: list[int] = []  # found, and of no component yet
+        self._found: dict[int, int] = {}  # order of discovery of each node
+        self._low: dict[int, int] = {}  # the earliest discovered node of its component that it is known to reach
+        self._open: list[int] = []  # discovered, and not assigned to a component yet
         for node in range(len(successors)):
             if node not in self._found:
                 self._walk(node)

@@ -1,9 +1,9 @@
-"""Orders the passes of the zero-bubble V by trying: each rank does, tick by tick, the best of what it can do. Pure.
+"""Greedy scheduler of ZB-V (zero-bubble V): in every tick each rank runs the most preferred pass that is ready. Pure.
 
-A rank has a stage on the way there and one on the way back. With passes of equal length, of which a rank has six for
-each microbatch, this finds plans that are idle for ``ranks - 1`` ticks, which is the least there is, and never keeps
-more than 1F1B does on its first rank. The idea is that of arXiv 2405.15362; the preferences were found by trying all
-orders of them on small pipelines.
+A rank has a stage on the way down and one on the way back. With passes of equal length, six per rank and microbatch,
+this finds plans that are idle for ``ranks - 1`` ticks, the minimum possible, and never keeps more activations than 1F1B
+does on its first rank. The idea is from arXiv 2405.15362; the preferences were found by trying all orders of them on
+small pipelines.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PREFERENCES = (
 
 
 def order_v(ranks: int, microbatches: int) -> list[list[Action]]:
-    """Orders the passes of ``2 * ranks`` stages, of which rank ``r`` has ``r`` and ``2 * ranks - 1 - r``.
+    """Orders the passes of ``2 * ranks`` stages; rank ``r`` has stages ``r`` and ``2 * ranks - 1 - r``.
 
     Returns:
-        for each rank its actions; a step of both its stages is the last.
+        For each rank its actions; they end with a step of both its stages.
     """
     board = _Board(2 * ranks, microbatches)
     orders: list[list[Action]] = [[] for _ in range(ranks)]
@@ -47,7 +47,7 @@ def order_v(ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 class _Board:
-    """How far each stage is: how many passes of each kind it has done. They are done in the order of microbatches."""
+    """Progress of each stage: the number of completed passes of each kind, in the order of microbatches."""
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self._last = stages - 1
@@ -55,15 +55,15 @@ class _Board:
         self._done = {kind: [0] * stages for kind in (FORWARD, INPUT, WEIGHT)}
 
     def stages(self, rank: int) -> tuple[int, int]:
-        """The two stages of a rank."""
+        """Returns the two stages of a rank."""
         return rank, self._last - rank
 
     def choose(self, rank: int) -> Action | None:
-        """Finds the best that a rank can do now, if it can do anything."""
+        """Returns the most preferred pass that a rank can run now; None if there is none."""
         return next(self._possible(rank), None)
 
     def enter(self, action: Action) -> None:
-        """Notes that a pass is done."""
+        """Records a completed pass."""
         self._done[action.kind][action.stage] += 1
 
     def _possible(self, rank: int) -> Iterator[Action]:
@@ -82,5 +82,5 @@ class _Board:
         return done[INPUT][stage] > microbatch
 
     def _live(self, stage: int) -> int:
-        """How many activations the rank of a stage keeps."""
+        """Returns the number of activations that the rank of a stage keeps."""
         return sum(self._done[FORWARD][mine] - self._done[WEIGHT][mine] for mine in (stage, self._last - stage))

@@ -1,4 +1,4 @@
-"""Which ranks share a lane of a picture, and how busy they are: plans of any size become small. Pure."""
+"""Groups ranks into the lanes of a drawing, and computes how busy they are: any plan becomes drawable. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from coordd.pipeline.simulate import Timeline
 __all__ = ["Busy", "busy", "lanes", "name"]
 
 Busy = dict[Kind, float]
-"""Which part of the time of a lane's ranks goes to which kind of pass."""
+"""The fraction of the time of a lane's ranks that each kind of pass takes."""
 
 
 def lanes(plan: Plan, most: int) -> list[range]:
-    """Cuts the ranks of a plan into at most so many runs: of equal lengths and of one replica each, if that is near."""
+    """Cuts the ranks of a plan into at most ``most`` runs.
+
+    The runs have equal lengths and one replica each if a number of runs between half of ``most`` and ``most`` allows
+    it.
+    """
     ranks, replicas = len(plan.actions), max(map(len, plan.placement))
     fair = (count for count in range(most, most // 2, -1) if ranks % count == 0 and count % replicas == 0)
     count = min(ranks, next(fair, most)) if ranks > most else ranks
@@ -25,18 +29,18 @@ def lanes(plan: Plan, most: int) -> list[range]:
 
 
 def name(lane: range) -> str:
-    """Says of which ranks a lane is."""
+    """Returns a lane's label, its ranks."""
     return f"rank{'s' * (len(lane) > 1)} {spans(lane)}"
 
 
 def busy(timeline: Timeline, cut: Sequence[range], *, cells: int, until: float) -> list[list[Busy]]:
-    """Cuts the time into cells of equal lengths, and finds for each lane what its ranks do in each.
+    """Cuts the time into cells of equal length, and returns for each lane what its ranks do in each cell.
 
     Args:
-        timeline: what happened.
+        timeline: the passes and their times.
         cut: the lanes.
-        cells: how many there are.
-        until: when the last one ends.
+        cells: number of cells.
+        until: end of the last cell.
     """
     found: list[list[Busy]] = [[{} for _ in range(cells)] for _ in cut]
     scale = cells / until if until else 0.0

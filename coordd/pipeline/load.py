@@ -1,4 +1,4 @@
-"""What layers cost, and what the stages made of them then cost and hold. Pure."""
+"""Cost model: the costs of layers, and the costs and memory of the stages built from them. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Load", "Memory", "Share", "shares"]
 
 @dataclass(frozen=True)
 class Load:
-    """What a layer, or several that stay together, cost for one microbatch; loads can be added.
+    """Costs of a layer, or of several that stay together, for one microbatch; loads can be added.
 
     Attributes:
         forward: seconds.
         backward: seconds.
-        parameters: bytes of weights; those of tied layers count in each of them.
+        parameters: bytes of weights; tied weights count in each of their layers.
         activation: bytes kept from the forward pass for the backward pass.
-        layers: how many layers these are.
-        inward: seconds of `backward` that the gradients of the inputs take, for which the stage before waits.
+        layers: number of layers.
+        inward: seconds of `backward` for the gradients of the inputs, which the previous stage waits for.
     """
 
     forward: float = 0.0
@@ -41,7 +41,7 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward together."""
+        """Seconds of forward and backward together."""
         return self.forward + self.backward
 
     def __add__(self, other: Load) -> Load:
@@ -56,13 +56,13 @@ class Load:
 
     @classmethod
     def total(cls, loads: Iterable[Load]) -> Load:
-        """Adds up loads."""
+        """Returns the sum of loads."""
         return sum(loads, cls(layers=0))
 
 
-# For each schedule how many microbatches' activations are live on a stage, and how many versions of its weights there
-# are: (microbatches m, stages p, stage s). Where ranks have several stages each, or stages
-# different numbers of replicas, only the plan knows.
+# For each schedule the number of microbatches whose activations are live on a stage, and the number of versions of its
+# weights: (microbatches m, stages p, stage s). If ranks have several stages each, or stages have different numbers of
+# replicas, only the plan determines them.
 _LIVE: dict[str, Callable[[int, int, int], int]] = {
     "gpipe": lambda m, p, s: m,  # noqa: ARG005 - the forms of a table share their arguments
     "1f1b": lambda m, p, s: min(m, p - s),
@@ -85,17 +85,18 @@ _FREES = frozenset({Kind.BACKWARD, Kind.WEIGHT})
 
 @dataclass(frozen=True)
 class Memory:
-    """What a stage holds: its weights, as much again of gradients, the optimizer's state, and live activations.
+    """Memory of a stage: its weights, the same size of gradients, the optimizer's state, and live activations.
 
     Attributes:
-        cap: bytes that a stage may take; `None` if that does not matter.
-        schedule: its name; GPipe keeps the activations of all microbatches, 1F1B those of as many as stages follow.
-        microbatches: how many one rank takes in a step.
-        state: bytes of the optimizer's state for a byte of weights: 0 for SGD, 1 with momentum, 2 for Adam.
-        plan: what is done; what is live is counted there, whatever `schedule` and `microbatches` are.
-        recompute: whether only what enters a stage is kept, and the activations of one microbatch at a time.
-        entering: for each cut between items the bytes of a microbatch that a stage keeps besides its activations if it
-            begins there; nothing if left out.
+        cap: bytes that a stage may hold; `None` for no limit.
+        schedule: its name; GPipe keeps the activations of all microbatches, 1F1B one microbatch's per remaining stage.
+        microbatches: how many one rank processes in a step.
+        state: bytes of the optimizer's state per byte of weights: 0 for SGD, 1 with momentum, 2 for Adam.
+        plan: the plan to execute; if given, live microbatches are counted in it instead of derived from `schedule` and
+            `microbatches`.
+        recompute: whether only the inputs of a stage are kept, and the activations of one microbatch at a time.
+        entering: for each cut between items, the bytes of a microbatch that a stage beginning there keeps besides its
+            activations; 0 if left out.
     """
 
     cap: float | None = None
@@ -118,27 +119,27 @@ class Memory:
             raise ArgumentError(f"an optimizer cannot have {self.state} bytes of state for a byte of weights")
 
     def live(self, stage: int, stages: int) -> int:
-        """How many microbatches are there at most at a time, between their two passes."""
+        """Returns the most microbatches that are between their forward and backward passes at a time."""
         if self.plan is not None:
             return self._counted[stage]
         return _LIVE[self.schedule](self.microbatches, stages, stage)
 
     def weight(self, stage: int, stages: int) -> float:
-        """Bytes for a byte of weights: the weights, older versions of them, gradients, and the optimizer's state."""
+        """Returns bytes per byte of weights: weights, their older versions, gradients, and optimizer state."""
         versions = _VERSIONS[self.schedule](stages, stage) if self.schedule in _VERSIONS else 1
         return versions + 1 + self.state
 
     def alive(self, stage: int, stages: int) -> int:
-        """How many microbatches' activations are there at most at a time."""
+        """Returns the most microbatches whose activations are live at a time."""
         return 1 if self.recompute else self.live(stage, stages)
 
     def received(self, items: int) -> list[float]:
-        """Bytes for one microbatch that enter a stage which begins at each of so many items."""
+        """Returns, for each of ``items`` items, the bytes of one microbatch that enter a stage which begins there."""
         return [0.0, *(self.entering or [0.0] * (items - 1))]
 
     @cached_property
     def _counted(self) -> list[int]:
-        """For each stage the most microbatches of a replica between their two passes, whatever these cost."""
+        """For each stage the most microbatches of a replica between their passes, counted in the plan."""
         assert self.plan is not None  # noqa: S101 - who calls has looked
         most = [0] * self.plan.stages
         for actions in self.plan.actions:
@@ -151,13 +152,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Share:
-    """What one stage has to do and to hold.
+    """Work and memory of one stage.
 
     Attributes:
-        items: which of the items that were split.
-        load: their loads together.
+        items: the items of the stage.
+        load: the sum of their loads.
         exchange: seconds per microbatch that its cuts cost.
-        live: how many microbatches' activations it holds at most.
+        live: the most microbatches whose activations it holds.
         memory: bytes in all.
     """
 
@@ -169,7 +170,7 @@ class Share:
 
     @property
     def seconds(self) -> float:
-        """Per microbatch: what the slowest stage has decides how fast the pipeline is."""
+        """Seconds per microbatch; the slowest stage determines the speed of the pipeline."""
         return self.load.seconds + self.exchange
 
 
@@ -180,11 +181,11 @@ def shares(
     cuts: Sequence[float] = (),
     memory: Memory | None = None,
 ) -> tuple[Share, ...]:
-    """Reports what each stage costs and holds.
+    """Returns the costs and the memory of each stage.
 
     Args:
         loads: of the items that were split.
-        stages: runs of items, one after the other, as `coordd.pipeline.partition.split` returns them.
+        stages: consecutive runs of items, as `coordd.pipeline.partition.split` returns them.
         cuts: seconds, as for `split`.
         memory: as for `split`.
     """

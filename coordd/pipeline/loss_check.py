@@ -1,7 +1,7 @@
-"""When a pipeline checks that its loss can be computed microbatch by microbatch, whatever the framework.
+"""Decides when a pipeline checks that its loss can be computed microbatch by microbatch, for any framework.
 
-A loss is checked in runs 1, 2, 4, 8 ..., so it costs nothing in the long run, and in each until a check has told
-something. One that nothing can be told about is not checked any more, and the user is warned once.
+A loss is checked in runs 1, 2, 4, 8 ..., so the cost vanishes in the long run, and in every run until a check is
+conclusive. If a check cannot decide, the loss is not checked any more, and the user is warned once.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ __all__ = ["LossCheck", "UnclearError"]
 
 
 class UnclearError(Exception):
-    """A check cannot say anything about a loss; the text says why, with the loss as its subject."""
+    """A check cannot decide about a loss; the text says why, with the loss as its subject."""
 
 
 class LossCheck:
-    """Decides in which runs a loss is checked, and remembers what has been found out; frameworks add how."""
+    """Decides in which runs a loss is checked, and stores the findings.
+
+    Subclasses in frameworks add the check itself.
+    """
 
     _hint = "PipelineConfig(loss_reduction='mean') says that it is, without this warning"
     """What a user can do about the warning."""
 
     def __init__(self, *, weighted: bool, wanted: bool = True, declared: bool = False) -> None:
-        """Prepares it.
+        """Prepares the checks.
 
         Args:
-            weighted: whether `weight=` says how much microbatches count.
+            weighted: whether `weight=` gives the weights of microbatches.
             wanted: whether the loss is to be checked at all.
-            declared: whether the user says what the loss is; else a warning says if it cannot be checked.
+            declared: whether the user declared the loss's reduction; if not, a warning says that it cannot be checked.
         """
         self._weighted = weighted
         self._wanted = wanted
@@ -39,11 +42,11 @@ class LossCheck:
         self._runs = 0
         self._conclusive = self._active = False
         self._first: Any = None
-        """What a microbatch of this run has left, to be compared with the next one's."""
+        """Data of a microbatch of this run, for comparison with the next one's."""
         self._reason = ""
 
     def begin(self, batch: Batch) -> None:
-        """Decides whether a run is checked; one microbatch is the whole batch, and needs no check."""
+        """Decides whether a run is checked; a single microbatch is the whole batch and needs no check."""
         self._first = None
         self._active = False
         if self._wanted and batch.count > 1:
@@ -51,7 +54,7 @@ class LossCheck:
             self._active = not self._conclusive or self._runs.bit_count() == 1
 
     def end(self) -> None:
-        """Releases what the run has left; warns if need be."""
+        """Releases the data of the run; warns if needed."""
         self._first = None
         self.warn()
 
@@ -64,7 +67,7 @@ class LossCheck:
             warnings.warn(text, stacklevel=3)
 
     def _attempt(self, check: Callable[[], bool]) -> None:
-        """Makes a check, which returns whether it has found something out, and raises an error if the loss is wrong."""
+        """Runs a check, which returns whether it was conclusive, and raises an error if the loss is wrong."""
         try:
             self._conclusive |= check()
         except UnclearError as error:

@@ -1,4 +1,4 @@
-"""Adds to a schedule what makes it run on many ranks: sends, receives, and the reductions of gradients. Pure."""
+"""Lowers a schedule to many ranks: adds sends, receives, and the reductions of gradients. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordd.pipeline.simulate import simulate
 __all__ = ["chain", "lower"]
 
 Flows = Iterable[tuple[int, int]]
-"""Which stage's results which later stage takes."""
+"""Pairs of stages: the second takes the results of the first."""
 
 _AFTER = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.BACKWARD: Kind.SEND_BACKWARD, Kind.INPUT: Kind.SEND_BACKWARD}
 _BEFORE = {Kind.FORWARD: Kind.RECV_FORWARD, Kind.BACKWARD: Kind.RECV_BACKWARD, Kind.INPUT: Kind.RECV_BACKWARD}
@@ -20,25 +20,25 @@ _LAST = frozenset({Kind.BACKWARD, Kind.WEIGHT})
 
 
 def chain(stages: int) -> list[tuple[int, int]]:
-    """The flows of stages that take what the one before gives, and nothing else."""
+    """Returns the flows of a chain: each stage takes only the results of the previous stage."""
     return [(stage, stage + 1) for stage in range(stages - 1)]
 
 
 def lower(plan: Plan, flows: Flows, *, tied: Collection[int] = ()) -> Plan:
-    """Adds what moves.
+    """Adds sends, receives and reductions to a plan.
 
-    A receive stands where, if all passes took the same time, its sender would begin to make what is received; whoever
-    needs it waits for it. So receives are under way before anything is sent, and there is an order of all actions in
-    which each stands behind all that it waits for: no buffers are needed for the plan to end, whatever it costs. A
-    reduction stands right after the last gradient that it is of, and overlaps what is left of the pipeline.
+    A receive is placed where, if all passes took the same time, its sender would begin to compute the result; the pass
+    that needs it waits for it. So receives are posted before anything is sent, and there is an order of all actions in
+    which each comes after all actions that it waits for: the plan ends without any buffers, whatever the costs. A
+    reduction comes right after the last gradient that it includes, and overlaps the rest of the pipeline.
 
     Args:
-        plan: what is computed.
-        flows: which stage's results which later stage takes.
+        plan: the passes and steps.
+        flows: pairs of stages: the second takes the results of the first.
         tied: stages that share parameters with others.
 
     Raises:
-        PlanError: it cannot be carried out.
+        PlanError: the plan cannot be executed.
     """
     plan = replace(plan, flows=tuple(flows))
     later, earlier = _neighbours(plan)
@@ -54,7 +54,7 @@ def lower(plan: Plan, flows: Flows, *, tied: Collection[int] = ()) -> Plan:
 
 
 def _neighbours(plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
-    """For each stage those that take its results, and those whose results it takes."""
+    """Returns, for each stage, the stages that take its results, and the stages whose results it takes."""
     later: list[list[int]] = [[] for _ in plan.placement]
     earlier: list[list[int]] = [[] for _ in plan.placement]
     for source, target in plan.flows:
@@ -66,7 +66,7 @@ def _neighbours(plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
 def _moves(
     plan: Plan, action: Action, rank: int, kinds: Mapping[Kind, Kind], peers: Sequence[Sequence[int]]
 ) -> Iterator[Action]:
-    """What a pass takes from other ranks, or gives them."""
+    """Yields the receives or sends of a pass from or to other ranks."""
     if action.kind in kinds:
         for peer in peers[action.stage]:
             if plan.rank(peer, action.microbatch) != rank:
@@ -74,7 +74,7 @@ def _moves(
 
 
 def _hoist(plan: Plan) -> Plan:
-    """Moves receives up to where their senders begin to make what is received."""
+    """Moves receives up to where their senders begin to compute the result."""
     begins = {
         (span.action.stage, DIRECTION[span.action.kind], span.action.microbatch): span.begin
         for mine in simulate(plan).spans
@@ -97,7 +97,7 @@ def _hoist(plan: Plan) -> Plan:
 
 
 def _reduced(plan: Plan, rank: int, tied: Collection[int]) -> list[Action]:
-    """Puts a reduction before each step, as early as may be."""
+    """Inserts a reduction before each step, as early as possible."""
     out: list[Action] = []
     last: dict[int, int] = {}
     for action in plan.actions[rank]:

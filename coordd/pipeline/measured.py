@@ -1,4 +1,4 @@
-"""What really came of a plan, in the form of what was to come of it. Pure."""
+"""The measured timeline of a plan, in the same form as the predicted one. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ _FREES = frozenset({Kind.BACKWARD, Kind.WEIGHT})
 
 
 def measured(plan: Plan, spans: Sequence[Iterable[Span]], costs: Costs | None = None) -> Timeline:
-    """Makes a timeline of what each rank has recorded, which begins when the first pass does.
+    """Returns the timeline of what each rank has recorded; it begins with the first pass.
 
     Args:
-        plan: what was done, lowered.
-        spans: for each rank what it did and when, in seconds of a clock that all share; passes and steps count, and
-            what else is in it does not.
-        costs: what was kept and what travelled, in bytes; without them both are 0.
+        plan: the plan that was executed, lowered.
+        spans: for each rank its actions and their times, in seconds of a common clock; only passes and steps count.
+        costs: bytes kept and sent; without them both are 0.
 
     Raises:
-        ArgumentError: not every rank of the plan has its spans, or something ended before it began.
+        ArgumentError: spans of some ranks of the plan are missing, or an action ended before it began.
     """
     if len(spans) != len(plan.actions):
         raise ArgumentError(f"spans of {len(spans)} ranks for a plan of {len(plan.actions)}: gather those of all ranks")
@@ -44,11 +43,11 @@ def measured(plan: Plan, spans: Sequence[Iterable[Span]], costs: Costs | None = 
 
 
 def observed(plan: Plan, spans: Sequence[Iterable[Span]]) -> Costs:
-    """Says what the passes of each stage have taken, in the mean, and keeps one unit of memory for a microbatch.
+    """Returns the mean measured duration of the passes of each stage, with one unit of memory per microbatch and rank.
 
-    A stage that goes back in two halves at times, and in one piece at others, has the costs of the halves.
+    A stage whose backward pass is sometimes split in two halves and sometimes whole has the costs of the halves.
 
-    What comes of the plan with these costs is what would have happened without any waiting but for each other.
+    Simulating the plan with these costs gives the timeline without any waiting except for dependencies.
     """
     taken: dict[tuple[int, Kind], list[float]] = {}
     for mine in spans:
@@ -70,13 +69,14 @@ def observed(plan: Plan, spans: Sequence[Iterable[Span]]) -> Costs:
 
 
 def lag(mine: Sequence[tuple[float, float]], first: Sequence[tuple[float, float]]) -> float:
-    """Finds how far a clock is ahead of the first rank's, from barriers that both went through.
+    """Returns how far this rank's clock is ahead of the first rank's, from barriers that both passed.
 
-    Nobody leaves a barrier before all have come, which bounds it from both sides; half the difference is its doubt.
+    No rank leaves a barrier before all have entered it, which bounds the lag from both sides; the error is at most half
+    the difference of the bounds.
 
     Args:
-        mine: for each barrier when this rank came and left, in seconds of its clock.
-        first: when the first rank did, in seconds of its own.
+        mine: for each barrier when this rank entered and left it, in seconds of its clock.
+        first: when the first rank did, in seconds of its own clock.
     """
     meetings = list(zip(mine, first, strict=True))
     least = max(came - left for (came, _), (_, left) in meetings)
@@ -85,7 +85,7 @@ def lag(mine: Sequence[tuple[float, float]], first: Sequence[tuple[float, float]
 
 
 def _of(spans: Sequence[Iterable[Span]], kinds: Collection[Kind], since: float) -> tuple[tuple[Span, ...], ...]:
-    """Those of some kinds, in seconds from then on."""
+    """Returns the spans of some kinds, in seconds since ``since``."""
     return tuple(
         tuple(Span(action, begin - since, end - since) for action, begin, end in mine if action.kind in kinds)
         for mine in spans

@@ -1,4 +1,4 @@
-"""How a batch is cut into microbatches. Pure: rows are numbers, and whoever has tensors slices them."""
+"""Cuts a batch into microbatches. Pure: rows are numbers; the callers slice the tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["cut", "fitting"]
 
 
 def cut(rows: int, count: int) -> list[slice]:
-    """Cuts rows into so many microbatches of nearly equal size that differ by one row at most; none is empty.
+    """Cuts rows into ``count`` microbatches whose sizes differ by one row at most; none is empty.
 
     Raises:
         ArgumentError: there are fewer rows than microbatches.
@@ -20,13 +20,13 @@ def cut(rows: int, count: int) -> list[slice]:
 
 
 def fitting(rows: int, wanted: int, replicas: int, *, stride: int = 1) -> int:
-    """Says into how many microbatches a batch is cut: as many as wanted, or fewer if it is too small for them.
+    """Returns the number of microbatches for a batch: the wanted number, or fewer if the batch is too small.
 
     Args:
-        rows: of the batch, of all replicas together.
+        rows: of the batch, over all replicas.
         wanted: microbatches for each replica.
-        replicas: how many take microbatches in turn; all get equally many.
-        stride: of what the number is a multiple.
+        replicas: number of replicas that take microbatches in turn; all get equally many.
+        stride: the result is a multiple of it.
 
     Returns:
         The number for each replica.

@@ -1,4 +1,4 @@
-"""What a step costs with a schedule: time, idle time, memory. Pure."""
+"""Costs of a step with a schedule: time, idle time, memory. Pure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from coordd.pipeline.simulate import Costs, Timeline, simulate
 __all__ = ["Outcome", "outcome", "versions"]
 
 Pricing = Callable[[int, int], Costs]
-"""Says what stages cost, of their number and of how many each rank has."""
+"""Returns the costs of stages, given their number and the number of stages per rank."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step costs, once the pipeline runs.
+    """Costs of a step, in steady state.
 
     Attributes:
-        name: of the schedule.
-        seconds: that a step takes.
-        bubble: the part of it in which ranks are idle.
+        name: name of the schedule.
+        seconds: duration of a step.
+        bubble: fraction of it in which ranks are idle.
         peak: the most memory of activations of a rank.
-        versions: of its weights that a rank keeps at most, the newest included.
+        versions: the most versions of its weights that a rank keeps, including the newest.
     """
 
     name: str
@@ -39,10 +39,11 @@ class Outcome:
 def outcome(choice: Choice, ranks: int, microbatches: int, pricing: Pricing, *, chunks: int | None = None) -> Outcome:
     """Simulates a schedule on one replica of a pipeline.
 
-    Where the pipeline does not run empty between steps, a step takes what one more step adds when it is full.
+    If the pipeline does not drain between steps, the cost of a step is what one more step adds when the pipeline is
+    full.
 
     Raises:
-        ArgumentError: the schedule cannot have these numbers.
+        ArgumentError: the schedule does not support these numbers.
     """
 
     def happens(steps: int) -> tuple[Plan, Timeline]:
@@ -61,7 +62,7 @@ def outcome(choice: Choice, ranks: int, microbatches: int, pricing: Pricing, *, 
 
 
 def _filling(ranks: int, microbatches: int) -> int:
-    """Steps after which a pipeline has been full for a while."""
+    """Returns the number of steps after which a pipeline has been full for a while."""
     return 1 + -(-2 * ranks // microbatches)
 
 
@@ -70,7 +71,7 @@ def _busy(timeline: Timeline) -> float:
 
 
 def versions(plan: Plan) -> int:
-    """Counts the versions of its weights that a rank keeps at most: the newest, and what microbatches still need."""
+    """Returns the most versions of its weights that a rank keeps: the newest, and the ones still needed."""
     if not plan.versions:
         return 1
     most = 1

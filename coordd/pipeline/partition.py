@@ -1,13 +1,14 @@
-"""The split of a model in stages: runs of items (layers, or groups that stay together), none empty. Pure.
+"""Splits a model into stages: runs of items (layers, or groups that stay together), none empty. Pure.
 
-The slowest stage decides how fast a pipeline is, so the split makes its cost as low as can be, exactly. A stage costs
+The slowest stage determines the speed of a pipeline, so the split minimises its cost, exactly. A stage costs
 
     the work of its items + the cut before it + the cut behind it
 
-where a cut's seconds are what *no* overlap hides: packing and unpacking what crosses it, there and back, on both sides.
-Bytes on their way while something else computes cost nothing here. Of equally good splits it takes the evenest (the
-least sum of squares), of equally even ones that whose last stages are shorter: ten equal layers in four are 3, 3, 2, 2.
-Only where one layer outweighs thousands is evenness, and evenness alone, not sought among all splits.
+where a cut's seconds are the time that *no* overlap hides: packing and unpacking the values that cross it, in both
+directions, on both sides. Bytes in flight while a rank computes cost nothing here. Among equally good splits it takes
+the most even one (the least sum of squares), among equally even ones the one whose last stages are shorter: ten equal
+layers in four stages are 3, 3, 2, 2. Only if one layer outweighs thousands is evenness, and only evenness, not
+optimised over all splits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["By", "regroup", "split", "split_counts"]
 
 By = Literal["time", "parameters", "layers", "memory"]
 
-_FINE = 2.0**50  # units of the sum of all costs: equal times are equal whole numbers, in whatever order they are added
+_FINE = 2.0**50  # units of the sum of all costs: equal times are equal integers, whatever the order of addition
 _MOST_LISTED = 12
 
 
@@ -38,7 +39,7 @@ def split_counts(names: Sequence[str], counts: Sequence[int]) -> tuple[range, ..
 
     Args:
         names: of the layers.
-        counts: for each stage how many layers it has.
+        counts: number of layers of each stage.
 
     Returns:
         For each stage its layers.
@@ -72,19 +73,19 @@ def split(
     cuts: Sequence[float] = (),
     memory: Memory | None = None,
 ) -> tuple[range, ...]:
-    """Splits so that the costliest stage costs as little as can be.
+    """Splits so that the cost of the costliest stage is minimal.
 
     Args:
         loads: of the items, in order.
-        stages: how many there are to be.
-        by: what a stage costs: the seconds of its items and cuts, or the bytes of its weights, or its layers,
-            or all the bytes that it holds.
-        cuts: for each cut, of which there is one less than there are items, the seconds per microbatch that a stage on
-            either side of it cannot hide; none costs anything if left out.
-        memory: what stages hold, and the most they may hold; by default what 1F1B does with one microbatch.
+        stages: number of stages.
+        by: the cost of a stage: the seconds of its items and cuts, or the bytes of its weights, or its layers, or all
+            the bytes that it holds.
+        cuts: for each cut between two items, the seconds per microbatch that a stage on either side of it cannot hide;
+            0 if left out.
+        memory: what stages hold, and the most they may hold; by default 1F1B with one microbatch.
 
     Returns:
-        For each stage its items. It is exact where costs are whole numbers, and to a 10¹⁵th of their sum where not.
+        For each stage its items. The split is exact if costs are integers, otherwise to a 10¹⁵th of their sum.
 
     Raises:
         ArgumentError: there are fewer items than stages, or no split stays below the memory's cap.
@@ -106,7 +107,7 @@ def split(
 
 
 def regroup(groups: Sequence[range], stages: Sequence[range]) -> tuple[range, ...]:
-    """Turns stages whose items are groups of layers into stages of layers."""
+    """Converts stages of groups of layers into stages of layers."""
     return tuple(range(groups[items.start].start, groups[items.stop - 1].stop) for items in stages)
 
 
@@ -135,7 +136,7 @@ def _held(loads: Sequence[Load], stages: int, memory: Memory) -> Held:
 
 
 def _leanest(held: Held, items: int, stages: int, memory: Memory) -> tuple[range, ...]:
-    """The split whose fullest stage holds least."""
+    """Returns the split whose fullest stage holds least."""
     least, ways = lowest(held, items, stages)
     found = evenest(held, max(least, 1.0), ways)
     if memory.cap is None or least <= memory.cap:

@@ -1,7 +1,7 @@
 """Draws schedules as SVG pictures: a lane for each rank, a box for each pass, idle time in between. Pure.
 
-A plan of many ranks or passes is drawn by lanes that stand for several ranks, and by cells that stand for several
-passes, so that a picture stays small whatever it is of.
+A plan of many ranks or passes is drawn with lanes that stand for several ranks, and cells that stand for several
+passes, so that every picture stays small.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORDS = {
 
 _ORDER = tuple(WORDS)
 
-# Of Okabe and Ito's palette, which people with any kind of colour vision can tell apart.
+# From the palette of Okabe and Ito, which is distinguishable with any kind of colour vision.
 _COLOURS = {
     Kind.FORWARD: (0x00, 0x72, 0xB2),
     Kind.BACKWARD: (0xE6, 0x9F, 0x00),
@@ -38,7 +38,7 @@ _COLOURS = {
 }
 _DARK, _IDLE, _LINE = "#1d2733", "#eef1f4", "#c9d1d9"
 _PALEST = 0.6
-"""How much white the last chunk of a rank has."""
+"""The fraction of white in the colour of a rank's last chunk."""
 
 _Pair = tuple[float, float]
 
@@ -55,13 +55,13 @@ _ROOM = 2
 def draw(
     plan: Plan, timeline: Timeline, *, title: str = "", measured: Timeline | None = None, units: Units | None = None
 ) -> str:
-    """Draws what comes of a plan.
+    """Draws the timeline of a plan.
 
     Args:
-        plan: what is done.
-        timeline: when, as `simulate` says.
-        title: stands above it; by default the schedule and its sizes.
-        measured: what really happened; it is drawn below, on the same scale.
+        plan: the plan.
+        timeline: its predicted times, from `simulate`.
+        title: heading; by default the schedule and its sizes.
+        measured: the measured timeline; drawn below, on the same scale.
         units: of the times and peaks; seconds and bytes by default.
     """
     panels = {"": timeline} if measured is None else {"predicted": timeline, "measured": measured}
@@ -81,7 +81,7 @@ def _title(plan: Plan) -> str:
 
 @dataclass
 class _Canvas:
-    """A picture, made from the top down."""
+    """A picture, built from the top down."""
 
     plan: Plan
     units: Units
@@ -100,7 +100,7 @@ class _Canvas:
         self._last = set(_before_steps(self.plan)) if self.small else set()
 
     def head(self, title: str) -> None:
-        """Writes what the picture is of, and what its colours mean."""
+        """Writes the title and the legend."""
         self._text(_MARGIN, 26, title, f'font-size="16" font-weight="600" fill="{_DARK}"')
         x: float = _MARGIN
         used = {action.kind for actions in self.plan.actions[:_LANES] for action in actions}
@@ -126,7 +126,7 @@ class _Canvas:
         return f"{numbers}; the paler, the later the rank's stage" if self._most > 1 else numbers
 
     def panel(self, heading: str, timeline: Timeline) -> None:
-        """Draws a timeline below what is there already."""
+        """Draws a timeline below the existing content."""
         peak = self.units.size(max(timeline.peaks, default=0.0))
         told = f"makespan {self.units.span(timeline.makespan)}, bubble {100 * timeline.bubble:.1f} %, peak {peak}"
         told += f", {self.units.span(timeline.step)} to change the weights" if timeline.steps else ""
@@ -174,7 +174,7 @@ class _Canvas:
             self._box(corner, (max(width, 0.4), self._height - 1), fill=_DARK, hint=hint)
 
     def _cells(self, timeline: Timeline, top: float) -> None:
-        """Draws for each kind and shade one path with all its cells."""
+        """Draws one path for each kind and shade, with all its cells."""
         paths: dict[tuple[Kind, int], list[str]] = {}
         cells = min(_COLUMNS, _CELLS // len(self._lanes))
         wide = self.until * self._scale / cells
@@ -203,12 +203,12 @@ class _Canvas:
         self.parts.append(f'<path d="M{x:.1f} {y:.1f}v{height:.1f}" stroke="{_DARK}" stroke-width="2"/>')
 
     def _text(self, x: float, y: float, text: str, more: str = "") -> float:
-        """Writes something, and says where it ends, roughly."""
+        """Writes a text, and returns approximately where it ends."""
         self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{more and " " + more}>{escape(text)}</text>')
         return x + _LETTER * len(text)
 
     def svg(self) -> str:
-        """The whole picture."""
+        """Returns the whole picture."""
         height = math.ceil(self.y - 12)
         size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
         look = 'font-family="system-ui, sans-serif" font-size="11" fill="#57606a"'
@@ -217,7 +217,7 @@ class _Canvas:
 
 
 def _before_steps(plan: Plan) -> Iterator[Action]:
-    """Finds the passes after which weights change."""
+    """Yields the passes after which weights change."""
     for actions in plan.actions:
         last: Action | None = None
         for action in actions:
@@ -228,7 +228,7 @@ def _before_steps(plan: Plan) -> Iterator[Action]:
 
 
 def _runs(row: Sequence[Busy]) -> Iterator[tuple[int, int, Busy]]:
-    """Finds runs of cells in which the same happens: where they begin, and how long they are."""
+    """Yields runs of equal, non-idle cells: first cell, length, content."""
     begin = 0
     for cell in range(1, len(row) + 1):
         if cell == len(row) or row[cell] != row[begin]:
@@ -251,6 +251,6 @@ def _colour(kind: Kind, chunk: int, chunks: int) -> str:
 
 
 def _ink(fill: str) -> str:
-    """Black or white, whichever can be read on a colour."""
+    """Returns black or white, whichever is readable on a colour."""
     red, green, blue = (int(fill[place : place + 2], 16) for place in (1, 3, 5))
     return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else "#fff"

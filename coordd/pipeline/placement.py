@@ -1,4 +1,4 @@
-"""Which ranks have which stage. Pure."""
+"""Placement of stages on ranks. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ Placement = tuple[tuple[int, ...], ...]
 def spread(stages: int, replicas: int | Sequence[int] = 1) -> Placement:
     """Gives each stage ranks of its own.
 
-    With equal numbers of replicas each pipeline is a run of ranks, so that neighbours are near; with a number for each
-    stage, the replicas of a stage are.
+    With equal numbers of replicas each pipeline is a run of ranks, so that neighbours are close; with a number for each
+    stage, the replicas of a stage are a run of ranks.
+
+    Raises:
+        ArgumentError: the number of replica counts is not the number of stages.
     """
     if isinstance(replicas, int):
         return loop(stages, 1, replicas=replicas)
@@ -27,13 +30,13 @@ def spread(stages: int, replicas: int | Sequence[int] = 1) -> Placement:
 
 
 def loop(ranks: int, chunks: int, *, replicas: int = 1) -> Placement:
-    """Deals ``ranks * chunks`` stages out to the ranks of each replica, round and round."""
+    """Assigns ``ranks * chunks`` stages to the ranks of each replica, round-robin."""
     return tuple(
         tuple(replica * ranks + stage % ranks for replica in range(replicas)) for stage in range(ranks * chunks)
     )
 
 
 def fold(ranks: int, *, replicas: int = 1) -> Placement:
-    """Gives each rank two stages, there and back again: the last rank has the two in the middle."""
+    """Gives each rank two stages in V shape, one down and one back up; the last rank has the two in the middle."""
     there = loop(ranks, 1, replicas=replicas)
     return there + there[::-1]

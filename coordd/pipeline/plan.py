@@ -1,6 +1,6 @@
-"""Who does what in which order: a schedule as a value. Pure.
+"""A schedule as a value: for each rank its actions, in order. Pure.
 
-A plan is for all ranks of a pipeline, replicas included: microbatches are dealt out to the replicas of a stage in turn.
+A plan covers all ranks of a pipeline, including replicas: the replicas of a stage take microbatches round-robin.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """One training step, or, where steps overlap, several.
+    """One training step, or several if steps overlap.
 
     Attributes:
-        name: of the schedule.
-        microbatches: how many there are, of all replicas together.
-        placement: for each stage the ranks that have it; microbatches go to them in turn, round and round.
-        actions: for each rank what it does, in order.
+        name: name of the schedule.
+        microbatches: number of microbatches of all replicas together.
+        placement: for each stage the ranks that have it; they take microbatches round-robin.
+        actions: for each rank its actions, in order.
         versions: which version of the weights each stage uses for each microbatch; empty if there is only one.
-        flows: which stage's results which later stage takes; empty before they are known.
+        flows: pairs of stages: the second takes the results of the first; empty before they are known.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.placement)
 
     def rank(self, stage: int, microbatch: int) -> int:
-        """The rank that takes a microbatch through a stage."""
+        """Returns the rank that processes a microbatch in a stage."""
         ranks = self.placement[stage]
         return ranks[microbatch % len(ranks)]
 
@@ -56,7 +56,7 @@ class Plan:
 
     @cached_property
     def halved(self) -> tuple[frozenset[int], ...]:
-        """For each stage the microbatches whose backward pass is in two."""
+        """For each stage the microbatches whose backward pass is split in two."""
         found: list[set[int]] = [set() for _ in self.placement]
         for action in itertools.chain(*self.actions):
             if action.kind is Kind.INPUT:
@@ -71,10 +71,10 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Reads what `str` writes of a plan whose weights have one version.
+        """Parses the output of `str` for a plan whose weights have one version.
 
         Raises:
-            ArgumentError: it is no plan.
+            ArgumentError: the text is not a plan.
         """
         try:
             head, *lines = text.strip().splitlines()

@@ -1,4 +1,4 @@
-"""The plans of a pipeline: each is made when it is first needed."""
+"""Plans of a pipeline, each created when it is first needed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _KEPT = 256
 
 
 class Plans:
-    """What the ranks of a pipeline do, for each number of microbatches.
+    """The plans of a pipeline, for each number of microbatches.
 
     Attributes:
-        ranks: of a replica of the pipeline; with replicas for each stage, the number of stages.
-        sketch: what is computed in a step with as many microbatches as the user wishes.
-        least: the fewest rows of a batch that is trained with.
+        ranks: number of ranks of a replica of the pipeline; with replicas for each stage, the number of stages.
+        sketch: the unlowered plan of a step with the configured number of microbatches.
+        least: the fewest rows of a training batch.
     """
 
     def __init__(self, config: PipelineConfig, world: int) -> None:
         """Plans a step.
 
         Raises:
-            ArgumentError: there cannot be such a pipeline in a world of this size.
+            ArgumentError: no such pipeline is possible in a world of this size.
         """
         self._config = config
         self.ranks = config.ranks(world)
@@ -41,7 +41,10 @@ class Plans:
         self.lowered = lru_cache(maxsize=_KEPT)(self._lowered)
 
     def _plan(self, microbatches: int, *, training: bool = True) -> Plan:
-        """Where weights do not change, a schedule will do that asks for no number of microbatches."""
+        """Returns the unlowered plan; without training, 1F1B replaces a schedule that does not flush.
+
+        1F1B accepts any number of microbatches, and without training no weights change.
+        """
         config = self._config
         choice = config.choice if config.choice.flushes or training else find("1f1b")
         return choice.plan(self.ranks, microbatches, chunks=config.chunks, replicas=config.data_parallel)
@@ -49,14 +52,14 @@ class Plans:
     def _lowered(
         self, microbatches: int, flows: Flows, tied: frozenset[int], *, training: bool, step: bool = True
     ) -> Plan:
-        """What the ranks do, with all that moves.
+        """Returns the lowered plan, with all sends, receives and reductions.
 
         Args:
             microbatches: for each replica of the widest stage.
-            flows: which stage's results which later stage takes.
+            flows: pairs of stages: the second takes the results of the first.
             tied: stages that share parameters with others.
-            training: whether microbatches go back.
-            step: whether weights change, or gradients are left where they are.
+            training: whether there are backward passes.
+            step: whether weights change; otherwise gradients are only accumulated.
         """
         plan = self._plan(microbatches, training=training)
         if not training:
@@ -67,7 +70,7 @@ class Plans:
 
 
 def _still(plan: Plan) -> Plan:
-    """Leaves the steps out; gradients are then those of all microbatches, and reduced when the last one is there."""
+    """Removes the steps; gradients are then those of all microbatches, and reduced once, after the last one."""
 
     def kept(mine: tuple[Action, ...]) -> Iterator[Action]:
         last = {action.stage: place for place, action in enumerate(mine) if action.kind is Kind.REDUCE}

@@ -1,4 +1,4 @@
-"""What a stage costs, from where it begins and ends: in time, or in memory. Pure."""
+"""Price of a stage, in time or in memory, as a function of where it begins and ends. Pure."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from numpy.typing import NDArray
 __all__ = ["Cost", "Floors", "Held", "Numbers", "Price"]
 
 Numbers = NDArray[np.float64]
-"""Whole numbers, so that sums of them do not depend on the order."""
+"""Whole numbers, so that their sums do not depend on the order of addition."""
 
 Floors = list[tuple[Numbers, float]]
-"""For each place a number, and by how much it may grow from where a stage begins to where it ends."""
+"""Pairs of a value per place, ascending, and the most by which it may grow from a stage's begin to its end."""
 
 
 class Price(Protocol):
-    """What stages cost."""
+    """The price of stages."""
 
     def __call__(self, stage: int, begins: slice, ends: slice) -> Numbers:
-        """The price of a stage from each of some places to each of as many others; infinite if it may not be."""
+        """Returns the prices of a stage from each of some begins to each of as many ends; infinite if not allowed."""
         ...
 
     def floors(self, stage: int, bound: float) -> Floors:
-        """Says how long a stage can be whose price is within a bound; its own floor comes first."""
+        """Returns bounds on the length of stages whose price is within ``bound``; the price's own comes first."""
         ...
 
     def least(self) -> float:
-        """A price that some stage of any split has at least, because of a single item."""
+        """Returns a lower bound on the highest price of any split, due to a single item."""
         ...
 
 
@@ -40,9 +40,9 @@ class Held:
     Attributes:
         parameters: bytes of weights before each place.
         activations: bytes for one microbatch before each place.
-        weight: for each stage how many bytes a byte of weights takes.
-        live: for each stage how many microbatches it has between their passes.
-        alive: for each stage of how many of them it has the activations.
+        weight: for each stage the bytes that it holds per byte of weights.
+        live: for each stage the number of microbatches between their passes.
+        alive: for each stage the number of microbatches whose activations it holds.
         received: bytes for one microbatch that enter a stage that begins at each place.
     """
 
@@ -54,18 +54,18 @@ class Held:
     received: Numbers
 
     def __call__(self, stage: int, begins: slice, ends: slice) -> Numbers:
-        """Bytes."""
+        """Returns bytes."""
         weights = self.weight[stage] * (self.parameters[ends] - self.parameters[begins])
         kept = self.alive[stage] * (self.activations[ends] - self.activations[begins])
         held: Numbers = np.ceil(weights + self.live[stage] * self.received[begins] + kept)
         return held
 
     def floors(self, stage: int, bound: float) -> Floors:
-        """What the items before each place would take."""
+        """Returns the bytes that the items before each place would take in the stage."""
         return [(self.weight[stage] * self.parameters + self.alive[stage] * self.activations, bound)]
 
     def least(self) -> float:
-        """An item is in none of the stages after the one of its own number."""
+        """Returns the bound, given that item i cannot be in a stage after stage i."""
         latest = np.minimum(np.arange(len(self.parameters) - 1), len(self.alive) - 1)
         weight, alive = np.minimum.accumulate(self.weight)[latest], np.minimum.accumulate(self.alive)[latest]
         return float(np.max(weight * np.diff(self.parameters) + alive * np.diff(self.activations)))
@@ -73,11 +73,11 @@ class Held:
 
 @dataclass
 class Cost:
-    """The price in time, or in whatever else is to be even.
+    """The price in time, or in any other quantity to be balanced.
 
     Attributes:
-        work: that of the items before each place.
-        edges: what a stage pays that begins or ends at each place.
+        work: the work of the items before each place.
+        edges: the cost for a stage of beginning or ending at each place.
     """
 
     work: Numbers
@@ -85,22 +85,22 @@ class Cost:
     _limits: list[tuple[Held, float]] = field(default_factory=list, init=False)
 
     def limit(self, held: Held, cap: float) -> None:
-        """Forbids stages that hold more than that."""
+        """Forbids stages that hold more than ``cap``."""
         self._limits.append((held, cap))
 
     def __call__(self, stage: int, begins: slice, ends: slice) -> Numbers:
-        """Units of cost; infinite above the limit."""
+        """Returns units of cost; infinite above the limit."""
         cost: Numbers = self.work[ends] - self.work[begins] + self.edges[ends] + self.edges[begins]
         for held, cap in self._limits:
             cost[held(stage, begins, ends) > cap] = np.inf
         return cost
 
     def floors(self, stage: int, bound: float) -> Floors:
-        """The work before each place, and what it holds."""
+        """Returns the work before each place, and the memory floors of the limits."""
         return [(self.work, bound), *(floor for held, cap in self._limits for floor in held.floors(stage, cap))]
 
     def least(self) -> float:
-        """What a stage with that item costs that begins and ends where that is cheapest."""
+        """Returns the bound: for the costliest item, a stage with it that begins and ends at the cheapest places."""
         before = np.minimum.accumulate((self.edges - self.work)[:-1])
         behind = np.minimum.accumulate((self.edges + self.work)[:0:-1])[::-1]
         return float(np.max(before + behind))

@@ -1,4 +1,4 @@
-"""What the layers of a model cost, how they are best split, and what a schedule of the stages then costs. Pure."""
+"""Costs of a model's layers, their best split, and the costs of the resulting stages. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Border", "Profile"]
 
 @dataclass(frozen=True)
 class Border:
-    """What a cut between two layers costs for one microbatch.
+    """Costs of a cut between two layers, for one microbatch.
 
     Attributes:
-        seconds: that either side of it needs to pack and unpack values and gradients.
+        seconds: time that either side of it needs to pack and unpack values and gradients.
         volume: bytes that cross it, in each direction.
-        kept: bytes of them that the stage behind it keeps, and none of its layers counts as an activation.
+        kept: bytes of them that the stage behind it keeps and that none of its layers counts as an activation.
     """
 
     seconds: float = 0.0
@@ -31,14 +31,13 @@ class Border:
 
 @dataclass(frozen=True)
 class Profile:
-    """The layers of a model, with what they cost for one microbatch.
+    """The layers of a model, with their costs for one microbatch.
 
     Attributes:
         names: of the layers.
-        loads: of each.
+        loads: of the layers.
         groups: runs of layers that no cut divides.
-        borders: of each cut between layers, of which there is one less than there are layers; nothing is known of what
-            cuts cost if it is empty.
+        borders: of the cuts between layers, one fewer than layers; empty if the costs of cuts are unknown.
     """
 
     names: tuple[str, ...]
@@ -47,15 +46,15 @@ class Profile:
     borders: tuple[Border, ...] = ()
 
     def split(self, stages: int, *, by: By = "time", memory: Memory | None = None) -> tuple[range, ...]:
-        """Splits as evenly as can be; for each stage its layers.
+        """Splits as evenly as possible; returns for each stage its layers.
 
         Args:
-            stages: how many there are.
-            by: what is to be even, see `coordd.pipeline.partition.split`.
-            memory: what stages hold, and may hold at most.
+            stages: number of stages.
+            by: the quantity to balance, see `coordd.pipeline.partition.split`.
+            memory: what stages hold, and the most they may hold.
 
         Raises:
-            ArgumentError: the layers do not suffice, or do not fit into the memory.
+            ArgumentError: there are too few layers, or they do not fit into the memory.
         """
         items = [Load.total(self.loads[group.start : group.stop]) for group in self.groups]
         between = [self.borders[group.start - 1] for group in self.groups[1:]] if self.borders else []
@@ -64,10 +63,10 @@ class Profile:
         return regroup(self.groups, found)
 
     def check(self, spans: Sequence[range], memory: Memory | None) -> None:
-        """Refuses stages that hold more than they may.
+        """Checks that no stage holds more than it may.
 
         Raises:
-            ArgumentError: one does; it is named, and how much it lacks.
+            ArgumentError: a stage does; the text names it and the bytes that it lacks.
         """
         if memory is None or memory.cap is None:
             return
@@ -81,19 +80,19 @@ class Profile:
             )
 
     def shares(self, spans: Sequence[range], memory: Memory | None = None) -> tuple[Share, ...]:
-        """Reports what each stage has to do and to hold."""
+        """Returns the costs and the memory of each stage."""
         cuts = [border.seconds for border in self.borders]
         return shares(self.loads, spans, cuts=cuts, memory=_informed(memory, self.borders))
 
     def costs(self, spans: Sequence[range], *, transfer: float = 0.0) -> Costs:
-        """Says what the passes of each stage cost, for the simulator.
+        """Returns the costs of the passes of each stage, for the simulator.
 
-        What a stage needs to pack and unpack counts half for its forward pass, half for what the stage before waits
-        for. Values travel as if each cut were crossed to the next stage only.
+        Half of a stage's time to pack and unpack counts for its forward pass, half for the part of the backward pass
+        that the previous stage waits for. Values travel as if each cut were crossed only to the next stage.
 
         Args:
             spans: the layers of each stage.
-            transfer: seconds that something is on its way from one stage to the next.
+            transfer: seconds that a message takes from one stage to the next.
         """
         found = self.shares(spans)
         pairs = [(stage, stage + 1) for stage in range(len(spans) - 1)]
@@ -114,7 +113,7 @@ def _told(names: Sequence[str]) -> str:
 
 
 def _informed(memory: Memory | None, borders: Iterable[Border]) -> Memory | None:
-    """Tells what enters at each cut, all of which is kept where only that is."""
+    """Adds the bytes that enter at each cut; with recompute, a stage keeps all of them."""
     if memory is None:
         return None
     return replace(memory, entering=[border.volume if memory.recompute else border.kept for border in borders])

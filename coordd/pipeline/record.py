@@ -1,4 +1,4 @@
-"""Writing down what all ranks did in a run, in one time."""
+"""Records what all ranks did in a run, on one clock."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MEETINGS = 8
 
 
 class Run(NamedTuple):
-    """What a run leaves on a rank.
+    """Data of a run on one rank.
 
     Attributes:
-        plan: what was done, lowered.
+        plan: the plan that was executed, lowered.
         spans: of this rank, in seconds since the run began.
-        since: when that was, by this rank's clock.
-        training: whether it was gone back.
+        since: when the run began, by this rank's clock.
+        training: whether there were backward passes.
     """
 
     plan: Plan
@@ -38,25 +38,25 @@ class Run(NamedTuple):
 
 
 def latest(before: Run | None, now: Run) -> Run:
-    """Says which of two runs people want to see: the later one, but training rather than the evaluation after it."""
+    """Returns the run to show to the user: the later one, but a training run rather than the evaluation after it."""
     return before if before is not None and before.training and not now.training else now
 
 
 def record(
     path: str | Path | None, run: Run | None, costs: Costs | None, operations: Operations, *, name: str
 ) -> Recording:
-    """Gathers the spans of all ranks, and has rank 0 write them.
+    """Gathers the spans of all ranks; rank 0 writes them.
 
     Args:
         path: of the file; None for none.
-        run: what was done; None if nothing was.
-        costs: what passes were expected to take, in seconds and bytes; if nothing was, it is what they took.
+        run: the run; None if there was none.
+        costs: the expected costs of the passes, in seconds and bytes; None to use the measured ones.
         operations: of the daemon.
-        name: of what is sent; the same on all ranks.
+        name: of the gather; the same on all ranks.
 
     Raises:
-        ArgumentError: nothing was run, or the file's name has no ending that is known.
-        OSError: rank 0 cannot write it.
+        ArgumentError: there was no run, or the file's extension is unknown.
+        OSError: rank 0 cannot write the file.
     """
     if run is None:
         raise ArgumentError("nothing was run that could be recorded: train a batch first")
@@ -83,7 +83,7 @@ def record(
 
 
 def _meeting(operations: Operations) -> tuple[float, float]:
-    """When this rank came to a barrier, and left it."""
+    """Returns when this rank entered and left a barrier."""
     came = time.perf_counter()
     operations.barrier().result()
     return came, time.perf_counter()

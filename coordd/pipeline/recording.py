@@ -1,4 +1,4 @@
-"""A run of a pipeline, written down: what was planned, what was expected to come of it, and what did."""
+"""Recording of a pipeline run: the plan, its expected timeline, and its measured timeline."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PAIRS = ("transfer", "volume")
 
 @dataclass(frozen=True)
 class Recording:
-    """What the ranks have done.
+    """A run of all ranks.
 
     Attributes:
-        plan: what was to be done, lowered.
-        spans: for each rank when it computed or changed what, in seconds of one clock.
-        costs: what passes were expected to take, and to keep.
-        units: of these.
+        plan: the plan that was executed, lowered.
+        spans: for each rank its passes and optimizer steps, in seconds of one clock.
+        costs: the expected time and memory of passes.
+        units: of the costs.
     """
 
     plan: Plan
@@ -39,12 +39,12 @@ class Recording:
 
     @property
     def predicted(self) -> Timeline:
-        """What was to come of it."""
+        """The predicted timeline."""
         return simulate(self.plan, self.costs)
 
     @property
     def measured(self) -> Timeline:
-        """What came of it."""
+        """The measured timeline."""
         return measured(self.plan, self.spans, self.costs)
 
     def __str__(self) -> str:
@@ -56,16 +56,16 @@ class Recording:
         return f"{text}; {1e3 * measured.step:.0f} ms to change the weights" if measured.steps else text
 
     def picture(self) -> str:
-        """Both, one below the other, in one scale; an SVG."""
-        from coordd.pipeline.picture import draw  # most runs are never drawn, and this brings `html`
+        """Returns an SVG of both timelines, one below the other, on the same scale."""
+        from coordd.pipeline.picture import draw  # most runs are never drawn, and this imports `html`
 
         return draw(self.plan, self.predicted, measured=self.measured, units=self.units)
 
     def write(self, path: Path) -> None:
-        """Writes it as a ``.json``, or as a picture.
+        """Writes the recording as a ``.json``, or as a picture.
 
         Raises:
-            ArgumentError: a file of this name is neither, or what makes it is not installed.
+            ArgumentError: the file's extension is neither, or the converter is not installed.
             OSError: the file cannot be written.
         """
         if path.suffix == ".json":
@@ -81,10 +81,10 @@ class Recording:
 
     @classmethod
     def read(cls, path: Path) -> Recording:
-        """Reads a ``.json``.
+        """Reads a recording from a ``.json``.
 
         Raises:
-            ArgumentError: it is no recording.
+            ArgumentError: the file is not a recording.
             OSError: it cannot be read.
         """
         try:
@@ -103,20 +103,20 @@ class Recording:
 
 
 def check_name(path: Path) -> None:
-    """Looks whether a recording can be written to a file of this name.
+    """Checks that a recording can be written to a file of this name.
 
     Raises:
-        ArgumentError: there is no such form, or what makes it is not installed.
+        ArgumentError: the format is unknown, or its converter is not installed.
     """
     if path.suffix != ".json":
         check_ending(path)
 
 
 def check_recording(path: str | Path | None) -> None:
-    """Looks whether `Pipeline.record` can write such a file, before a long training rather than after it.
+    """Checks that `Pipeline.record` can write such a file, before a long training rather than after it.
 
     Raises:
-        ArgumentError: there is no such form, or what makes it is not installed.
+        ArgumentError: the format is unknown, or its converter is not installed.
     """
     if path is not None:
         check_name(Path(path))

@@ -1,4 +1,4 @@
-"""What comes of a plan, as tables for the terminal."""
+"""Simulation results as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROWS = 16
 
 
 def headline(plan: Plan, timeline: Timeline, units: Units) -> str:
-    """The answer in a sentence."""
+    """Returns the result in one sentence."""
     step = f", step {units.span(timeline.step)}" if timeline.steps else ""
     return (
         f"{plan.name} on {len(plan.actions)} ranks, {plan.stages} stages, {plan.microbatches} microbatches: "
@@ -31,7 +31,7 @@ def headline(plan: Plan, timeline: Timeline, units: Units) -> str:
 
 
 def per_rank(plan: Plan, timeline: Timeline, units: Units) -> Table:
-    """Makes a table of what each rank has, or each run of ranks: the mean of times, the most of memory."""
+    """Returns a table of each rank, or run of ranks: mean times, maximum memory."""
     table = _table("rank", "stages", "computes", "idle", "peak")
     for lane in lanes(plan, _ROWS):
         busy = sum(map(timeline.busy, lane)) / len(lane)
@@ -43,7 +43,7 @@ def per_rank(plan: Plan, timeline: Timeline, units: Units) -> Table:
 
 
 def per_stage(profile: Profile, spans: Sequence[range], memory: Memory, units: Units) -> Table:
-    """Makes a table of the stages that a model is split in: for one microbatch, but for all that a stage holds."""
+    """Returns a table of the stages of a split: costs for one microbatch, but all the memory that a stage holds."""
     table = _table("stage", "layers", "forward", "backward", "packing", "weights", "sends", "holds")
     borders = (
         [profile.borders[span.stop - 1].volume for span in spans[:-1]] if profile.borders else [0] * (len(spans) - 1)
@@ -58,7 +58,7 @@ def per_stage(profile: Profile, spans: Sequence[range], memory: Memory, units: U
 
 
 def comparison(found: Sequence[Outcome], units: Units, *, flushing: Iterable[str], memory: float | None) -> Table:
-    """Makes a table of schedules, and marks the best; see `best`."""
+    """Returns a table of schedules, with the best marked; see `best`."""
     winner = best(found, flushing, memory=memory)
     table = _table("schedule", "a step takes", "bubble", "peak", "versions of weights")
     table.add_column("", no_wrap=True)
@@ -71,12 +71,15 @@ def comparison(found: Sequence[Outcome], units: Units, *, flushing: Iterable[str
 
 
 def best(found: Sequence[Outcome], flushing: Iterable[str], *, memory: float | None = None) -> Outcome | None:
-    """Finds the schedule with the shortest step, and of equal ones that with the lowest peak.
+    """Returns the schedule with the shortest step; among equal ones, the one with the lowest peak.
 
     Args:
-        found: the schedules that there are.
-        flushing: the names of those whose gradients are those of plain training; others are not chosen.
-        memory: what a rank's activations may take at most, if that is limited.
+        found: the schedules.
+        flushing: names of the schedules whose gradients are those of plain training; others are not chosen.
+        memory: the most that a rank's activations may take, if limited.
+
+    Returns:
+        The schedule, or None if none qualifies.
     """
     names = set(flushing)
     fitting = [one for one in found if one.name in names and not _exceeds(one, memory)]

@@ -1,7 +1,7 @@
-"""The schedules: who computes what in which order. Pure functions from numbers to a `Plan`.
+"""Pipeline schedules: pure functions from numbers to a `Plan`.
 
-They say only what is computed, and when optimizers step; `coordd.pipeline.lowering` adds what is sent and reduced. A
-``microbatches`` is the number for one replica, of which a step has as many as the widest stage has ranks.
+They define only the order of passes, and when optimizers step; `coordd.pipeline.lowering` adds sends, receives and
+reductions. ``microbatches`` is the number for one replica; a step has this number for each rank of the widest stage.
 
 Sources: GPipe (arXiv 1811.06965), PipeDream (SOSP 2019), PipeDream-2BW and its flush (arXiv 2006.09503), interleaving
 (arXiv 2104.04473), eager 1F1B (arXiv 2211.05322), zero bubble (arXiv 2401.10241) and its V (arXiv 2405.15362).
@@ -35,7 +35,7 @@ __all__ = [
 FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
 
 Order = Callable[[int, Sequence[int]], Iterator[Action]]
-"""What a stage does with the microbatches that one of its replicas gets."""
+"""Yields the actions of a stage for the microbatches of one of its replicas."""
 
 
 def gpipe(stages: int, microbatches: int, *, replicas: int | Sequence[int] = 1) -> Plan:
@@ -62,9 +62,9 @@ def one_f_one_b(stages: int, microbatches: int, *, replicas: int | Sequence[int]
 
 
 def eager(stages: int, microbatches: int, *, replicas: int | Sequence[int] = 1) -> Plan:
-    """1F1B that goes ``stages - 1 - s`` forward passes further ahead, so that messages are under way meanwhile.
+    """1F1B with ``stages - 1 - s`` more forward passes in advance, so that messages overlap with computing.
 
-    Nobody waits for them as long as they take no longer than a pass; at the price of nearly twice the activations.
+    No rank waits for messages that take no longer than a pass; in exchange it keeps nearly twice the activations.
     """
     placement, count = _spread(stages, microbatches, replicas)
 
@@ -76,9 +76,10 @@ def eager(stages: int, microbatches: int, *, replicas: int | Sequence[int] = 1) 
 
 
 def pipedream(stages: int, microbatches: int, *, replicas: int | Sequence[int] = 1) -> Plan:
-    """One forward, one backward, and a step after each backward: never idle between, at the price of stale weights.
+    """One forward, one backward, and a step after each backward.
 
-    Microbatch ``t`` meets version ``t - (stages - 1 - s)`` of stage ``s``'s weights, in both directions.
+    There is no idle time in between, in exchange for stale weights: microbatch ``t`` uses version ``t - (stages - 1 -
+    s)`` of stage ``s``'s weights, in both directions.
     """
     placement, count = _spread(stages, microbatches, replicas)
 
@@ -96,10 +97,10 @@ def pipedream(stages: int, microbatches: int, *, replicas: int | Sequence[int] =
 
 
 def two_buffered(stages: int, microbatches: int, *, steps: int = 1, replicas: int | Sequence[int] = 1) -> Plan:
-    """One forward, one backward over several steps without a flush (2BW): gradients are those of the weights before.
+    """One forward, one backward over several steps without a flush (2BW): gradients are those of the previous weights.
 
     Raises:
-        ArgumentError: there are fewer microbatches than stages, so that two versions of the weights would not do.
+        ArgumentError: there are fewer microbatches than stages, so two versions of the weights would not suffice.
     """
     if microbatches < stages:
         raise ArgumentError(
@@ -122,7 +123,7 @@ def two_buffered(stages: int, microbatches: int, *, steps: int = 1, replicas: in
 def interleaved(ranks: int, microbatches: int, *, chunks: int = 2, replicas: int = 1) -> Plan:
     """One forward, one backward with several stages on each rank: idle for a ``chunks``-th of the time of 1F1B.
 
-    Microbatches go round in groups of at least as many as there are ranks, so any number of them will do.
+    Microbatches pass through a rank's stages in groups of at least the number of ranks, so any number of them works.
     """
     groups = _groups(microbatches, max(1, microbatches // ranks))
 
@@ -145,20 +146,20 @@ def zero_bubble(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
 
 
 def zero_bubble_far(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
-    """ZB-H2: twice as far ahead, so that once at work nobody waits, not for passes and not for messages.
+    """ZB-H2: twice as many forward passes in advance, so that in steady state no rank waits for passes or for messages.
 
-    A rank is idle until the first microbatch reaches it, and no more, if there are ``2 * stages - 2`` microbatches and
-    passes for inputs take at most twice as long as the others; every stage keeps ``2 * stages - 1`` activations.
+    A rank is idle only until the first microbatch reaches it, if there are ``2 * stages - 2`` microbatches and passes
+    for inputs take at most twice as long as the others; every stage keeps ``2 * stages - 1`` activations.
     """
     orders = [_put_off(stage, microbatches, 2 * (stages - stage) - 1, 2 * stage) for stage in range(stages)]
     return _replicate("zb-h2", microbatches, loop(stages, 1, replicas=replicas), orders)
 
 
 def zero_bubble_lean(stages: int, microbatches: int, *, replicas: int = 1) -> Plan:
-    """ZB-H1's time and memory with few split passes, for two halves cost more than one in one piece.
+    """ZB-H1's time and memory with few split passes, because two halves cost more than one whole pass.
 
-    However many microbatches there are, only the first ``stage`` ones, whose gradients others wait for with nothing
-    else to do, and the last ``stages - 1`` are split. Gradients of weights that are put off fill the gaps at the end.
+    For any number of microbatches, only the first ``stage`` ones, whose gradients other ranks wait for while they have
+    nothing else to do, and the last ``stages - 1`` are split. Deferred weight gradients fill the gaps at the end.
     """
     orders = [_put_off_few(stage, stages, microbatches, stages - stage, stage) for stage in range(stages)]
     return _replicate("zb-lean", microbatches, loop(stages, 1, replicas=replicas), orders)
@@ -171,7 +172,7 @@ def zero_bubble_far_lean(stages: int, microbatches: int, *, replicas: int = 1) -
 
 
 def zero_bubble_v(ranks: int, microbatches: int, *, replicas: int = 1) -> Plan:
-    """ZB-V: two stages on each rank, there and back again; the memory of 1F1B with hardly any idle time."""
+    """ZB-V: two stages on each rank, one down and one back up; the memory of 1F1B with hardly any idle time."""
     return _replicate("zb-v", microbatches, fold(ranks, replicas=replicas), order_v(ranks, microbatches))
 
 
@@ -196,7 +197,7 @@ def _plan(name: str, count: int, placement: Placement, order: Order, versions: S
 
 
 def _replicate(name: str, microbatches: int, placement: Placement, orders: Sequence[Sequence[Action]]) -> Plan:
-    """Gives each replica the same order, of microbatches of its own."""
+    """Gives each replica the same order, with microbatches of its own."""
     replicas = len(placement[0])
     actions = tuple(
         tuple(_deal(action, replica, replicas) for action in order) for replica in range(replicas) for order in orders
@@ -209,7 +210,7 @@ def _deal(action: Action, replica: int, replicas: int) -> Action:
 
 
 def _put_off(stage: int, microbatches: int, ahead: int, behind: int) -> list[Action]:
-    """One forward, one backward, whose weights' gradients come so many microbatches later."""
+    """One forward, one backward, with weight gradients deferred by ``behind`` microbatches."""
     order = [Action(stage, FORWARD, i) for i in range(min(ahead, microbatches))]
     for i in range(microbatches):
         order.append(Action(stage, INPUT, i))
@@ -222,7 +223,7 @@ def _put_off(stage: int, microbatches: int, ahead: int, behind: int) -> list[Act
 
 
 def _put_off_few(stage: int, stages: int, microbatches: int, ahead: int, behind: int) -> list[Action]:
-    """One forward, one backward, in one piece but for the first ``behind`` microbatches and the last ``stages - 1``."""
+    """One forward, one backward; split only for the first ``behind`` microbatches and the last ``stages - 1``."""
     order, owed = [Action(stage, FORWARD, i) for i in range(min(ahead, microbatches))], deque[int]()
     for i in range(microbatches):
         if stage and (i < behind or i > microbatches - stages):
@@ -238,7 +239,7 @@ def _put_off_few(stage: int, stages: int, microbatches: int, ahead: int, behind:
 
 
 def _warm_up(placement: Placement, stage: int) -> int:
-    """How many microbatches a rank has forward before its first backward."""
+    """Returns the number of forward passes of a rank before its first backward pass."""
     return -(-sum(map(len, placement[stage:])) // len(placement[stage]))
 
 
@@ -247,7 +248,7 @@ def _alternate(stage: int, mine: Sequence[int], ahead: int) -> Iterator[Action]:
 
 
 def _weave(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> Iterator[Action]:
-    """Some forward, then backward and forward in turn, then the rest."""
+    """Yields ``ahead`` forward actions, then backward and forward in turn, then the rest."""
     yield from forward[:ahead]
     for place, action in enumerate(backward):
         yield action

@@ -1,7 +1,7 @@
-"""What comes of a plan: whether it ends, how long it takes, who is idle, and what it keeps in memory. Pure.
+"""Simulates a plan: whether it ends, how long it takes, when ranks are idle, and how much memory it needs. Pure.
 
-Ranks are processes that wait for messages and else go on, so what comes of a plan does not depend on who is looked at
-first: each rank is followed until it waits, and again when what it waits for has come.
+Ranks are processes that wait only for messages, so the result does not depend on the order in which they are simulated:
+each rank is followed until it waits, and again when the awaited message is there.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _FIRST = {Kind.INPUT: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
 _SHOWN = 4
 
 _Channel = tuple[int, int, int, int]
-"""From which rank and stage to which rank and stage."""
+"""The source rank and its stage, and the target rank and its stage."""
 
 _Message = tuple[int, int, int]
-"""From which stage to which, and of which microbatch."""
+"""The source stage, the target stage, and the microbatch."""
 
 
 class PlanError(CoorddError):
-    """A plan that cannot be carried out; the text says who waits for what."""
+    """A plan that cannot be executed; the text says which ranks wait for each other, or which action is impossible."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the actions of each stage cost, in seconds and bytes; by default one second for each pass.
+    """Costs of the actions of each stage, in seconds and bytes; by default one second for each pass.
 
     Attributes:
         forward: seconds of a forward pass, by stage.
-        inward: seconds of a backward pass's part that gives the gradients of the inputs.
-        weight: seconds of its other part, which gives those of the weights.
-        transfer: seconds from one stage to another, by pair; 0 where there is none.
+        inward: seconds of the part of a backward pass that computes the gradients of the inputs.
+        weight: seconds of its other part, the gradients of the weights.
+        transfer: seconds from one stage to another, by pair; 0 if a pair is missing.
         volume: bytes from one stage to another, by pair, in each direction.
         activation: bytes that a microbatch keeps between its passes, by stage.
         reduce: seconds of the reduction of a stage's gradients.
@@ -62,11 +62,11 @@ class Costs:
 
     @classmethod
     def even(cls, stages: int, *, forward: float = 1.0, inward: float = 1.0, weight: float = 1.0) -> Costs:
-        """The same for all stages, which keep one unit of memory for a microbatch."""
+        """Returns equal costs for all stages, which keep one unit of memory per microbatch."""
         return cls([forward] * stages, [inward] * stages, [weight] * stages, activation=[1.0] * stages)
 
     def seconds(self, action: Action) -> float:
-        """How long an action keeps its rank busy."""
+        """Returns the seconds for which an action keeps its rank busy."""
         match action.kind:
             case Kind.FORWARD:
                 return self.forward[action.stage]
@@ -81,7 +81,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """When a rank did something."""
+    """The begin and the end of an action, in seconds."""
 
     action: Action
     begin: float
@@ -90,15 +90,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What came of a plan.
+    """Timeline of an executed plan.
 
     Attributes:
-        spans: for each rank what it computed, in order.
-        peaks: for each rank the most bytes of activations that were live.
-        volume: bytes that travelled between ranks.
-        makespan: when the last rank was done, in seconds.
-        steps: for each rank when it waited for gradients that it shares and changed weights, if that was measured; not
-            counted in the makespan unless passes follow.
+        spans: for each rank its passes, in order.
+        peaks: for each rank the most bytes of live activations.
+        volume: bytes sent between ranks.
+        makespan: when the last rank finished, in seconds.
+        steps: for each rank its waits for shared gradients and weight updates, if measured; not counted in the makespan
+            unless passes follow.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -109,32 +109,32 @@ class Timeline:
 
     @property
     def step(self) -> float:
-        """The most seconds that any rank was changing weights."""
+        """The most seconds that any rank spent in steps."""
         return max((sum(span.end - span.begin for span in mine) for mine in self.steps), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Seconds that a rank computed."""
+        """Returns the seconds that a rank computed."""
         return sum(span.end - span.begin for span in self.spans[rank])
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which nothing was computed."""
+        """The fraction of all ranks' time in which they did not compute."""
         busy = sum(map(self.busy, range(len(self.spans))))
         return 1 - busy / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
 
 def simulate(plan: Plan, costs: Costs | None = None, *, depth: int | None = None) -> Timeline:
-    """Carries a lowered plan out in virtual time.
+    """Executes a lowered plan in virtual time.
 
     Args:
         plan: with its sends and receives; see `lower`.
         costs: of its actions; by default one second for each pass.
-        depth: how many messages a channel holds that are not wanted yet, before the sender has to wait; None for any
-            number, 0 for a sender that waits until its message is wanted.
+        depth: number of messages that a channel holds before their receives are posted; beyond it the sender waits.
+            None for no limit, 0 for a sender that waits until the receive is posted.
 
     Raises:
-        PlanError: it cannot be carried out: a result is used before it is there, something is done twice or not at all,
-            or ranks wait for each other for ever.
+        PlanError: the plan cannot be executed: a result is used before it is there, an action is done twice or not at
+            all, or ranks wait for each other for ever.
     """
     run = _Run(plan, costs or Costs.even(plan.stages), depth)
     ready = list(range(len(plan.actions)))
@@ -145,7 +145,7 @@ def simulate(plan: Plan, costs: Costs | None = None, *, depth: int | None = None
 
 
 class _Run:
-    """A plan being carried out."""
+    """The state of a plan's execution."""
 
     def __init__(self, plan: Plan, costs: Costs, depth: int | None) -> None:
         self._plan = plan
@@ -167,7 +167,7 @@ class _Run:
         self._waiting: dict[object, int] = {}
 
     def follow(self, rank: int) -> Iterator[int]:
-        """Follows a rank until it waits or is done; yields whom that sets free."""
+        """Follows a rank until it waits or is done; yields the ranks that can then continue."""
         actions = self._plan.actions[rank]
         while self._place[rank] < len(actions):
             action = actions[self._place[rank]]
@@ -180,7 +180,7 @@ class _Run:
                 yield self._waiting.pop(given)
 
     def check_end(self) -> None:
-        """Raises `PlanError` if something waits for ever, or was not done."""
+        """Raises `PlanError` if a rank waits for ever, or a microbatch was not processed."""
         stuck = [rank for rank, actions in enumerate(self._plan.actions) if self._place[rank] < len(actions)]
         if stuck:
             told = [f"rank {rank} at {self._plan.actions[rank][self._place[rank]]}" for rank in stuck[:_SHOWN]]
@@ -195,11 +195,11 @@ class _Run:
                     )
 
     def timeline(self) -> Timeline:
-        """Says what came of it."""
+        """Returns the timeline of the execution."""
         return Timeline(tuple(map(tuple, self._spans)), tuple(self._peaks), self._volume, max(self._clock, default=0.0))
 
     def _attempt(self, rank: int, action: Action) -> tuple[object, object]:
-        """Does something, if it can be done by now: returns what it waits for, or what it sets free."""
+        """Executes an action if possible; returns the event that it waits for, and the event that it provides."""
         if action.kind in COMPUTE:
             return self._compute(rank, action)
         if action.kind in SENDS:
@@ -230,7 +230,7 @@ class _Run:
         return None, None
 
     def _remember(self, rank: int, action: Action) -> None:
-        """Counts what is live."""
+        """Updates the live activations."""
         size = self._costs.activation[action.stage] if self._costs.activation else 0.0
         if action.kind is Kind.FORWARD:
             self._live[rank] += size
@@ -269,11 +269,11 @@ class _Run:
         return self._plan.rank(source, microbatch), self._plan.rank(target, microbatch), source, target
 
     def _arrival(self, message: _Message) -> float:
-        """When a message is there: it moves once it is both sent and wanted."""
+        """Returns when a message arrives: its transfer starts once it is sent and its receive is posted."""
         return max(self._sent[message], self._posted[message]) + self._costs.transfer.get(_pair(message), 0.0)
 
     def _settle(self, rank: int, action: Action) -> tuple[None, None]:
-        """Starts a reduction, or waits for one and lets the optimizer step."""
+        """Starts a reduction, or waits for one before the optimizer's step."""
         if action.kind is Kind.REDUCE:
             seconds = self._costs.reduce[action.stage] if self._costs.reduce else 0.0
             self._reduced[rank, action.stage] = self._clock[rank] + seconds

@@ -1,4 +1,4 @@
-"""What the stages of all frameworks do alike: they keep frames until they are asked for, and show older weights."""
+"""Common part of the stages of all frameworks: stores frames until they are sent, and selects versions of weights."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["BaseStage"]
 
 
 class BaseStage:
-    """A part of `coordd.pipeline.engine.Stage`, to be inherited.
+    """A partial implementation of `coordd.pipeline.engine.Stage`, to be inherited.
 
     Attributes:
-        frames: that a pass has packed, by microbatch and by the stage that gets them.
-        versions: of the weights, where there are several.
+        frames: packed by a pass, by microbatch and by the stage that receives them.
+        versions: of the weights, if there are several.
     """
 
     def __init__(self, *, reduce: Callable[[], None], versions: Versions | None) -> None:
-        """Prepares it.
+        """Prepares the stage.
 
         Args:
-            reduce: starts to add the stage's gradients up over the ranks that share them.
+            reduce: starts the reduction of the stage's gradients over the ranks that share them.
             versions: of the weights.
         """
         self.frames: dict[tuple[int, int], np.ndarray] = {}
@@ -37,23 +37,23 @@ class BaseStage:
             self.versions.restart()
 
     def output(self, microbatch: int, taker: int) -> np.ndarray:
-        """The frame that a later stage gets."""
+        """Returns the frame for a later stage, and forgets it."""
         return self.frames.pop((microbatch, taker))
 
     def gradient(self, microbatch: int, giver: int) -> np.ndarray:
-        """The frame of gradients that an earlier stage gets."""
+        """Returns the frame of gradients for an earlier stage, and forgets it."""
         return self.frames.pop((microbatch, giver))
 
     def recall(self, version: int) -> None:
-        """Computes with an older version of the weights, or with the newest again."""
+        """Selects a version of the weights for the next passes."""
         if self.versions is not None:
             self.versions.show(version)
 
     def reduce(self) -> None:
-        """Starts to add gradients up over the ranks that share variables."""
+        """Starts the reduction of gradients over the ranks that share variables."""
         self._reduce()
 
     def advance(self) -> None:
-        """Keeps the weights as they are, if any pass will want them, before they change."""
+        """Stores the current weights before they change, if a later pass needs them."""
         if self.versions is not None:
             self.versions.advance()

@@ -1,6 +1,6 @@
-"""How the values of a tensor lie in a frame: as they are, in sixteen bits, or in eight with a scale for each block.
+"""Storage forms of a tensor's values in a frame: unchanged, in sixteen bits, or in eight with a scale for each block.
 
-A frame says for each tensor which it is, so whoever reads it needs no setting.
+A frame records the form of each tensor, so the receiver needs no setting.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ __all__ = ["FORMS", "PLAIN", "Form", "Stored", "laid", "plain"]
 Array = np.ndarray
 
 SMALL = 256
-"""Tensors of fewer values travel as they are: their messages are short anyway, and so is what they save."""
+"""Tensors with fewer values are sent unchanged: their messages are short, and little would be saved."""
 
 _BLOCK = 256  # values that share a scale of four bytes
-_AT_ONCE = 256  # blocks whose values stay in the processor's cache meanwhile
+_AT_ONCE = 256  # blocks processed at a time, so that their values stay in the processor's cache
 _LARGEST = 127
 _TINY = np.finfo(np.float32).tiny
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that is about to be stored: how many bytes it will take, and what writes them."""
+    """A tensor prepared for storing: its size in bytes, and the function that writes it."""
 
     nbytes: int
     write: Callable[[Array], None]
 
 
 class Form(Protocol):
-    """A way to store a tensor's values in bytes."""
+    """A form in which a tensor's values are stored as bytes."""
 
     def stored(self, array: Array) -> Stored | None:
-        """Prepares an array, of any strides, for storing; None if this form would not do it justice."""
+        """Prepares an array, of any strides, for storing; None if this form does not suit it."""
 
     def read(self, stored: Array, dtype: np.dtype, shape: tuple[int, ...]) -> Array:
-        """Returns an array of stored bytes; a view of them if it can."""
+        """Returns an array from stored bytes; a view of them if possible."""
 
     def nbytes(self, dtype: np.dtype, count: int) -> int:
-        """Says how many bytes so many values take."""
+        """Returns the bytes that ``count`` values take."""
 
 
 def laid(array: Array) -> tuple[Array, tuple[int, ...]]:
-    """Views an array with its axes in the order in which they lie in memory, and says what transposes it back."""
+    """Returns a view of an array with its axes in memory order, and the axes that transpose it back."""
     order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
     return array.transpose(order), tuple(order.index(axis) for axis in range(array.ndim))
 
 
 def plain(array: Array) -> Stored:
-    """Prepares an array for storing as it is."""
+    """Prepares an array for storing unchanged."""
     return Stored(array.nbytes, lambda out: np.copyto(out.view(array.dtype).reshape(array.shape), array))
 
 
 class _Plain:
-    """Values as they are."""
+    """Values unchanged."""
 
     def stored(self, array: Array) -> Stored:
         return plain(array)
@@ -72,7 +72,7 @@ class _Plain:
 
 
 class _Brain:
-    """bfloat16 in place of fp32 and fp64: their range, eight bits of precision."""
+    """bfloat16 in place of fp32 and fp64: the range of fp32, eight bits of precision."""
 
     _wide = frozenset({"float32", "float64"})
 
@@ -81,7 +81,7 @@ class _Brain:
             return None
 
         def write(out: Array) -> None:
-            with np.errstate(over="ignore"):  # what rounds to more than the largest becomes infinite, as in PyTorch
+            with np.errstate(over="ignore"):  # values that round beyond the largest become infinite, as in PyTorch
                 np.copyto(out.view(dtype_of("bfloat16")).reshape(array.shape), array, casting="unsafe")
 
         return Stored(2 * array.size, write)
@@ -95,7 +95,7 @@ class _Brain:
 
 
 class _Eight:
-    """Integers that are multiples of their block's scale, the largest value of the block divided by 127."""
+    """Integers that are multiples of their block's scale, the largest magnitude of the block divided by 127."""
 
     _floating = frozenset({"bfloat16", "float16", "float32", "float64"})
 
@@ -103,10 +103,10 @@ class _Eight:
         if array.dtype.name not in self._floating or array.size < SMALL:
             return None
         blocks = _blocks(array)
-        with np.errstate(over="ignore"):  # what is too large for fp32 is infinite, and seen to below
+        with np.errstate(over="ignore"):  # values too large for fp32 become infinite, and are handled below
             scales = (np.maximum(blocks.max(1), -blocks.min(1)) / _LARGEST).astype(np.float32)
         if not np.isfinite(scales).all():
-            return None  # no block has a scale for what is infinite, or no number
+            return None  # no scale exists for a block with infinities or NaN
         np.maximum(scales, _TINY, out=scales)
 
         def write(out: Array) -> None:
@@ -135,7 +135,7 @@ class _Eight:
 
 
 def _blocks(array: Array) -> Array:
-    """Returns an array's values in rows of a block each, the last one filled up with zeros."""
+    """Returns an array's values in rows of one block each, the last one padded with zeros."""
     flat = array.reshape(-1)
     if flat.dtype.itemsize < 4:
         flat = flat.astype(np.float32)
@@ -146,4 +146,4 @@ def _blocks(array: Array) -> Array:
 PLAIN = "plain"
 
 FORMS: dict[str, Form] = {PLAIN: _Plain(), "bf16": _Brain(), "int8": _Eight()}
-"""The forms under the names by which a frame, and a user's setting, call them."""
+"""The forms, by the names that frames and the user's settings use."""

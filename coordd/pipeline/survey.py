@@ -1,4 +1,4 @@
-"""What one rank finds out for all: the layers' costs, which are to be the same everywhere."""
+"""Measures the layers' costs on one rank for all, because they must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["surveyed"]
 
 
 def surveyed(measure: Callable[[], Profile], *, name: str) -> Profile:
-    """Has rank 0 measure the layers, and gives all ranks what it found.
+    """Measures the layers on rank 0, and returns the result on all ranks.
 
     Args:
-        measure: the layers, on rank 0 alone.
-        name: of what is sent; the same on all ranks.
+        measure: measures the layers; called on rank 0 only.
+        name: of the broadcast; the same on all ranks.
 
     Raises:
-        ArgumentError: on all ranks: they cannot be measured.
+        ArgumentError: on all ranks: the layers cannot be measured.
     """
     found: Profile | str = ""
     if api.rank() == 0:

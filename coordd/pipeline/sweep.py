@@ -1,14 +1,14 @@
-"""Dynamic programming over runs: the best split of a row of items in a number of stages, none empty. Pure.
+"""Partition by dynamic programming: the best split of a row of items into a number of runs, none empty. Pure.
 
 One sweep for each stage finds, for each place where it may end, the best split up to there::
 
     best(s, b)  =  min over a < b of  join(best(s - 1, a), price(s, a, b))        join: max, or +
 
-Prices need not be monotone (cuts differ) nor alike for all stages (early ones hold more), which greedy search would
-need. A sweep looks only at stages within a bound on the price, and at single items, and only at places from which such
-stages lead to the end. If the answer is within the bound, or what no split undercuts, then nothing that was left out
-is better; otherwise the bound is raised. So the time is about ``items * stages * (items of the longest stage within the
-bound)`` at most: seconds for 10,000 items in 2,500 stages.
+Prices need not be monotone (cuts differ) nor equal for all stages (early ones hold more), as greedy search would
+require. A sweep considers only stages within a bound on the price, and single items, and only places from which such
+stages lead to the end. If the answer is within the bound, or equals a lower bound for every split, then no omitted
+split is better; otherwise the bound is raised. So the time is at most about ``items * stages * (items of the longest
+stage within the bound)``: seconds for 10,000 items in 2,500 stages.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Places = NDArray[np.intp]
 _Rate = Callable[[int, slice, slice], Numbers]
 
 _GROWTH = 1.25
-_COARSE = 2.0**16  # units of the highest price, so that squares can be added exactly, and noise makes no difference
+_COARSE = 2.0**16  # units of the highest price, so that squares are added exactly and noise does not matter
 _PATIENCE = 3e8  # steps, which take a few seconds
 
 
 @dataclass(frozen=True)
 class Ways:
-    """The stages that a sweep looks at: within a bound or of one item, and on the way from the begin to the end.
+    """The stages that a sweep considers: within a bound or of one item, and on a path from the begin to the end.
 
     Attributes:
-        places: where each stage may begin; the last is the end. None of them is empty if there is a way.
-        longest: how many items each stage may have at most.
+        places: where each stage may begin; the last is the end. None of them is empty if there is a path.
+        longest: the most items that each stage may have.
     """
 
     places: tuple[range, ...]
@@ -47,7 +47,7 @@ class Ways:
 
     @classmethod
     def within(cls, price: Price, bound: float, *, items: int, stages: int) -> Ways:
-        """Finds them: forth as far as may be, and back."""
+        """Computes them: forward to the latest places, and backward to the earliest."""
         latest, earliest, longest = [0], [items], []
         for stage in range(stages):
             end = int(_ends(price.floors(stage, bound), np.array(latest[-1:]))[0])
@@ -62,29 +62,29 @@ class Ways:
 
     @property
     def steps(self) -> int:
-        """How many stages those are, at most."""
+        """An upper bound on the number of these stages."""
         return sum(len(places) * longest for places, longest in zip(self.places, self.longest, strict=False))
 
 
 def _ends(floors: Floors, begins: Places) -> Places:
-    """Where stages that begin there end at the latest; a unit more, for floors are rounded."""
+    """Returns the latest ends of stages that begin at ``begins``; one unit of slack, because floors are rounded."""
     ends = [np.searchsorted(floor, floor[begins] + limit + 1, side="right") - 1 for floor, limit in floors]
     return np.maximum(np.minimum.reduce(ends), begins + 1)
 
 
 def _begin(floors: Floors, end: int) -> int:
-    """Where a stage that ends there begins at the earliest."""
+    """Returns the earliest begin of a stage that ends at ``end``."""
     begin = max(int(np.searchsorted(floor, floor[end] - limit - 1)) for floor, limit in floors)
     return min(begin, end - 1)
 
 
 def lowest(price: Price, items: int, stages: int) -> tuple[float, Ways]:
-    """Finds the split whose dearest stage is cheapest: that price, and the ways it was found on.
+    """Finds the split whose costliest stage is cheapest; returns that stage's price, and the ways that were searched.
 
     There must be a split of finite price.
     """
     totals = [price.floors(stage, np.inf)[0][0][-1] for stage in range(stages)]
-    bound = float(1 / np.sum(1 / np.maximum(totals, 1)))  # what each would pay if items could be divided
+    bound = float(1 / np.sum(1 / np.maximum(totals, 1)))  # the price of each stage if items could be divided
     least = price.least()
     while True:
         bound *= _GROWTH
@@ -95,12 +95,12 @@ def lowest(price: Price, items: int, stages: int) -> tuple[float, Ways]:
 
 
 def evenest(cost: Price, highest: float, ways: Ways) -> tuple[range, ...]:
-    """Finds the split with the lowest sum of squares, whose last stages are short where there are several.
+    """Returns the split with the least sum of squares; among several, the one whose last stages are short.
 
     Args:
         cost: of a stage.
-        highest: what it may be at most.
-        ways: on which there is such a split; others are tried, too, if that takes no more than seconds.
+        highest: the most that a stage may cost.
+        ways: contain such a split; all splits are searched if that takes only seconds.
     """
     items, stages = ways.places[-1].start, len(ways.longest)
     every = Ways.within(cost, highest, items=items, stages=stages)
@@ -120,9 +120,9 @@ def evenest(cost: Price, highest: float, ways: Ways) -> tuple[range, ...]:
 
 
 def _sweep(price: _Rate, ways: Ways, *, join: np.ufunc) -> tuple[float, list[Places]]:
-    """Finds the lowest price, and for each stage and each place it may end how many items it then has.
+    """Returns the lowest price, and for each stage and each place where it may end its best number of items.
 
-    Of equally good lengths it takes the shortest.
+    Among equally good lengths it takes the shortest.
     """
     lengths: list[Places] = []
     if not all(ways.places):

@@ -1,4 +1,4 @@
-"""In which units times and memory are shown. Pure."""
+"""Units in which times and memory sizes are formatted. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d*)?)\s*([KMG]iB|B|)")
 
 
 def in_bytes(size: float | str) -> float:
-    """Reads an amount of memory: bytes, or a text such as ``"2GiB"`` or ``"1.5 MiB"``.
+    """Parses a memory size, given in bytes or as a text such as ``"2GiB"`` or ``"1.5 MiB"``; returns bytes.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the value is not a memory size.
     """
     if not isinstance(size, str):
         return finite(size, "an amount of memory", above=0)
@@ -31,26 +31,26 @@ def in_bytes(size: float | str) -> float:
 
 @dataclass(frozen=True)
 class Units:
-    """How numbers are written: seconds and bytes with a fitting prefix, other units as they are named.
+    """The units of a `Timeline`. Seconds and bytes get a fitting prefix; other units are printed by name.
 
     Attributes:
-        time: of a `Timeline`'s moments; ``"s"`` for seconds.
-        memory: of its peaks; ``"B"`` for bytes.
+        time: unit of the `Timeline`'s times; ``"s"`` for seconds.
+        memory: unit of its memory peaks; ``"B"`` for bytes.
     """
 
     time: str = "s"
     memory: str = "B"
 
     def clock(self, longest: float) -> tuple[float, str]:
-        """Finds how long the unit is in which a time is best shown, and its name."""
+        """Returns the best unit for a time axis that ends at ``longest``: its length in `time` units, and its name."""
         return _fitting(_TIMES, longest) if self.time == "s" else (1.0, self.time)
 
     def span(self, time: float) -> str:
-        """Writes how long something takes."""
+        """Formats a duration."""
         return _write(time, self.clock(time))
 
     def size(self, amount: float) -> str:
-        """Writes how much memory something takes."""
+        """Formats a memory size."""
         return _write(amount, _fitting(_SIZES, amount) if self.memory == "B" else (1.0, self.memory))
 
 

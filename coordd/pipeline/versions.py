@@ -1,4 +1,4 @@
-"""Older versions of a stage's weights, for schedules that do not wait until the pipeline is empty."""
+"""Older versions of a stage's weights, for schedules without a pipeline flush."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ class Weights(Protocol):
     """The weights of a stage."""
 
     def held(self) -> Sequence[Any]:
-        """What they are now; it stays so, whatever becomes of them after `renew`."""
+        """Returns the present values; they stay unchanged after `renew`, whatever happens to the weights."""
         ...
 
     def put(self, values: Sequence[Any]) -> None:
-        """Makes them what they were when this was held."""
+        """Restores values that `held` returned."""
         ...
 
     def renew(self) -> None:
-        """Gives them new memory: what is held keeps its own."""
+        """Moves the weights to new memory; values returned by `held` keep the old memory."""
         ...
 
 
 class Versions:
-    """The weights after the last few steps; the newest are the stage's own."""
+    """The versions of a stage's weights after the last few steps; the newest version is the stage's own weights."""
 
     def __init__(self, weights: Weights, keep: int) -> None:
-        """Begins with what is there.
+        """Starts with the present weights as version 0.
 
         Args:
-            weights: of the stage.
-            keep: how many versions there are at a time, the newest included.
+            weights: weights of the stage.
+            keep: number of versions kept at a time, including the newest.
         """
         self._weights = weights
         self._keep = keep
@@ -41,17 +41,17 @@ class Versions:
         self._shown = 0
 
     def restart(self) -> None:
-        """Counts from here on: what was the newest version is version 0, and older ones have negative numbers."""
+        """Renumbers the versions: the newest becomes version 0, older versions get negative numbers."""
         self._old = {version - self._newest: weights for version, weights in self._old.items()}
         self._newest = self._shown = 0
 
     def clear(self) -> None:
-        """Forgets all but the newest: what comes next has nothing to do with what was before."""
+        """Drops all versions but the newest, before an unrelated run."""
         self.show(self._newest)
         self._old.clear()
 
     def show(self, version: int) -> None:
-        """Puts a version in place; if there is none so old, the oldest."""
+        """Loads a version into the weights; the oldest one if the requested version is older than all kept ones."""
         wanted = max(version, min([*self._old, self._newest]))
         if wanted == self._shown:
             return
@@ -60,7 +60,7 @@ class Versions:
         self._shown = wanted
 
     def advance(self) -> None:
-        """Makes room for the next version: weights get new memory, for graphs know the memory of the newest."""
+        """Starts the next version. The weights get new memory, because autograd graphs refer to the newest's memory."""
         self.show(self._newest)
         self._old[self._newest] = self._weights.held()
         self._weights.renew()

@@ -1,4 +1,4 @@
-"""Which job is meant: the only one there is, or the one that a process or a name belongs to. Pure."""
+"""Selects the job to query: the only one, or the one that a process id or name belongs to. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from coordd.survey.address import Address
 __all__ = ["Jobs", "NoJobError", "choose", "jobs"]
 
 Jobs = dict[str, list[Address]]
-"""The ranks of each job on this host, ascending."""
+"""The addresses of each job's ranks on this host, by rank."""
 
 
 class NoJobError(CoorddError):
-    """It is not clear which job is meant, or there is none."""
+    """No job fits the request, or several do."""
 
 
 def jobs(addresses: Iterable[Address]) -> Jobs:
-    """Sorts ranks by job; of one that a process has started anew, only what it is now."""
+    """Groups addresses by job; of several addresses of one process, only the latest is kept."""
     latest = {(address.job, address.pid): address for address in sorted(addresses, key=lambda each: each.turn)}
     found: Jobs = {}
     for address in sorted(latest.values(), key=lambda each: (each.job, each.rank, each.pid)):
@@ -27,16 +27,16 @@ def jobs(addresses: Iterable[Address]) -> Jobs:
 
 
 def choose(found: Jobs, word: str, *, ancestors: Callable[[int], Iterable[int]]) -> Sequence[Address]:
-    """Finds a job.
+    """Selects a job.
 
     Args:
-        found: those that there are.
-        word: the process id of a rank, or of what has started it, such as `coordd run`; or the name of a job; empty
-            for the only one.
-        ancestors: lists a process, and what has started it.
+        found: the jobs on this host.
+        word: the process id of a rank or of an ancestor, such as `coordd run`; or the name of a job; empty for the
+            only job.
+        ancestors: lists the ids of a process and its ancestors.
 
     Raises:
-        NoJobError: there is none, or there are several; it lists them.
+        NoJobError: no job fits, or several do; the message lists the jobs.
     """
     if not found:
         raise NoJobError("no job of yours runs on this host: ask on a host of the job, in its container if it has one")
@@ -51,7 +51,7 @@ def choose(found: Jobs, word: str, *, ancestors: Callable[[int], Iterable[int]])
 
 
 def _is_meant(word: str, job: str, ranks: Sequence[Address], ancestors: Callable[[int], Iterable[int]]) -> bool:
-    if job == word or job.startswith(f"{word}."):  # a job of Slurm has steps
+    if job == word or job.startswith(f"{word}."):  # a Slurm job has steps
         return True
     return word.isdecimal() and any(int(word) in ancestors(address.pid) for address in ranks)
 

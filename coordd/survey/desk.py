@@ -1,6 +1,6 @@
-"""Where a rank answers questions: a thread that sleeps on a socket, and costs nothing until somebody asks.
+"""The status server of a rank: a thread that sleeps on a socket and costs nothing until a query arrives.
 
-It answers while the daemon's thread is stuck, and while the main thread is, unless that keeps Python's lock.
+It answers even while the daemon's thread or the main thread is stuck, unless the stuck thread holds the GIL.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _STEP = 0.2
 
 
 class Desk:
-    """Answers for one daemon: to processes of its user, and to other ranks."""
+    """The status server of one daemon; answers processes of the same user, and other ranks."""
 
     def __init__(self, daemon: Daemon, address: Address) -> None:
-        """Opens the desk.
+        """Opens the socket and starts the thread.
 
         Args:
-            daemon: for whom it answers.
-            address: where it is found; the next ``turn`` is used, too.
+            daemon: the daemon whose status is served.
+            address: address of this rank; `settle` also uses the next ``turn``.
         """
         self._daemon = daemon
         self._witness = Witness(daemon.status, rank=address.rank, size=address.size)
@@ -64,32 +64,32 @@ class Desk:
         self._thread.start()
 
     def settle(self) -> None:
-        """Says at which rank it stands, once that has met the others."""
+        """Publishes the final address, with rank and size, once the rank has connected to the others."""
         world = self._daemon.world
         self._address = self._address._replace(turn=self._address.turn + 1, met=1, rank=world.rank, size=world.size)
         self._listen()
         self._bell.ring()
 
     def close(self) -> None:
-        """Answers no more."""
+        """Stops the server."""
         self._closing = True
         self._bell.ring()
         self._thread.join(_SLOW_SECONDS)
 
     def close_in_child(self) -> None:
-        """Closes a forked child's copies of the sockets: the kernel lists them as long as any process has them."""
+        """Closes a forked child's copies of the sockets: the kernel lists a socket while any process holds it."""
         for listener in self._sockets:
             listener.close()
 
     def _absent(self) -> list[int]:
-        """Lists the ranks of this job that have no desk on this host."""
+        """Returns the ranks of this job that have no status server on this host, ascending."""
         if not self._sockets:
             return []
         present = {found.rank for found in listed() if found.job == self._address.job}
         return sorted(set(range(self._address.size)) - present)
 
     def _listen(self) -> None:
-        """Opens the socket of the present address; a former one stays open, for somebody may be asking there."""
+        """Opens the socket of the present address; an earlier one stays open, because a query may be pending there."""
         try:
             listener = socket.socket(socket.AF_UNIX)
         except OSError as error:
@@ -107,7 +107,7 @@ class Desk:
         self._bell.watch([listener.fileno()])
 
     def _notify(self, message: Inquiry | Account) -> None:
-        """Takes a question of another rank, or an answer; on the daemon's thread."""
+        """Queues a query or an answer from another rank; called on the daemon's thread."""
         if isinstance(message, Inquiry):
             self._asked.append(message)
         else:
@@ -119,11 +119,11 @@ class Desk:
             self._bell.sleep(None)
             try:
                 self._serve()
-            except Exception:  # the next one who asks may fare better
+            except Exception:  # the next query may succeed
                 if not self._failing:
                     log.exception("`coordd status` gets no answer")
                 self._failing = True
-                time.sleep(_STEP)  # no file descriptor is left to accept the caller, which asks again at once
+                time.sleep(_STEP)  # if no file descriptor is left to accept a connection, it wakes this thread at once
             else:
                 self._failing = False
         for listener in self._sockets:
@@ -135,16 +135,16 @@ class Desk:
             self._receive(listener)
 
     def _receive(self, listener: socket.socket) -> None:
-        """Serves the next of those who want to ask in person."""
+        """Accepts and answers the next query on a socket, if there is one."""
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
             connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):  # who asks may go away
+            with connection, contextlib.suppress(OSError):  # the client may disconnect
                 connection.settimeout(_SLOW_SECONDS)
                 if peer(connection)[1] == os.geteuid():
                     connection.sendall(msgspec.json.encode(self._answer(connection)))
 
     def _answer_ranks(self) -> None:
-        """Answers those who have asked through the control channel."""
+        """Answers the queries that arrived through the control channel."""
         while self._asked:
             asked = self._asked.popleft()
             told = msgspec.json.encode(self._witness.standing())
@@ -160,7 +160,7 @@ class Desk:
         return [msgspec.structs.replace(own, hosts=status.world.hosts if status.pids else (), pids=status.pids)]
 
     def _ask(self, ranks: Sequence[int]) -> list[Standing]:
-        """Asks other ranks by way of the coordinator; those that do not answer in time are not in the result."""
+        """Queries other ranks through the coordinator; ranks that do not answer in time are missing in the result."""
         number = next(self._numbers)
         found: dict[int, Standing] = {}
         deadline = time.monotonic() + FAR_SECONDS
@@ -177,7 +177,7 @@ class Desk:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Reads a question, which ends with the line."""
+    """Reads a query, which is one line."""
     data = b""
     while not data.endswith(b"\n"):
         chunk = connection.recv(1 << 16)

@@ -1,4 +1,4 @@
-"""Asks the ranks of a job: those of this host at their desks, the others by way of one of these."""
+"""The client of `coordd status`: queries the ranks of this host directly, and the others through one of them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _answer = msgspec.json.Decoder(list[Standing])
 
 
 def survey(addresses: Sequence[Address]) -> Survey:
-    """Finds out what the ranks of one job do.
+    """Queries what the ranks of one job are doing.
 
     Args:
-        addresses: where its ranks of this host can be asked; one or more.
+        addresses: addresses of the job's ranks on this host, at least one.
     """
     here = os.uname().nodename
     with ThreadPoolExecutor(min(len(addresses), _AT_ONCE)) as pool:
@@ -51,7 +51,7 @@ def survey(addresses: Sequence[Address]) -> Survey:
 
 
 def _see(address: Address, host: str) -> Sighting:
-    """Looks at a rank of this host, and asks it if it can answer."""
+    """Probes the process of a rank on this host, and queries it if it can answer."""
     before, start = process.glance(address.pid), time.monotonic()
     if not before.life.can_answer:
         return Sighting(address.rank, host, address.pid, before.life, stacks=_seen(address.pid, before.life))
@@ -71,12 +71,12 @@ def _seen(pid: int, life: Life) -> tuple[Stack, ...]:
 
 
 def _look_further(ranks: Sequence[int], met: Standing, door: Address) -> dict[int, Sighting]:
-    """Looks for ranks that have no desk here: they are dead, or on other hosts.
+    """Queries ranks that have no status server on this host: they are dead, or on other hosts.
 
     Args:
-        ranks: which.
-        met: a rank that knows all others.
-        door: where to ask that rank.
+        ranks: the ranks to query.
+        met: status of a rank that is connected to all others.
+        door: address of that rank.
     """
     dead = {rank: Sighting(rank, met.host, met.pids[rank], Life.DEAD) for rank in ranks if _is_gone(rank, met)}
     asked = tuple(rank for rank in ranks if rank not in dead)[:_MOST_FAR]
@@ -96,7 +96,7 @@ def _is_gone(rank: int, met: Standing) -> bool:
 
 
 def _ask(address: Address, question: Question, seconds: float) -> tuple[list[Standing], str]:
-    """Puts a question; returns the answer, and the reason if there is none."""
+    """Sends a query; returns the answer, and the reason if there is none."""
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(seconds)

@@ -1,4 +1,4 @@
-"""Paths in a survey as seen from a folder: what lies below it needs no more than the way down."""
+"""Shortens the paths in a survey: files below a folder get relative paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _replace = msgspec.structs.replace
 
 
 def seen_from(folder: str, survey: Survey) -> Survey:
-    """Shortens the paths of files below a folder; the others stay as they are."""
+    """Makes the paths of files below a folder relative to it; other paths stay as they are."""
     prefix = folder.rstrip("/") + "/"
     if prefix == "/":
         return survey

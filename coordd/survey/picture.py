@@ -1,4 +1,4 @@
-"""A survey on the terminal: who waits for what, the plan and what was moved, and the stacks of all ranks."""
+"""Formats a survey for the terminal: the ranks' states, plans, traffic and stacks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _NOTABLE_SECONDS = 1e-4
 _IDLE = ("/threading.py:", "/queue.py:", "/selectors.py:", "/concurrent/futures/", "/multiprocessing/connection.py:")
 
 Speed = dict[int, float]
-"""Bytes a second by rank."""
+"""Bytes per second, by rank."""
 
 
 def picture(survey: Survey, speed: Speed | None = None, *, every_thread: bool = False) -> RenderableType:
-    """Draws a survey.
+    """Formats a survey.
 
     Args:
-        survey: what was found out.
-        speed: how fast ranks have moved data lately; by default since they started.
-        every_thread: shows threads that sleep, too.
+        survey: the statuses of the ranks.
+        speed: recent bytes per second of each rank; by default the average since the rank's start.
+        every_thread: whether to show sleeping threads too.
     """
     found = rows(survey)
     parts: list[RenderableType] = [_title(survey), ""]
@@ -75,12 +75,12 @@ def _ranks(found: Sequence[Row]) -> Table:
 
 
 def _behind(row: Row) -> str:
-    """Milliseconds, because a rank that is late by some of them is so in every step."""
+    """Formats the delay of a rank in milliseconds, because it recurs in every step."""
     return f"{1e3 * row.behind:,.1f} ms" if row.behind >= _NOTABLE_SECONDS else ""
 
 
 def _numbers(told: Sequence[Standing], speed: Speed | None) -> Table:
-    """What ranks have in common is said once."""
+    """Returns the table of plans and traffic; ranks with equal numbers share a row."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("ranks", "plan", "cache", "operations", "moved", "a second", "common memory"):
         table.add_column(title, overflow="fold")
@@ -110,7 +110,7 @@ def _cells(standing: Standing, speed: Speed | None) -> tuple[str, ...]:
 
 
 def _stacks(survey: Survey, *, every_thread: bool) -> Iterator[RenderableType]:
-    """Ranks that are at the same place share a stack."""
+    """Yields the stacks of all ranks; ranks with equal stacks share one."""
     groups: dict[tuple[str, tuple[str, ...], str], list[int]] = {}
     for seen in survey.sightings:
         stacks = seen.standing.stacks if seen.standing is not None else seen.stacks
@@ -127,5 +127,5 @@ def _stacks(survey: Survey, *, every_thread: bool) -> Iterator[RenderableType]:
 
 
 def _sleeps(stack: Stack) -> bool:
-    """Says whether a thread only waits for work."""
+    """Returns whether a thread only waits for work."""
     return bool(stack.lines) and not stack.inside and any(place in stack.lines[-1] for place in _IDLE)

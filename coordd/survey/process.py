@@ -1,4 +1,4 @@
-"""What the operating system says of a process of this host, from outside, whatever it is stuck in."""
+"""Inspects a process of this host from outside, through the operating system, even if the process is stuck."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPY_SECONDS = 5.0
 
 
 class Glance(NamedTuple):
-    """How a process is, and how many seconds of CPU it has used."""
+    """State of a process, the CPU seconds that it has used, and its parent's process id."""
 
     life: Life
     seconds: float = 0.0
@@ -43,7 +43,7 @@ class _Thread(msgspec.Struct):
 
 
 def glance(pid: int) -> Glance:
-    """Looks at a process once."""
+    """Reads the state of a process from ``/proc``."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -52,14 +52,14 @@ def glance(pid: int) -> Glance:
 
 
 def ancestors(pid: int) -> Iterator[int]:
-    """Lists a process and what has started it, and so on."""
+    """Yields the ids of a process, its parent, and so on up."""
     while pid > 0:
         yield pid
         pid = glance(pid).parent
 
 
 def command(pid: int) -> str:
-    """Returns the command line of a process; empty if it is gone."""
+    """Returns the command line of a process; "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -67,14 +67,14 @@ def command(pid: int) -> str:
 
 
 def stacks(pid: int) -> tuple[Stack, ...]:
-    """Reads the Python stacks of a process that does not answer, by way of ``py-spy`` where it is installed."""
+    """Reads the Python stacks of a process that does not answer with ``py-spy``; empty if that is not installed."""
     if (spy := shutil.which("py-spy")) is None:
         return ()
     order = [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     try:
         told = subprocess.run(order, capture_output=True, timeout=_SPY_SECONDS, check=True).stdout
         threads = msgspec.json.decode(told, type=list[_Thread])
-    except (OSError, subprocess.SubprocessError, msgspec.DecodeError):  # it may not be allowed to look
+    except (OSError, subprocess.SubprocessError, msgspec.DecodeError):  # py-spy may lack permission
         return ()
     mine = [thread for thread in threads if not (thread.thread_name or "").startswith(THREAD)]
     return tuple(Stack(thread.thread_name or "a thread", _lines(thread)) for thread in mine)

@@ -1,4 +1,4 @@
-"""What has been found out of a job: what its ranks tell, and what the operating system says of those that do not."""
+"""The result of probing a job: the answers of its ranks, and the process state of ranks that do not answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Life", "Sighting", "Survey"]
 
 
 class Life(StrEnum):
-    """How a process is, as far as that can be seen from outside."""
+    """State of a process, as seen from outside."""
 
     RUNNING = "running"
     SLEEPING = "sleeping"
@@ -24,15 +24,15 @@ class Life(StrEnum):
 
     @property
     def can_answer(self) -> bool:
-        """Whether it makes sense to ask."""
+        """Whether a process in this state can answer a query."""
         return self not in {Life.STOPPED, Life.TRACED, Life.DEAD}
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """One rank.
+    """The probe result of one rank.
 
-    ``cores`` is how many it has used while it was asked, -1 if that is not known. Without a ``standing``, ``reason``
-    says why there is none, and ``stacks`` are what could be seen from outside.
+    ``cores`` is the number of cores that the process used during the query, -1 if unknown. Without a ``standing``,
+    ``reason`` explains why, and ``stacks`` are the stacks read from outside.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Sighting(msgspec.Struct, frozen=True):
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """All ranks of a job, ascending, as seen from ``host``; ``unasked`` ranks of other hosts are left out."""
+    """The probe results of a job's ranks, ascending, seen from ``host``; ``unasked`` other ranks are left out."""
 
     job: str
     command: str

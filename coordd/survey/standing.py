@@ -1,4 +1,4 @@
-"""What one rank tells of itself when it is asked: plain data, written as JSON."""
+"""The status of one rank, as it answers a query: plain data, encoded as JSON."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ __all__ = ["Operation", "Plan", "Question", "Stack", "Standing", "Submission", "
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What are you doing? Or, with ``ranks``: what do those say, whom you can reach?"""
+    """A status query: for the rank's own status or, with ``ranks``, for the statuses of other ranks."""
 
     ranks: tuple[int, ...] = ()
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """What this rank has submitted and not got back.
+    """An operation that this rank has submitted and that has not completed.
 
     ``stage`` is ``queued`` for the daemon, ``held`` in a bucket of the locked plan, ``announced`` to the other ranks,
-    ``agreed`` by all of them, so that its data may be on the way, or ``matched`` for a send or receive. ``members`` is
-    the process set, empty for the world. ``missing`` are ranks that this one itself knows to be late.
+    ``agreed`` by all of them, so that its data may be in flight, or ``matched`` for a send or receive. ``members`` is
+    the process set, empty for the world. ``missing`` are the ranks that this rank itself knows to be late.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """Where a thread is, innermost call last; without coordd's own calls, of which the outermost is ``inside``."""
+    """The stack of a thread, innermost call last, without coordd's own calls; ``inside`` is the outermost of them."""
 
     thread: str
     lines: tuple[str, ...]
@@ -40,7 +40,7 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """What was submitted last, where, and how many seconds ago."""
+    """The last submission: its name, the line of code that submitted it, and how many seconds ago."""
 
     name: str
     site: str
@@ -48,10 +48,11 @@ class Submission(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How ranks agree at present.
+    """The state of negotiation.
 
-    ``seen`` is the last plan carried out. ``lock`` is the plan that locked ``tensors`` in ``buckets``, which have come
-    ``steps`` times since; 0 if nothing is locked. Of what was announced, ``hits`` were in the cache, ``misses`` not.
+    ``seen`` is the last plan that was applied. ``lock`` is the plan that locked ``tensors`` in ``buckets``, which have
+    been repeated ``steps`` times since; 0 if no plan is locked. ``hits`` counts the announced tensors that were in the
+    response cache, ``misses`` the others.
     """
 
     seen: int = 0
@@ -64,9 +65,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """What this rank has brought to operations that are done: how many, and how many bytes, by kind.
+    """The number of completed operations, and this rank's bytes in them, by kind.
 
-    ``locked`` of them were not negotiated. ``memory`` is what it holds in common with the ranks of its host, in bytes.
+    ``locked`` of the operations were not negotiated. ``memory`` is the shared memory of the host's ranks in bytes.
     """
 
     operations: dict[str, int] = {}
@@ -76,11 +77,11 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What one rank is doing.
+    """The status of one rank.
 
-    ``phase`` is ``starting``, ``running``, ``failed``, which ``failure`` explains, or ``leaving``. Of its operations,
-    oldest first, ``more`` are left out. ``lead`` is how many seconds an allreduce takes as a rule from this rank's part
-    to the result. ``hosts`` and ``pids`` are those of all ranks, once they have met.
+    ``phase`` is ``starting``, ``running``, ``failed`` (explained by ``failure``) or ``leaving``. ``operations`` are
+    sorted oldest first, and ``more`` of them are left out. ``lead`` is the average time in seconds from this rank's
+    part of an allreduce to the result. ``hosts`` and ``pids`` cover all ranks, once they are connected.
     """
 
     version: str

@@ -1,4 +1,4 @@
-"""How a survey reads: what each rank waits for, and who keeps whom waiting. Pure."""
+"""Interprets a survey: what each rank waits for, and which ranks delay which others. Pure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _JOIN = "join"
 
 
 class Row(NamedTuple):
-    """One rank: where, in what state, what it has submitted last, and the ranks that keep it waiting.
+    """One rank: its process, state, last submission, and the ranks that it waits for.
 
-    ``trouble`` is whether somebody should look at it, ``behind`` how many seconds after the first rank it comes as a
-    rule.
+    ``trouble`` is whether the rank needs attention, ``behind`` by how many seconds on average it is later than the
+    first rank.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def rows(survey: Survey) -> list[Row]:
-    """Describes all ranks."""
+    """Returns one row per rank of the survey."""
     standings = {seen.rank: seen.standing for seen in survey.sightings if seen.standing is not None}
     absent = tuple(seen.rank for seen in survey.sightings if seen.standing is None and not seen.pid)
     leaving = {rank for rank, standing in standings.items() if standing.phase == "leaving"}
@@ -53,11 +53,11 @@ def rows(survey: Survey) -> list[Row]:
 
 
 def missing(operation: Operation, standings: Mapping[int, Standing], size: int) -> tuple[int, ...]:
-    """Finds out whom an operation waits for.
+    """Returns the ranks that an operation waits for.
 
-    What the waiting rank knows itself comes first. Else it is those of its members that have told what they have
-    submitted, and this is not among it; or, if all of these have it, those that have told nothing: they may have been
-    stopped before or while they moved its data.
+    If the waiting rank itself knows the missing ranks, these are returned. Else the result is the members that answered
+    and have not submitted the operation or, if there are none, the members that did not answer: they may have been
+    stopped before or during the transfer of its data. For an agreed operation only the latter count.
     """
     if operation.missing and operation.stage != "agreed":
         return operation.missing
@@ -70,7 +70,7 @@ def missing(operation: Operation, standings: Mapping[int, Standing], size: int) 
 
 
 def _has(standing: Standing, name: str) -> bool:
-    """Says whether nobody waits for a rank: it has submitted this, or joined, or may have what it does not tell."""
+    """Returns whether a rank has submitted an operation, has joined, or reports only part of its operations."""
     return standing.more > 0 or any(name == entry.name or entry.kind == _JOIN for entry in standing.operations)
 
 
@@ -101,7 +101,7 @@ def _at_rest(standing: Standing, late: tuple[int, ...]) -> str:
 
 
 def _busy(row: Row, standing: Standing, standings: Mapping[int, Standing], size: int) -> Row:
-    """Describes a rank by its oldest operation that not all ranks have, or else by its oldest."""
+    """Describes a rank by its oldest operation that waits for other ranks, or else by its oldest operation."""
     whom = [missing(operation, standings, size) for operation in standing.operations]
     index = next((index for index, ranks in enumerate(whom) if ranks), 0)
     operation, late = standing.operations[index], whom[index]
@@ -145,7 +145,7 @@ def _unheard(seen: Sighting) -> str:
 
 
 def verdict(survey: Survey) -> list[str]:
-    """Says in a few sentences who keeps whom waiting; empty if nobody waits for long."""
+    """Returns sentences on which ranks delay which others; empty if no rank waits for long and all answer."""
     found = rows(survey)
     state = {row.rank: row for row in found}
     victims: dict[tuple[int, ...], list[Row]] = {}
@@ -165,7 +165,7 @@ def verdict(survey: Survey) -> list[str]:
 
 
 def _sentence(row: Row, survey: Survey) -> str:
-    """Says what a rank does on whom others wait, and where."""
+    """Describes what a rank that others wait for is doing, and where."""
     (seen,) = (seen for seen in survey.sightings if seen.rank == row.rank)
     if seen.life is Life.STOPPED and seen.standing is None:
         return f"Rank {row.rank}: stopped; `kill -CONT {row.pid}` on {row.host} lets it go on."
@@ -179,7 +179,7 @@ def _is_silent(row: Row) -> bool:
 
 
 def plan_words(plan: Plan) -> str:
-    """Writes how ranks agree at present."""
+    """Describes the state of negotiation."""
     if not plan.lock:
         return f"negotiating; plan {plan.seen:,} was the last" if plan.seen else "negotiating; no plan yet"
     buckets = f"{plan.buckets:,} {'bucket' if plan.buckets == 1 else 'buckets'}"
@@ -196,7 +196,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Writes seconds as people say them: ``0.02 s``, ``12.3 s``, ``4 min 5 s``, ``2 h 3 min``."""
+    """Formats a duration: ``0.02 s``, ``12.3 s``, ``4 min 5 s``, ``2 h 3 min``."""
     if seconds < 0.095:
         return f"{seconds:.2f} s"
     if seconds < 59.95:
@@ -208,7 +208,7 @@ def duration(seconds: float) -> str:
 
 
 def size_words(count: float) -> str:
-    """Writes bytes: ``12 B``, ``3.4 MiB``."""
+    """Formats a number of bytes: ``12 B``, ``3.4 MiB``."""
     for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 1 << shift:
             return f"{count / (1 << shift):.1f} {unit}"

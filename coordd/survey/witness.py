@@ -1,6 +1,6 @@
-"""What this rank is doing, as another thread than the daemon's sees it: by looks only, so that nothing is delayed.
+"""Takes a snapshot of this rank's status on another thread than the daemon's, without delaying any thread.
 
-Its one rule: it takes no lock and asks the daemon's thread for nothing, because that thread may be what hangs.
+One rule: it takes no lock and needs nothing from the daemon's thread, because that thread may hang.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Found = TypeVar("Found")
 
 
 class Witness:
-    """Tells of one daemon."""
+    """Takes snapshots of one daemon's status."""
 
     def __init__(self, status: Status, *, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begins to see.
+        """Prepares for snapshots of ``status``.
 
         Args:
-            status: what the daemon's thread lets others see.
-            rank: this rank, as its launcher has told it; used until it has met the others.
-            size: how many ranks there are; likewise.
-            clock: the one by which handles tell when they were submitted.
+            status: the status that the daemon's thread publishes.
+            rank: this rank according to the launcher; used until the rank is connected to the others.
+            size: number of ranks according to the launcher; used until the rank is connected to the others.
+            clock: the clock of the handles' submission times, in seconds.
         """
         self._status = status
         self._before = rank, size
@@ -47,7 +47,7 @@ class Witness:
         self._since = clock()
 
     def standing(self) -> Standing:
-        """Tells everything, but who the other ranks are."""
+        """Returns the status of this rank, without ``hosts`` and ``pids``."""
         now, status = self._clock(), self._status
         met = status.parts is not None
         rank, size = (status.world.rank, status.world.size) if met else self._before
@@ -72,7 +72,7 @@ class Witness:
 
 
 def _steadily(look: Callable[[], Found]) -> Found:
-    """Looks again as long as what is seen changes while it is looked at."""
+    """Calls ``look`` until the collection that it reads does not change meanwhile; at most ``_LOOKS`` + 1 times."""
     for _ in range(_LOOKS):
         try:
             return look()
@@ -109,7 +109,7 @@ def _operations(parts: Parts | None, now: float) -> Iterator[Operation]:
     for entry in list(parts.member.table):
         name = entry.request.name
         late = given.get(name)
-        # A word that nobody of this host is missing for is as good as an agreement.
+        # If no rank's vote is missing on this host, the operation counts as agreed.
         agreed = entry.released or late == ()
         yield _operation(entry, "held" if name in held else "agreed" if agreed else "announced", late or (), now)
     for item in parts.inbox.look():

@@ -1,7 +1,7 @@
-"""Where a step went: what the main thread computed, and what it waited for, moment by moment. Pure.
+"""Breaks a step's time down into compute and waiting, by cause. Pure.
 
-Its one rule: the parts of a step add up to it. While several operations are under way, data that moves counts before an
-agreement that is sought, and that before a rank that has not come.
+One rule: the parts of a step add up to its duration. While several operations are in flight, transfer takes precedence
+over negotiation, and negotiation over waiting for a late rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 
 
 class Part(Enum):
-    """What a main thread's time goes to."""
+    """Categories of the main thread's time."""
 
     COMPUTE = "compute"
     LATE = "late ranks"
@@ -31,7 +31,7 @@ class Part(Enum):
 
 
 class Piece(NamedTuple):
-    """Time that went to one thing; ``culprit`` is the rank that was waited for, -1 for none."""
+    """The time spans of one category; ``culprit`` is the rank that was waited for, -1 for none."""
 
     part: Part
     culprit: int
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Breakdown(NamedTuple):
-    """One rank's step."""
+    """The breakdown of one step of one rank."""
 
     rank: int
     number: int
@@ -48,23 +48,24 @@ class Breakdown(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration of the step in seconds."""
         return self.step.until - self.step.since
 
     def spent(self, part: Part) -> float:
-        """Seconds that went to something."""
+        """Returns the seconds that went to a category."""
         return sum(length(piece.spans) for piece in self.pieces if piece.part is part)
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication that nothing hid."""
+        """Seconds of communication that compute did not hide."""
         return self.seconds - self.spent(Part.COMPUTE)
 
 
 class Coming(NamedTuple):
-    """Who came last to an operation, when, and how long after the one before; ``rank`` is -1 if only one took part.
+    """The rank that came last to an operation, at which time, and how many seconds after the rank before it.
 
-    ``agreed`` is when the last rank knew that all had come, or gave its word; before, no data moves.
+    ``rank`` is -1 if only one rank took part. ``agreed`` is when the last rank knew that all ranks had come, or voted;
+    no data moves before that. Times are in seconds.
     """
 
     rank: int
@@ -74,7 +75,7 @@ class Coming(NamedTuple):
 
 
 def comings(journals: Iterable[Journal]) -> dict[str, Coming]:
-    """Says for each operation when all had come."""
+    """Returns the last arrival at each operation, by the operation's key."""
     come: defaultdict[str, list[tuple[float, int, float]]] = defaultdict(list)
     for journal in journals:
         for operation in journal.operations:
@@ -83,7 +84,7 @@ def comings(journals: Iterable[Journal]) -> dict[str, Coming]:
 
 
 def _coming(found: Sequence[tuple[float, int, float]]) -> Coming:
-    if len({rank for _, rank, _ in found}) == 1:  # nobody else has recorded it, or a rank has written to itself
+    if len({rank for _, rank, _ in found}) == 1:  # only one rank has recorded it, or a rank has sent to itself
         at, _, queued = found[0]
         return Coming(-1, at, 0.0, max(at, queued))
     at, rank, _ = found[-1]
@@ -91,9 +92,10 @@ def _coming(found: Sequence[tuple[float, int, float]]) -> Coming:
 
 
 def ways(operation: Operation, coming: Coming) -> dict[Part, Span]:
-    """Says what an operation did on one rank, and when: wait for the last rank, seek an agreement, move.
+    """Returns the spans of an operation on one rank: waiting for the last rank, negotiation, transfer.
 
-    What was over before the last rank had come has waited for nobody: a small send, of which the network has a copy.
+    An operation that completed before the last rank came did not wait for it: a small send, whose payload the network
+    has buffered.
     """
     if operation.landed < coming.at:
         return {Part.TRANSFER: (operation.come, operation.landed)}
@@ -105,7 +107,7 @@ def ways(operation: Operation, coming: Coming) -> dict[Part, Span]:
 
 
 def breakdowns(journal: Journal, steps: Sequence[Step], come: dict[str, Coming]) -> Iterator[Breakdown]:
-    """Takes one rank's steps apart."""
+    """Yields the breakdown of each of one rank's steps."""
     waits = union(journal.waits)
     paused = _during(steps, waits, lambda wait: wait)
     flying = _during(steps, journal.operations, lambda operation: (operation.come, operation.landed))
@@ -115,7 +117,7 @@ def breakdowns(journal: Journal, steps: Sequence[Step], come: dict[str, Coming])
 
 
 def _during(steps: Iterable[Step], found: Sequence[Found], span: Callable[[Found], Span]) -> Iterator[list[Found]]:
-    """Finds for each of ascending steps what, of things that begin in ascending order, overlaps it."""
+    """Yields for each step the items that overlap it; steps and items are sorted by their start."""
     coming = deque(found)
     alive: list[Found] = []
     for step in steps:
@@ -126,7 +128,7 @@ def _during(steps: Iterable[Step], found: Sequence[Found], span: Callable[[Found
 
 
 def _pieces(step: Step, waits: list[Span], flying: Sequence[Operation], come: dict[str, Coming]) -> list[Piece]:
-    """Paints the waits: what is named first stays."""
+    """Assigns the waits of a step to categories; each moment goes to the first category that covers it."""
     layers: dict[tuple[Part, int], list[Span]] = {(Part.TRANSFER, -1): [], (Part.NEGOTIATION, -1): []}
     for operation in flying:
         there = come[operation.key]

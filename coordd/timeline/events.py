@@ -1,4 +1,4 @@
-"""The events of a trace, in the form that Perfetto and chrome://tracing read. Pure."""
+"""The events of a trace, in the format that Perfetto and chrome://tracing read. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 __all__ = ["CYCLE", "PHASES", "WAIT", "Event"]
 
 PHASES = ("NEGOTIATE", "QUEUE", "FUSE", "UNFUSE")
-"""The phases around an operation, which lies before the last and is called by its kind."""
+"""The phases around an operation; the operation itself comes before the last one and is named by its kind."""
 WAIT, CYCLE = "WAIT", "CYCLE"
 
 

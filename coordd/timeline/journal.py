@@ -1,4 +1,4 @@
-"""What one rank's events say about operations and waits. Times are in seconds of rank 0's clock."""
+"""Reads operations and waits from one rank's events. Times are in seconds of rank 0's clock."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FIRST, _LAST = PHASES[0], PHASES[-1]
 
 
 class Operation(NamedTuple):
-    """One operation as one rank took part in it; ``key`` is the same on all ranks, a send's that of its receive.
+    """One operation on one rank; ``key`` is the same on all ranks, and for a send and its receive.
 
-    Its tensors had all ``come`` (been submitted) here, then it was ``queued`` (agreed on, or this rank's word given),
-    then it was ``moving``, until the results had ``landed``.
+    The times are, in order: ``come``, when all its tensors had been submitted on this rank; ``queued``, when it was
+    negotiated or this rank had voted; ``moving``, when the transfer began; ``landed``, when the results were complete.
     """
 
     key: str
@@ -38,7 +38,7 @@ class Wait(NamedTuple):
 
 
 class _Draft:
-    """An operation whose tensors are still being read."""
+    """An operation whose events are still being read."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -48,7 +48,7 @@ class _Draft:
         self.tensors = 0
 
     def add(self, event: Event, name: str) -> Operation | None:
-        """Takes one more phase in; returns the operation with the last one."""
+        """Adds one phase event; returns the operation if the event was its last."""
         self.phases[event.name] = event
         if event.name == _FIRST:
             self.names.append(name)
@@ -60,7 +60,7 @@ class _Draft:
     def _operation(self) -> Operation | None:
         kind = next((name for name in self.phases if name not in PHASES), None)
         if kind is None or len(self.phases) <= len(PHASES):
-            return None  # its beginning is missing
+            return None  # the beginning of the operation is missing
         queued, moving, last = (self.phases[name] for name in (PHASES[1], kind, _LAST))
         names = tuple(self.names)
         landed = last.ts + (last.dur or 0.0)
@@ -73,10 +73,10 @@ class _Draft:
 
 
 class Journal:
-    """One rank's operations, by the time at which they had come, and its main thread's waits."""
+    """One rank's operations, sorted by ``come``, and its main thread's waits."""
 
     def __init__(self, rank: int, events: Iterable[Event]) -> None:
-        """Reads the events of a rank."""
+        """Reads the events of one rank."""
         self.rank = rank
         self.operations: list[Operation] = []
         rows: dict[int, str] = {}
@@ -98,11 +98,11 @@ class Journal:
         self.operations.sort(key=lambda operation: operation.come)
         often = max(waits.values(), key=len, default=[])
         self.waits = sorted(often)
-        """Those of the thread that waited most often."""
+        """Waits of the thread that waited most often, sorted."""
 
 
 def _matched(event: Event, name: str) -> Operation:
-    """A send or receive, which nobody has to agree on."""
+    """Returns the operation of a send or receive, which is not negotiated."""
     since, until = _wait(event)
     return Operation(_Draft.key(event), event.name, (name,), int(event.args["bytes"]), since, since, since, until)
 

@@ -1,4 +1,4 @@
-"""All ranks' files as one, which Perfetto and chrome://tracing open: each process is a rank, each row a tensor."""
+"""Merges all ranks' files into one for Perfetto and chrome://tracing: each process is a rank, each row a tensor."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OURS = {"clock", "coordd", "dropped"}
 
 
 def merge(traces: Sequence[Trace], target: Path) -> None:
-    """Writes one file, whole or not at all.
+    """Writes the merged file atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     draft = target.with_suffix(".part")
     try:
@@ -37,7 +37,7 @@ def merge(traces: Sequence[Trace], target: Path) -> None:
 
 
 def merged(traces: Sequence[Trace]) -> Iterator[Event]:
-    """Yields the events of all ranks, rank by rank, in time since the first of them."""
+    """Yields the events of all ranks, rank by rank; times are in microseconds since the first event."""
     first = min(trace.first for trace in traces)
     start = first if math.isfinite(first) else 0.0
     for trace in traces:

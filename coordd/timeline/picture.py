@@ -1,4 +1,4 @@
-"""One step of all ranks as an SVG picture: what the main threads did, and which operations were under way."""
+"""Draws one step of all ranks as SVG: the breakdown of the main threads' time, and the operations in flight."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["picture"]
 _WIDTH, _LEFT, _RIGHT, _TOP = 1000, 70, 15, 64
 _MAIN, _LANE, _GAP = 26, 12, 16
 _LANES = 8
-"""Operations drawn at a time, at most; others would be drawn over each other."""
+"""Maximum number of concurrent operations drawn per rank, each in its own row."""
 _TICKS = 8
-_SHORTEST = 0.4  # pixels; what is shorter cannot be seen
+_SHORTEST = 0.4  # pixels; shorter bars are not drawn
 _STYLE = """
 svg { font: 11px system-ui, sans-serif; background: #fff; } line { stroke: #dde3ea; }
 text { fill: #6b7785; } text.title, text.rank { fill: #1d2733; } text.title { font-size: 15px; font-weight: 600; }
@@ -39,7 +39,7 @@ def picture(summary: Summary, journals: Sequence[Journal]) -> str:
 
 
 class _Canvas:
-    """The parts of a picture, collected from the top down."""
+    """The SVG elements of a picture, collected from top to bottom."""
 
     def __init__(
         self, step: Sequence[Breakdown], since: float, until: float, journals: Sequence[Journal], *, number: int
@@ -88,7 +88,7 @@ class _Canvas:
         self._y += lanes * _LANE + _GAP
 
     def _operation(self, found: Operation, one: Breakdown, lane: int) -> None:
-        """Draws one operation: for whom it waited, how long it took to begin, and then its way."""
+        """Draws one operation: waiting for the last rank, negotiation, transfer."""
         more = f" and {len(found.names) - 1} more" if len(found.names) > 1 else ""
         hint = f"{found.kind} {found.names[0]}{more}, {found.nbytes} bytes"
         coming = self._come[found.key]
@@ -128,7 +128,7 @@ def _overlaps(operation: Operation, one: Breakdown) -> bool:
 
 
 def _in_lanes(flying: Sequence[Operation]) -> Iterator[tuple[int, Operation]]:
-    """Gives each operation a lane in which nothing lies yet; what finds none is left out."""
+    """Yields each operation with a free lane; operations without a free lane are left out."""
     ends = [-math.inf] * _LANES
     for operation in flying:
         lane = next((lane for lane, end in enumerate(ends) if end <= operation.come), None)

@@ -1,7 +1,7 @@
-"""One rank's timeline: whether it is recorded, where, and in which time.
+"""Starts and stops the timeline recording of one rank.
 
-Its one rule: when the first rank has said so, all record; the others' saying the same changes nothing. Ranks count how
-often they were told to start or stop, so that a slow one's *start* is not taken for another after a fast one's *stop*.
+One rule: the first rank that calls start makes all ranks record; the same call on the other ranks has no effect. Ranks
+number their start and stop calls, so that a slow rank's *start* is not taken for a new one after a fast rank's *stop*.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log = logging.getLogger("coordd")
 Arrived = list[tuple[int, Message | Lost]]
 
 _PATIENCE = 5.0
-"""Seconds that a rank waits for its file to be complete."""
+"""Seconds that a rank waits at most for its file to be complete."""
 
 
 class Recorder:
-    """Starts and ends recordings; for the daemon's thread, and where it says so for others."""
+    """Starts and ends recordings. For the daemon's thread; methods that any thread may call say so."""
 
     def __init__(self) -> None:
-        """Records nothing yet."""
+        """Starts without a recording."""
         self.deck = Deck()
         self._guard = threading.Lock()
         self._calls = 0
@@ -44,27 +44,27 @@ class Recorder:
         self._clock = Clock(shared=True)
 
     def connect(self, tell: Callable[[Message], None], send: Callable[[int, Message], None], *, parent: int) -> None:
-        """Learns how to reach others; to be called before anything else.
+        """Sets the functions that send messages; must be called first.
 
         Args:
-            tell: reaches the coordinator.
-            send: reaches a neighbour in the tree.
-            parent: whom this rank reports to.
+            tell: sends a message to the coordinator.
+            send: sends a message to a neighbour in the tree.
+            parent: the rank's parent in the tree.
         """
         self.tell, self._send, self._parent = tell, send, parent
 
     def enter(self, world: World, pids: Sequence[int]) -> None:
-        """Notes who takes part; to be called before anything is recorded."""
+        """Sets the ranks of the job and their process ids; must be called before recording."""
         self._clock = Clock(shared=world.host == world.hosts[0])
         job = hashlib.sha256(repr((world.hosts, pids)).encode()).hexdigest()[:12]
         who = {"rank": world.rank, "size": world.size, "host": world.host, "pid": pids[world.rank]}
         self._about = {**who, "job": job}
 
     def call(self, folder: str, *, cycles: bool) -> Recording | None:
-        """Starts, or without a folder ends, as told by this rank's program; for any thread.
+        """Starts a recording or, if ``folder`` is empty, ends it, for a call of this rank's program. For any thread.
 
         Returns:
-            what to tell the other ranks; None if they were first.
+            the message for the other ranks; None if another rank called first.
         """
         with self._guard:
             self._calls += 1
@@ -72,7 +72,7 @@ class Recorder:
         return recording if self.hear(recording) else None
 
     def hear(self, recording: Recording) -> bool:
-        """Starts or ends, as told by any rank, unless it was done before; says whether it was not."""
+        """Starts or ends a recording on a message of any rank; returns False if the call was already processed."""
         with self._guard:
             if recording.number <= self._heard:
                 return False
@@ -81,23 +81,23 @@ class Recorder:
             return True
 
     def close(self) -> None:
-        """Ends the recording, and waits a moment until its file is complete; for any thread."""
+        """Ends the recording and waits up to ``_PATIENCE`` seconds for its file to be complete. For any thread."""
         with self._guard:
             self._change(Recording(self._heard))
         self.finish()
 
     def finish(self) -> None:
-        """Waits a moment until the file of a recording that has ended is complete; for any thread."""
+        """Waits up to ``_PATIENCE`` seconds for the file of an ended recording to be complete. For any thread."""
         writer = self._writer
         if writer is not None and self.deck.tape is None:
             writer.join(_PATIENCE)
 
     def sift(self, arrived: Arrived) -> Arrived:
-        """Takes out, and answers, what concerns the clock; returns the rest."""
+        """Handles the clock's messages; returns the other messages."""
         return [(sender, message) for sender, message in arrived if not self._settle(sender, message)]
 
     def look(self) -> None:
-        """Notes a cycle, and asks for the time now and then; to be called in each cycle while a tape runs."""
+        """Records a cycle, and sends clock requests when they are due; called in each cycle while recording."""
         tape = self.deck.tape
         if tape is not None:
             tape.cycle()
@@ -106,7 +106,7 @@ class Recorder:
 
     @property
     def deadline(self) -> float | None:
-        """When `look` must be called even if nothing happens; None for never."""
+        """Time at which `look` must be called even without events; None for never."""
         return self._clock.deadline if self.deck.tape is not None else None
 
     def _settle(self, sender: int, message: Message | Lost) -> bool:
@@ -130,7 +130,7 @@ class Recorder:
             about = {**self._about, "began": time.time(), "clock": time.monotonic()}
             try:
                 self._writer = Writer(Path(recording.folder), tape, self.deck, about, after=before)
-            except RuntimeError as error:  # there may be no more threads; a recording must not end the job
+            except RuntimeError as error:  # no thread can be started; a recording must not end the job
                 log.warning("there is no timeline of this rank, the training goes on: %s", error)
                 return
             if self._clock.reading is not None:

@@ -1,6 +1,7 @@
-"""How a tape becomes the text of events.
+"""Formats the items of an event buffer as JSON trace events.
 
-Its one rule: in one row nothing overlaps, for viewers draw that wrongly. What would, gets another row.
+One rule: events in one row do not overlap, because viewers draw overlaps wrongly. An event that would overlap gets
+another row.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from coordd.timeline.tape import Cycle, Delivery, Item, Passage, Pause, Spot
 __all__ = ["Scribe"]
 
 _MOST_ROWS = 4096
-"""Names that have a row of their own; what comes later shares rows."""
+"""Maximum number of names with rows of their own; later names share rows."""
 _WAITS, _DAEMON, _TENSORS = range(3)
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Scribe:
-    """Turns one rank's items into lines, an event each; remembers which rows there are."""
+    """Formats one rank's items as JSON events, and keeps track of the rows in use."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -35,7 +36,7 @@ class Scribe:
         self._about: dict[str, tuple[Request, str]] = {}
 
     def header(self, about: dict[str, Any]) -> list[bytes]:
-        """Says whose events follow."""
+        """Returns the metadata events that describe the rank."""
         name = f"rank {self._rank} ({about['host']}, pid {about['pid']})"
         told: dict[str, dict[str, Any]] = {
             "process_name": {"name": name},
@@ -45,15 +46,15 @@ class Scribe:
         return [self._told(word, args) for word, args in told.items()]
 
     def reading(self, reading: Reading) -> bytes:
-        """Writes down how far the clock is from rank 0's."""
+        """Formats a clock reading."""
         return self._told("clock", reading._asdict())
 
     def dropped(self, count: int) -> bytes:
-        """Writes down how much is missing."""
+        """Formats the number of dropped items."""
         return self._told("dropped", {"items": count})
 
     def lines(self, item: Item) -> list[bytes]:
-        """Writes down what the tape has noted."""
+        """Formats an item, with the metadata events of new rows before it."""
         match item:
             case Passage():
                 lines = self._passage(item)
@@ -71,7 +72,7 @@ class Scribe:
         return new + lines
 
     def _passage(self, passage: Passage) -> list[bytes]:
-        """Writes down the phases of each tensor. There may be hundreds, so what they share is composed only once."""
+        """Formats the phases of each tensor of a bucket; text that the tensors share is formatted once for speed."""
         marks, cargo = passage.marks, passage.cargo
         moving, moved = (marks[2], marks[-2]) if len(marks) > 3 else (marks[-1], marks[-1])
         queued, landed = marks[0], marks[-1]
@@ -94,12 +95,12 @@ class Scribe:
         return lines
 
     def _opened(self, name: str, since: float, until: float) -> str:
-        """The beginning of a phase, up to its row."""
+        """Returns the beginning of a phase's event, up to its row."""
         dur = max(0.0, until - since)
         return f'{{"name":"{name}","ph":"X","ts":{1e6 * since:.3f},"dur":{1e6 * dur:.3f},"pid":{self._rank},"tid":'
 
     def _described(self, request: Request) -> str:
-        """What is to be known of a tensor; composed anew only where it has changed."""
+        """Returns size, dtype and shape of a tensor as JSON text, cached until the request changes."""
         known, text = self._about.get(request.name, (None, ""))
         if known is not request:
             what = {"bytes": size(request), "dtype": request.dtype, "shape": request.shape}
@@ -109,7 +110,7 @@ class Scribe:
         return text
 
     def _row(self, group: int, name: str, since: float, until: float) -> int:
-        """Finds a row in which nothing lies in this place yet."""
+        """Returns a row of a name that is free at ``since``, and occupies it until ``until``."""
         key = (group, name)
         if key not in self._rows and len(self._rows) >= _MOST_ROWS:
             key = (group, "others")
@@ -134,17 +135,17 @@ class Scribe:
 
 
 def _operation(spot: Spot) -> str:
-    """What an operation is called on all ranks."""
+    """Returns the id of an operation, which is equal on all ranks."""
     return ":".join(map(str, spot))
 
 
 def _group(request: Request) -> str:
-    """The row of a tensor; those without a name share some."""
+    """Returns the name of a tensor's row; unnamed tensors share rows by kind."""
     return f"{request.kind.name.lower()} without a name" if request.transient else request.name
 
 
 def _written(name: str) -> str:
-    """Spells out what is not Unicode, which a thread may be called."""
+    """Escapes characters of a thread's name that cannot be encoded."""
     return name.encode(errors="backslashreplace").decode()
 
 

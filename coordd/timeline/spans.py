@@ -1,4 +1,4 @@
-"""Stretches of time as a painter sees them: what was painted first stays, what comes later fills the gaps. Pure."""
+"""Set operations on time intervals. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 __all__ = ["Span", "length", "minus", "union", "within"]
 
 Span = tuple[float, float]
-"""From when till when."""
+"""Start and end of an interval, in seconds."""
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Joins what overlaps or touches; ascending, without what is empty."""
+    """Merges spans that overlap or touch; the result is ascending, without empty spans."""
     found: list[Span] = []
     for since, until in sorted(span for span in spans if span[0] < span[1]):
         if found and since <= found[-1][1]:
@@ -22,7 +22,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def minus(spans: Iterable[Span], taken: Sequence[Span]) -> list[Span]:
-    """What is left of disjoint, ascending spans outside others, which are disjoint and ascending, too."""
+    """Returns the parts of ``spans`` outside ``taken``; both are disjoint and ascending."""
     found = []
     place = 0
     for since, until in spans:
@@ -38,11 +38,11 @@ def minus(spans: Iterable[Span], taken: Sequence[Span]) -> list[Span]:
 
 
 def within(spans: Iterable[Span], since: float, until: float) -> list[Span]:
-    """What of the spans lies between two times."""
+    """Returns the parts of the spans between two times."""
     cut = ((max(start, since), min(stop, until)) for start, stop in spans)
     return [span for span in cut if span[0] < span[1]]
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Seconds in all."""
+    """Returns the total length of the spans in seconds."""
     return sum(until - since for since, until in spans)

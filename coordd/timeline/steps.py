@@ -1,4 +1,4 @@
-"""Training steps, found by what repeats: a step has no mark of its own. Pure."""
+"""Finds training steps by a tensor that repeats, because the timeline does not mark steps. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MUCH = 0.1
 
 
 class Step(NamedTuple):
-    """From the end of one step's last wait to the end of the next step's; ``key`` is the operation it is known by."""
+    """The time from the end of the previous step's last wait to the end of this step's; ``key`` is its operation."""
 
     key: str
     since: float
@@ -25,15 +25,17 @@ class Step(NamedTuple):
 
 
 def anchor(journals: Sequence[Journal]) -> str | None:
-    """The tensor that tells steps apart: of those that all ranks have and that carry much, the most frequent.
+    """Selects the tensor that marks steps: the most frequent one of the large tensors that all ranks have.
+
+    Large means at least ``_MUCH`` times the size of the largest.
 
     Returns:
-        its name; None if nothing comes twice.
+        its name; None if no such tensor repeats.
     """
     count: Counter[str] = Counter()
     carried: Counter[str] = Counter()
     here = [{operation.key for operation in journal.operations} for journal in journals]
-    everywhere = set.intersection(*here)  # not what some send to each other
+    everywhere = set.intersection(*here)  # excludes sends and receives between some of the ranks
     shared = (one for journal in journals for one in journal.operations if one.key in everywhere)
     for operation in shared:
         count.update(operation.names)
@@ -45,7 +47,10 @@ def anchor(journals: Sequence[Journal]) -> str | None:
 
 
 def steps(journal: Journal, name: str) -> list[Step]:
-    """Cuts one rank's time where the last wait before the tensor comes ends, or, without one, where it comes."""
+    """Splits one rank's time at the end of the last wait before each submission of the tensor.
+
+    If there is no wait since the previous submission, the cut is at the submission itself.
+    """
     marks = [operation for operation in journal.operations if name in operation.names]
     if not marks:
         return []
@@ -57,6 +62,6 @@ def steps(journal: Journal, name: str) -> list[Step]:
 
 
 def _cut(ends: Sequence[float], after: float, until: float) -> float:
-    """The last of ascending times in between, or the end."""
+    """Returns the last of ascending times in (``after``, ``until``], or ``until`` if there is none."""
     place = bisect_right(ends, until)
     return ends[place - 1] if place and ends[place - 1] > after else until

@@ -1,4 +1,4 @@
-"""All ranks' steps together: where they went, and for whom they waited. Pure."""
+"""Summarizes the steps of all ranks: the breakdown of their time, and the ranks that came last. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Lateness", "Share", "Summary", "summarize"]
 
 
 class Share(NamedTuple):
-    """What one rank spends in a step on average over the steps in the middle; seconds by part."""
+    """One rank's average step over the middle steps, in seconds: its duration, and the time per category."""
 
     rank: int
     seconds: float
@@ -24,12 +24,16 @@ class Share(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication that nothing hid."""
+        """Seconds of communication that compute did not hide."""
         return self.seconds - self.spent[Part.COMPUTE]
 
 
 class Lateness(NamedTuple):
-    """How often a rank came last, how long after the one before as a rule, and what a step of the others lost by it."""
+    """How often one rank came last, and the cost of that.
+
+    ``times`` is the number of operations, ``share`` their fraction, ``behind`` the median delay after the rank before
+    it, and ``cost`` the waiting time per step, summed over the other ranks; both in seconds.
+    """
 
     rank: int
     times: int
@@ -39,10 +43,11 @@ class Lateness(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a timeline says.
+    """The summary of a timeline.
 
-    ``steps`` are the breakdowns of each step that all ranks have, by rank; ``middle`` the numbers of those whose length
-    is in the middle half, on which all averages are made; ``typical`` is the one of median length.
+    ``steps`` are the breakdowns by rank of each step that all ranks have; ``middle`` the numbers of the steps whose
+    length is in the middle half, over which the averages are taken; ``typical`` is the number of the step of median
+    length.
     """
 
     anchor: str
@@ -54,23 +59,23 @@ class Summary(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long a step takes."""
+        """Average duration of a step in seconds."""
         return mean(share.seconds for share in self.shares)
 
     def spent(self, part: Part) -> float:
-        """Seconds a step, averaged over the ranks."""
+        """Returns the seconds per step of a category, averaged over the ranks."""
         return mean(share.spent[part] for share in self.shares)
 
 
 def summarize(journals: Sequence[Journal], name: str | None = None) -> Summary | None:
-    """Takes all steps apart.
+    """Breaks all steps down and summarizes them.
 
     Args:
-        journals: one a rank.
-        name: the tensor that tells steps apart; by default one that repeats.
+        journals: one per rank.
+        name: the tensor that marks steps; by default the choice of `anchor`.
 
     Returns:
-        None if nothing repeats on all ranks.
+        the summary; None if no step is found on all ranks.
     """
     name = name or anchor(journals)
     if name is None:
@@ -85,7 +90,8 @@ def summarize(journals: Sequence[Journal], name: str | None = None) -> Summary |
     middle = order[len(order) // 4 : len(order) - len(order) // 4]
     shares = [_share([rows[number][place] for number in middle]) for place in range(len(journals))]
     since, until = rows[0][0].step.since, rows[-1][0].step.until
-    there = [coming for coming in come.values() if since <= coming.at <= until]  # not what came before the first step
+    # Operations before the first step do not count.
+    there = [coming for coming in come.values() if since <= coming.at <= until]
     late = _late(there, [one for number in middle for one in rows[number]], steps=len(middle))
     return Summary(name, rows, sorted(middle), order[len(order) // 2], shares, late)
 
@@ -96,7 +102,7 @@ def _share(found: Sequence[Breakdown]) -> Share:
 
 
 def _late(come: Iterable[Coming], found: Iterable[Breakdown], *, steps: int) -> list[Lateness]:
-    """Counts who came last; the dearest first."""
+    """Counts how often each rank came last; the rank with the highest cost comes first."""
     behind: defaultdict[int, list[float]] = defaultdict(list)
     for coming in come:
         if coming.rank >= 0:

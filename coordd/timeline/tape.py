@@ -1,6 +1,6 @@
-"""What happens on one rank, noted as cheaply as possible: a few numbers in a queue, which another thread writes out.
+"""The event buffer of one rank: a queue of small records that another thread writes to a file.
 
-Its one rule: who notes never waits. A full queue drops, and counts what it drops.
+One rule: a thread that records never waits. If the queue is full, items are dropped and counted.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from coordd.messages import Request
 __all__ = ["Cycle", "Deck", "Delivery", "Item", "Passage", "Pause", "Spot", "Tape"]
 
 _MOST = 50_000
-"""Items that wait to be written, at most."""
+"""Maximum number of items that wait to be written."""
 
 Returned = TypeVar("Returned")
 Spot = tuple[int, ...]
-"""What tells an operation from all others, on all ranks alike."""
+"""Identifies an operation; equal on all ranks."""
 
 
 class Passage(NamedTuple):
-    """How the tensors of one bucket travelled.
+    """The execution of one bucket.
 
-    ``spot`` is equal on all ranks, and no other operation has it. ``marks`` are when the bucket was put in line, when
-    its turn came, when each transfer began and ended, and when the results were where they belong. ``cargo`` are the
-    requests with the times at which they were submitted.
+    ``spot`` is equal on all ranks and unique to the operation. ``marks`` are the times when the bucket was queued, when
+    its turn came, when each transfer began and ended, and when the results were in place. ``cargo`` are the requests
+    with their submission times.
     """
 
     spot: Spot
@@ -37,7 +37,7 @@ class Passage(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A matched send or receive that has ended; ``spot``, the sender and its count, is equal on both ends."""
+    """A completed send or receive; ``spot``, the sender and its count, is equal on both ends."""
 
     word: str
     name: str
@@ -49,7 +49,7 @@ class Delivery(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """A framework thread that waited for an operation."""
+    """A wait of a framework thread for an operation."""
 
     thread: str
     name: str
@@ -58,7 +58,7 @@ class Pause(NamedTuple):
 
 
 class Cycle(NamedTuple):
-    """A pass of the daemon."""
+    """A cycle of the daemon."""
 
     since: float
 
@@ -67,54 +67,54 @@ Item = Passage | Delivery | Pause | Cycle
 
 
 class Tape:
-    """What has been noted and not yet written. Times are those of `time.monotonic`, in seconds."""
+    """The event buffer: recorded items that are not yet written. Times are those of `time.monotonic`, in seconds."""
 
     def __init__(self, *, cycles: bool = False, most: int = _MOST) -> None:
         """Starts empty.
 
         Args:
-            cycles: whether to note the daemon's cycles, too.
-            most: items that wait to be written.
+            cycles: whether to record the daemon's cycles too.
+            most: maximum number of items that wait to be written.
         """
         self.cycles = cycles
         self.dropped = 0
         self.filling = threading.Event()
-        """Set when it is time to write."""
+        """Set when the buffer is half full or the recording ends, to wake the writer before its period is over."""
         self._most = most
         self._items: deque[Item] = deque()
         self._open: dict[Spot, list[float]] = {}
 
     def queued(self, spot: Spot) -> None:
-        """Notes that an operation is in line."""
+        """Records that an operation is queued."""
         self._open[spot] = [time.monotonic()]
 
     def mark(self, spot: Spot) -> None:
-        """Notes that an operation has come further."""
-        if (marks := self._open.get(spot)) is not None:  # else it began before the tape did
+        """Records that an operation enters its next phase."""
+        if (marks := self._open.get(spot)) is not None:  # else the operation began before the recording
             marks.append(time.monotonic())
 
     def transfer(self, spot: Spot, steps: Generator[None, None, Returned]) -> Generator[None, None, Returned]:
-        """Carries steps out, and notes when they begin and end; if they end with False, nothing has happened."""
+        """Runs ``steps``, and records their start and end; if they return False, the operation is forgotten."""
         self.mark(spot)
         result = yield from steps
-        if result is False:  # some rank's word was invalid
+        if result is False:  # a rank voted invalid, so no data has moved
             self._open.pop(spot, None)
         self.mark(spot)
         return result
 
     def landed(self, spot: Spot, cargo: Iterable[tuple[Request, float]]) -> None:
-        """Notes that results are where they belong; to be called before anybody is told."""
+        """Records that the results are in place; must be called before the handles are notified."""
         if (marks := self._open.pop(spot, None)) is not None:
             marks.append(time.monotonic())
-            # What stands in for a rank that has joined was never submitted: it is there when it is wanted.
+            # The placeholder of a joined rank was never submitted: it counts as submitted when the bucket was queued.
             self._put(Passage(spot, marks, [(request, min(since, marks[0])) for request, since in cargo]))
 
     def delivered(self, word: str, name: str, peer: int, *, spot: Spot, nbytes: int, since: float) -> None:  # noqa: PLR0913 - a record
-        """Notes that a send or receive has ended."""
+        """Records that a send or receive has completed."""
         self._put(Delivery(word, name, peer, spot, nbytes, since, time.monotonic()))
 
     def pause(self, name: str) -> Callable[[], None]:
-        """Notes that this thread begins to wait; the result is to be called when it goes on."""
+        """Records that this thread starts to wait; returns a function to call when the wait ends."""
         since = time.monotonic()
 
         def end() -> None:
@@ -123,12 +123,12 @@ class Tape:
         return end
 
     def cycle(self) -> None:
-        """Notes a pass of the daemon, if that is wanted."""
+        """Records a cycle of the daemon, if cycles are recorded."""
         if self.cycles:
             self._put(Cycle(time.monotonic()))
 
     def drain(self) -> list[Item]:
-        """Removes and returns what has been noted."""
+        """Removes and returns the recorded items."""
         self.filling.clear()
         return [self._items.popleft() for _ in range(len(self._items))]
 
@@ -143,7 +143,7 @@ class Tape:
 
 
 class Deck:
-    """Where the tape is that runs, or none. All who note look here, so that nothing is spent while none runs."""
+    """Holds the active event buffer, or None; threads check it first, so that timelines cost nothing while off."""
 
     __slots__ = ("tape",)
 

@@ -1,4 +1,4 @@
-"""A summary on the terminal: what a step's time goes to on each rank, who came last, and which steps were slow."""
+"""Prints a timeline summary: each rank's breakdown of a step, the ranks that came last, and the slowest steps."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MARKS = {
     Part.TRANSFER: "=",
     Part.REST: ".",
 }
-"""What bars are drawn with: different marks, for there may be no colours, and plain ones, for any terminal has them."""
+"""Characters of the bars: different ones, because colours may be off, and ASCII, because every terminal has it."""
 _WIDTH = 14
 _SLOWEST = 5
 _LATEST = 8
 
 
 def headline(summary: Summary) -> str:
-    """The answer in a sentence."""
+    """Returns the summary in one sentence; times are in milliseconds."""
     compute = summary.spent(Part.COMPUTE)
     exposed = summary.seconds - compute
     parts = ", ".join(f"{_ms(summary.spent(part))} {part.value}" for part in Part if part is not Part.COMPUTE)
@@ -82,7 +82,7 @@ def _late(summary: Summary) -> Table:
 
 
 def _slowest(summary: Summary) -> Table:
-    """Shows the slowest steps, averaged over the ranks."""
+    """Returns the table of the slowest steps, averaged over the ranks."""
     table = _table("step", title="the slowest steps")
     table.add_column("latest", justify="right", no_wrap=True)
     order = sorted(range(len(summary.steps)), key=lambda number: -mean(one.seconds for one in summary.steps[number]))
@@ -108,7 +108,7 @@ def _cells(spent: Mapping[Part, float], seconds: float) -> list[str]:
 
 
 def _bar(spent: Mapping[Part, float], seconds: float) -> str:
-    """Draws the parts in their proportions, each rounded so that together they are as wide as all bars."""
+    """Draws the categories in proportion, rounded so that all bars have the same width."""
     text, drawn, reached = "", 0, 0.0
     for part, colour in _COLOURS.items():
         reached += spent[part]
@@ -119,7 +119,7 @@ def _bar(spent: Mapping[Part, float], seconds: float) -> str:
 
 
 def _culprit(found: Iterable[Breakdown]) -> str:
-    """The rank for which most time was lost."""
+    """Returns the rank that caused the most waiting time in a step, or ""."""
     pieces = [piece for one in found for piece in one.pieces if piece.part is Part.LATE and piece.spans]
     lost: dict[int, float] = {}
     for piece in pieces:

@@ -1,6 +1,6 @@
-"""One rank's file, read as far as it goes: what was cut off or damaged is left out, and counted.
+"""Reads one rank's timeline file; truncated or damaged lines are skipped and counted.
 
-Its one rule: it is read line by line and never held in memory, for a timeline may be long.
+One rule: the file is read line by line and never held in memory, because a timeline may be long.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _decode = msgspec.json.Decoder(Event).decode
 
 
 class Trace:
-    """What one rank has recorded.
+    """The recording of one rank.
 
     Attributes:
-        about: who it is: ``rank``, ``size``, ``host``, ``pid``, ``job``, and when it ``began``.
-        dropped: items that were never written, because there were too many.
-        damaged: lines that are no events.
-        first: when its first event begins, in microseconds of rank 0's clock; infinite if there is none.
+        about: metadata: ``rank``, ``size``, ``host``, ``pid``, ``job``, and the start time ``began``.
+        dropped: number of items that were dropped because the file could not be written fast enough.
+        damaged: number of lines that are not events.
+        first: start of the first event, in microseconds of rank 0's clock; infinite without events.
     """
 
     def __init__(self, path: Path) -> None:
-        """Looks a file through.
+        """Scans a file for its metadata.
 
         Raises:
-            TimelineError: it is not the file of a rank.
+            TimelineError: the file does not say which rank has written it.
         """
         self.path = path
         self.about: dict[str, Any] = {}
@@ -55,28 +55,28 @@ class Trace:
 
     @property
     def rank(self) -> int:
-        """Whose it is."""
+        """The rank that has written the file."""
         return int(self.about["rank"])
 
     @property
     def doubt(self) -> float:
-        """Seconds by which its times may be off, at most."""
+        """Maximum error of the times in seconds; infinite if the clock was never compared with rank 0's."""
         return max((reading.doubt for reading in self._readings), default=math.inf)
 
     @property
     def guessed(self) -> bool:
-        """Whether its clock was never compared with rank 0's."""
+        """Whether the clock was never compared with rank 0's."""
         return not self._readings
 
     def guess(self, origin: Trace) -> None:
-        """Where the clocks were never compared, takes the two hosts' time of day for equal."""
+        """If the clock was never compared, assumes that the two hosts' wall clocks agree."""
         if self.guessed:
             mine, other = self.about, origin.about
             self._guess = (mine["began"] - mine["clock"]) - (other["began"] - other["clock"])
             self.first += self._guess * 1e6
 
     def events(self) -> Iterator[Event]:
-        """Yields its events, in the time of rank 0's clock."""
+        """Yields the events, with times on rank 0's clock."""
         for event in self._events():
             if event.ph != "M":
                 event.ts += self._microseconds(event.ts)
@@ -106,7 +106,7 @@ class Trace:
 
 
 def offset(readings: Sequence[Reading], at: float) -> float:
-    """The seconds to add at a time: between two readings on a line, outside as at the nearest."""
+    """Returns the seconds to add at a time: interpolated between two readings, else that of the nearest reading."""
     place = bisect_right(readings, at, key=lambda reading: reading.at)
     before, after = readings[max(0, place - 1)], readings[min(place, len(readings) - 1)]
     if after.at <= before.at:
@@ -116,10 +116,10 @@ def offset(readings: Sequence[Reading], at: float) -> float:
 
 
 def find(folder: Path) -> list[Trace]:
-    """Reads the files of the job that has written last to a folder, by rank; those that do not say whose are left out.
+    """Reads the files of the job that wrote to a folder last, sorted by rank; unusable files are left out.
 
     Raises:
-        TimelineError: there are none, or none can be used.
+        TimelineError: there are no files, or no usable ones.
     """
     paths = sorted(folder.glob("rank.*.json"), key=lambda path: path.stat().st_mtime)
     if not paths:

@@ -1,7 +1,7 @@
-"""Writes one rank's tape to its file, once a second, on a thread of its own.
+"""Writes one rank's event buffer to its file, once a second, on a thread of its own.
 
-The file is a JSON array whose last bracket may be missing, one event a line: what has been written can be read whatever
-happens to the process. Its one rule: no trouble with the file is trouble for the training.
+The file is a JSON array, one event per line, whose last bracket may be missing: written events stay readable whatever
+happens to the process. One rule: problems with the file do not affect the training.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _AT_ONCE = 64 << 10
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Where a rank records."""
+    """Returns the path of a rank's recording."""
     return folder / f"rank.{rank}.json"
 
 
 class Writer:
-    """One recording of one rank: takes its tape off the deck if it cannot go on."""
+    """Writes one recording of one rank; on an error it removes its event buffer from the deck."""
 
     def __init__(
         self, folder: Path, tape: Tape, deck: Deck, about: dict[str, Any], *, after: Writer | None = None
     ) -> None:
-        """Starts to write.
+        """Starts the writer's thread.
 
         Args:
-            folder: is made if it is not there.
-            tape: what is written.
-            deck: where the tape runs.
-            about: says whose tape it is; with ``rank``, ``host`` and ``pid``.
-            after: what has to end before.
+            folder: folder of the file; created if it does not exist.
+            tape: the event buffer to write.
+            deck: the deck that holds the event buffer while recording.
+            about: metadata of the recording, with ``rank``, ``host`` and ``pid``.
+            after: an earlier writer that must end first.
         """
         self.path = rank_file(folder, about["rank"])
         self._tape = tape
@@ -59,16 +59,16 @@ class Writer:
         self._thread.start()
 
     def note(self, reading: Reading) -> None:
-        """Writes down how far the clock is from rank 0's."""
+        """Queues a clock reading to be written."""
         self._readings.append(reading)
 
     def end(self) -> None:
-        """Ends the file, soon."""
+        """Makes the thread write the remaining items and close the file."""
         self._ending = True
         self._tape.filling.set()
 
     def join(self, seconds: float | None = None) -> None:
-        """Waits until the file is complete, at most so long."""
+        """Waits until the file is complete, for at most ``seconds``."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -93,7 +93,7 @@ class Writer:
             sheet.write([self._scribe.reading(self._readings.pop(0))])
         for item in self._tape.drain():
             sheet.write(self._scribe.lines(item))
-            time.sleep(0)  # who trains need not wait until all are written
+            time.sleep(0)  # releases the GIL, so that training need not wait until all items are written
         if (dropped := self._tape.dropped) > self._told:
             if not self._told:
                 log.warning("the timeline cannot be written as fast as it grows: some of it is missing (%s)", self.path)
@@ -103,16 +103,16 @@ class Writer:
 
 
 class Sheet:
-    """The file: new, and nobody else's."""
+    """A new file that only this user can access."""
 
     def __init__(self, path: Path) -> None:
-        """Makes it, in place of what was there.
+        """Creates the file, replacing an existing one.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the file cannot be created.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # of an earlier run
+        path.unlink(missing_ok=True)  # the file of an earlier run
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         self._data = bytearray(b"[")
         self._between = b"\n"
@@ -136,10 +136,10 @@ class Sheet:
             self.flush()
 
     def flush(self) -> None:
-        """Hands over to the operating system what has been added.
+        """Writes the added events to the file.
 
         Raises:
-            OSError: it does not take it.
+            OSError: the write fails.
         """
         data, self._data = self._data, bytearray()
         view = memoryview(data)

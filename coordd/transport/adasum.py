@@ -1,13 +1,13 @@
-"""Adasum: a sum of gradients that keeps what is new in each of them.
+"""Adasum: a sum of gradients that keeps the component of each gradient that the others lack.
 
-Two gradients that point the same way are averaged, two that are orthogonal are added, and between the two it goes
-smoothly: ``(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b``. More than two are combined in pairs, then pairs of pairs, in
-the order of ranks; who has no partner waits for the next round. (Maleki et al., "Scaling distributed training with
-adaptive summation", 2020.)
+Two parallel gradients are averaged, two orthogonal ones are added, with a smooth transition in between: ``(1 - a·b /
+2|a|²) a + (1 - a·b / 2|b|²) b``. More than two are combined in pairs, then pairs of pairs, in rank order; a gradient
+without a partner waits for the next round. (Maleki et al., "Scaling distributed training with adaptive summation",
+2020.)
 
 However they are paired, the result is a weighted sum of the gradients, and the weights follow from their scalar
-products. So each member gets its slice of all gradients, the products of the slices are added up, and then every member
-adds up its slice: as many bytes travel as in an ordinary sum, for any number of members.
+products. So each member receives its slice of all gradients, the products of the slices are added up, and then every
+member computes the weighted sum of its slice: this moves as many bytes as an ordinary sum, for any number of members.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AT_ONCE = 1 << 16
 
 
 def weights(products: np.ndarray) -> np.ndarray:
-    """Finds the weight of each gradient in their adaptive sum.
+    """Returns the weight of each gradient in their adaptive sum.
 
     Args:
         products: float64 of shape (n, n), the scalar products of all pairs.
@@ -45,7 +45,7 @@ def _pair(left: np.ndarray, right: np.ndarray, products: np.ndarray) -> np.ndarr
 
 
 def _kept(both: float, own: float) -> float:
-    """The part of a gradient that is kept; all of one that is zero."""
+    """Returns the fraction of a gradient that is kept; 1 for a gradient of zero norm."""
     return 1.0 - both / (2.0 * own) if own > 0 else 1.0
 
 
@@ -66,7 +66,7 @@ def adasum(group: Group, array: np.ndarray, *, prescale: float, postscale: float
 
 
 def _products(rows: np.ndarray) -> np.ndarray:
-    """The scalar products of all pairs of rows, in double precision."""
+    """Returns the scalar products of all pairs of rows, in double precision."""
     found = np.zeros((len(rows), len(rows)))
     for start in range(0, rows.shape[1], _AT_ONCE):
         part = rows[:, start : start + _AT_ONCE].astype(np.float64)
@@ -75,7 +75,7 @@ def _products(rows: np.ndarray) -> np.ndarray:
 
 
 def _weighted(found: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The weighted sum of rows, in the order of ranks."""
+    """Returns the weighted sum of the rows, added in rank order."""
     total = rows[0] * rows.dtype.type(found[0])
     for weight, row in zip(found[1:], rows[1:], strict=True):
         total += row * rows.dtype.type(weight)

@@ -1,4 +1,4 @@
-"""The ranks of one host, as one of them sees them: their boards, their memory, and one operation's meeting point."""
+"""The ranks of one host as one of them sees them: boards, memory, and meeting points of operations."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _VALID, _INVALID = 1, -1
 
 
 class Commons:
-    """This rank's view of its host: global ranks, ascending, with this one among them."""
+    """This rank's view of its host: global ranks, ascending, including this rank."""
 
     def __init__(self, ranks: Sequence[int], rank: int, boards: Sequence[Board]) -> None:
-        """Takes the boards of all ranks of the host, in the order of the ranks."""
+        """Stores the boards of all ranks of the host, in rank order."""
         self.ranks = tuple(ranks)
         self.rank = rank
         self.boards = dict(zip(ranks, boards, strict=True))
@@ -35,12 +35,13 @@ class Commons:
         self._spare: dict[int, list[np.ndarray]] = {}
 
     def borrow(self, size: int) -> np.ndarray:
-        """Lends at least so many bytes of common memory, with anything in them.
+        """Returns a block of at least ``size`` bytes of shared memory, uninitialised.
 
-        An operation that others take part in must not fail here alone, so there is a reserve for want of descriptors.
+        An operation that other ranks take part in must not fail on this rank alone, so there is a reserve for the case
+        that file descriptors run out.
 
         Raises:
-            OSError: that has come to its end, too.
+            OSError: the reserve is used up, too.
         """
         rounded = 1 << max(size - 1, 4095).bit_length()
         if spare := self._spare.get(rounded):
@@ -52,21 +53,21 @@ class Commons:
             return self.heap.from_reserve(rounded)
 
     def give_back(self, block: np.ndarray) -> None:
-        """Takes back what `borrow` has lent, when nobody reads it any more."""
+        """Takes back a block that `borrow` returned, once no rank reads it any more."""
         self._spare.setdefault(block.size, []).append(block)
 
     def others(self, members: tuple[int, ...]) -> tuple[tuple[memoryview, ...], tuple[Board, ...]]:
-        """The words and the boards of all members but this rank."""
+        """Returns the words and the boards of all members but this rank."""
         if members not in self._others:
             boards = tuple(self.boards[member] for member in members if member != self.rank)
             self._others[members] = tuple(board.words for board in boards), boards
         return self._others[members]
 
     def meeting(self, slot: int, stamp: int, members: Sequence[int]) -> Meeting:
-        """Makes the meeting point of one operation.
+        """Creates the meeting point of one operation.
 
         Args:
-            slot: its place on the boards, equal on all members; stamps of a slot only grow.
+            slot: its slot on the boards, equal on all members; the stamps of a slot only grow.
             stamp: its number, equal on all members.
             members: global ranks of this host, ascending.
         """
@@ -75,7 +76,7 @@ class Commons:
         return found
 
     def block(self, rank: int, number: int) -> np.ndarray:
-        """Maps a neighbour's block of memory, once."""
+        """Returns a neighbour's block of memory; maps it on first use."""
         known = self._blocks[rank]
         if number not in known:
             board = self.boards[rank]
@@ -85,17 +86,17 @@ class Commons:
         return known[number]
 
     def close(self) -> None:
-        """Leaves; neighbours that still read keep what they have mapped."""
+        """Releases this rank's memory and boards; neighbours that still read keep their mappings."""
         self.heap.close()
         for board in self.boards.values():
             board.close()
 
 
 class Meeting:
-    """Where the members of one operation tell each other how far they are.
+    """Where the members of one operation publish their progress.
 
-    A member's progress is two counts of pieces: those that it has laid open, and those whose result it has handed out.
-    A member that is seen with a later stamp in this slot has finished this operation.
+    A member's progress is two counts of pieces: pieces that it has made readable, and pieces whose result it has
+    written. A member with a later stamp in this slot has finished this operation.
     """
 
     def __init__(
@@ -113,14 +114,14 @@ class Meeting:
         self._done = False
 
     def enter(self, *, word: bool = True) -> bool:
-        """Takes the slot, once all members have done with its former operation; says whether that is so.
+        """Takes the slot once all members have finished its previous operation; returns False if they have not.
 
         Args:
-            word: whether this rank takes part; if not, nothing must move anywhere.
+            word: whether this rank takes part; if not, no data must move on any rank.
 
         Raises:
-            RuntimeError: this rank has shown a later operation in the slot, so its neighbours would take this one for
-                finished.
+            RuntimeError: this rank has already published a later operation in the slot, so its neighbours would
+                consider this one finished.
         """
         if self._before is not None:
             if not self._before.over():
@@ -138,55 +139,55 @@ class Meeting:
         return True
 
     def over(self) -> bool:
-        """Says whether nobody uses this operation's memory any more."""
+        """Returns whether no rank uses this operation's memory any more."""
         return self._done and self.all_reduced(_EVERYTHING)
 
     def finish(self) -> None:
-        """Says that this rank has done with it."""
+        """Publishes that this rank has finished the operation."""
         self._done = True
         self.hand_out(_EVERYTHING)
 
     def lay_open(self, count: int) -> None:
-        """Tells the others that so many pieces of this rank can be read."""
+        """Publishes that the first ``count`` pieces of this rank can be read."""
         fence()
         self._words[self._base + _STAGED] = count
         ring_all(self._others)
 
     def hand_out(self, count: int) -> None:
-        """Tells the others that this rank's part of so many results has reached them."""
+        """Publishes that this rank has written its part of the first ``count`` results to the others."""
         fence()
         self._words[self._base + _REDUCED] = count
         ring_all(self._others)
 
     def all_open(self, count: int) -> bool:
-        """Says whether all others have laid so many pieces open."""
+        """Returns whether all others have made at least ``count`` pieces readable."""
         for words in self._theirs:  # noqa: SIM110 - a generator costs time, and this is asked again and again
             if self._count(words, _STAGED) < count:
                 return False
         return True
 
     def all_reduced(self, count: int) -> bool:
-        """Says whether all others have handed so many results out."""
+        """Returns whether all others have written at least ``count`` results."""
         for words in self._theirs:  # noqa: SIM110 - as above
             if self._count(words, _REDUCED) < count:
                 return False
         return True
 
     def words(self) -> bool | None:
-        """What the others say: False if one will not take part, True if all will, None if some are yet to come."""
+        """Returns the others' votes: False if any is invalid, True if all are valid, else None."""
         found = [self._count(words, _WORD) for words in self._theirs]
         if _INVALID in found:
             return False
         return True if all(found) else None
 
     def conclude(self, *, valid: bool) -> None:
-        """Tells the others what all hosts have agreed on; for the first member."""
+        """Publishes the vote that all hosts have agreed on; called by the first member."""
         fence()
         self._words[self._base + _VERDICT] = _VALID if valid else _INVALID
         ring_all(self._others)
 
     def verdict(self) -> bool | None:
-        """What the first member has told; None if it has not yet."""
+        """Returns the vote that the first member has published; None if it has not yet."""
         first = self.commons.boards[self.members[0]].words
         found = self._count(first, _VERDICT)
         return found > 0 if found else None
@@ -198,20 +199,20 @@ class Meeting:
         return _EVERYTHING if stamp > self.stamp else 0
 
     def inline(self, rank: int) -> memoryview:
-        """A member's few bytes in the slot itself."""
+        """Returns a member's inline bytes in the slot."""
         return self.commons.boards[rank].inline(self._slot)
 
     def place(self, leg: int, place: tuple[int, int] | None) -> None:
-        """Writes where this rank's array lies in common memory, as block and offset; None if it does not."""
+        """Publishes the block and offset of this rank's array; None if it lies outside shared memory."""
         at = self._base + _PLACES + 2 * leg
         self._words[at], self._words[at + 1] = place or (-1, 0)
 
     def has_place(self, member: int, leg: int) -> bool:
-        """Says whether a member's array lies in common memory."""
+        """Returns whether a member's array lies in shared memory."""
         return self._place(member, leg)[0] >= 0
 
     def place_of(self, member: int, leg: int) -> np.ndarray:
-        """Returns the bytes of a member from where its array, or its ring, lies in common memory."""
+        """Returns a member's shared memory as bytes, from the start of its array or its ring."""
         block, offset = self._place(member, leg)
         return self.commons.block(self.members[member], block)[offset:]
 
@@ -222,9 +223,9 @@ class Meeting:
 
 
 class FencedMeeting(Meeting):
-    """A meeting on a processor that may read in another order than the program says, as ARM does.
+    """A meeting on a processor that may reorder reads, such as ARM.
 
-    A count is read after the stamp that says whose it is, and what it speaks of is read after the count.
+    A count is read after the stamp that it belongs to, and the data that it refers to is read after the count.
     """
 
     def _count(self, words: memoryview, which: int) -> int:
@@ -242,8 +243,8 @@ class Sharing(NamedTuple):
     """Which ranks share memory.
 
     Attributes:
-        hosts: a name for every rank; those of one name see each other's memory, and know each other's process numbers.
-        commons: the memory of this rank's host; None if there is a rank anywhere that has none to share.
+        hosts: a name for every rank; ranks of one name can map each other's memory and know each other's process ids.
+        commons: the shared memory of this rank's host; None if any rank of the job cannot share memory.
     """
 
     hosts: tuple[str, ...]
@@ -251,16 +252,16 @@ class Sharing(NamedTuple):
 
 
 def share(gather: Callable[[Any], list[Any]], machines: Sequence[str], rank: int, bell: int) -> Sharing:
-    """Finds out who shares memory; all ranks of the world call it.
+    """Determines which ranks share memory; all ranks of the world must call it.
 
-    Names prove nothing: two containers may have one name and one kernel. So each rank puts a number into its memory
-    that cannot be guessed, and its neighbours look for it there.
+    Host names are not sufficient: two containers may have the same name and one kernel. So each rank puts an
+    unguessable number into its memory, and its neighbours look for it there.
 
     Args:
         gather: exchanges one small value with all ranks.
-        machines: names of what ranks run on; those of different names are not tried.
-        rank: this one.
-        bell: the descriptor whose writing wakes this rank's daemon.
+        machines: the machine name of every rank; ranks of different machines are not tried.
+        rank: this rank.
+        bell: the descriptor that wakes this rank's daemon when written to.
     """
     mine, card = _own_board(bell)
     boards = {} if mine is None else {rank: mine}
@@ -283,16 +284,16 @@ def share(gather: Callable[[Any], list[Any]], machines: Sequence[str], rank: int
 
 
 def join(gather: Callable[[Any], list[Any]], hosts: Sequence[str], rank: int, bell: int) -> Commons | None:
-    """Meets the ranks of this host, where it is known already which those are; all ranks of the world call it.
+    """Connects the ranks of this host when the hosts are already known; all ranks of the world must call it.
 
     Args:
         gather: exchanges one small value with all ranks.
         hosts: the host of every rank.
-        rank: this one.
-        bell: the descriptor whose writing wakes this rank's daemon.
+        rank: this rank.
+        bell: the descriptor that wakes this rank's daemon when written to.
 
     Returns:
-        None if there are ranks anywhere that cannot see their neighbours' memory, for all must go the same way.
+        None if any rank of the job cannot map its neighbours' memory: all ranks make the same choice.
     """
     found, commons = share(gather, hosts, rank, bell)
     if found == tuple(hosts) or commons is None:
@@ -302,9 +303,9 @@ def join(gather: Callable[[Any], list[Any]], hosts: Sequence[str], rank: int, be
 
 
 def _hosts(machines: Sequence[str], seen: Sequence[Sequence[int] | None]) -> tuple[str, ...]:
-    """Names the host of each rank, given whom it sees: those of one machine that all see each other are together.
+    """Returns the host name of each rank: ranks of one machine that can all map each other's memory form a host.
 
-    Where a rank has no memory to show, nothing says that it is elsewhere.
+    A rank without shared memory counts as being on the same host: nothing shows that it is elsewhere.
     """
     together: dict[str, list[list[int]]] = {}
     hosts = []
@@ -319,7 +320,7 @@ def _hosts(machines: Sequence[str], seen: Sequence[Sequence[int] | None]) -> tup
 
 
 def _mutual(rank: int, group: Sequence[int], seen: Sequence[Sequence[int] | None]) -> bool:
-    """Whether a rank and all ranks of a group see each other."""
+    """Returns whether a rank and all ranks of a group can map each other's memory."""
     sights = {other: seen[other] for other in (rank, *group)}
     return all(
         sight is None or sights[other] is None or other in sight
@@ -330,7 +331,7 @@ def _mutual(rank: int, group: Sequence[int], seen: Sequence[Sequence[int] | None
 
 
 def _own_board(bell: int) -> tuple[Board, Card] | tuple[None, None]:
-    """Makes this rank's board; without one where the system has no such memory, or no ``/proc`` to find it."""
+    """Creates this rank's board; (None, None) if the system has no such memory, or no ``/proc`` to find it."""
     if not hasattr(os, "memfd_create"):
         return None, None
     try:
@@ -340,7 +341,7 @@ def _own_board(bell: int) -> tuple[Board, Card] | tuple[None, None]:
 
 
 def _boards_of(rank: int, machines: Sequence[str], cards: Sequence[Card | None]) -> dict[int, Board]:
-    """Maps the boards of those ranks of this machine whose memory can be seen from here."""
+    """Maps the boards of the ranks of this machine whose memory can be mapped from here."""
     found = {}
     for other, card in enumerate(cards):
         if other != rank and machines[other] == machines[rank] and card is not None:

@@ -1,7 +1,7 @@
-"""Collectives in which every member gets something else from each of the others, over a lane.
+"""Collectives in which every member receives different data from each of the others, over a lane.
 
-Their messages are pieces: both ends of a pair know its bytes, so both know how many pieces there are, and what is empty
-does not travel.
+Messages are sent in pieces: both ends of a pair know the number of bytes, so both know the number of pieces; empty
+pieces are not sent.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["counts", "cut", "exchange", "reduce_scatter"]
 
 
 def cut(array: np.ndarray, count: int) -> list[np.ndarray]:
-    """Cuts a flat array into consecutive slices of nearly equal size, one a member."""
+    """Cuts a flat array into consecutive slices of nearly equal size, one per member."""
     bounds = [array.size * index // count for index in range(count + 1)]
     return [array[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def counts(group: Group, told: np.ndarray, heard: np.ndarray) -> Steps:
-    """Tells each member one number, and hears one from each, over a tag that nothing else of an operation has."""
+    """Sends one number to each member and receives one from each, under a tag that no other message uses."""
     places = range(group.size)
     return _swap(group, [told[at : at + 1] for at in places], [heard[at : at + 1] for at in places], group.tag(0, 1))
 
@@ -33,8 +33,8 @@ def exchange(group: Group, outgoing: Sequence[np.ndarray], incoming: Sequence[np
 
     Args:
         group: the members.
-        outgoing: by member, in any size; what is for this one itself stays here.
-        incoming: by member, in the sizes that those send.
+        outgoing: by member, of any size; the array for this member itself is not sent.
+        incoming: by member, of the sizes that those members send.
     """
     sent, received = [array.view(np.uint8) for array in outgoing], [array.view(np.uint8) for array in incoming]
     longest = max((array.size for index in group.others() for array in (sent[index], received[index])), default=0)
@@ -54,19 +54,19 @@ def _part(arrays: Sequence[np.ndarray], start: int, length: int) -> list[np.ndar
 
 
 def _swap(group: Group, outgoing: Sequence[np.ndarray], incoming: Sequence[np.ndarray], tag: int) -> Steps:
-    """Sends to each and receives from each, once."""
+    """Sends one array to each other member and receives one from each; empty arrays are skipped."""
     tickets = [group.receive(incoming[peer], peer, tag) for peer in group.others() if incoming[peer].size]
     tickets += [group.send(outgoing[peer], peer, tag) for peer in group.others() if outgoing[peer].size]
     yield from group.finish(tickets)
 
 
 def reduce_scatter(group: Group, slices: Sequence[np.ndarray], result: np.ndarray, reduction: Reduction) -> Steps:
-    """Reduces every member's slice of everybody's array; nobody's array changes.
+    """Reduces every member's slice of all members' arrays; no member's array changes.
 
     Args:
         group: the members.
-        slices: this rank's flat contiguous array, cut into one slice a member; equally long on all.
-        result: as long as this rank's slice.
+        slices: this rank's flat contiguous array, cut into one slice per member; of equal lengths on all members.
+        result: of the length of this rank's slice.
         reduction: the arithmetic.
     """
     itemsize = result.itemsize
@@ -83,7 +83,7 @@ def reduce_scatter(group: Group, slices: Sequence[np.ndarray], result: np.ndarra
 def _reduce_round(
     group: Group, outgoing: Sequence[np.ndarray], result: np.ndarray, reduction: Reduction, tag: int
 ) -> Steps:
-    """One piece of every slice."""
+    """Reduces one piece of every slice."""
     if reduction.scales:
         outgoing = [part.copy() for part in outgoing]
         for part in outgoing:

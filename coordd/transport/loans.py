@@ -1,8 +1,8 @@
-"""Memory that changes hands: what a rank has written there, a neighbour reads where it lies, and gives back.
+"""Zero-copy blocks: a neighbour reads a rank's data in the memory where it lies, and then returns the block.
 
-A block begins with one word: whether a neighbour has what follows. The owner sets it before it tells of the block; the
-neighbour clears it with the last view of the contents. So nothing is copied, nobody is woken to say that it was read,
-and the same pages are used again and again.
+A block begins with one state word: whether a neighbour is using the contents. The owner sets it before it sends a note
+about the block; the neighbour clears it when the last view of the contents is freed. So nothing is copied, no rank is
+woken up to learn that the block was read, and the same pages are reused.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from coordd.transport.segments import attach, lasting, made_private
 __all__ = ["Loan", "Loans", "blank"]
 
 _ALIGNMENT = 64
-_HEAD_BYTES = _ALIGNMENT  # of which the word takes eight
+_HEAD_BYTES = _ALIGNMENT  # the state word takes eight of them
 _FREE, _LENT, _RETIRED = 0, 1, 2
 _PAGE_BYTES = 4096
-_FINENESS = 3  # blocks are rounded up by an eighth at most, so that one is fit for what is nearly as large
-_MOST_BLOCKS = 256  # each keeps a file open, of which a process may have 1024 by default
+_FINENESS = 3  # sizes are rounded up by an eighth at most, so that a block can be reused for a slightly different size
+_MOST_BLOCKS = 256  # each keeps a file descriptor open; the default limit of a process is 1024
 
 
 class Loan(NamedTuple):
-    """How a neighbour finds a block: its number, which no other of this owner ever has, where it is, and its bytes."""
+    """How a neighbour finds a block: a number that its owner never reuses, the descriptor, the size in bytes."""
 
     number: int
     descriptor: int
@@ -38,7 +38,7 @@ class Loan(NamedTuple):
 
 
 class _Block:
-    """A block of one's own."""
+    """A block that this rank owns."""
 
     def __init__(self, number: int, size: int) -> None:
         self.memory, descriptor = lasting(size)
@@ -53,28 +53,28 @@ class _Block:
 
 
 def blank(nbytes: int) -> np.ndarray:
-    """Allocates flat memory of this process, at a multiple of 64, with anything in it."""
+    """Allocates flat process-private memory, aligned to 64 bytes, uninitialised."""
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + nbytes]
 
 
 class Loans:
-    """One rank's blocks, and those of its neighbours that it has seen."""
+    """One rank's own blocks, and the blocks of its neighbours that it has mapped."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
-        """Starts empty; ``pids`` are the processes of the ranks of this host."""
+        """Starts empty; ``pids`` are the process ids of the ranks of this host."""
         self._pids = pids
         self._lock = threading.Lock()
         self._made = 0
-        self._own: list[_Block] = []  # the one used last is the last
+        self._own: list[_Block] = []  # least recently used first
         self._seen: dict[tuple[int, int], np.ndarray] = {}
         close_in_children(self)
 
     def blank(self, nbytes: int) -> np.ndarray:
-        """Allocates memory like that, which can be lent once; for any thread.
+        """Allocates memory like the function `blank`, which can be lent once; callable from any thread.
 
-        Where no more can be had in common, it is this process's own, and travels as any other array does.
+        If no more shared memory is available, the memory is process-private, and is sent like any other array.
         """
         if not self._pids:
             return blank(nbytes)
@@ -89,7 +89,10 @@ class Loans:
             return array
 
     def lend(self, array: np.ndarray) -> Loan | None:
-        """Hands over what `blank` has returned, which this rank must not touch any more; None for any other array."""
+        """Lends an array that `blank` returned; this rank must not touch it any more.
+
+        Returns None for any other array.
+        """
         with self._lock:
             for block in self._own:
                 if block.writer is not None and block.writer() is array and block.word[0] == _FREE:
@@ -99,10 +102,10 @@ class Loans:
         return None
 
     def take(self, rank: int, loan: Loan, nbytes: int) -> np.ndarray:
-        """Returns what a neighbour has lent; given back with the last view of it.
+        """Returns the contents of a block that a neighbour has lent; freeing the last view of them returns the block.
 
         Raises:
-            OSError: the neighbour's memory cannot be seen.
+            OSError: the neighbour's memory cannot be mapped.
         """
         memory = self._seen.get((rank, loan.number))
         if memory is None:
@@ -114,11 +117,11 @@ class Loans:
 
     @property
     def size(self) -> int:
-        """Bytes of one's own blocks."""
+        """Bytes of this rank's own blocks."""
         return sum([block.loan.size for block in self._own])
 
     def close(self) -> None:
-        """Takes this process's hold off; who has a view of a block keeps it."""
+        """Closes this process's descriptors; existing views of a block stay valid."""
         with self._lock:
             for block in self._own:
                 os.close(block.loan.descriptor)
@@ -126,14 +129,14 @@ class Loans:
         self._seen.clear()
 
     def close_in_child(self) -> None:
-        """Has what a forked child reads and writes where messages lie be its own, as all other memory is."""
+        """Makes the blocks that a forked child may still read or write private to it, as all other memory is."""
         mine = [block.memory for block in self._own if block.writer is not None and block.writer() is not None]
         taken = [memory for memory in self._seen.values() if memory[:8].view(np.int64)[0] == _LENT]
         for memory in (*mine, *taken):
             made_private(memory)
 
     def _found(self, size: int) -> _Block | None:
-        """Finds a free block that is large enough, and not twice as large as that; or makes one."""
+        """Returns a free block that is large enough, at most about twice as large, or a new one; else None."""
         fit = [block for block in self._own if size <= block.loan.size <= 2 * max(size, _PAGE_BYTES) and block.free]
         if fit:
             return min(fit, key=lambda block: block.loan.size)
@@ -149,7 +152,10 @@ class Loans:
         return self._own[-1]
 
     def _retire(self, coming: int) -> None:
-        """Frees what has lain idle for longest, lest idle blocks, of sizes that do not come again, outgrow the rest."""
+        """Frees the least recently used idle blocks.
+
+        Otherwise idle blocks, of sizes that are not needed again, would outgrow the rest.
+        """
         idle = [block for block in self._own if block.free]
         excess = 2 * sum([block.loan.size for block in idle]) - self.size - coming
         for block in idle:
@@ -162,15 +168,18 @@ class Loans:
 
 
 def _contents(memory: np.ndarray, nbytes: int) -> np.ndarray:
-    """Views a block's contents; views of what is returned keep just that alive, and so its end is theirs."""
+    """Returns a view of a block's contents.
+
+    Views of the returned array keep only that array alive, so it is finalized last.
+    """
     return np.frombuffer(memory[_HEAD_BYTES : _HEAD_BYTES + nbytes].data, np.uint8)
 
 
 def _give_back(word: Any, pid: int) -> None:
-    """Clears the word: the last thing that happens here. A forked child has nothing to give back.
+    """Clears the state word when the last view is freed. A forked child has nothing to return.
 
-    There is no `fence`, for that takes a lock, and whoever holds it may be collecting garbage just now.
+    It does not call `fence`, which takes a lock: the thread that holds that lock may be running the garbage collector.
     """
     if os.getpid() == pid:
-        release()  # what was read here was read before the owner writes something else
+        release()  # all reads here happen before the owner's next writes
         word[0] = _FREE

@@ -1,6 +1,6 @@
-"""The local data plane: ranks as threads of one process, and the world of one.
+"""In-process data plane: ranks as threads of one process, and a world of one rank.
 
-Sends and receives meet in a shared mailbox; the receiver copies straight out of the sender's array.
+Sends and receives are matched in a shared mailbox; the receiver copies straight out of the sender's array.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TAGS = 1 << 30
 
 
 class _Message:
-    """Half of a transfer, waiting for the other half."""
+    """One side of a transfer that waits for the other side."""
 
     __slots__ = ("array", "complete", "partner", "source", "wake")
 
@@ -42,19 +42,19 @@ class LocalLane:
         self._wake = wake
 
     def isend(self, array: np.ndarray, destination: int, tag: int) -> Ticket:
-        """Hands a flat array to whoever receives it."""
+        """Starts the send of a flat array."""
         message = _Message(array, self._rank, self._wake)
         self._mailbox.send(message, destination, tag)
         return message
 
     def irecv(self, array: np.ndarray, source: int, tag: int) -> Ticket:
-        """Asks for a message."""
+        """Starts a receive."""
         message = _Message(array, source, self._wake)
         self._mailbox.receive(message, self._rank, tag)
         return message
 
     def done(self, tickets: Sequence[Ticket]) -> bool:
-        """Says whether all transfers have been made."""
+        """Returns whether all transfers are complete."""
         return all(ticket.complete for ticket in tickets)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -90,7 +90,7 @@ class _Mailbox:
         mine: dict[tuple[int, int], deque[_Message]],
         theirs: dict[tuple[int, int], deque[_Message]],
     ) -> None:
-        """Completes a transfer if its other half is here, else leaves this half for it."""
+        """Completes a transfer if its other side is present, else queues this side."""
         with self._lock:
             queue = theirs.get(key, ())
             partner = next(
@@ -134,11 +134,11 @@ class LocalTransport:
         return self._world.gather(self.rank, value)
 
     def close(self, *, failed: bool) -> None:
-        """Leaves; there is nothing to free."""
+        """Does nothing; there is nothing to free."""
 
 
 class LocalWorld:
-    """What the ranks of one process share."""
+    """The state that the ranks of one process share."""
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -148,7 +148,7 @@ class LocalWorld:
         self._barrier = threading.Barrier(size)
 
     def join(self, rank: int, wake: Callable[[], None] = lambda: None) -> LocalTransport:
-        """Makes the data plane of one rank; ``wake`` is called when something arrives for it."""
+        """Creates the data plane of one rank; ``wake`` is called when something arrives for it."""
         return LocalTransport(self, rank, wake)
 
     def gather(self, rank: int, value: Any) -> list[Any]:

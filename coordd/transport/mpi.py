@@ -1,7 +1,7 @@
-"""The MPI data plane, by mpi4py: any MPI library, one thread, non-blocking calls only.
+"""MPI data plane over mpi4py: any MPI library, one thread, non-blocking calls only.
 
-MPI is initialised here, by the daemon's thread, unless the script has done so; it is finalised when the interpreter
-exits, and never after a failure, because ``MPI_Finalize`` may then wait for ever, nor while a thread is still inside.
+The daemon's thread initialises MPI here, unless the script has done so. MPI is finalised when the interpreter exits,
+but never after a failure, because ``MPI_Finalize`` may then wait for ever, nor while a thread is still inside MPI.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coordd.transport.protocol import Ticket
 __all__ = ["MpiTransport", "launched_ranks"]
 
 _NO_SHARED_MEMORY = {"OMPI_MCA_btl": "^sm", "MPIR_CVAR_NOLOCAL": "1", "I_MPI_FABRICS": "ofi"}
-"""What tells Open MPI, MPICH and Intel MPI to treat ranks of one host as ranks of several."""
+"""Settings that make Open MPI, MPICH and Intel MPI treat ranks of one host like ranks of several hosts."""
 _NO_PORTS = {"OMPI_MCA_btl": "^tcp"}
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
@@ -39,16 +39,16 @@ class MpiLane:
         self.tags: int = min(communicator.Get_attr(mpi.TAG_UB), 1 << 30) + 1
 
     def isend(self, array: np.ndarray, destination: int, tag: int) -> Ticket:
-        """Starts to send; bytes, because MPI does not know every type that we do."""
+        """Starts a send; as bytes, because MPI does not know every dtype that coordd supports."""
         return self._communicator.Isend((array.view(np.uint8), self._mpi.BYTE), destination, tag)
 
     def irecv(self, array: np.ndarray, source: int, tag: int) -> Ticket:
-        """Starts to receive."""
+        """Starts a receive."""
         source = self._mpi.ANY_SOURCE if source < 0 else source
         return self._communicator.Irecv((array.view(np.uint8), self._mpi.BYTE), source, tag)
 
     def done(self, tickets: Sequence[Ticket]) -> bool:
-        """Drives MPI."""
+        """Drives MPI; returns whether all messages are complete."""
         return bool(self._test_all(tickets))
 
     def cancel(self, ticket: Ticket) -> None:
@@ -57,19 +57,19 @@ class MpiLane:
         ticket.Free()
 
     def free(self) -> None:
-        """Gives the communicator back, in step with the other ranks."""
+        """Frees the communicator, in step with the other ranks."""
         self._communicator.Free()
 
 
 class MpiTransport:
-    """All ranks of ``MPI_COMM_WORLD``, on two communicators of our own."""
+    """All ranks of ``MPI_COMM_WORLD``, on two communicators of coordd's own."""
 
     def __init__(self) -> None:
         """Joins the other ranks; blocks until they are there.
 
         Raises:
-            StartError: mpi4py is missing, or the MPI library does not fit the launcher or allows no threads.
-            PeerError: one of these holds on another rank.
+            StartError: mpi4py is missing, or the MPI library does not match the launcher or does not allow threads.
+            PeerError: one of these conditions holds on another rank.
         """
         _users.add(self)
         try:
@@ -96,7 +96,8 @@ class MpiTransport:
     def gather(self, value: Any) -> list[Any]:
         """Exchanges one small value with all ranks; blocks.
 
-        Up a binomial tree and down again, by messages: Open MPI's own collectives hang where two hosts have one name.
+        Goes up a binomial tree and down again with messages: Open MPI's own collectives hang if two hosts have the same
+        name.
         """
         known = {self.rank: value}
         below, step = [], 1
@@ -123,13 +124,13 @@ class MpiTransport:
 
 
 _users: set[MpiTransport] = set()
-"""Those that some thread may still use: it may be inside MPI, even inside its initialisation."""
+"""Transports that a thread may still use: it may be inside MPI, even inside its initialisation."""
 _begun = False
 _abandoned = False
 
 
 def _library() -> Any:
-    """Imports mpi4py and initialises MPI with threads, once a process."""
+    """Imports mpi4py and initialises MPI with thread support, once per process."""
     try:
         import mpi4py
     except ImportError as error:
@@ -148,10 +149,10 @@ def _library() -> Any:
 
 
 def _check(mpi: Any, size: int) -> None:
-    """Refuses an MPI library that does not fit.
+    """Checks that the MPI library fits.
 
     Raises:
-        StartError: naming what to do.
+        StartError: it does not; the text says what to do.
     """
     if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         text = (
@@ -170,12 +171,13 @@ def _check(mpi: Any, size: int) -> None:
 
 
 def _initialise(mpi: Any) -> None:
-    """Initialises MPI with threads; waits for the other ranks, but lets this process's other threads go on.
+    """Initialises MPI with thread support; waits for the other ranks, but lets this process's other threads run.
 
-    mpi4py's own call keeps Python's lock while it waits, so that nobody could give up, be interrupted, or be asked.
+    mpi4py's own call holds the GIL while it waits, so no other thread could give up, handle an interrupt, or answer a
+    status query.
 
     Raises:
-        StartError: MPI gives an error.
+        StartError: MPI returns an error.
     """
     begin = getattr(ctypes.CDLL(mpi.__file__), "MPI_Init_thread", None)
     if begin is None:  # linked in such a way that its functions cannot be found
@@ -183,18 +185,20 @@ def _initialise(mpi: Any) -> None:
         return
     if code := begin(None, None, ctypes.c_int(mpi.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int())):
         raise StartError(f"MPI cannot be initialised: {mpi.Get_error_string(code)}")
-    for communicator in (mpi.COMM_WORLD, mpi.COMM_SELF):  # as mpi4py does, whose errors are exceptions
+    for communicator in (mpi.COMM_WORLD, mpi.COMM_SELF):  # as mpi4py does; it turns errors into exceptions
         communicator.Set_errhandler(mpi.ERRORS_RETURN)
 
 
 @contextmanager
 def _fitting_ways() -> Iterator[None]:
-    """Has MPI use the ways between ranks that there are, while it is initialised; what the user has set stays.
+    """Makes MPI use the transports that exist between the ranks while it is initialised.
 
-    MPI believes its launcher that ranks are on one host. Where each is in a container of its own, two of them may have
-    the same process number, after which Open MPI names its memory, and both would write to the same. Else, where all
-    ranks are on one host, Open MPI needs no TCP port: every rank would listen on all interfaces, and accept connections
-    of anybody until it has no descriptor left.
+    The user's settings take precedence.
+
+    MPI trusts its launcher that ranks are on one host. If each rank is in a container of its own, two of them may have
+    the same process id, from which Open MPI derives the name of its shared memory, and both would write to the same
+    memory. Otherwise, if all ranks are on one host, Open MPI needs no TCP port: every rank would listen on all
+    interfaces and accept connections from any process until it has no descriptor left.
     """
     if _contained(Path("/proc/1/environ"), os.environ):
         wanted = _NO_SHARED_MEMORY
@@ -217,13 +221,13 @@ def _fitting_ways() -> Iterator[None]:
 
 
 def _all_here(environment: Mapping[str, str]) -> bool:
-    """Says whether Open MPI's launcher has started all ranks on this host."""
+    """Returns whether Open MPI's launcher has started all ranks on this host."""
     size, local = (environment.get(f"OMPI_COMM_WORLD_{name}", "") for name in ("SIZE", "LOCAL_SIZE"))
     return size == local != ""
 
 
 def _shares_memory_files(process: int) -> bool:
-    """Says whether this process has the ``/dev/shm`` of those that have started it, as far as it may look at them."""
+    """Returns whether this process has the same ``/dev/shm`` as its ancestor processes, as far as it may see theirs."""
     with suppress(OSError, IndexError, ValueError):
         own = Path("/dev/shm").stat().st_dev  # noqa: S108 - where Open MPI's memory lies
         while process:
@@ -234,22 +238,22 @@ def _shares_memory_files(process: int) -> bool:
 
 
 def _contained(first: Path, environment: Mapping[str, str]) -> bool:
-    """Says whether the first process of this container is one that the MPI launcher has started, as this rank.
+    """Returns whether the first process of this container was started by the MPI launcher as this rank.
 
     Args:
-        first: the environment of that process, as the kernel shows it.
-        environment: this process's.
+        first: the environment of that process, a file in ``/proc``.
+        environment: this process's environment.
     """
     numbers = [f"{name}={environment[name]}" for name in _RANK_VARIABLES if name in environment]
     try:
         found = first.read_bytes().split(b"\0")
-    except OSError:  # another user's: no container of this rank
+    except OSError:  # owned by another user: not a container of this rank
         return False
     return any(number.encode() in found for number in numbers)
 
 
 def _finalize(pid: int) -> None:
-    """Ends MPI at exit, in the process that began it, unless a thread is still inside it."""
+    """Finalises MPI at exit, in the process that initialised it, unless a thread is still inside it."""
     if os.getpid() != pid:
         return
     if _users:
@@ -262,7 +266,10 @@ def _finalize(pid: int) -> None:
 
 
 def _skip_exit_handlers() -> None:
-    """Has the process end right after the interpreter: libraries' exit handlers would free what MPI still uses."""
+    """Ends the process right after the interpreter.
+
+    The exit handlers of libraries would free memory that MPI still uses.
+    """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):  # of glibc; what is registered last is called first, with the exit status
+    if hasattr(libc, "on_exit"):  # glibc only; handlers run last registered first, with the exit status
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)  # noqa: SLF001 - that is its name

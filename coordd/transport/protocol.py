@@ -1,7 +1,7 @@
-"""What a data plane must offer: non-blocking messages between ranks, nothing more.
+"""Interface of a data plane: non-blocking messages between ranks, nothing more.
 
 Collectives, pipelines and the mailbox are built on these four methods, so a new data plane is about a hundred lines.
-Its one rule: no method ever blocks, and all are called by one thread.
+One rule: no method of a lane ever blocks, and all are called by one thread.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import numpy as np
 __all__ = ["ANY", "Lane", "Ticket", "Transport"]
 
 ANY = -1
-"""As a source: from any rank."""
+"""As a source: any rank."""
 
 Ticket = Any
 """One message in flight; opaque."""
 
 
 class Lane(Protocol):
-    """A space of messages that cannot be confused with another lane's.
+    """A space of messages that is separate from other lanes.
 
     Messages of equal source, destination and tag arrive in the order in which they were sent.
     """
 
     @property
     def tags(self) -> int:
-        """Tags run from 0 to this number, exclusive."""
+        """Number of tags; they run from 0 to this number, exclusive."""
         ...
 
     def isend(self, array: np.ndarray, destination: int, tag: int) -> Ticket:
-        """Starts to send a contiguous array, which must not change until the ticket is done."""
+        """Starts the send of a contiguous array, which must not change until the ticket is done."""
         ...
 
     def irecv(self, array: np.ndarray, source: int, tag: int) -> Ticket:
-        """Starts to receive into a contiguous array, whose size must be at least the message's."""
+        """Starts a receive into a contiguous array, which must be at least as large as the message."""
         ...
 
     def done(self, tickets: Sequence[Ticket]) -> bool:
-        """Drives the network, and says whether all these messages are complete.
+        """Drives the network; returns whether all these messages are complete.
 
         Raises:
             Exception: the network failed; nothing on it can be trusted any more.
@@ -48,7 +48,7 @@ class Lane(Protocol):
         ...
 
     def cancel(self, ticket: Ticket) -> None:
-        """Withdraws a receive that nobody will match."""
+        """Withdraws a receive that no send will match."""
         ...
 
 
@@ -70,18 +70,18 @@ class Transport(Protocol):
 
     @property
     def collective(self) -> Lane:
-        """For collectives."""
+        """The lane for collectives."""
         ...
 
     @property
     def matched(self) -> Lane:
-        """For sends and receives."""
+        """The lane for sends and receives."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """Exchanges one small picklable value with all ranks; blocks; used only to find each other."""
+        """Exchanges one small picklable value with all ranks; blocks; used only while ranks connect."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Leaves: in step with the other ranks, or, where the job has failed, without waiting for anybody."""
+        """Closes the transport in step with the other ranks or, after a failure, without waiting for any rank."""
         ...

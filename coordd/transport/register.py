@@ -1,4 +1,4 @@
-"""The data planes by name: two of our own, and what other packages announce as entry points."""
+"""Registry of data planes by name: the built-in ones, and entry points of other packages."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from coordd.errors import ConfigError
 __all__ = ["announced", "require"]
 
 _GROUP = "coordd.transports"
-_OWN = ("auto", "local", "mpi")  # known without a look at what is installed, which takes a while
+_OWN = ("auto", "local", "mpi")  # known without a scan of the installed packages, which is slow
 
 
 def announced() -> dict[str, EntryPoint]:
-    """Finds what is announced."""
+    """Returns the registered entry points by name."""
     return {entry.name: entry for entry in entry_points(group=_GROUP)}
 
 
 def require(name: str, *, source: str) -> None:
-    """Refuses a name that means nothing.
+    """Checks that a name denotes a data plane.
 
     Raises:
-        ConfigError: naming ``source`` and the names that there are.
+        ConfigError: it does not; the text names ``source`` and the known names.
     """
     if name not in _OWN and name not in (found := announced()):
         raise ConfigError.illegal(source, name, f"one of {', '.join(sorted({*_OWN, *found}))}")

@@ -1,7 +1,7 @@
-"""What else the ranks of one host do in common memory: operations that go in rounds of one piece of everybody's.
+"""Shared-memory operations in rounds: in each round every member contributes one piece.
 
-In a round each member lays a piece of its own open, in a small ring of places that stays in the caches, and takes from
-the others' what it needs. A member is never more than a ring ahead of the slowest.
+In a round each member makes a piece of its own readable, in a small ring of places that stays in the caches, and reads
+from the others' pieces the data it needs. A member is never more than one ring ahead of the slowest.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ __all__ = ["alltoall", "reduce_scatter", "spread"]
 Lay = Callable[[int, np.ndarray], None]
 """Copies this rank's piece of a round, by number, to a place of ``chunk`` bytes."""
 Take = Callable[[int, Callable[[int], np.ndarray]], None]
-"""Takes what this rank needs in a round; its second argument finds the place of a member."""
+"""Copies the data that this rank needs in a round; the second argument maps a member to its place."""
 
 
 def _in_rounds(  # noqa: PLR0913 - what there is to a round
     meeting: Meeting, rounds: int, terms: Terms, lay: Lay | None, take: Take, *, told: int = 0
 ) -> Steps:
-    """Goes through the rounds.
+    """Runs the rounds.
 
     Args:
         meeting: the members' meeting point, which this rank has entered.
-        rounds: how many there are; equal on all members.
-        terms: how to go about it.
-        lay: None if this rank has nothing in any round.
-        take: runs once a round, when everybody's piece lies open.
-        told: how often the meeting was told before that something lies open; equal on all members.
+        rounds: number of rounds; equal on all members.
+        terms: how the operation is carried out.
+        lay: None if this rank has no data in any round.
+        take: runs once a round, when all members' pieces are readable.
+        told: the `Meeting.lay_open` count reached before the first round; equal on all members.
     """
     chunk = terms.chunk
     ring = terms.lend(min(RING, rounds) * chunk) if lay is not None and rounds else None
@@ -62,12 +62,12 @@ def _in_rounds(  # noqa: PLR0913 - what there is to a round
 
 
 def spread(meeting: Meeting, blocks: Sequence[np.ndarray], terms: Terms) -> Steps:
-    """Fills the others' flat contiguous blocks from what they hold in theirs.
+    """Fills the other members' flat contiguous blocks with their data (allgather).
 
     Args:
         meeting: the members' meeting point, which this rank has entered.
-        blocks: one a member; sizes may differ, and be zero.
-        terms: how to go about it.
+        blocks: one per member; sizes may differ, and may be zero.
+        terms: how the operation is carried out.
     """
     chunk = terms.chunk
     data = [block.view(np.uint8) for block in blocks]
@@ -90,17 +90,18 @@ def spread(meeting: Meeting, blocks: Sequence[np.ndarray], terms: Terms) -> Step
 def alltoall(
     meeting: Meeting, outgoing: np.ndarray, splits: Sequence[int], row: int, terms: Terms
 ) -> Generator[None, None, tuple[list[int], list[np.ndarray]]]:
-    """Gives each member its part of this rank's array, and gets this rank's parts of theirs.
+    """Sends each member its part of this rank's array, and receives this rank's parts of theirs.
 
     Args:
         meeting: the members' meeting point, which this rank has entered.
-        outgoing: flat bytes, the parts for the members one after the other.
+        outgoing: flat bytes, the members' parts one after the other.
         splits: rows of each part.
         row: bytes of a row.
-        terms: how to go about it.
+        terms: how the operation is carried out.
 
     Returns:
-        how many rows each member had for this rank, and the rows as bytes; its own are a view of ``outgoing``.
+        The number of rows that each member had for this rank, and the rows as bytes; this rank's own rows are a view of
+        ``outgoing``.
     """
     members = len(meeting.members)
     meeting.inline(meeting.commons.rank)[: 8 * members] = np.array(splits, np.int64).tobytes()
@@ -133,21 +134,21 @@ def alltoall(
 def reduce_scatter(
     meeting: Meeting, slices: Sequence[np.ndarray], result: np.ndarray, reduction: Reduction, terms: Terms
 ) -> Steps:
-    """Reduces every member's slice of everybody's array; nobody's array changes.
+    """Reduces every member's slice of all members' arrays; no member's array changes.
 
     Args:
         meeting: the members' meeting point, which this rank has entered.
-        slices: this rank's flat contiguous array, cut into one slice a member; equally long on all.
-        result: as long as this rank's slice.
+        slices: this rank's flat contiguous array, cut into one slice per member; of equal lengths on all members.
+        result: of the length of this rank's slice.
         reduction: the arithmetic.
-        terms: how to go about it.
+        terms: how the operation is carried out.
     """
     dtype = result.dtype
     terms = terms._replace(chunk=max(terms.chunk, len(slices) * dtype.itemsize))
     step = max(1, terms.chunk // dtype.itemsize // len(slices))
 
     def cuts(number: int) -> list[tuple[int, int]]:
-        """Where the members' parts of a round lie in a place, in elements."""
+        """Returns where the members' parts of a round lie in a place, in elements."""
         sizes = [part[number * step : (number + 1) * step].size for part in slices]
         return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
@@ -160,7 +161,7 @@ def reduce_scatter(
     def take(number: int, place_of: Callable[[int], np.ndarray]) -> None:
         start, stop = (edge * dtype.itemsize for edge in cuts(number)[meeting.me])
         if start < stop:
-            # Nobody else reads these slices, so the running total may live in the first of them.
+            # No other rank reads these slices, so the running total may be kept in the first of them.
             parts = [place_of(member)[start:stop].view(dtype) for member in range(len(slices))]
             reduction.combine(parts, result[number * step : (number + 1) * step])
 

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host see in common: blocks of one rank, mapped by its neighbours.
+"""Shared memory of the ranks of one host: blocks of one rank, mapped by its neighbours.
 
 A block has no name in any file system: neighbours open it through its owner's ``/proc`` entry. So nothing is left
 behind however a process ends, and the size of ``/dev/shm`` does not matter.
@@ -35,27 +35,30 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _PAGE_BYTES = 4096
-_MAP_FIXED = 0x10  # on Linux; Python does not name it
+_MAP_FIXED = 0x10  # value on Linux; Python does not export it
 RESERVE_BYTES = (1 << 30) + _PAGE_BYTES
-"""What the reserve has of addresses; pages are taken when they are used, so it is never mapped with all of them."""
+"""Address space of the reserve.
+
+Pages are allocated when they are used, so it is never mapped with all pages present.
+"""
 
 
 class Heap:
-    """One rank's blocks, by number; no number comes twice."""
+    """One rank's blocks, by number; numbers are not reused."""
 
     def __init__(self, *, announce: Callable[[int, int, int], None], room: int) -> None:
         """Starts empty.
 
         Args:
-            announce: tells neighbours of a block: number, file descriptor, bytes; descriptor -1 takes it back.
-            room: how many blocks they can be told of at a time; the numbers of two never differ by a multiple of it.
+            announce: publishes a block to the neighbours: number, file descriptor, bytes; descriptor -1 withdraws it.
+            room: capacity of the neighbours' lists; the numbers of two live blocks never differ by a multiple of it.
         """
         self._announce = announce
         self._room = room
         self._pid = os.getpid()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._places: list[tuple[int, int, int]] = []  # address, bytes, number; by address
+        self._places: list[tuple[int, int, int]] = []  # address, bytes, number; sorted by address
         self._descriptors: dict[int, int] = {}  # by number
         self._gone: deque[int] = deque()
         self._reserve: np.ndarray | None = None
@@ -88,22 +91,27 @@ class Heap:
         return np.frombuffer(memoryview(memory), np.uint8)
 
     def lay_by(self) -> None:
-        """Makes the block of which `from_reserve` gives parts, while there are file descriptors; the first of all."""
-        with contextlib.suppress(OSError):  # addresses may be limited (ulimit -v)
+        """Creates the reserve for `from_reserve` while file descriptors are available.
+
+        It must be called before any other allocation.
+        """
+        with contextlib.suppress(OSError):  # the address space may be limited (ulimit -v)
             self._reserve = self._allocate(RESERVE_BYTES, populate=False)
 
     def tell(self, error: OSError) -> None:
-        """Warns, once, that there is no more common memory."""
+        """Warns, once, that there is no more shared memory."""
         if not self._told:
             self._told = True
             text = "this rank gets no more common memory, and does with what it has, more slowly: %s; try ulimit -n"
             log.warning(text, error)
 
     def from_reserve(self, size: int) -> np.ndarray:
-        """Returns memory, all zero, that needs no new file descriptor and cannot be given back; for one thread.
+        """Returns memory, all zero, that needs no new file descriptor and cannot be freed.
+
+        Call it from one thread only.
 
         Raises:
-            OSError: nothing is left of it.
+            OSError: the reserve is used up.
         """
         start, self._reserved = self._reserved, self._reserved + -(-size // _PAGE_BYTES) * _PAGE_BYTES
         if self._reserve is None or self._reserved > self._reserve.size:
@@ -113,27 +121,27 @@ class Heap:
         return self._reserve[start : start + size]
 
     def close_in_child(self) -> None:
-        """Has what a forked child writes to these blocks change its own copy alone, as with all other memory.
+        """Makes a forked child's writes to these blocks change its own copy only, as with all other memory.
 
-        What it has not written may still show what its parent writes later.
+        Pages that the child has not written may still show later writes of its parent.
         """
-        for address, size, number in list(self._places):  # without the lock, which a thread may have held
+        for address, size, number in list(self._places):  # without the lock, which a thread may have held at the fork
             if (descriptor := self._descriptors.get(number)) is not None:
                 flags = mmap.MAP_PRIVATE | _MAP_FIXED
                 _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
 
     def close(self) -> None:
-        """Gives the reserve back, when nothing of it is in use any more; other blocks go with their last views."""
+        """Drops the reserve once no part of it is in use any more; other blocks are freed with their last views."""
         self._reserve = None
 
     @property
     def size(self) -> int:
-        """Bytes in use, or freed a moment ago; of the reserve what was taken."""
+        """Bytes in use or freed a moment ago; only the used part of the reserve counts."""
         reserve = 0 if self._reserve is None else self._reserve.size - self._reserved
         return sum([size for _, size, _ in self._places]) - reserve
 
     def locate(self, array: np.ndarray) -> tuple[int, int] | None:
-        """Finds the block in which a contiguous array lies, and the offset in bytes; None if it lies elsewhere."""
+        """Returns the block in which a contiguous array lies, and the offset in bytes; None if it lies elsewhere."""
         if not self._places:
             return None
         start = _address(array)
@@ -146,7 +154,7 @@ class Heap:
         return (number, start - address) if start + array.nbytes <= address + size else None
 
     def _enter(self, address: int, size: int) -> int:
-        """Notes where a block lies; returns its number."""
+        """Records where a block lies; returns its number."""
         with self._lock:
             self._sweep()
             taken = {number % self._room for _, _, number in self._places}
@@ -158,13 +166,14 @@ class Heap:
         return found
 
     def _free(self, number: int, descriptor: int, forks_before: int) -> None:
-        """Gives the memory back at once, though neighbours may still map what is now empty.
+        """Frees the memory at once, even if neighbours still map the block, which is then empty.
 
-        If this process has forked more often than ``forks_before``, its count when the block was made, a child may
-        still read the block, and would be killed for that. Then the memory goes when no process maps it any more.
+        If this process has forked since the block was created (``forks_before`` is the fork count at that time), a
+        child may still read the block and would be killed by that. Then the memory is freed when no process maps it any
+        more.
 
-        Runs wherever the last view dies, perhaps in the garbage collector of a thread that holds the lock, so it takes
-        none. In a forked child it does nothing, for the memory is the parent's.
+        Runs where the last view is freed, possibly in the garbage collector of a thread that holds the lock, so it
+        takes no lock. In a forked child it does nothing, because the memory is the parent's.
         """
         if os.getpid() != self._pid:
             return
@@ -176,17 +185,18 @@ class Heap:
         self._gone.append(number)
 
     def _sweep(self) -> None:
-        """Forgets the places of freed blocks, before anything else comes to lie there; with the lock held."""
+        """Removes the entries of freed blocks before their addresses are reused; the caller holds the lock."""
         while self._gone:
             gone = self._gone.popleft()
             self._places = [place for place in self._places if place[2] != gone]
 
 
 def attach(pid: int, descriptor: int, size: int, *, populate: bool = True) -> np.ndarray:
-    """Maps a block of a process on this host; ``populate`` wants all of its pages now.
+    """Maps a block of a process on this host; ``populate`` maps all of its pages now.
 
     Raises:
-        OSError: the process is gone, cannot be seen from here, belongs to another user, or is another one here.
+        OSError: the process is gone, cannot be seen from here, belongs to another user, or its id is another process
+            here.
     """
     with _spare.opened(f"/proc/{pid}/fd/{descriptor}") as opened:
         if os.fstat(opened).st_size < size:
@@ -196,20 +206,20 @@ def attach(pid: int, descriptor: int, size: int, *, populate: bool = True) -> np
 
 
 class _Spare:
-    """File descriptors that are kept free for what needs one for a moment only, where a process has no more of them."""
+    """File descriptors kept in reserve for short uses when the process has no free descriptor left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[int] = []
 
     def keep(self) -> None:
-        """Keeps some, unless that was done."""
+        """Fills the reserve of descriptors."""
         with self._lock:
             self._refill()
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[int]:
-        """Opens a file to read and write for a moment; one thread at a time has what was kept."""
+        """Opens a file for reading and writing for a moment; only one thread at a time may use the reserve."""
         try:
             descriptor = os.open(path, _READ_AND_WRITE)
         except OSError as error:
@@ -231,7 +241,10 @@ class _Spare:
                 self._refill()
 
     def _exchanged(self, path: str) -> int:
-        """Opens a file in the place of a kept one; another thread of the script may take that first, so of the next."""
+        """Opens a file in place of a kept descriptor.
+
+        It retries, because another thread may take the freed descriptor first.
+        """
         while self._kept:
             os.close(self._kept.pop())
             with contextlib.suppress(OSError):
@@ -250,7 +263,7 @@ _spare = _Spare()
 
 
 def nameless(size: int) -> int:
-    """Makes memory, all zero, that no file system knows, and returns its descriptor.
+    """Creates memory, all zero, without a name in any file system, and returns its descriptor.
 
     Raises:
         OSError: there is no memory, or no file descriptor.
@@ -265,7 +278,9 @@ def nameless(size: int) -> int:
 
 
 def lasting(size: int) -> tuple[np.ndarray, int]:
-    """Makes memory, all zero, that stays as long as any process maps it, and its descriptor, for others to `attach`.
+    """Creates memory, all zero, that exists as long as any process maps it.
+
+    Returns it with its descriptor for `attach`.
 
     Raises:
         OSError: there is no memory, or no file descriptor.
@@ -279,7 +294,7 @@ def lasting(size: int) -> tuple[np.ndarray, int]:
 
 
 def made_private(memory: np.ndarray) -> None:
-    """Makes a whole block that is mapped here this process's own, with the contents that it has; for a forked child."""
+    """Replaces a mapped block by private memory of this process with the same contents; for a forked child."""
     contents, address = memory.tobytes(), _address(memory)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     _libc.mmap(address, memory.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
@@ -287,16 +302,17 @@ def made_private(memory: np.ndarray) -> None:
 
 
 def _mapped(descriptor: int, size: int, *, populate: bool = True) -> ctypes.Array[ctypes.c_uint8]:
-    """Maps, by default with all pages present, for a page fault costs as much as copying the page.
+    """Maps memory, by default with all pages present, because a page fault costs as much as copying the page.
 
-    Not by Python's own ``mmap``, which keeps a file descriptor for each mapping: many ranks a host would run out.
+    Does not use Python's own ``mmap``, which keeps a file descriptor for each mapping: many ranks per host would run
+    out.
     """
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_uint8 * size).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, size).atexit = False  # after what is registered later
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False  # runs after finalizers registered later
     return memory
 
 

@@ -1,16 +1,16 @@
-"""Collectives among the ranks of one host, straight in each other's memory.
+"""Allreduce among the ranks of one host, directly in each other's memory.
 
-A large tensor is reduced in pieces. Each rank lays its own open to the others, adds up its slice of everybody's piece
-while that is in its caches, and writes the result to everybody::
+A large tensor is reduced in pieces. Each rank makes its own piece readable, adds up its slice of all ranks' pieces
+while it is in its caches, and writes the result to all ranks::
 
          rank 0's memory   rank 1's memory
-         [a0][a1]          [b0][b1]        both lie open
+         [a0][a1]          [b0][b1]        both are readable
          [s0]──────────────▶[s0]           rank 0 adds up slice 0 and writes it to both
              [s1]◀──────────────[s1]       rank 1 does so with slice 1
 
-Where a tensor lies in common memory already, that is all. Another one passes through a small ring of places, which
-stays in the caches: only what others need is copied there, and only what others have made is copied back. What is
-tiny travels in the slot itself, and everybody adds up all of it.
+A tensor that already lies in shared memory needs no copies. Any other tensor passes through a small ring of places,
+which stays in the caches: only the slices that other ranks add up are copied in, and only the slices that other ranks
+have reduced are copied out. Tiny tensors use the slot itself, and every rank adds up all of them.
 
 The arithmetic and its order are those of `coordd.transport.collectives`.
 """
@@ -32,10 +32,10 @@ RING = 4
 _CACHED_BYTES = 512 << 10
 _PIECES_A_STEP = 4
 _CHUNKS_AT_ONCE = 8
-"""Pieces are so many times larger where none passes through a ring."""
+"""Pieces are this many times larger if none passes through a ring."""
 _ALIGNMENT = 16
 Between = Callable[[list[np.ndarray]], Steps]
-"""What happens to a host's results before they are handed out; for more hosts than one."""
+"""Exchanges a host's partial results with the other hosts before they are written out."""
 
 
 class Terms(NamedTuple):
@@ -43,11 +43,11 @@ class Terms(NamedTuple):
 
     Attributes:
         chunk: bytes of a piece.
-        pulse: beats with every piece.
-        lend: gives a block of common memory of so many bytes.
-        between: carries this rank's slices to the other hosts and back; None if there are none.
-        owners: members that own slices; 0 for all.
-        partial: the type in which a host's results go to the others, if it is not the tensor's.
+        pulse: incremented with every piece.
+        lend: returns a block of shared memory of the given number of bytes.
+        between: exchanges this rank's slices with the other hosts; None if there are none.
+        owners: number of members that own slices; 0 for all.
+        partial: dtype of a host's partial results, if it is not the tensor's.
     """
 
     chunk: int
@@ -59,7 +59,7 @@ class Terms(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A part of an array: where it begins, in elements, and where it ends."""
+    """A part of an array: the array's index (leg), and the part's begin and end in elements."""
 
     leg: int
     start: int
@@ -78,13 +78,13 @@ def allreduce(
 
     Args:
         meeting: the members' meeting point, which this rank has entered.
-        arrays: what to reduce.
+        arrays: the arrays to reduce.
         reduction: the arithmetic.
-        terms: how to go about it.
-        doubtful: whether a member may have entered with an invalid word; then nothing moves.
+        terms: how the operation is carried out.
+        doubtful: whether a member may have entered with an invalid vote; then no data moves.
 
     Returns:
-        whether it has been done.
+        Whether the arrays were reduced.
     """
     if doubtful and reduction.scales and not (yield from _assented(meeting)):
         return False
@@ -98,7 +98,7 @@ def allreduce(
                 meeting.finish()
                 return False
             reduced = yield from work.reduce()
-            doubtful = doubtful and not reduced  # whoever has laid something open takes part
+            doubtful = doubtful and not reduced  # a member that has made data readable takes part
             if not (moved | reduced | work.land()) or work.done:
                 break
             terms.pulse.beats += 1
@@ -110,7 +110,7 @@ def allreduce(
 
 
 def _assented(meeting: Meeting) -> Generator[None, None, bool]:
-    """Waits for the words of all; says whether they are valid."""
+    """Waits for the votes of all members; returns whether all are valid."""
     while (valid := meeting.words()) is None:
         yield
     if not valid:
@@ -121,7 +121,7 @@ def _assented(meeting: Meeting) -> Generator[None, None, bool]:
 def _at_once(
     meeting: Meeting, arrays: Sequence[np.ndarray], reduction: Reduction, pulse: Pulse
 ) -> Generator[None, None, bool]:
-    """Everybody lays everything open and adds up all of it: one round, for what is small."""
+    """Every member makes all of its data readable and adds up all of it: one round, for small tensors."""
     mine = meeting.inline(meeting.commons.rank)
     spans = _spans(arrays)
     for array, (start, stop) in zip(arrays, spans, strict=True):
@@ -138,7 +138,7 @@ def _at_once(
     for array, (start, stop) in zip(arrays, spans, strict=True):
         parts = [np.frombuffer(source[start:stop], array.dtype) for source in sources]
         parts[meeting.me] = array
-        if len(parts) > 2:  # the running total is kept in the first part, which is not ours
+        if len(parts) > 2:  # the running total is kept in the first part, which is another rank's memory
             parts[0] = parts[0].copy()
         reduction.combine(parts, array)
     meeting.finish()
@@ -146,7 +146,7 @@ def _at_once(
 
 
 def _spans(arrays: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-    """Where arrays lie in bytes, one after the other, each aligned."""
+    """Returns where the arrays lie in bytes, one after the other, each aligned."""
     spans, start = [], 0
     for array in arrays:
         spans.append((start, start + array.nbytes))
@@ -175,11 +175,11 @@ class _Large:
 
     @property
     def done(self) -> bool:
-        """Whether everything has arrived here."""
+        """Whether all results have arrived at this rank."""
         return self._landed == len(self._pieces)
 
     def _divide(self, step: int) -> list[_Piece]:
-        """Cuts the arrays into pieces of so many elements."""
+        """Cuts the arrays into pieces of ``step`` elements."""
         return [
             _Piece(leg, start, min(start + step, array.size))
             for leg, array in enumerate(self._arrays)
@@ -187,7 +187,11 @@ class _Large:
         ]
 
     def _place(self, lend: Callable[[int], np.ndarray]) -> list[bool]:
-        """Says where this rank's arrays lie; those that do not lie in common memory pass through the ring."""
+        """Publishes where this rank's arrays lie; arrays outside shared memory pass through the ring.
+
+        Returns:
+            For each array whether it lies in shared memory.
+        """
         heap = self._meeting.commons.heap
         found = [heap.locate(array) if leg < LEGS else None for leg, array in enumerate(self._arrays)]
         if None in found:
@@ -199,7 +203,10 @@ class _Large:
         return [place is not None for place in found]
 
     def lay_open(self) -> bool:
-        """Lays one more piece open, if there is room for it; those that need no hand laid on them at once."""
+        """Makes one more piece readable if there is room.
+
+        Resident pieces that need no prescale are all made readable at once.
+        """
         before = self._opened
         while self._opened < len(self._pieces):
             leg, start, stop = self._pieces[self._opened]
@@ -217,7 +224,7 @@ class _Large:
         return self._opened > before
 
     def _lay_in_ring(self, number: int) -> None:
-        """Copies what others add up of a piece to where they see it."""
+        """Copies the slices of a piece that other ranks add up to the ring."""
         leg, start, stop = self._pieces[number]
         piece = self._arrays[leg][start:stop]
         self._reduction.prepare(piece)
@@ -226,7 +233,11 @@ class _Large:
             place[low:high] = piece[low:high]
 
     def reduce(self) -> Generator[None, None, bool]:
-        """Adds up this rank's slices of what all have laid open, and hands them out; says whether there were any."""
+        """Adds up this rank's slices of the pieces that are readable on all members, and writes them out.
+
+        Returns:
+            Whether there were any.
+        """
         batch = 1 if self._between is None else RING
         stop = min(self._reduced + batch, len(self._pieces))
         if not self._reduced < stop <= self._opened or not self._meeting.all_open(stop):
@@ -245,7 +256,10 @@ class _Large:
         return True
 
     def _settle(self) -> None:
-        """Makes pieces larger if everybody has laid all of them open at once; all members find the same."""
+        """Makes pieces larger if all members have made all of them readable at once.
+
+        All members come to the same result.
+        """
         self._settled = True
         at_once = self._between is None and not self._reduction.scales and len(self._arrays) <= LEGS
         others = [member for member in range(len(self._meeting.members)) if member != self._meeting.me]
@@ -256,7 +270,10 @@ class _Large:
             self._opened = len(self._pieces)
 
     def _add_up(self, number: int) -> np.ndarray:
-        """Adds up this rank's slice of a piece, in cache-sized parts, and returns it; on the only host hands it out."""
+        """Adds up this rank's slice of a piece, in cache-sized parts, and returns it.
+
+        On a single host also writes it out.
+        """
         leg, start, stop = self._pieces[number]
         low, high = self._slice(stop - start, self._meeting.me)
         mine = self._arrays[leg][start:stop]
@@ -270,13 +287,13 @@ class _Large:
         return total
 
     def _write_out(self, number: int, total: np.ndarray) -> None:
-        """Writes this rank's slice of a result to all."""
+        """Writes this rank's slice of a result to all members."""
         leg, start, stop = self._pieces[number]
         low, high = self._slice(stop - start, self._meeting.me)
         views = [self._view(member, number) for member in range(len(self._meeting.members))]
         mine = self._arrays[leg][start + low : start + high]
         if total.dtype != mine.dtype:
-            with np.errstate(over="ignore"):  # what does not fit into sixteen bits is infinite, as in any sum
+            with np.errstate(over="ignore"):  # values too large for sixteen bits become infinite, as in any sum
                 mine[...] = total
         self._copy(mine, views, low, high)
 
@@ -286,7 +303,7 @@ class _Large:
                 view[begin:end] = result
 
     def land(self) -> bool:
-        """Takes over the pieces that all have handed out; says whether there were any."""
+        """Takes over the pieces that all members have reduced; returns whether there were any."""
         before = self._landed
         while self._landed < self._reduced and self._meeting.all_reduced(self._landed + 1):
             leg, start, stop = self._pieces[self._landed]
@@ -303,7 +320,7 @@ class _Large:
         return self._ring[at : at + self._step]
 
     def _view(self, member: int, number: int) -> np.ndarray:
-        """A member's memory of a piece."""
+        """Returns a member's memory of a piece."""
         leg, start, stop = self._pieces[number]
         if member == self._meeting.me:
             return self._arrays[leg][start:stop]
@@ -313,7 +330,7 @@ class _Large:
         return memory[start:stop]
 
     def _base(self, member: int, leg: int) -> tuple[np.ndarray, bool]:
-        """Where another member's array lies, or its ring; and whether it is the array."""
+        """Returns another member's array, or its ring, and whether it is the array."""
         if (member, leg) not in self._bases:
             array = self._arrays[leg]
             resident = leg < LEGS and self._meeting.has_place(member, leg)
@@ -323,12 +340,12 @@ class _Large:
         return self._bases[member, leg]
 
     def _slice(self, size: int, member: int) -> tuple[int, int]:
-        """The part of a piece that a member adds up."""
+        """Returns the part of a piece that a member adds up."""
         if member >= self._owners:
             return size, size
         return size * member // self._owners, size * (member + 1) // self._owners
 
     def _foreign(self, size: int) -> list[tuple[int, int]]:
-        """The parts of a piece that others add up."""
+        """Returns the parts of a piece that other members add up."""
         low, high = self._slice(size, self._meeting.me)
         return [(0, low), (high, size)]

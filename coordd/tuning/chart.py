@@ -1,4 +1,4 @@
-"""A chart in SVG, without a library: an axis of per cent, things drawn at their place, and a hint under the pointer."""
+"""An SVG chart without a library: a percent axis, marks at horizontal places, and tooltips."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["Chart"]
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 12, 34
 _STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _LINES = 6
-_HIGHEST = 1.35  # what is slower still is drawn at the edge; it would squeeze everything else
+_HIGHEST = 1.35  # slower step times are drawn at the edge, because they would compress the rest of the chart
 
 
 class Chart:
-    """Step times over that of the start, upwards, against places from 0, to the right."""
+    """A chart of step times relative to the start (vertical) over places from 0 (horizontal)."""
 
     def __init__(self, width: int, height: int, *, places: int, values: Iterable[float]) -> None:
-        """Makes an empty chart.
+        """Creates a chart with axes only.
 
         Args:
             width: in pixels.
             height: in pixels.
             places: number of places on the horizontal axis.
-            values: the step times that are to be seen.
+            values: relative step times that determine the vertical range.
         """
         self._width, self._height, self._places = width, height, max(1, places)
         seen = [1.0, *values]
@@ -35,21 +35,21 @@ class Chart:
         self._grid()
 
     def __str__(self) -> str:
-        """The chart as an element of a page."""
+        """Returns the chart as an SVG element."""
         inside = "\n".join(self._parts)
         return f'<svg viewBox="0 0 {self._width} {self._height}" width="{self._width}" role="img">\n{inside}\n</svg>'
 
     def x(self, place: float) -> float:
-        """Pixels from the left, of the middle of a place."""
+        """Returns the horizontal position of the middle of a place, in pixels from the left."""
         return _LEFT + (place + 0.5) / self._places * (self._width - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Pixels from the top."""
+        """Returns the vertical position of a step time, in pixels from the top, clipped to the chart."""
         part = (min(max(value, self._low), self._high) - self._low) / (self._high - self._low)
         return self._height - _BOTTOM - part * (self._height - _TOP - _BOTTOM)
 
     def dot(self, place: float, value: float, *, kind: str, hint: str) -> None:
-        """Draws a step time; an arrow if it lies above the chart."""
+        """Draws a step time as a dot, or as an arrow if it lies above the chart."""
         x, y = self.x(place), self.y(value)
         title = f"<title>{escape(hint)}</title>"
         if value > self._high:
@@ -59,20 +59,20 @@ class Chart:
             self._parts.append(f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="4.5">{title}</circle>')
 
     def span(self, place: float, values: Sequence[float], *, kind: str) -> None:
-        """Draws from the lowest to the highest of several step times."""
+        """Draws a bar from the lowest to the highest of several step times."""
         self._line(self.x(place), self.y(min(values)), self.x(place), self.y(max(values)), f"span {kind}")
 
     def line(self, points: Iterable[tuple[float, float]]) -> None:
-        """Draws a line through places and step times."""
+        """Draws a line through points of place and step time."""
         pixels = " ".join(f"{self.x(place):.1f},{self.y(value):.1f}" for place, value in points)
         self._parts.append(f'<polyline class="best" points="{pixels}"/>')
 
     def name(self, place: float, text: str, *, kind: str = "") -> None:
-        """Writes below the axis."""
+        """Writes a label below the axis at a place."""
         self._text(self.x(place), self._height - _BOTTOM + 16, text, f"name {kind}")
 
     def title(self, text: str) -> None:
-        """Writes what the horizontal axis tells."""
+        """Writes the title of the horizontal axis."""
         self._text((_LEFT + self._width - _RIGHT) / 2, self._height - 4, text, "title")
 
     def _grid(self) -> None:

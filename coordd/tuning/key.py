@@ -1,4 +1,4 @@
-"""What a search is about: the same model on an equal world of equal machines has the same best settings."""
+"""The key of a search: the same model on the same layout of equal machines has the same best settings."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Key", "fingerprint", "shape"]
 
 
 def fingerprint(requests: Iterable[Request]) -> str:
-    """Digests the tensors of a training step, whatever order they come in: their kinds, names, types and shapes.
+    """Returns a hash of the kinds, names, dtypes and shapes of a training step's tensors, in any order.
 
-    Those used only once say nothing about the model, and are left out.
+    Transient requests, whose names are used only once, say nothing about the model and are left out.
     """
     told = {(int(one.kind), one.name, one.dtype, one.shape) for one in requests if not one.transient}
     return hashlib.sha256(msgspec.json.encode(sorted(told))).hexdigest()[:16]
 
 
 def shape(world: World) -> str:
-    """Writes the number of ranks on each host, hosts in the order of their first rank: ``4`` or ``4+4+2``."""
+    """Returns the number of ranks on each host, in the order of the hosts' first ranks: ``4`` or ``4+4+2``."""
     return "+".join(str(world.hosts.count(host)) for host in dict.fromkeys(world.hosts))
 
 
@@ -31,9 +31,9 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Model, world and host of a search.
 
     Attributes:
-        model: the fingerprint of its tensors.
-        world: ranks on each host.
-        host: what rank 0's host is, rather than its name: jobs move among the nodes of a cluster.
+        model: the `fingerprint` of the model's tensors.
+        world: the number of ranks on each host, as `shape` formats it.
+        host: kind of rank 0's host (hardware threads and processor), not its name: jobs move among a cluster's nodes.
     """
 
     model: str
@@ -42,5 +42,5 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def digest(self) -> str:
-        """A name for files."""
+        """Hash of the key, for file names."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]

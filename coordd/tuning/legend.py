@@ -1,4 +1,4 @@
-"""The words of a search: what its pictures and tables have in common."""
+"""Formats the settings and results of a search, for pictures and tables."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ MARKS = {Outcome.FASTER: "✓", Outcome.NO_GAIN: "·", Outcome.UNCLEAR: "?", Out
 
 
 def changes(settings: Settings, start: Settings) -> str:
-    """Writes in what settings differ from the start, as in ``cycle_ms=0 buckets=2``."""
+    """Formats the settings that differ from the start, as in ``cycle_ms=0 buckets=2``."""
     before = msgspec.structs.asdict(start)
     after = msgspec.structs.asdict(settings)
     return told({knob: value for knob, value in after.items() if value != before[knob]}) or "as at the start"
 
 
 def told(values: Mapping[str, float | str]) -> str:
-    """Writes knobs and their values."""
+    """Formats knobs and their values."""
     return " ".join(f"{knob}={word(value)}" for knob, value in values.items())
 
 
 def word(value: float | str) -> str:
-    """Writes one value."""
+    """Formats one value."""
     return value if isinstance(value, str) else f"{value:g}"
 
 
 def fastest(progress: Progress, knob: str) -> dict[float | str, float]:
-    """Finds, for each choice of a knob that was tried, the lowest step time over that of the start."""
+    """Returns the lowest step time, relative to the start, of each choice of a knob that was tried."""
     found: dict[float | str, float] = {getattr(progress.start, knob): 1.0}
     for trial in progress.trials:
         if trial.ratios:
@@ -43,19 +43,19 @@ def fastest(progress: Progress, knob: str) -> dict[float | str, float]:
 
 
 def percent(relative: float) -> str:
-    """Writes a step time over that of the start as a difference, as in ``-12.3 %``."""
+    """Formats a step time relative to the start as a difference, as in ``-12.3 %``."""
     return f"{100 * (relative - 1):+.1f} %"
 
 
 def headline(progress: Progress) -> str:
-    """Says what came of the search so far, in one line."""
+    """Returns the result of the search so far, in one line."""
     if progress.best == progress.start:
         return "nothing faster than the start so far" if not progress.done else "nothing is faster than the start"
     return f"{100 * (1 - progress.relative):.1f} % less time a step: {changes(progress.best, progress.start)}"
 
 
 def summary(progress: Progress) -> str:
-    """Says what the search cost, and where it stands."""
+    """Returns the cost and the state of the search, in one line."""
     state = "the search has ended" if progress.done else "the search goes on with the next run"
     noise = f"; one comparison is good to {100 * progress.noise:.1f} %" if progress.noise else ""
     return f"{len(progress.trials)} trials took {progress.spent:,} of {progress.steps:,} steps{noise}; {state}"

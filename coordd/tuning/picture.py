@@ -1,4 +1,4 @@
-"""A search as one HTML page that needs nothing else: what was tried in order, each knob by itself, and the figures."""
+"""Draws a search as one self-contained HTML page: the trials in order, each knob by itself, and a table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ td:last-child, th:last-child { text-align: left; } tr { border-bottom: 1px solid
 
 
 def page(record: Record) -> str:
-    """Draws a record."""
+    """Returns the HTML page of a record."""
     progress, key = record.progress, record.key
     about = f"model {key.model}, {key.world} ranks a host, {key.host}"
     start = told(msgspec.structs.asdict(progress.start))
@@ -92,7 +92,7 @@ def _history(progress: Progress) -> str:
 
 
 def _knob(record: Record, knob: str) -> str:
-    """Draws all trials against one knob."""
+    """Draws the step times of all trials over the choices of one knob."""
     progress, choices = record.progress, record.space.choices(knob)
     measured = [(number, trial) for number, trial in enumerate(progress.trials, 1) if trial.ratios]
     chart = Chart(300, 200, places=len(choices), values=[trial.relative for _, trial in measured])

@@ -1,7 +1,7 @@
-"""Candidates from Optuna, which is imported when the first one is wanted, on rank 0 only.
+"""Proposes candidates with Optuna, which is imported for the first proposal, on rank 0 only.
 
-First come single steps away from the start; then what the sampler (a tree of Parzen estimators) makes
-of all that was learned. The study lives in memory: no database, no network.
+The first candidates are single changes of the start settings; later ones come from the sampler (tree-structured Parzen
+estimator), based on all measured step times. The study is in memory: no database, no network.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Proposals", "require_optuna"]
 
-_LEAP = 2  # choices from the start to the first candidates, where the knob has an order
-_DRAWS = 100  # of settings already known, before there seem to be no others
+_LEAP = 2  # distance, in choices, of the first candidates from the start, for knobs with an order
+_DRAWS = 100  # samples of known settings after which the search counts as exhausted
 
 
 def require_optuna() -> None:
-    """Checks that a search could begin, without importing anything.
+    """Checks that Optuna is installed, without importing it.
 
     Raises:
         ConfigError: Optuna is not installed; the message says how to get it.
@@ -34,15 +34,15 @@ def require_optuna() -> None:
 
 
 class Proposals:
-    """A `Proposer` that asks Optuna."""
+    """A `Proposer` that uses Optuna."""
 
     def __init__(self, space: Space, start: Settings, *, seed: int = 0) -> None:
-        """Prepares it.
+        """Prepares the proposals; Optuna is not imported yet.
 
         Args:
-            space: the choices.
-            start: where the first candidates are near.
-            seed: of the sampler; equal seeds and equal step times give equal candidates.
+            space: the choices of each knob.
+            start: the settings that the first candidates are close to.
+            seed: seed of the sampler; equal seeds and equal step times give equal candidates.
         """
         self._space = space
         self._start = start
@@ -52,7 +52,7 @@ class Proposals:
         self._study: optuna.Study | None = None
 
     def propose(self) -> Settings | None:
-        """Proposes settings that it has not learned about; none means that there are no others.
+        """Returns settings that were not measured yet; None if there are no others.
 
         Raises:
             ConfigError: Optuna is not installed.
@@ -72,7 +72,7 @@ class Proposals:
         return None
 
     def learn(self, settings: Settings, relative: float) -> None:
-        """Takes the step time of settings, over that of the start."""
+        """Records the step time of settings, relative to the start."""
         self._learned[settings] = relative
         if self._study is None:
             return
@@ -82,7 +82,7 @@ class Proposals:
             self._add(self._study, settings, relative)
 
     def _begun(self) -> optuna.Study:
-        """Makes the study, with all that was learned before it was needed."""
+        """Creates the study, with all step times that are already known."""
         module = _optuna()
         moves = self._moves()
         sampler = module.samplers.TPESampler(seed=self._seed, n_startup_trials=len(moves))
@@ -103,10 +103,10 @@ class Proposals:
         study.add_trial(trial)
 
     def _moves(self) -> list[Settings]:
-        """Steps away from the start.
+        """Returns the first candidates, close to the start.
 
-        Most change one knob. The first one changes two that need each other: more buckets only leave earlier if they do
-        not wait in the batching window.
+        Most change one knob. The first one changes two knobs that depend on each other: more buckets start earlier only
+        if they do not wait in the batching window.
         """
         early = {
             "cycle_ms": self._near("cycle_ms", len(self._space.cycle_ms))[0],
@@ -117,7 +117,7 @@ class Proposals:
         return [settings for settings in dict.fromkeys(found) if settings not in self._learned]
 
     def _near(self, knob: str, leap: int) -> tuple[Any, ...]:
-        """The choices so many places below and above the start's, or at the end; all of them, if they have no order."""
+        """Returns the choices ``leap`` places below and above the start's, clipped; all if they have no order."""
         choices: tuple[Any, ...] = self._space.choices(knob)
         if isinstance(choices[0], str):
             return choices
@@ -125,7 +125,7 @@ class Proposals:
         return choices[max(place - leap, 0)], choices[min(place + leap, len(choices) - 1)]
 
     def _distributions(self) -> dict[str, optuna.distributions.BaseDistribution]:
-        """Each knob's choices: a number by its place in the order, a word as it is."""
+        """Returns the distribution of each knob's choices: numbers by their index, words as categories."""
         made: dict[str, optuna.distributions.BaseDistribution] = {}
         distributions = _optuna().distributions
         for knob in self._space.tuned:

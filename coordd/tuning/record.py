@@ -1,6 +1,6 @@
-"""A search on disk: what was tried, what was best, and for which model, world and host.
+"""Autotune records on disk: all trials, the best settings, and the model, world size and host they apply to.
 
-One rule: a record that cannot be used is reported and left alone until a new one takes its place; it never stops a job.
+An unusable record is reported and kept until a new one replaces it; it never stops a job.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Format(msgspec.Struct):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in the file."""
+    """Contents of an autotune record file."""
 
     key: Key
     space: Space
@@ -48,8 +48,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """Reads a record.
 
         Raises:
-            FileNotFoundError: there is none.
-            RecordError: it cannot be read, is no record, or is one of another version.
+            FileNotFoundError: the file does not exist.
+            RecordError: the file cannot be read, is not a record, or has another format version.
         """
         try:
             text = path.read_bytes()
@@ -63,10 +63,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             raise error if isinstance(error, RecordError) else RecordError(path, f"cannot be read: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Writes the record in one piece: whoever reads meanwhile gets the old one or this one.
+        """Writes the record atomically: a concurrent reader gets either the old record or this one.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         text = msgspec.json.format(msgspec.json.encode(self), indent=1)
@@ -81,14 +81,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def folder(environment: Mapping[str, str]) -> Path:
-    """Finds where records are kept: ``$XDG_CACHE_HOME/coordd/tune``, by default below ``~/.cache``."""
+    """Returns the folder of the records: ``$XDG_CACHE_HOME/coordd/tune``, by default below ``~/.cache``."""
     cache = environment.get("XDG_CACHE_HOME", "")
-    # The specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     return (Path(cache) if os.path.isabs(cache) else _home() / ".cache") / "coordd" / "tune"  # noqa: PTH117
 
 
 def _home() -> Path:
-    """Finds the user's folder; a container may run as a number that is no user, and has none."""
+    """Returns the home folder, or the temporary folder where a container runs under a user ID without one."""
     try:
         return Path.home()
     except RuntimeError:
@@ -96,23 +96,23 @@ def _home() -> Path:
 
 
 def path_for(key: Key, chosen: str, environment: Mapping[str, str]) -> Path:
-    """Finds the record of a search: the file that the user chose, or else one that is named after the key."""
+    """Returns the path of a search's record: the file the user chose, or one named after the key."""
     return Path(chosen) if chosen else folder(environment) / f"{key.digest}.json"
 
 
 def written(where: Path) -> dict[Path, int]:
-    """Tells when each record in a folder was written, or the one that a file is, in nanoseconds since 1970."""
+    """Returns the modification time, in nanoseconds since 1970, of each record in a folder, or of one record file."""
     found = where.glob("*.json") if where.is_dir() else [where]
     return {path: path.stat().st_mtime_ns for path in found if path.is_file()}
 
 
 def latest(now: Mapping[Path, int], before: Mapping[Path, int]) -> Path | None:
-    """Finds the record that was written last, among those that have been written since."""
+    """Returns the most recently written record that is new or has changed since `before`, or None."""
     return max((path for path in now if now[path] != before.get(path)), key=now.__getitem__, default=None)
 
 
 def host_kind() -> str:
-    """Describes this host as far as speed goes: its processor, and the number of its hardware threads."""
+    """Describes this host's speed: its number of hardware threads and its processor model."""
     return f"{os.cpu_count()} x {_processor()}"
 
 

@@ -1,4 +1,4 @@
-"""One run's share in a search: goes on where the last run stopped, writes down what it finds. Rank 0 only."""
+"""One run of an autotune search: resumes from the last run's record and saves its own results. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Session:
     ```
     """
 
-    def __init__(  # noqa: PLR0913 - a search's frame, and its file
+    def __init__(  # noqa: PLR0913 - settings of a search, and its file
         self,
         space: Space,
         start: Settings,
@@ -42,19 +42,19 @@ class Session:
         limit: int = 0,
         settle: int = 2,
     ) -> None:
-        """Begins a search, or goes on with the one that the record tells of.
+        """Starts a search, or resumes the one in the record.
 
         Args:
             space: the choices.
             start: the settings without tuning.
-            key: what the search is about; the record of another one is reported and replaced.
+            key: identifies the model, world size and host; a record with another key is reported and replaced.
             path: of the record.
-            share: most steps of all that trials may take.
-            limit: steps after which no trial begins any more; 0: none.
-            settle: steps after each change that are not measured.
+            share: upper limit on the fraction of all steps that trials may take.
+            limit: number of steps after which no new trial starts; 0: no limit.
+            settle: number of steps after each change that are not measured.
 
         Raises:
-            ConfigError: there is something to search for, and Optuna is not installed.
+            ConfigError: there is something to tune, and Optuna is not installed.
             ArgumentError: the start is not in the space.
         """
         self._space, self._key, self._path = space, key, path
@@ -69,7 +69,7 @@ class Session:
 
     @property
     def settings(self) -> Settings:
-        """What runs now, or from the next step boundary on."""
+        """The current settings, in effect from the next step boundary at the latest."""
         return self._tuner.settings
 
     @property
@@ -79,7 +79,7 @@ class Session:
 
     @property
     def progress(self) -> Progress:
-        """All that is known."""
+        """All results of the search so far."""
         return self._tuner.progress
 
     def tell(self, step_seconds: float) -> Settings | None:
@@ -94,16 +94,16 @@ class Session:
         return settings
 
     def close(self) -> None:
-        """Writes down what is left to write: the steps that were saved for the next trial."""
+        """Saves the final state, including the step credit left for the next trial."""
         self._save()
 
     @property
     def _state(self) -> tuple[int, bool]:
-        """What makes the record worth writing again when it changes."""
+        """Values whose change triggers a new save."""
         return self._tuner.measured, self._tuner.done
 
     def _known(self) -> Progress | None:
-        """What earlier runs found, if it can be used."""
+        """Returns the progress of earlier runs, or None if there is no usable record."""
         try:
             progress = self._read()
         except FileNotFoundError:
@@ -124,7 +124,7 @@ class Session:
         return progress
 
     def _set_aside(self, error: RecordError) -> None:
-        """Keeps a file that cannot be used, in case it was not meant for us, and makes room for ours."""
+        """Renames an unusable file instead of overwriting it, as it may belong to something else."""
         aside = self._path.with_name(self._path.name + ".old")
         try:
             self._path.replace(aside)
@@ -134,7 +134,7 @@ class Session:
             log.warning("%s; it is now called %s, and the search begins anew", error, aside.name)
 
     def _save(self) -> None:
-        """Saves; training does not end because a disk is full."""
+        """Saves the record; a write error such as a full disk is logged and does not stop training."""
         progress = self._tuner.progress
         if self._tuner.done and not self._saved[1]:
             log.info("autotune has ended: %s, %.3f of the step time", progress.best, progress.relative)

@@ -1,4 +1,4 @@
-"""A search on the terminal: bars of step time, and each knob's best at a glance."""
+"""Prints a search on the terminal: bars of step time, and the best choice of each knob."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLOURS = {Outcome.FASTER: "green", Outcome.NO_GAIN: "bright_black", Outcome.UN
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
-_LONGEST = 1.35  # times the start; a longer bar tells no more
+_LONGEST = 1.35  # relative to the start; longer bars are cut off
 
 
 def show(record: Record, console: Console) -> None:

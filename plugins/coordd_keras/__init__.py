@@ -1,6 +1,6 @@
 """coordd for Keras 3, under Horovod's names; use it as ``import coordd.keras as cd``.
 
-Keras runs on TensorFlow or PyTorch here, as ``KERAS_BACKEND`` says; the ranks of a job need not agree on it.
+Keras runs on TensorFlow or PyTorch, as ``KERAS_BACKEND`` selects; the ranks of a job may use different backends.
 """
 
 from coordd.api import (

@@ -1,6 +1,6 @@
-"""What Keras's backends do each in its own way: gradients on their way to the other ranks and back.
+"""Reduction of gradients, which each Keras backend implements.
 
-Ranks may have different backends: what travels between them is the same.
+Ranks may use different backends, because all backends make the same operations.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _HOMES = {
 
 
 class Reduction(Protocol):
-    """How the gradients of one optimizer are reduced."""
+    """Reduces the gradients of one optimizer; one implementation per backend."""
 
     def release(self, variables: Sequence[Any]) -> None:
-        """Takes variables from the optimizer that had them before."""
+        """Releases variables from the optimizer that had them before."""
         ...
 
     def watch(self, variables: Sequence[Any], optimizer: Any) -> None:
-        """Hears of the variables, before their gradients are computed, for as long as there is their optimizer."""
+        """Registers variables before their gradients are computed, for as long as their optimizer exists."""
         ...
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], settings: Settings) -> list[Any]:
-        """Returns reduced gradients for a step with these settings; None where no rank has one."""
+        """Returns the reduced gradients of a step with these settings; None for a gradient that no rank has."""
         ...
 
 
 def check_backend() -> None:
-    """Refuses what Keras can run on and coordd cannot.
+    """Rejects a Keras backend that coordd does not support.
 
     Raises:
-        ArgumentError: it is neither TensorFlow nor PyTorch.
+        ArgumentError: the backend is neither TensorFlow nor PyTorch.
     """
     name = keras.backend.backend()
     if name not in _HOMES:
@@ -54,11 +54,11 @@ def check_backend() -> None:
 
 
 def reduction(choices: Choices, prefix: str) -> Reduction:
-    """Makes the one for the backend that Keras runs on.
+    """Returns a `Reduction` for the current Keras backend.
 
     Args:
-        choices: what the user wants.
-        prefix: of the names of its operations; equal on all ranks and of no other optimizer.
+        choices: the user's settings.
+        prefix: prefix of the names of its operations; equal on all ranks, and different for each optimizer.
     """
     module, name = _HOMES[keras.backend.backend()]
     found: Reduction = getattr(importlib.import_module(module), name)(choices, prefix)

@@ -1,4 +1,4 @@
-"""Keras callbacks for training on several ranks, under Horovod's names; on any backend."""
+"""Keras callbacks for training on several ranks, under Horovod's names, for all supported backends."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Makes all ranks go on from the root's variables, those of the optimizer too, after the first batch.
+    """Broadcasts the root's model and optimizer variables to all ranks after the first batch.
 
-    Then all of them exist, whatever built them; what the first step has changed differently is equal again.
+    Only then do all variables exist, however they are built; differences from the first step are overwritten.
     """
 
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
-        """Makes it.
+        """Stores the settings.
 
         Args:
-            root_rank: the global rank whose values are taken.
-            device: Horovod's; not needed.
-            local_variables: variables that every rank has for itself.
+            root_rank: the global rank whose values are copied.
+            device: Horovod's argument; not needed.
+            local_variables: variables that stay local to each rank.
         """
         super().__init__()
         self._root = root_rank
@@ -46,7 +46,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcasts once."""
+        """Broadcasts after the first batch."""
         if self._done:
             return
         self._done = True
@@ -55,16 +55,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages an epoch's metrics over the ranks, for the callbacks behind it: put it before those that use them."""
+    """Averages an epoch's metrics over the ranks; put it before the callbacks that use the metrics."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Averages what is a number.
+        """Averages the metrics that are numbers.
 
         Raises:
-            MismatchError: on all ranks: they have different metrics.
+            MismatchError: on all ranks: their metrics differ.
             RefusedError: another rank has raised an error here.
         """
         found = {} if logs is None else logs
@@ -79,9 +79,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _averaged(what: str, metrics: dict[str, Any]) -> dict[str, float]:
-    """Averages metrics over the ranks, whatever metrics they have: they agree on the names first, in a call of all.
+    """Averages metrics over the ranks; first compares their names across ranks in a collective call.
 
-    A rank that has others than the rest would average what does not belong together, or wait for ever.
+    Without the comparison, a rank with other metrics would average unrelated values, or wait forever.
     """
     if api.size() == 1:
         return {}
@@ -94,7 +94,7 @@ def _averaged(what: str, metrics: dict[str, Any]) -> dict[str, float]:
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Multiplies the initial learning rate by a factor of the epoch, and corrects the momentum for the change."""
+    """Multiplies the initial learning rate by a factor that depends on the epoch, and corrects the momentum."""
 
     def __init__(
         self,
@@ -106,19 +106,19 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
-        """Makes it.
+        """Stores the schedule.
 
         Args:
-            initial_lr: what is multiplied.
-            multiplier: a factor, or a function that gives it for an epoch, counted from 0.
-            start_epoch: the first epoch in which it acts.
-            end_epoch: the first one in which it does not any more.
-            staircase: whether to change between epochs only, or with each batch.
-            momentum_correction: whether SGD's momentum follows the rate at once.
-            steps_per_epoch: batches of an epoch; by default as Keras counts them.
+            initial_lr: the learning rate that is multiplied.
+            multiplier: a factor, or a function that returns the factor for an epoch, counted from 0.
+            start_epoch: the first epoch in which the schedule applies.
+            end_epoch: the first epoch in which it no longer applies; None for no end.
+            staircase: whether to change the rate between epochs only, or with each batch.
+            momentum_correction: whether to scale SGD's momentum buffers at once when the rate changes.
+            steps_per_epoch: number of batches per epoch; by default Keras's count.
 
         Raises:
-            ArgumentError: a constant is to be applied with each batch.
+            ArgumentError: `multiplier` is a constant and `staircase` is False.
         """
         super().__init__()
         if not callable(multiplier) and not staircase:
@@ -133,18 +133,22 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Finds out how long an epoch is."""
+        """Determines the number of batches per epoch.
+
+        Raises:
+            ArgumentError: the number is unknown, and the rate changes with each batch.
+        """
         self._steps = self._steps or self.params.get("steps")
         if not self._staircase and not self._steps:
             text = "how many batches an epoch has is not known: give steps_per_epoch"
             raise ArgumentError(text)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes the epoch."""
+        """Stores the epoch's number."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Changes the rate."""
+        """Sets the learning rate."""
         if self._epoch < self._start or (self._end is not None and self._epoch >= self._end):
             return
         if self._staircase and batch == 0:
@@ -154,7 +158,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._change(self._factor(self._epoch + batch / self._steps))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tells the rate."""
+        """Adds the learning rate to the logs."""
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
@@ -163,13 +167,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         before, after = float(optimizer.learning_rate), self._initial * factor
         optimizer.learning_rate = after
         if self._corrects and isinstance(optimizer, keras.optimizers.SGD) and optimizer.built and before:
-            # What SGD keeps is momentum times rate: this is the momentum of Goyal et al. (2017), scaled for one batch.
+            # SGD's velocity contains the learning rate, so scaling it once is the correction of Goyal et al. (2017).
             for velocity in optimizer.momentums if optimizer.momentum else ():
                 velocity.assign(velocity * (after / before))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from what one rank would use to what all use together, batch by batch."""
+    """Raises the learning rate with each batch from that of a single rank to that of all ranks."""
 
     def __init__(
         self,
@@ -179,13 +183,13 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        """Makes it.
+        """Stores the schedule.
 
         Args:
             initial_lr: the rate at the end, usually that of one rank times the number of ranks.
-            warmup_epochs: how long it takes.
-            momentum_correction: as for `LearningRateScheduleCallback`.
-            steps_per_epoch: as there.
+            warmup_epochs: number of epochs of the warmup.
+            momentum_correction: as in `LearningRateScheduleCallback`.
+            steps_per_epoch: as in `LearningRateScheduleCallback`.
             verbose: 1 to print the rate at the end.
         """
 
@@ -197,7 +201,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tells when it is over."""
+        """Adds the learning rate to the logs; with `verbose`, rank 0 prints the end of the warmup."""
         super().on_epoch_end(epoch, logs)
         if self._end is not None and epoch == self._end - 1 and self._verbose and api.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
@@ -208,17 +212,17 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Saves the best model of the job, on rank 0, by a metric that is averaged over the ranks."""
 
     def __init__(self, filepath: str, monitor: str = "val_loss", **details: Any) -> None:
-        """Makes it; other arguments as for `keras.callbacks.ModelCheckpoint`, of each epoch.
+        """Stores the settings.
 
         Args:
             filepath: where to save.
             monitor: the metric.
-            details: see above.
+            details: other arguments of `keras.callbacks.ModelCheckpoint`; only saving after epochs is supported.
         """
         super().__init__(filepath, monitor=monitor, save_best_only=True, **details)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Averages the metric on all ranks, and saves on one."""
+        """Averages the metric over the ranks, and saves on rank 0."""
         found = dict(logs or {})
         found |= _averaged("BestModelCheckpoint", {name: found[name] for name in [self.monitor] if name in found})
         if api.rank() == 0:

@@ -1,4 +1,4 @@
-"""What travels instead of tensors, and who makes it of them on the backend that Keras runs on."""
+"""Gradient compression for Keras: selects the compressor of the backend that Keras runs on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Compression", "compressor"]
 
 
 class Compression:
-    """What travels instead of gradients, under Horovod's names."""
+    """Names of the compressors, as in Horovod."""
 
     none = "none"
     fp16 = "fp16"
@@ -20,10 +20,10 @@ class Compression:
 
 
 def compressor(wanted: Any) -> Any:
-    """Finds the backend's compressor of a name; takes a class with Horovod's functions as it is.
+    """Returns the backend's compressor for a name; returns a class with Horovod's functions as it is.
 
     Raises:
-        ArgumentError: it is none, or has a way of its own, which only `coordd.torch` goes.
+        ArgumentError: `wanted` is not a compressor, or it needs its own protocol, which only `coordd.torch` supports.
     """
     if keras.backend.backend() == "tensorflow":
         from coordd_tensorflow.compression import Compression as OfTensorFlow

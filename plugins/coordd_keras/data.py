@@ -1,4 +1,4 @@
-"""Sharing a data set out among ranks, so that all of them make the same number of steps."""
+"""Shards a data set among ranks so that all ranks take the same number of steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["shard"]
 
 
 def shard(dataset: Any, *, uneven: str = "drop") -> Any:
-    """Gives each rank its part of a `tf.data.Dataset`: of examples, before they are shuffled and batched.
+    """Returns this rank's shard of a `tf.data.Dataset` of examples; call it before shuffling and batching.
 
-    A rank with one batch more than the others would wait for them in vain, so all parts have the same length.
+    All shards have the same length, because a rank with one batch more than the others would wait forever.
 
     Args:
-        dataset: the same on all ranks, in the same order; with a known number of elements.
-        uneven: what to do with elements that cannot be divided evenly: ``"drop"`` them, or ``"repeat"`` the first ones
-            until they can.
+        dataset: the same elements in the same order on all ranks; its cardinality must be known.
+        uneven: what to do if the number of elements is not divisible by the number of ranks: ``"drop"`` the last
+            elements, or ``"repeat"`` the first ones.
 
     Raises:
-        ArgumentError: the number is not known, infinite, or too small for so many ranks.
+        ArgumentError: the cardinality is unknown, infinite, or smaller than the number of ranks.
     """
     rank, size = api.rank(), api.size()
     count = int(dataset.cardinality())

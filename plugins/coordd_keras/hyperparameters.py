@@ -1,4 +1,4 @@
-"""The hyperparameters of a Keras optimizer, to compare them between ranks: those that its configuration lists."""
+"""Reads the hyperparameters in a Keras optimizer's configuration, to compare them between ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from coordd.drift import UNSEEN
 __all__ = ["Hyperparameters"]
 
 _OWN = frozenset({"name", "learning_rate"})
-"""Names are numbered by each rank for itself; a learning rate may be a variable or a schedule."""
+"""Excluded keys: each rank numbers names on its own, and a learning rate may be a variable or a schedule."""
 
 
 class Hyperparameters:
-    """Those of one optimizer, or of the one inside a loss scale."""
+    """Hyperparameters of one optimizer, or of the inner optimizer of a `LossScaleOptimizer`."""
 
     def __init__(self, optimizer: Any) -> None:
-        """Prepares to read them."""
+        """Keeps a weak reference to the optimizer."""
         self._optimizer = weakref.ref(optimizer)  # graphs may outlive it
 
     def current(self) -> Any:
-        """The learning rate, or of a schedule the number of the step, as a scalar tensor; None if it is a function."""
+        """Returns the learning rate (for a schedule: the step number) as a scalar tensor; None if it is a function."""
         optimizer = self._plain()
         rate = getattr(optimizer, "_learning_rate", None)
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
@@ -33,7 +33,7 @@ class Hyperparameters:
         return keras.ops.convert_to_tensor(rate) if isinstance(rate, keras.Variable) else None
 
     def read(self, current: Any) -> Iterator[tuple[str, Any]]:
-        """Lists all by name: first the learning rate, given the number that `current` had."""
+        """Yields all hyperparameters by name; the learning rate comes first, from the value that `current` had."""
         optimizer = self._plain()
         if optimizer is None:
             return
@@ -54,13 +54,13 @@ class Hyperparameters:
             return float(current)
         try:
             return float(rate(keras.ops.convert_to_tensor(int(current), optimizer.iterations.dtype)))
-        except Exception:  # noqa: BLE001 - a schedule is the user's, and need not work outside of a step
+        except Exception:  # noqa: BLE001 - a user's schedule need not work outside of a step
             return UNSEEN
 
 
 def _configuration(optimizer: Any) -> dict[str, Any]:
     try:
         found: dict[str, Any] = optimizer.get_config()
-    except Exception:  # noqa: BLE001 - that of a user's optimizer need not work
+    except Exception:  # noqa: BLE001 - a user's optimizer need not implement it
         return {}
     return found

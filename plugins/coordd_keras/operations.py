@@ -1,4 +1,4 @@
-"""Operations on whatever Keras takes for a tensor, on any backend, and on its variables."""
+"""Collective operations on Keras tensors, arrays and variables, on any backend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _common(array: np.ndarray) -> np.ndarray:
-    """Widens integers, which backends do not have of the same type."""
+    """Widens integers to int64, because the backends use different integer types for the same variable."""
     return array.astype(np.int64) if array.dtype.kind in "iu" else array
 
 
@@ -53,16 +53,17 @@ def allreduce(
 
     Args:
         value: a tensor, an array or a number; equal in shape on all ranks.
-        name: equal on all ranks.
+        name: of the operation; equal on all ranks.
         average: Horovod's old flag; use ``op``.
-        prescale_factor: applied to each rank's value before.
+        prescale_factor: applied to each rank's value before the reduction.
         postscale_factor: applied to the result.
         op: `Average` (default), `Sum`, `Min`, `Max`, `Product`, `AveragePresent` or `Adasum`.
-        compression: what travels: one of `Compression`, or a class with Horovod's functions.
+        compression: one of `Compression`, or a class with Horovod's functions.
         process_set: the ranks that take part.
 
     Raises:
-        ArgumentError: the compression is none, or has a way of its own, which only `coordd.torch` goes.
+        ArgumentError: `compression` is not a compressor, or it needs its own protocol, which only `coordd.torch`
+            supports.
     """
     if compression != Compression.none:
         way = compressor(compression)
@@ -86,7 +87,7 @@ def allreduce(
 
 @refusable(Kind.ALLGATHER, api.operations)
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> np.ndarray:
-    """Returns all ranks' values, joined along the first dimension."""
+    """Returns the values of all ranks, concatenated along the first dimension."""
     return api.allgather(_array(value), name=name, process_set=process_set)
 
 
@@ -107,7 +108,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> np.ndarray:
-    """Returns this rank's rows of a reduction; arguments as in `allreduce`."""
+    """Returns this rank's rows of the reduced value; arguments as in `allreduce`."""
     found: np.ndarray = (
         api.operations()
         .reducescatter(
@@ -127,19 +128,19 @@ def reducescatter(
 def broadcast_variables(
     _call: CollectiveCall, variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Copies the root's values into everybody's variables, such as ``model.variables``.
+    """Copies the root's values into the variables of all ranks, such as ``model.variables``.
 
     Raises:
-        ArgumentError: what is given is no list of variables, or the root is no member.
-        MismatchError: the ranks have given different variables; nothing is copied then.
-        RefusedError: another rank has raised an error here.
+        ArgumentError: `variables` is not a list of variables, or the root is not in the process set.
+        MismatchError: the ranks pass different variables; nothing is copied then.
+        RefusedError: another rank raised an error in this call.
     """
     check_process_set(process_set, api.size())
     copy_variables(listed(variables, ("assign", "name"), keras.Variable), root_rank, process_set)
 
 
 def copy_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Does what `broadcast_variables` says, as part of a call of all members."""
+    """Does the work of `broadcast_variables`, inside a collective call of all ranks of the process set."""
     operations, name = api.operations(), "broadcast.variables"
     lines = [f"{index}. {variable.name} {tuple(variable.shape)}" for index, variable in enumerate(variables)]
     Inventory(operations, lines, caller="broadcast_variables", name=name, process_set=process_set).check()
@@ -156,12 +157,12 @@ def broadcast_global_variables(_call: CollectiveCall, root_rank: int = 0, model:
     """Copies the root's variables to all ranks.
 
     Args:
-        root_rank: the global rank whose variables are taken.
-        model: whose, those of its optimizer included; Keras 3 keeps no list of all variables.
+        root_rank: the global rank whose variables are copied.
+        model: its variables and those of its optimizer are copied; Keras 3 keeps no list of all variables.
 
     Raises:
         TypeError: no model was given.
-        ArgumentError, MismatchError, RefusedError: as `broadcast_variables`.
+        ArgumentError, MismatchError, RefusedError: as for `broadcast_variables`.
     """
     if model is None:
         text = "Keras 3 keeps no list of all variables: give the model, as in broadcast_global_variables(0, model)"

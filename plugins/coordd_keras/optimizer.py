@@ -1,6 +1,6 @@
-"""`DistributedOptimizer` for Keras 3: the user's optimizer, whose gradients are averaged over the ranks.
+"""`DistributedOptimizer` for Keras 3: the user's optimizer, with gradients averaged over the ranks.
 
-The very object is returned, with its class turned into a subclass of what it was: what Keras does with it stays.
+It returns the same object and replaces its class by a subclass, so Keras treats it as before.
 """
 
 from __future__ import annotations
@@ -28,35 +28,43 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "distribute", 
 
 
 class _Plan:
-    """What is added to an optimizer."""
+    """Distributed state of an optimizer."""
 
     def __init__(
         self, way: Reduction | None, settings: Hyperparameters, *, passes: int, average: bool, scale: int
     ) -> None:
-        """Keeps how gradients are reduced, after how many passes, and which ones are not, but divided by ``scale``."""
+        """Keeps the settings.
+
+        Args:
+            way: reduces gradients; None if there is nothing to exchange.
+            settings: the optimizer's hyperparameters.
+            passes: backward passes per step.
+            average: whether accumulated gradients are divided by `passes`.
+            scale: divisor for the gradients of local variables, which are not reduced.
+        """
         self.way = way
         self._settings = settings
         self.passes = passes
         self.average = average
         self.sums: list[Any] = []
-        """Of each variable, the gradients of the passes since the last step, added up."""
+        """For each variable, its gradients accumulated since the last step."""
         self.count: Any = None
         self.passed: dict[int, Any] = {}
-        """The variables of these passes, by their places; in a graph those of its one."""
+        """The variables of these passes by index; in a graph, the variables of its single pass."""
         self.given: set[int] = set()
-        """The places of those that had gradients in these passes; in graphs in any."""
+        """Indices of the variables that had gradients in these passes; in graphs, in any pass."""
         self.traced = False
-        """Whether one of them was in a graph."""
+        """Whether any pass ran inside a graph."""
         self.local: dict[int, Any] = {}
-        """Variables whose gradients are not reduced, by their ids, which no others get while they are here."""
+        """Variables whose gradients are not reduced, by id; the references keep the ids unique."""
         self._scale = scale
 
     def common(self, variables: Sequence[Any]) -> list[Any]:
-        """Lists the variables whose gradients are reduced."""
+        """Returns the variables whose gradients are reduced."""
         return [variable for variable in variables if id(variable) not in self.local]
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Reduces gradients, but for the local ones."""
+        """Reduces all gradients except those of local variables."""
         if self.way is None:
             return list(gradients)
         common = self.common(variables)
@@ -71,15 +79,15 @@ class _Plan:
 
 
 class _Distributed(keras.optimizers.Optimizer):
-    """The methods of Keras's that are different."""
+    """Overrides of Keras's optimizer methods."""
 
     _coordd: _Plan
 
     def build(self, variables: Any) -> None:
-        """Makes what the optimizer remembers, and hears of the gradients to come.
+        """Creates the optimizer's variables and registers the gradients to reduce.
 
         Raises:
-            ArgumentError: a loss scale would be chosen by each rank for itself.
+            ArgumentError: a `LossScaleOptimizer` wraps this optimizer, so each rank would choose its own loss scale.
         """
         outer = sys._getframe(1).f_locals.get("self")  # noqa: SLF001 - the documented way to the caller
         if isinstance(outer, keras.optimizers.LossScaleOptimizer) and outer is not self:
@@ -93,11 +101,11 @@ class _Distributed(keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
-        """Makes the plain optimizer; wrap it again."""
+        """Creates the plain optimizer; wrap it again."""
         return cls.__bases__[1].from_config(config, custom_objects)  # type: ignore[attr-defined]  # Keras's class
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Updates variables by gradients, once these are reduced."""
+        """Reduces the gradients, then updates the variables with them."""
         plan = self._coordd
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
@@ -109,13 +117,14 @@ class _Distributed(keras.optimizers.Optimizer):
             self._accumulate(list(grads), variables)
 
     def _accumulate(self, gradients: list[Any], variables: list[Any]) -> None:
-        """Adds gradients up; makes a step with them after so many passes.
+        """Accumulates gradients; takes a step after `passes` passes.
 
-        The step is of whatever the passes since the last one had gradients for, which is known at once. In a graph,
-        which may be one of several, it is what any pass can have, and must be known when the first one is made.
+        In eager mode, the step updates the variables that had a gradient in any pass since the last step. In a graph,
+        which may be one of several, the step covers every variable that can have a gradient in any pass, and this set
+        must be known when the first graph is traced.
 
         Raises:
-            ArgumentError: a further graph has gradients for other variables, so that the first one cannot know of them.
+            ArgumentError: a later graph has gradients for other variables, which the first graph cannot include.
         """
         plan, at_once = self._coordd, _at_once()
         by_place = {self._get_variable_index(variable): variable for variable in variables}
@@ -136,11 +145,11 @@ class _Distributed(keras.optimizers.Optimizer):
         plan.count.assign_add(1)
         if not at_once:
             keras.ops.cond(keras.ops.equal(plan.count % plan.passes, 0), self._step, lambda: None)
-        elif int(plan.count) % plan.passes == 0:  # Keras would make errors of other classes of those inside
+        elif int(plan.count) % plan.passes == 0:  # `cond` would change the class of errors raised inside
             self._step()
 
     def _step(self) -> None:
-        """Makes a step with what was added up."""
+        """Takes a step with the accumulated gradients."""
         plan = self._coordd
         factor = 1.0 / plan.passes if plan.average else 1.0
         places = sorted(plan.passed)
@@ -157,7 +166,7 @@ class _Distributed(keras.optimizers.Optimizer):
 
 
 def _at_once() -> bool:
-    """Says whether operations run now, and are not put into a graph."""
+    """Returns whether operations run eagerly, not in a graph."""
     if keras.backend.backend() != "tensorflow":
         return True
     import tensorflow as tf
@@ -166,12 +175,12 @@ def _at_once() -> bool:
 
 
 def _prepare(optimizer: Any, variables: list[Any]) -> None:
-    """Gets an optimizer that has been built ready."""
-    plan: _Plan = optimizer._coordd  # noqa: SLF001 - it is ours
+    """Prepares an optimizer that has been built."""
+    plan: _Plan = optimizer._coordd  # noqa: SLF001 - set by `distribute`
     if plan.way is not None:
         plan.way.release(variables)
     if plan.passes > 1:
-        # No variables of the optimizer's, for what is saved is the plain optimizer.
+        # These are not variables of the optimizer, because the plain optimizer is saved.
         plan.sums = [
             keras.Variable(keras.ops.zeros(variable.shape, variable.dtype), trainable=False, name="coordd_sum")
             for variable in variables
@@ -199,29 +208,31 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and signature
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Makes a Keras optimizer average its gradients over the ranks; give it to ``model.compile`` as usual.
+    """Makes a Keras optimizer average its gradients over the ranks; pass it to ``model.compile`` as usual.
 
     Args:
         optimizer: any optimizer of Keras 3.
-        name: a new name for it.
-        device_dense: not needed.
-        device_sparse: not needed.
-        compression: what travels instead of the gradients: one of `Compression`, or a class with Horovod's functions.
-        sparse_as_dense: turns sparse gradients into dense ones, which are added up.
-        gradient_predivide_factor: splits the averaging: gradients are divided by it before, multiplied after.
+        name: a new name for the optimizer.
+        device_dense: ignored.
+        device_sparse: ignored.
+        compression: of gradients: one of `Compression`, or a class with Horovod's functions.
+        sparse_as_dense: converts sparse gradients to dense ones and reduces these.
+        gradient_predivide_factor: splits the averaging: gradients are divided by it before the reduction and multiplied
+            by it after.
         op: `Average`, `AveragePresent` or `Sum`.
-        backward_passes_per_step: batches whose gradients are added up locally before they are reduced, and a step made.
-        average_aggregated_gradients: divides these sums by their number.
-        num_groups: so many buckets of nearly equal size, instead of the usual ones.
-        groups: lists of variables whose gradients are reduced together; the rest as usual.
+        backward_passes_per_step: number of batches whose gradients are accumulated locally before each reduction and
+            step.
+        average_aggregated_gradients: divides the accumulated gradients by this number.
+        num_groups: reduces gradients in this many buckets of nearly equal size instead of the default ones.
+        groups: lists of variables whose gradients are reduced together; other gradients use the default buckets.
         process_set: the ranks that take part.
         scale_local_gradients: whether gradients of local layers are divided by the number of ranks.
 
     Raises:
-        ArgumentError: this is no Keras optimizer, or one that is distributed already, settings do not fit together, or
+        ArgumentError: `optimizer` is not a Keras optimizer or is distributed already, settings do not fit together, or
             Keras runs on neither TensorFlow nor PyTorch.
-        MismatchError: on all ranks: they have given different settings; it lists what differs.
-        RefusedError: another rank has raised an error here.
+        MismatchError: raised on all ranks if their settings differ; lists the differences.
+        RefusedError: another rank raised an error in this call.
         NotInitializedError: `init` was not called.
     """
     return distribute(
@@ -257,7 +268,7 @@ def distribute(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Does what `DistributedOptimizer` says, as part of a call of all members."""
+    """Does the work of `DistributedOptimizer`, inside a collective call of all ranks of the process set."""
     operations = api.operations()
     check_process_set(process_set, operations.daemon.world.size)
     check_backend()
@@ -277,7 +288,7 @@ def distribute(
     call.lines += [f"sparse_as_dense={sparse_as_dense}", f"optimizer {type(optimizer).__name__}", call.prefix]
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
-    optimizer._coordd = _Plan(  # noqa: SLF001 - it is ours now
+    optimizer._coordd = _Plan(  # noqa: SLF001 - set here
         reduction(choices, call.prefix) if choices.exchanges(operations.daemon.world) else None,
         Hyperparameters(optimizer),
         passes=passes,
@@ -294,27 +305,27 @@ def distribute(
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: keras.optimizers.Optimizer, *args: Any, local_layers: Any = None, **details: Any
 ) -> Any:
-    """Makes an optimizer that averages gradients, but for those of some layers, which every rank has for itself.
+    """Makes an optimizer average all gradients except those of local layers, whose weights differ between ranks.
 
     Args:
-        optimizer: as for `DistributedOptimizer`, whose other arguments may follow; not yet used.
-        args: those.
-        local_layers: a layer, or several; built.
-        details: those by name.
+        optimizer: as for `DistributedOptimizer`; not yet used.
+        args: further positional arguments of `DistributedOptimizer`.
+        local_layers: a built layer, or several.
+        details: further keyword arguments of `DistributedOptimizer`.
 
     Raises:
-        ArgumentError, MismatchError, RefusedError: as `DistributedOptimizer`; of the layers, too.
+        ArgumentError, MismatchError, RefusedError: as for `DistributedOptimizer`; also for wrong or different layers.
     """
     with CollectiveCall("PartialDistributedOptimizer", details.get("process_set", global_process_set)) as call:
         weights = _weights_of(local_layers)
         call.lines += sorted(f"the local {weight.path} {tuple(weight.shape)}" for weight in weights)
     found = DistributedOptimizer(optimizer, *args, **details)
-    found._coordd.local.update({id(weight): weight for weight in weights})  # noqa: SLF001 - it is ours
+    found._coordd.local.update({id(weight): weight for weight in weights})  # noqa: SLF001 - set by `distribute`
     return found
 
 
 def _weights_of(layers: Any) -> list[Any]:
-    """Lists the trainable weights of no layer, one layer, or several."""
+    """Returns the trainable weights of zero or more layers."""
     several = [] if layers is None else [layers] if isinstance(layers, keras.Layer) else layers
     if not isinstance(several, (list, tuple, set)) or not all(isinstance(layer, keras.Layer) for layer in several):
         text = f"local_layers is a layer of Keras, or a list of layers, not {layers!r}"
@@ -326,12 +337,12 @@ def _weights_of(layers: Any) -> list[Any]:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Says whether `DistributedOptimizer` has made it."""
+    """Returns whether `DistributedOptimizer` wrapped this optimizer."""
     return isinstance(optimizer, _Distributed)
 
 
 def _check(optimizer: Any, passes: int) -> None:
-    """Refuses what is no optimizer, is wrapped already, or never makes a step."""
+    """Raises if this is not an optimizer, is wrapped already, or would never take a step."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         text = f"DistributedOptimizer wants an optimizer of Keras, such as keras.optimizers.Adam(), not {optimizer!r}"
         raise ArgumentError(text)
@@ -344,7 +355,7 @@ def _check(optimizer: Any, passes: int) -> None:
 
 
 def _grouping(num_groups: int, groups: Any) -> Grouping:
-    """Reads groups of Keras's variables as the backend knows them."""
+    """Converts groups of Keras variables to the backend's variables."""
     if api.is_initialized() and api.operations().as_horovod:
         num_groups, groups = read_groups(num_groups, groups)
     if keras.backend.backend() == "tensorflow":

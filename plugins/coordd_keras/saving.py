@@ -1,4 +1,4 @@
-"""Loading models that were saved while their optimizer was distributed."""
+"""Loads models that were saved with a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def load_model(
     compression: Any = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """Loads a model as `keras.models.load_model` does, and makes its optimizer a `DistributedOptimizer` again.
+    """Loads a model like `keras.models.load_model`, and wraps its optimizer in a `DistributedOptimizer` again.
 
     Args:
-        filepath: what ``model.save`` has written.
+        filepath: a file that ``model.save`` wrote.
         custom_optimizers: optimizer classes that Keras does not know.
         custom_objects: other objects, by name, that Keras does not know.
         compression: as for `DistributedOptimizer`.
-        legacy_opts: not needed.
+        legacy_opts: ignored.
 
     Raises:
-        MismatchError: on all ranks: they have loaded different models, or given different settings.
-        RefusedError: another rank has raised an error here, such as one that does not find the file.
+        MismatchError: on all ranks, if they load different models or pass different settings.
+        RefusedError: another rank raised an error in this call, for example because it does not find the file.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)

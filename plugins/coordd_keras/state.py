@@ -1,6 +1,6 @@
-"""What a job that is started anew needs to go on: committed every few batches, restored at the start.
+"""Checkpoint of a training job: committed every few batches, restored when the job starts again.
 
-The ranks of a job stay the same; when one fails the job ends, and the next one begins where the last commit was.
+The ranks of a job are fixed: if one fails, the job ends, and the next job resumes from the last commit.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class KerasState:
     batch = 0
 
     def __init__(self, model: keras.Model, path: str | os.PathLike[str], **values: Any) -> None:
-        """Keeps them together; call `restore` before training.
+        """Keeps the model and the values; call `restore` before training.
 
         Args:
             model: compiled and built.
-            path: a file, written by rank 0 and read by it.
-            values: numbers, texts, lists and dictionaries of them.
+            path: the file that rank 0 writes and reads.
+            values: numbers, strings, and lists and dictionaries of them.
 
         Raises:
             ArgumentError: the model is not compiled.
@@ -50,7 +50,7 @@ class KerasState:
         self._show()
 
     def commit(self) -> None:
-        """Writes everything to the file, on rank 0, all of it or nothing."""
+        """Writes everything to the file atomically, on rank 0."""
         if api.rank():
             return
         self._values = {name: getattr(self, name) for name in self._values}
@@ -60,16 +60,16 @@ class KerasState:
         arrays[_VALUES] = np.array(json.dumps(self._values))
         unfinished = self._path.with_name(f"{self._path.name}.tmp")
         with unfinished.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # NumPy has an argument that is no array, too
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # NumPy has an argument that is not an array, too
         unfinished.replace(self._path)
 
     @collective_method("KerasState.restore")
     def restore(self, _call: CollectiveCall) -> bool:
-        """Gives all ranks what was committed last; without a file, what rank 0 has. Says whether there was a file.
+        """Loads the last commit on all ranks, or rank 0's state if there is no file; returns whether there was a file.
 
         Raises:
-            ArgumentError: the file is of another model.
-            RefusedError: another rank has raised an error here.
+            ArgumentError: the file belongs to another model.
+            RefusedError: another rank raised an error in this call.
         """
         found, problem = None, ""
         if api.rank() == 0 and self._path.exists():
@@ -118,38 +118,38 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._every = batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commits."""
+        """Commits after every `batches_per_commit` batches."""
         if (batch + 1) % self._every == 0:
             self._state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Commits; put it behind the callbacks that change the state."""
+        """Commits; place this callback after the callbacks that change the state."""
         self._state.commit()
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Counts ``state.batch``: the batches of this epoch that are done."""
+    """Updates ``state.batch``: the number of finished batches of this epoch."""
 
     def __init__(self, state: KerasState) -> None:
         super().__init__()
         self._state = state
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Counts."""
+        """Stores the number of finished batches."""
         self._state.batch = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Begins anew."""
+        """Resets the count."""
         self._state.batch = 0
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Counts ``state.epoch``: the epochs that are done, for ``fit(initial_epoch=state.epoch)``."""
+    """Updates ``state.epoch``: the number of finished epochs, for ``fit(initial_epoch=state.epoch)``."""
 
     def __init__(self, state: KerasState) -> None:
         super().__init__()
         self._state = state
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Counts."""
+        """Stores the number of finished epochs."""
         self._state.epoch = epoch + 1

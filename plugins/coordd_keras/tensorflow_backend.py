@@ -1,4 +1,4 @@
-"""Gradients of Keras on TensorFlow: those of a graph or an eager step, which the optimizer is given."""
+"""Reduces the gradients of Keras on TensorFlow, of a graph or an eager step, that the optimizer gets."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["TensorFlowReduction"]
 
 
 class TensorFlowReduction:
-    """Starts each bucket as soon as its gradients are computed, then awaits all; see `coordd_tensorflow.exchange`."""
+    """Starts each bucket when its gradients are computed, then waits for all; see `coordd_tensorflow.exchange`."""
 
     def __init__(self, choices: Choices, prefix: str) -> None:
         self._exchange = Exchange(choices, prefix)
 
     def release(self, variables: Sequence[Any]) -> None:
-        """Does nothing: an optimizer reduces what it is given."""
+        """Does nothing: an optimizer reduces the gradients that it gets."""
 
     def watch(self, variables: Sequence[Any], optimizer: Any) -> None:
-        """Does nothing: the graph says when gradients are there."""
+        """Does nothing: the graph starts each bucket when its gradients are ready."""
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], settings: Settings) -> list[Any]:
         """Returns reduced gradients; None where no rank has one."""

@@ -1,7 +1,7 @@
-"""Gradients of Keras on PyTorch: reduced while backward still runs.
+"""Reduces the gradients of Keras on PyTorch while backward still runs.
 
-Its one rule is that of `coordd.torch`: when ``backward()`` returns, ``.grad`` holds what the optimizer will use, on
-every rank.
+As in `coordd.torch`, when ``backward()`` returns, ``.grad`` holds the gradient that the optimizer will use, on every
+rank.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ log = logging.getLogger("coordd")
 
 _HOOK = "_coordd_keras_hook"
 READING = Reading("PyTorch", lambda variable, places: values_at(variable.value, places))
-"""How values of Keras's variables are read."""
+"""Reads the values of Keras variables."""
 
 
 class TorchReduction:
-    """Puts each gradient into its bucket as soon as backward has accumulated it; backward ends when all are reduced."""
+    """Puts each gradient into its bucket when autograd has accumulated it; backward ends when all are reduced."""
 
     def __init__(self, choices: Choices, prefix: str) -> None:
         self._choices = choices
@@ -56,21 +56,21 @@ class TorchReduction:
         self._hooks: list[RemovableHandle] = []
         self._optimizer: Callable[[], Any] = lambda: None
         self._sums: list[Callable[[], torch.Tensor | None]] = []
-        """Return what gradients were reduced last, while they live."""
+        """For each parameter, returns its last reduced gradient while that is alive."""
         self._fresh: set[int] = set()
-        """Of which parameters the present backward pass has made gradients."""
+        """Indices of the parameters that got a gradient in the running backward pass."""
 
     def release(self, variables: Sequence[Any]) -> None:
-        """Has autograd tell nothing of these variables to an optimizer that had them before."""
+        """Removes the autograd hooks that an earlier optimizer registered for these variables."""
         for variable in variables:
             if (hook := getattr(variable.value, _HOOK, None)) is not None:
                 hook.remove()
                 delattr(variable.value, _HOOK)
 
     def watch(self, variables: Sequence[Any], optimizer: Any) -> None:
-        """Has autograd tell when gradients are there, while there is their optimizer."""
+        """Registers autograd hooks on the variables for the lifetime of the optimizer."""
         self._adopt(variables)
-        if api.operations().part is None:  # else with the first gradient, as ranks do whose Keras runs on TensorFlow
+        if api.operations().part is None:  # else with the first gradient, as on ranks with TensorFlow
             self._at_hand(variables)
         self._optimizer = weakref.ref(optimizer)
         for index, parameter in enumerate(self._parameters):
@@ -85,9 +85,9 @@ class TorchReduction:
         self._hooks.clear()
 
     def _is_replaced(self) -> bool:
-        """Whether the model that trains uses another optimizer now, of which autograd tells nothing.
+        """Returns whether the model in training uses another optimizer now, which has no autograd hooks.
 
-        A script may have kept the one before. Models with several optimizers have them as attributes.
+        A script may keep the old optimizer. A model with several optimizers has them as attributes.
         """
         model, optimizer = _trained_model(), self._optimizer()
         if model is None or optimizer is None:
@@ -118,16 +118,16 @@ class TorchReduction:
         return [found[place] for place in places]
 
     def _are_sums(self, gradients: Sequence[Any], places: Sequence[int]) -> bool:
-        """Whether these are what the last backward pass has reduced, and not gradients of another function.
+        """Returns whether these are the gradients that the last backward pass reduced, not those of another function.
 
-        An average that the script has changed since may be averaged again, for it is equal on all ranks. A sum may not,
-        and gradients of another function cannot be told from a sum that was changed.
+        If the script changed an average, averaging it again is harmless, because it is equal on all ranks. A sum must
+        not be reduced again, and a changed sum cannot be distinguished from gradients of another function.
         """
         pairs = zip(gradients, places, strict=True)
         return all(gradient is None or gradient is self._sums[place]() for gradient, place in pairs)
 
     def _adopt(self, variables: Sequence[Any]) -> None:
-        """Takes variables over."""
+        """Takes over the variables and describes their gradients."""
         compress = self._choices.compression.compress
         self._variables = list(variables)
         self._parameters = [variable.value for variable in variables]
@@ -138,7 +138,7 @@ class TorchReduction:
         ]
 
     def _at_hand(self, variables: Sequence[Any]) -> None:
-        """Makes sure of the buckets, which are those of the daemon that runs."""
+        """Creates the buckets if the current daemon has none."""
         if not self._parameters:
             self._adopt(variables)
         operations = api.operations()
@@ -149,12 +149,12 @@ class TorchReduction:
             )
 
     def _ready(self, index: int, parameter: torch.Tensor) -> None:
-        """Runs when backward has accumulated a gradient.
+        """Runs when autograd has accumulated a gradient.
 
         Raises:
-            CoorddError: it was summed up already, and that cannot be told from what is new.
+            CoorddError: the gradient already contains a reduced sum, which cannot be separated from the new part.
         """
-        assert parameter.grad is not None  # noqa: S101 - autograd has just made it
+        assert parameter.grad is not None  # noqa: S101 - autograd has just set it
         if not self._begun:
             if self._is_replaced():
                 self._detach()
@@ -174,7 +174,7 @@ class TorchReduction:
         self._give(index, parameter.grad)
 
     def _adds(self, index: int) -> bool:
-        """Whether gradients were not cleared since they were reduced; this pass has made one so far."""
+        """Returns whether gradients were not cleared since the reduction; this pass has produced only one so far."""
         kept = self._sums[index]() is self._parameters[index].grad
         return kept or any(parameter.grad is not None for parameter in self._others(index))
 
@@ -191,23 +191,24 @@ class TorchReduction:
             raise
 
     def _backward_failed(self) -> None:
-        """Runs when a backward pass has failed, before its error reaches the script."""
+        """Runs when a backward pass failed, before its error reaches the script."""
         self._begun = self._reduced = False
         if self._gradients is not None:
-            with contextlib.suppress(CoorddError):  # the job has failed: whoever goes on hears of it
+            with contextlib.suppress(CoorddError):  # the job has failed, so the next operation raises
                 self._gradients.drop("has not completed a backward pass, which has failed")
 
     def _end_of_backward(self) -> None:
-        """Puts reduced gradients in the place of this rank's.
+        """Replaces this rank's gradients by the reduced ones.
 
-        What this pass has not made and an earlier one has is reduced once more, for other ranks may have added to it.
+        A gradient of an earlier pass that this pass did not change is reduced again, because other ranks may have added
+        to it.
         """
         for index, parameter in enumerate(self._parameters):
             if index not in self._fresh and parameter.grad is not None:
                 self._give(index, parameter.grad)
         self._begun = self._reduced = False
         for parameter, gradient in zip(self._parameters, self._wait(), strict=True):
-            if gradient is not None:  # else it may be that of an earlier pass
+            if gradient is not None:  # None may belong to a gradient of an earlier pass
                 parameter.grad = gradient
         self._reduced = True
         self._sums = [_reference(parameter.grad) for parameter in self._parameters]
@@ -234,7 +235,7 @@ class TorchReduction:
 
 
 def _trained_model() -> Any:
-    """Finds the model in whose ``train_step`` this backward pass runs; None in a loop of the script's own."""
+    """Returns the model whose ``train_step`` runs this backward pass; None in a custom training loop."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the callers
     while frame is not None:
         if frame.f_code.co_name == "train_step" and isinstance(found := frame.f_locals.get("self"), keras.Model):

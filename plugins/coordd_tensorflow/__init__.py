@@ -1,4 +1,4 @@
-"""coordd for TensorFlow, under Horovod's names; use it as ``import coordd.tensorflow as cd``."""
+"""coordd for TensorFlow, with Horovod's names: ``import coordd.tensorflow as cd``."""
 
 from typing import Any
 
@@ -147,7 +147,7 @@ _KERAS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what needs Keras only where it is wanted."""
+    """Imports names that need Keras only on access."""
     if name not in _KERAS:
         text = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(text)

@@ -1,4 +1,4 @@
-"""Errors that are also what Horovod's operations raise in TensorFlow, for scripts that catch those."""
+"""Makes coordd's errors also instances of the TensorFlow errors that Horovod's operations raise."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _KINDS: dict[type[CoorddError], Any] = {
     PeerError: tf.errors.UnknownError,
     ShutdownError: tf.errors.UnknownError,
 }
-"""What Horovod's operation ends with for each cause."""
+"""TensorFlow's error for each coordd error, as Horovod raises it."""
 
 
 def as_raised(error: CoorddError) -> CoorddError:
-    """Returns what to raise for an error: itself or, under ``as_horovod``, one that is also TensorFlow's."""
+    """Returns the error to raise: the same or, under ``as_horovod``, one that is also an instance of TensorFlow's."""
     kind = next((kind for kind in type(error).__mro__ if kind in _KINDS), None)
     if kind is None or not api.is_initialized() or not api.operations().as_horovod:
         return error

@@ -1,4 +1,4 @@
-"""What travels instead of a tensor: itself, or the same in sixteen bits. The values are added in fp32 all the same."""
+"""Gradient compression: none, or a 16-bit float dtype. Ranks add the values in fp32 in any case."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["Compression", "Compressor", "checked"]
 
 
 class Compressor:
-    """How tensors become smaller on their way; subclass it for one more way.
+    """Compresses tensors before a reduction; subclass it for other methods.
 
-    What `compress` makes of a tensor, number for number, is added up, and `decompress` undoes it.
+    The outputs of `compress` are summed element by element; `decompress` converts the sum back.
     """
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Returns what travels, and what `decompress` needs."""
+        """Returns the compressed tensor, and the context for `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """Returns the tensor that it was."""
+        """Returns the tensor in its original dtype."""
         return tensor if ctx is None else tf.cast(tensor, ctx)
 
 
 class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
+    """Leaves tensors unchanged."""
 
 
 def _to(tensor: tf.Tensor, dtype: tf.DType) -> tuple[tf.Tensor, Any]:
@@ -39,7 +39,7 @@ def _to(tensor: tf.Tensor, dtype: tf.DType) -> tuple[tf.Tensor, Any]:
 
 
 class FP16Compressor(Compressor):
-    """Halves fp32: eleven bits of precision, values up to 65504; what is larger becomes infinite on all ranks."""
+    """Halves fp32: 11 bits of precision, values up to 65504; larger ones become infinite on all ranks."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -48,7 +48,7 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(Compressor):
-    """Halves fp32: eight bits of precision, the range of fp32."""
+    """Halves fp32: 8 bits of precision, the range of fp32."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -65,10 +65,10 @@ class Compression:
 
 
 def checked(compression: Any) -> Any:
-    """Takes one of `Compression`, or anything that has Horovod's two functions.
+    """Returns one of `Compression`, or any object with Horovod's two functions.
 
     Raises:
-        ArgumentError: it has not.
+        ArgumentError: it lacks one of the functions.
     """
     if not callable(getattr(compression, "compress", None)) or not callable(getattr(compression, "decompress", None)):
         text = (

@@ -1,4 +1,4 @@
-"""TensorFlow's autograd around the operations of `coordd.differentiable`."""
+"""Wraps the operations of `coordd.differentiable` in TensorFlow custom gradients."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["derived", "differentiable"]
 def differentiable(
     operation: Differentiable, tensors: Sequence[tf.Tensor], extras: Sequence[tf.Tensor] = ()
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Carries an operation out so that gradients flow back through it.
+    """Runs an operation so that gradients flow back through it.
 
     Args:
-        operation: what to do.
-        tensors: on what; all differentiable.
-        extras: what it needs besides, without gradients.
+        operation: the operation.
+        tensors: its differentiable inputs.
+        extras: further inputs, without gradients.
 
     Returns:
-        the results, and what the operation kept for backward.
+        the results, and the tensor that the operation saved for backward.
     """
 
     def forward(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -58,12 +58,12 @@ def differentiable(
 def derived(
     own: Sequence[tf.Tensor], reduced: Sequence[tf.Tensor], reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]]
 ) -> list[tf.Tensor]:
-    """Makes what was reduced depend on what this rank gave, for a tape that records outside, as for second derivatives.
+    """Makes reduced tensors depend on this rank's inputs for an outer tape, for example for second derivatives.
 
     Args:
-        own: what it gave.
-        reduced: what came back, in the same order.
-        reduce: reduces gradients of the latter in the same manner; all ranks call it.
+        own: this rank's inputs.
+        reduced: the results, in the same order.
+        reduce: reduces the results' gradients in the same manner; all ranks call it.
     """
 
     @tf.custom_gradient

@@ -1,7 +1,8 @@
-"""The way of one tape's or optimizer's gradients: started as they become ready, awaited together at the end.
+"""Reduces the gradients of a tape or optimizer: starts buckets as they become ready, and waits for all at the end.
 
-In a graph the start of a bucket is an operation of its own, which needs nothing but the gradients of that bucket. So it
-runs as soon as they are computed, beside the rest of backward; the one that waits for all runs when all have started.
+In a graph, the start of a bucket is a separate operation that depends only on the gradients of that bucket. So it runs
+as soon as they are computed, while backward continues; the operation that waits for all buckets runs when all have
+started.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Gradient = Any
 
 
 def name_of(variable: Any, index: int) -> str:
-    """The name of a variable: Keras's path, which is unique in a model, TensorFlow's name, or its place."""
+    """Returns a variable's name: Keras's path, which is unique in a model, TensorFlow's name, or its index."""
     try:
         found: str = getattr(variable, "path", None) or variable.name
     except AttributeError:  # an eager tensor has none
@@ -47,13 +48,13 @@ def name_of(variable: Any, index: int) -> str:
 
 
 def variable_of(source: Any) -> Any:
-    """Takes TensorFlow's variable out of Keras's; anything else is what it is."""
+    """Returns the TensorFlow variable of a Keras variable; returns other objects unchanged."""
     value = getattr(source, "value", None)
     return value if isinstance(value, tf.Variable) else source
 
 
 def plain(groups: Any) -> Any:
-    """Takes TensorFlow's variables out of Keras's, in lists of lists."""
+    """Replaces Keras variables with their TensorFlow variables, in lists of lists."""
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
         return groups
     return [[variable_of(variable) for variable in group] for group in groups]
@@ -67,15 +68,15 @@ def scaled(gradient: Gradient, divisor: int) -> Gradient:
 
 
 class Exchange:
-    """The way of the gradients of one tape or optimizer."""
+    """Reduces the gradients of one tape or optimizer."""
 
     def __init__(self, choices: Choices, prefix: str | None = None) -> None:
-        """Keeps what the user has chosen.
+        """Keeps the settings.
 
         Args:
-            choices: that.
-            prefix: of the names, equal on all ranks and of no other optimizer; by default the first tape of some
-                variables gets one, and shares it with later ones of the same.
+            choices: the user's settings.
+            prefix: of operation names; equal on all ranks and unique to this optimizer. By default the first tape for a
+                set of variables gets a new prefix, and later tapes for the same variables share it.
         """
         self._choices = choices
         self._prefix = prefix
@@ -87,16 +88,16 @@ class Exchange:
 
         Args:
             gradients: dense, sparse or None, one for each variable; the same kinds on all ranks.
-            variables: which they are of.
-            settings: the hyperparameters of the optimizer that is going to use them.
+            variables: the gradients' variables.
+            settings: the hyperparameters of the optimizer that will use the gradients.
 
         Returns:
-            the reduced ones; None where no rank has one.
+            the reduced gradients; None where no rank has one.
 
         Raises:
-            ArgumentError: a shape is not known, or a type cannot be reduced.
-            MismatchError: the ranks have different variables, or only some of them a gradient for one, which cannot be
-                mended in a graph.
+            ArgumentError: a shape is unknown, or a type cannot be reduced.
+            MismatchError: the ranks have different variables, or only some ranks have a gradient for a variable, which
+                cannot be corrected in a graph.
         """
         source = api.source()
         if source().daemon.world.size == 1:
@@ -116,10 +117,10 @@ class Exchange:
         if not self._choices.exchanges(source().daemon.world):
             return list(gradients)
         found: list[Gradient] = list(gradients)
-        # Dense ones first: their ranks compare which variables have dense gradients, and hear of it where they differ.
+        # Dense gradients first: their reduction compares which variables have dense gradients, and reports mismatches.
         for index, gradient in zip(dense, way.reduce(settings), strict=True):
             found[index] = gradient
-        if settings is None:  # an optimizer uses its gradients itself, where no tape looks
+        if settings is None:  # an optimizer uses its gradients itself, outside any tape
             self._derive(gradients, found, dense)
         wanted = source().daemon.config.nonfinite
         for index in sparse:
@@ -131,7 +132,7 @@ class Exchange:
         return found
 
     def _derive(self, own: Sequence[Gradient], found: list[Gradient], dense: Sequence[int]) -> None:
-        """Lets a tape around this one go through the reduction of dense gradients."""
+        """Lets an outer tape differentiate through the reduction of dense gradients."""
         kinds = {index: found[index].dtype for index in dense if found[index] is not None}
         places = [index for index, kind in kinds.items() if kind.is_floating or kind.is_complex]
         if not places:
@@ -148,7 +149,7 @@ class Exchange:
 
 
 class _Way:
-    """What the functions in a graph know of the buckets, without the tensors, which they would keep for ever."""
+    """The buckets as used by functions inside a graph, without the tensors, which would stay alive forever."""
 
     def __init__(
         self,
@@ -164,12 +165,12 @@ class _Way:
         self._choices = choices
         self._source = api.source()
         self._lock = threading.Lock()
-        # Now, so that names follow the order of the program, on all ranks, members or not.
+        # Chosen here, so that prefixes follow program order on all ranks, inside or outside the process set.
         self._prefix = _prefix(self._source(), key, prefix)
 
     @property
     def gradients(self) -> Gradients:
-        """The buckets of the daemon that runs; made when they are needed first."""
+        """The buckets of the current daemon; created on first use."""
         memo = self._source().memo
         with self._lock:
             found: Gradients | None = memo.get(self._key)
@@ -182,8 +183,8 @@ class _Way:
         return found
 
     def starter(self, given: Sequence[int]) -> Any:
-        """Makes the function that puts the gradients of a bucket; it gets a number of this step, and them."""
-        # What runs asynchronously goes on when the call that has started it is left, and a session's is another one.
+        """Returns the function that puts the gradients of a bucket, given this step's number and the gradients."""
+        # An asynchronous step outlives the call that started it, and the call of a session is not recognized.
         watched = not tf.executing_eagerly() and tf.config.experimental.get_synchronous_execution()
         watched = watched and tf.compat.v1.executing_eagerly_outside_functions()
 
@@ -205,9 +206,10 @@ class _Way:
     def waiter(
         self, packed: Sequence[int], large: Sequence[int], absent: Sequence[int], settings: Settings | None, count: int
     ) -> Any:
-        """Makes the function that returns what is reduced: small ones by bucket, and large ones.
+        """Returns the function that waits for the reduced gradients: small ones packed by bucket, then large ones.
 
-        It gets what has started, of which there are so many, and behind it what of the settings changes, if any does.
+        Its inputs are the results of the `count` start operations, then the hyperparameter that changes, if there is
+        one.
         """
 
         def wait(*given: np.ndarray) -> list[np.ndarray]:
@@ -223,7 +225,7 @@ class _Way:
 
 
 def _prefix(operations: Operations, key: Hashable, prefix: str | None) -> str:
-    """Finds a prefix for what has this key: one of its own, or the optimizer's, numbered from its second one on."""
+    """Returns the prefix for a key: a new one, or the optimizer's, with a number from its second key on."""
     memo = operations.memo
     if (found := memo.get((key, "prefix"))) is None:
         if prefix is None:
@@ -236,7 +238,7 @@ def _prefix(operations: Operations, key: Hashable, prefix: str | None) -> str:
 
 
 class _Dense:
-    """The dense gradients of one step, or of one place in a graph."""
+    """The dense gradients of one step in eager mode, or of one occurrence in a graph."""
 
     def __init__(
         self,
@@ -259,7 +261,7 @@ class _Dense:
             Parameter(name, _known(name, variable.shape), dtype_of(tensor.dtype.name), variable_of(variable))
             for name, variable, (tensor, _) in zip(names, variables, small, strict=True)
         ]
-        # Not with the choice itself: it knows variables by where they lie, where others may lie on some ranks later.
+        # Not the grouping itself: it identifies variables by address, and an address may be reused later on some ranks.
         grouped = choices.grouping.choice(map(variable_of, variables))
         key = (replace(choices, grouping=_ANY), grouped, prefix, *map(str, self._parameters))
         place = place_in_graph(key)
@@ -273,16 +275,16 @@ class _Dense:
             for index, variable in enumerate(sparse)
             if tf.TensorShape(variable.shape).is_fully_defined()
         ]
-        # A later place of a graph may run while the step of an earlier one still changes the variables.
+        # A later occurrence in a graph may run while the step of an earlier one still changes the variables.
         reading = (UNREADABLE if place else READING)._replace(others=tuple(others))
         self._way = _Way((*key, place), prefix, self._parameters, choices, reading)
 
     def reduce(self, settings: Settings | None) -> list[Gradient]:
-        """Starts and awaits them, for an optimizer with such settings."""
+        """Starts the buckets and waits for all, for an optimizer with these settings."""
         if not self._parameters:
             return []
         gradients = self._way.gradients
-        step = tf.timestamp()  # when the graph runs, not when it is made
+        step = tf.timestamp()  # the time when the graph runs, not when it is traced
         started = [
             call(self._way.starter(given), [step, *(self._tensors[at] for at in given)], [tf.int32], waits=False)[0]
             for bucket in gradients.buckets
@@ -294,7 +296,7 @@ class _Dense:
         absent = [index for index, tensor in enumerate(self._tensors) if tensor is None]
         firsts = [gradients.packed[bucket][0] for bucket in packed]
         dtypes = [tf.as_dtype(self._parameters[index].dtype.name) for index in (*firsts, *large)]
-        # Read here, for in a graph this is before a step changes it.
+        # Read here, because in a graph this is before the step changes it.
         current = None if settings is None else settings.current()
         waiter = self._way.waiter(packed, large, absent, settings, len(started))
         arrived = call(waiter, started if current is None else [*started, current], dtypes)
@@ -310,7 +312,7 @@ class _Dense:
         return found
 
     def _landed(self, index: int, tensor: tf.Tensor) -> Gradient:
-        """Makes a gradient of what has arrived, where this rank has one."""
+        """Converts a reduced tensor to a gradient, if this rank has one for the variable."""
         if self._tensors[index] is None:
             return None
         shaped = tf.reshape(tensor, self._parameters[index].shape)

@@ -1,8 +1,8 @@
-"""Functions on arrays as parts of TensorFlow's programs: called at once, or put into the graph that is being traced.
+"""Calls Python functions on arrays from TensorFlow: immediately, or in the graph that is being traced.
 
-TensorFlow runs what has side effects in a function in the order of the program, one after the other. So all ranks,
-which trace the same program, wait for the same operation, and a function keeps no more than one thread waiting. Several
-functions that are called side by side keep as many.
+TensorFlow runs the operations of a function that have side effects in program order, one after the other. So all ranks,
+which trace the same program, wait for the same operation, and a function blocks at most one thread. Functions that run
+concurrently block one thread each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coordd_tensorflow.unfinished import functions_called
 
 __all__ = ["Waits", "call", "check_compiled", "place_in_graph"]
 
-# AutoGraph would rewrite our functions, too, and warn of what it cannot.
+# AutoGraph would rewrite coordd's functions, too, and warn where it cannot.
 _OURS = ("coordd", "coordd_keras", "coordd_tensorflow", "coordd_torch")
 config.CONVERSION_RULES = (*map(config.DoNotConvert, _OURS), *config.CONVERSION_RULES)
 
@@ -41,10 +41,10 @@ _LOOK_SECONDS = 1.0
 
 
 class Waits:
-    """The functions of graphs that wait for other ranks just now.
+    """The graph functions that currently wait for other ranks.
 
-    Each keeps one of TensorFlow's threads. If all are kept, and a function that is called cannot run, ranks may come to
-    wait for each other; so a warning says what to do.
+    Each blocks one of TensorFlow's threads. If all threads are blocked and a further function cannot run, ranks may
+    deadlock; a warning then says what to do.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Waits:
 
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
-        """Counts one inside the block."""
+        """Counts one waiting function inside the block."""
         with self._guard:
             self._count += 1
             looks = self._count >= _threads() and not (self._looks or self._told)
@@ -70,7 +70,7 @@ class Waits:
                 self._count -= 1
 
     def look(self) -> None:
-        """Warns, once, if functions are called that cannot run before others have waited."""
+        """Warns, once, if further functions cannot run until waiting ones finish."""
         threads, called = _threads(), functions_called()
         with self._guard:
             self._looks = False
@@ -96,16 +96,16 @@ def _threads() -> int:
 def call(
     function: Function, tensors: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], *, waits: bool = True
 ) -> list[tf.Tensor]:
-    """Calls a function on the arrays of tensors, now or whenever the graph runs.
+    """Calls a function on the arrays of tensors, now or each time the graph runs.
 
     Args:
         function: gets arrays that it must not change, and returns new ones.
-        tensors: dense ones.
+        tensors: dense tensors.
         dtypes: of the results.
-        waits: whether it waits for other ranks; one that only starts something runs as soon as its tensors are there.
+        waits: whether it waits for other ranks; if not, it runs as soon as its inputs are ready.
 
     Raises:
-        ArgumentError: XLA compiles the graph, which cannot call Python.
+        ArgumentError: XLA compiles the graph, and compiled code cannot call Python.
     """
     if tf.executing_eagerly():
         try:
@@ -126,18 +126,19 @@ def call(
 
     if waits:
         found = tf.numpy_function(run, tensors, dtypes)
-        return list(found) if dtypes else []  # then it is an operation without results
-    # Without side effects, as TensorFlow sees it, it need not wait for what else has some. What has only constants to
-    # work on TensorFlow would compute once for all, and it does not know that this is one.
+        return list(found) if dtypes else []  # without dtypes it is an operation without results
+    # Declared stateless, it does not wait for other stateful operations. TensorFlow would evaluate an operation with
+    # only constant inputs once and reuse the result, so one input is a placeholder, which it does not know to be
+    # constant.
     unknown = tf.compat.v1.placeholder_with_default(0, [])
     started = tf.numpy_function(lambda _, *arrays: run(*arrays), [unknown, *tensors], dtypes, stateful=False)
     return list(started)
 
 
 def place_in_graph(key: Hashable) -> int:
-    """Counts how often this was called with a key in the graph that is being traced; 0 at the first time, or outside.
+    """Counts the calls with this key in the graph being traced: 0 for the first one, or outside of a graph.
 
-    So what may run at the same time is told apart, and is the same again when the graph is traced anew.
+    The number distinguishes occurrences that may run concurrently, and is the same when the graph is traced again.
     """
     if tf.executing_eagerly():
         return 0
@@ -147,10 +148,10 @@ def place_in_graph(key: Hashable) -> int:
 
 
 def check_compiled() -> None:
-    """Refuses to be traced into what XLA compiles.
+    """Raises if the code is being traced for XLA.
 
     Raises:
-        ArgumentError: that is so.
+        ArgumentError: XLA compiles the graph.
     """
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         text = (

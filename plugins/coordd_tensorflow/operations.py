@@ -1,7 +1,7 @@
-"""Operations on tensors, at once or in a graph, under Horovod's names.
+"""Collective operations on tensors, in eager mode or in a graph, with Horovod's names.
 
-What Horovod needs to know and coordd does not is taken and has no effect: devices, for where a tensor lies is known
-without them, and name scopes, for a name is what the caller gives.
+Arguments that only Horovod needs are accepted and ignored: devices, because the tensor's device is known, and name
+scopes, because names are used as the caller gives them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Tensors = Sequence[Any]
 
 
 def _first(given: Mapping[str, Any]) -> Name:
-    """What a reduction announces first: the first tf.IndexedSlices, or else all dense tensors."""
+    """Returns what a reduction submits first: the first tf.IndexedSlices, or else all dense tensors."""
     if "tensors" not in given:
         return Kind.ALLREDUCE, [given.get("name")]
     kind, names = _reductions(given)
@@ -61,7 +61,7 @@ def _first(given: Mapping[str, Any]) -> Name:
 
 
 def _group_of(kind: Kind, group: str = "tensors") -> Callable[[Mapping[str, Any]], Name]:
-    """Makes what finds the names of a group, by its argument; what is no group counts as one of one tensor."""
+    """Returns a function that names a group's tensors, given its argument; other objects count as one tensor."""
 
     def find(given: Mapping[str, Any]) -> Name:
         tensors = given.get(group)
@@ -74,10 +74,10 @@ _reductions = _group_of(Kind.ALLREDUCE)
 
 
 def _listed(tensors: Any) -> list[Any]:
-    """Takes any number of tensors.
+    """Converts a group to a list of tensors.
 
     Raises:
-        ArgumentError: it is no list of them.
+        ArgumentError: it is not a list of tensors.
     """
     if isinstance(tensors, tf.Tensor) and tensors.shape.rank:
         return list(tf.unstack(tensors))
@@ -88,10 +88,10 @@ def _listed(tensors: Any) -> list[Any]:
 
 
 def _nothing(kind: Kind, name: str | None, process_set: ProcessSet) -> list[Any]:
-    """Takes part with a group of no tensors, in the place that it has among those of other ranks.
+    """Submits an empty group, so that it takes its place in the order of groups of other ranks.
 
-    Without a name it takes a number and waits for nobody. With one it waits for the other ranks' groups of that name,
-    which must be empty, too; if they are not, the daemon finds that ranks wait for each other.
+    Without a name it takes a number and waits for no rank. With a name it waits for the other ranks' groups of that
+    name, which must be empty, too; if they are not, the daemon reports a deadlock.
     """
     source = api.source()
 
@@ -125,22 +125,22 @@ def allreduce(
     """Returns the reduction of a tensor over all ranks; differentiable.
 
     Args:
-        tensor: any shape, equal on all ranks; or `tf.IndexedSlices`, whose slices of all ranks are joined.
+        tensor: any shape, equal on all ranks; or `tf.IndexedSlices`, whose slices are gathered from all ranks.
         average: Horovod's old flag; use ``op``.
-        device_dense: not needed.
-        device_sparse: not needed.
-        compression: what travels: one of `Compression`; gradients travel as they are.
+        device_dense: ignored.
+        device_sparse: ignored.
+        compression: one of `Compression`; not applied to the gradient in backward.
         op: `Average` (default), `AveragePresent`, `Sum`, `Min`, `Max`, `Product` or `Adasum`.
-        prescale_factor: applied to each rank's tensor before.
+        prescale_factor: applied to each rank's tensor before the reduction.
         postscale_factor: applied to the result.
-        name: equal on all ranks; without one, operations match in the order in which they are started.
+        name: equal on all ranks; without one, operations match in submission order.
         process_set: the ranks that take part.
-        ignore_name_scope: not needed.
+        ignore_name_scope: ignored.
 
     Raises:
-        ArgumentError: the type does not allow the operation.
-        MismatchError, DuplicateNameError, PeerError, ShutdownError: see `coordd.errors`; in a graph TensorFlow turns
-            them into `tf.errors.UnknownError`, with the same text.
+        ArgumentError: the dtype does not allow the operation.
+        MismatchError, DuplicateNameError, PeerError, ShutdownError: see `coordd.errors`; in a graph TensorFlow converts
+            them to `tf.errors.UnknownError`, with the same text.
     """
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     return _reduced([tensor], [name], compression, reduce_op(op, average), process_set, **factors)[0]
@@ -182,7 +182,7 @@ def _reduced(
     compressor = checked(compression)
     sparse: dict[int, tf.IndexedSlices] = {}
     dense: dict[int, tuple[tf.Tensor, Any]] = {}
-    for index, tensor in enumerate(tensors):  # whatever is refused is refused before anything is announced
+    for index, tensor in enumerate(tensors):  # check all tensors before submitting any
         if isinstance(tensor, tf.IndexedSlices):
             sparse[index] = checked_slices(tensor, op, (prescale_factor, postscale_factor))
         else:
@@ -209,10 +209,10 @@ def _reduced(
 def allgather(
     tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> tf.Tensor:
-    """Returns all ranks' tensors, joined along the first dimension, which may differ; differentiable.
+    """Returns the tensors of all ranks, concatenated along the first dimension, which may differ; differentiable.
 
     Raises:
-        ArgumentError: the tensor has no dimension.
+        ArgumentError: the tensor is a scalar.
     """
     return _gathered([tensor], [name], process_set)[0]
 
@@ -224,7 +224,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Returns several tensors, each joined as `allgather` does."""
+    """Returns several tensors, each gathered as in `allgather`."""
     tensors = _listed(tensors)
     if not tensors:
         return _nothing(Kind.ALLGATHER, name, process_set)
@@ -249,13 +249,13 @@ def broadcast(
 
     Args:
         tensor: of equal shape and type on all ranks.
-        root_rank: the global rank whose values are taken.
+        root_rank: the global rank whose values are copied.
         name: equal on all ranks.
-        ignore_name_scope: not needed.
+        ignore_name_scope: ignored.
         process_set: the ranks that take part.
 
     Raises:
-        ArgumentError: the root is not one of them.
+        ArgumentError: the root is not in the process set.
     """
     operation = Broadcast(api.source(), [name], process_set, root=root_rank)
     return differentiable(operation, [check_dense(tensor)])[0][0]
@@ -268,10 +268,10 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Copies the root's values into everybody's variables and returns these.
+    """Copies the root's values into the variables of all ranks and returns the variables.
 
     Raises:
-        ArgumentError: one of them is none, or the root is no member.
+        ArgumentError: an element is not a variable, or the root is not in the process set.
     """
     variables = _listed(variables)
     if not variables:
@@ -294,23 +294,23 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Gives each rank its rows and returns those that the ranks had for this one; differentiable.
+    """Sends each rank its rows and returns the rows that all ranks sent to this one; differentiable.
 
     Args:
-        tensor: of any number of rows, which are equal in shape and type on all ranks.
-        splits: how many rows each rank gets, in the order of ranks; by default all get the same number.
+        tensor: any number of rows; row shape and dtype are equal on all ranks.
+        splits: number of rows for each rank, in rank order; by default all ranks get the same number.
         name: equal on all ranks.
-        ignore_name_scope: not needed.
+        ignore_name_scope: ignored.
         process_set: the ranks that take part.
 
     Returns:
-        the rows in the order of ranks; with splits, also how many rows each rank has sent.
+        the received rows in rank order; with splits, also the number of rows from each rank.
 
     Raises:
-        ArgumentError: the tensor has no dimension, or the splits do not fit.
+        ArgumentError: the tensor is a scalar, or the splits do not fit.
     """
     given = [] if splits is None else [check_dense(splits)]
-    if given and not given[0].dtype.is_integer:  # TensorFlow may not even run a graph with others
+    if given and not given[0].dtype.is_integer:  # TensorFlow may not even run a graph with other dtypes
         text = f"alltoall expects splits to contain integer elements, not {given[0].dtype.name}"
         raise ArgumentError(text)
     (rows,), kept = differentiable(Alltoall(api.source(), [name], process_set), [check_dense(tensor)], given)
@@ -329,10 +329,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Returns this rank's rows of a reduction, the first ranks one more if need be; differentiable.
+    """Returns this rank's rows of the reduced tensor; the first ranks get one more if needed; differentiable.
 
-    Other arguments as in `allreduce`. Its gradient is that of Horovod: the gradients of all rows, times the number of
-    ranks for a sum.
+    Other arguments as in `allreduce`. The gradient is Horovod's: the gradients of all rows, times the number of ranks
+    for a sum.
     """
     factors = {"prescale": prescale_factor, "postscale": postscale_factor}
     return _scattered([tensor], [name], compression, op, process_set, **factors)[0]
@@ -350,7 +350,7 @@ def grouped_reducescatter(
     name: str | None = None,
     ignore_name_scope: bool = False,
 ) -> list[tf.Tensor]:
-    """Returns this rank's rows of several reductions; arguments as in `reducescatter`."""
+    """Returns this rank's rows of several reduced tensors; arguments as in `reducescatter`."""
     factors = {"prescale": prescale_factor, "postscale": postscale_factor}
     tensors = _listed(tensors)
     if not tensors:
@@ -377,7 +377,7 @@ def _scattered(
 
 @refusable(Kind.BARRIER, api.operations)
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks have come."""
+    """Waits until all ranks have reached the barrier."""
     source = api.source()
 
     def wait() -> list[np.ndarray]:
@@ -388,10 +388,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(process_set: ProcessSet = global_process_set) -> Any:
-    """Waits until all ranks have joined, and takes part with nothing in whatever the others still do.
+    """Waits until all ranks have joined; meanwhile contributes placeholders to the operations of the other ranks.
 
     Returns:
-        the rank that joined last, which has done everything that any rank has: an integer, or in a graph a tensor.
+        the rank that joined last, which has run every operation: an integer, or in a graph a tensor.
     """
     source = api.source()
 
@@ -404,7 +404,7 @@ def join(process_set: ProcessSet = global_process_set) -> Any:
 
 
 def _asked(question: Callable[[World], int]) -> tf.Tensor:
-    """Asks whenever the graph runs, for a graph may outlive a daemon."""
+    """Evaluates the function each time the graph runs, because a graph may outlive a daemon."""
     source = api.source()
     (found,) = call(lambda: [np.array(question(source().daemon.world), np.int32)], [], [tf.int32])
     found.set_shape([])
@@ -412,35 +412,35 @@ def _asked(question: Callable[[World], int]) -> tf.Tensor:
 
 
 def size_op(process_set_id: Any = 0, name: str | None = None) -> tf.Tensor:
-    """Returns the number of ranks, of all or of a set, asked when it is computed.
+    """Returns the number of ranks in the world or in a process set, evaluated at run time.
 
     Raises:
-        ArgumentError: there is no such set.
+        ArgumentError: the process set does not exist.
     """
     chosen = _set_of(process_set_id)
     return _asked(lambda world: len(_members(chosen, world)))
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Returns this process's rank, asked when it is computed."""
+    """Returns this process's rank, evaluated at run time."""
     return _asked(lambda world: world.rank)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Returns this process's place on its host, asked when it is computed."""
+    """Returns this process's local rank on its host, evaluated at run time."""
     return _asked(lambda world: world.local_rank)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Returns the number of ranks on this host, asked when it is computed."""
+    """Returns the number of ranks on this host, evaluated at run time."""
     return _asked(lambda world: world.local_size)
 
 
 def process_set_included_op(process_set_id: Any = 0, name: str | None = None) -> tf.Tensor:
-    """Returns 1 if this rank is a member, else 0, asked when it is computed.
+    """Returns 1 if this rank is in the process set, else 0, evaluated at run time.
 
     Raises:
-        ArgumentError: there is no such set.
+        ArgumentError: the process set does not exist.
     """
     chosen = _set_of(process_set_id)
     return _asked(lambda world: world.rank in _members(chosen, world))
@@ -452,10 +452,10 @@ def _members(process_set: ProcessSet, world: World) -> Sequence[int]:
 
 
 def _set_of(process_set_id: Any) -> ProcessSet:
-    """Finds a set by `ProcessSet.process_set_id`, which names its members; Horovod's 0 is that of all ranks.
+    """Returns the process set with a `ProcessSet.process_set_id`, which lists its ranks; Horovod's 0 means all ranks.
 
     Raises:
-        ArgumentError: it is no such name.
+        ArgumentError: it is not a process set id.
     """
     if isinstance(process_set_id, ProcessSet):
         return process_set_id

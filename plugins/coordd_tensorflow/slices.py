@@ -1,7 +1,7 @@
-"""Sums of `tf.IndexedSlices`: those of all ranks, joined; an index that several have is there several times.
+"""Reduces `tf.IndexedSlices` by concatenating the slices of all ranks; an index may occur several times.
 
-Values and indices travel as two operations, one after the other, and are checked before the first. That one has the
-name, or the number, that a dense reduction would have, so that ranks of which only some have slices hear of it.
+Values and indices are gathered by two operations, one after the other, and are checked before the first. That one has
+the name, or the number, that a dense reduction would have, so that ranks get an error if only some of them have slices.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ log = logging.getLogger("coordd")
 
 
 def checked_slices(slices: tf.IndexedSlices, op: ReduceOp, factors: tuple[Any, Any]) -> tf.IndexedSlices:
-    """Refuses what cannot be done with slices, before anything is announced.
+    """Rejects arguments that slices do not support, before any operation is submitted.
 
     Raises:
-        ArgumentError: such as another reduction, or a factor.
+        ArgumentError: the reduction is neither sum nor average, or a factor is not 1.
     """
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
         text = f"{op.name.capitalize()} of tf.IndexedSlices is not supported: use Sum or Average, or convert_to_tensor"
@@ -45,11 +45,11 @@ def checked_slices(slices: tf.IndexedSlices, op: ReduceOp, factors: tuple[Any, A
 
 
 def join_slices(slices: tf.IndexedSlices, name: str | None, op: ReduceOp, process_set: ProcessSet) -> tf.IndexedSlices:
-    """Adds up slices by joining those of all ranks."""
+    """Reduces slices by concatenating those of all ranks."""
     joining = _Joining(api.source(), [name], process_set, op=op)
     (values,), kept = differentiable(joining, [slices.values], [slices.indices])
     indices = tf.cast(kept[2:], slices.indices.dtype)
-    indices.set_shape([None])  # which Keras's optimizers ask for in a graph
+    indices.set_shape([None])  # Keras's optimizers need a known rank in a graph
     members = process_set.count(api.size())
     if op is ReduceOp.AVERAGE and members != 1:
         values = values / tf.cast(members, values.dtype)  # integers become floats, as in Horovod
@@ -57,10 +57,10 @@ def join_slices(slices: tf.IndexedSlices, name: str | None, op: ReduceOp, proces
 
 
 def checked_finite(slices: tf.IndexedSlices, name: str, wanted: str) -> tf.IndexedSlices:
-    """Tells, equally on all ranks, whether joined slices are not finite.
+    """Warns or raises, equally on all ranks, if joined slices contain values that are not finite.
 
     Args:
-        slices: those of all ranks.
+        slices: of all ranks.
         name: of their variable.
         wanted: ``warn`` or ``raise``.
     """
@@ -79,14 +79,14 @@ def checked_finite(slices: tf.IndexedSlices, name: str, wanted: str) -> tf.Index
 
 
 class _Joining(Allgather):
-    """Joins the values, which have gradients; the indices of all ranks are what it keeps, behind this rank's place."""
+    """Gathers values, which have gradients, and indices; saves this rank's row range and the indices of all ranks."""
 
     def __init__(self, source: Source, names: list[str | None], process_set: ProcessSet, *, op: ReduceOp) -> None:
         super().__init__(source, names, process_set)
         self._op = op
 
     def forward(self, *arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-        """Joins values and indices."""
+        """Gathers values and indices."""
         values, indices = arrays
         rows, sizes, joined = _gathered(
             self._source(), values, indices, op=self._op, name=self._names[0], process_set=self._process_set
@@ -95,7 +95,7 @@ class _Joining(Allgather):
         return (rows,), np.concatenate([[start, start + len(values)], joined]).astype(np.int64)
 
     def backward(self, kept: np.ndarray, *gradients: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Averages the gradients of the values and takes this rank's rows."""
+        """Averages the gradients of the values and returns this rank's rows."""
         return super().backward(kept[:2, None], *gradients)
 
 
@@ -109,10 +109,10 @@ def _gathered(
     name: str | None,
     process_set: ProcessSet,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Joins values and indices; with the values, how many rows the members had.
+    """Gathers values and indices; returns the values, the number of rows of each rank, and the indices.
 
     Raises:
-        ArgumentError: these are no slices, or their type does not allow the reduction.
+        ArgumentError: these are not valid slices, or their dtype does not allow the reduction.
     """
     check_reducible(values.dtype, op, scaled=False, truncate=operations.as_horovod)
     if not values.ndim or indices.ndim != 1 or len(values) != len(indices) or indices.dtype.kind not in "iu":

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, in Keras on TensorFlow."""
+"""Batch normalization over the batches of all ranks, in Keras on TensorFlow."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["SyncBatchNormalization"]
 
 @keras.saving.register_keras_serializable("coordd")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Normalises by the mean and variance of all ranks' batches together; batches may differ in size.
+    """Normalizes by the mean and variance over all ranks' batches; batch sizes may differ.
 
-    Squares are summed around the common mean, so that nothing cancels out, in at least single precision.
+    Squared distances from the common mean are summed, which avoids cancellation, in at least single precision.
     """
 
     def __init__(self, fused: bool = False, process_set: ProcessSet = global_process_set, **details: Any) -> None:
-        """Makes a layer; ``details`` are the arguments of `keras.layers.BatchNormalization`.
+        """Creates a layer; ``details`` are the arguments of `keras.layers.BatchNormalization`.
 
         Args:
-            fused: Horovod's; statistics of several ranks cannot be fused.
+            fused: as in Horovod; must be False, because statistics of several ranks cannot be fused.
             process_set: the ranks that take part.
             details: see above.
 
         Raises:
-            ArgumentError: it is to be fused, or Keras does not run on TensorFlow.
+            ArgumentError: `fused` is set, or Keras does not run on TensorFlow.
         """
         if fused:
             text = "SyncBatchNormalization does not support fused=True: leave it out"
@@ -44,7 +44,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self.process_set = process_set
 
     def _moments(self, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Computes the mean and biased variance of all ranks' inputs, where they are not masked; as Keras does."""
+        """Computes mean and biased variance of all ranks' unmasked inputs, like Keras."""
         if self.process_set.count(api.size()) == 1:
             plain: tuple[tf.Tensor, tf.Tensor] = super()._moments(inputs, mask)
             return plain
@@ -53,7 +53,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             weights, least = tf.ones_like(inputs), 0.0
         else:
             weights = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), inputs.dtype), tf.shape(inputs))
-            least = keras.backend.epsilon()  # Keras adds it where there is a mask
+            least = keras.backend.epsilon()  # Keras adds it if there is a mask
         count, total = self._sums("mean", [tf.reduce_sum(weights, axes), tf.reduce_sum(inputs * weights, axes)])
         count += least
         mean = tf.math.divide_no_nan(total, count)

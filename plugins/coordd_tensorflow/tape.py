@@ -1,4 +1,4 @@
-"""`DistributedGradientTape`: the user's tape, whose gradients are averaged over the ranks."""
+"""`DistributedGradientTape`: the user's tape, with gradients averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
 class _Distributed(tf.GradientTape):
-    """What is added to the user's tape; its class becomes a subclass of both."""
+    """Methods added to the user's tape; the new class is a subclass of this class and the tape's."""
 
     _coordd: Exchange
     _local: dict[int, Any]
     _scale: int
 
     def register_local_source(self, source: Any) -> None:
-        """Keeps the gradients of a variable for this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         self._local[_key(source)] = source
 
     def gradient(
@@ -39,9 +39,9 @@ class _Distributed(tf.GradientTape):
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """Computes gradients as `tf.GradientTape.gradient` does, and reduces those of variables that are not local.
+        """Computes gradients like `tf.GradientTape.gradient`, and reduces those of variables that are not local.
 
-        With ``scale_local_gradients`` local ones are divided by the number of ranks, as averages are.
+        With ``scale_local_gradients``, gradients of local variables are divided by the number of ranks, like averages.
         """
         found = super().gradient(target, sources, output_gradients, unconnected_gradients)
         flat, variables = tf.nest.flatten(found, expand_composites=False), tf.nest.flatten(sources)
@@ -56,16 +56,16 @@ class _Distributed(tf.GradientTape):
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Computes gradients as `gradient` does, and sorts them by whether they are this rank's own.
+        """Computes gradients like `gradient`, and separates those of local sources from the others.
 
         Args:
             target: as for `tf.GradientTape.gradient`.
-            sources: as there, in any structure.
-            output_gradients: as there.
-            use_generic_names: not needed.
+            sources: as for `tf.GradientTape.gradient`, in any structure.
+            output_gradients: as for `tf.GradientTape.gradient`.
+            use_generic_names: ignored.
 
         Returns:
-            pairs of a source and its gradient, in the order of the sources: those registered as local, and the others.
+            two lists of pairs (source, gradient), in the order of the sources: local sources, and the others.
         """
         flat = tf.nest.flatten(sources)
         pairs = list(zip(flat, self.gradient(target, flat, output_gradients), strict=True))
@@ -74,7 +74,7 @@ class _Distributed(tf.GradientTape):
 
 
 def _key(source: Any) -> int:
-    """What a variable is known by; a Keras variable and its TensorFlow variable are the same."""
+    """Returns a variable's key; equal for a Keras variable and its TensorFlow variable."""
     return id(variable_of(source))
 
 
@@ -95,19 +95,20 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name and signature
 
     Args:
         gradtape: a tape, before or after it has recorded; its ``gradient`` may be called in a `tf.function` or outside.
-        device_dense: not needed.
-        device_sparse: not needed.
-        compression: what travels instead of the gradients: one of `Compression`.
-        sparse_as_dense: turns `tf.IndexedSlices` into dense gradients, which are added up.
+        device_dense: ignored.
+        device_sparse: ignored.
+        compression: of gradients: one of `Compression`.
+        sparse_as_dense: converts `tf.IndexedSlices` to dense gradients and reduces these.
         op: `Average`, `AveragePresent` or `Sum`.
-        gradient_predivide_factor: splits the averaging: gradients are divided by it before, multiplied after.
-        num_groups: so many buckets of nearly equal size, instead of the usual ones.
-        groups: lists of variables whose gradients are reduced together; the rest as usual.
+        gradient_predivide_factor: splits the averaging: gradients are divided by it before the reduction and multiplied
+            by it after.
+        num_groups: reduces gradients in this many buckets of nearly equal size instead of the default ones.
+        groups: lists of variables whose gradients are reduced together; other gradients use the default buckets.
         process_set: the ranks that take part.
         scale_local_gradients: whether gradients of local sources are divided by the number of ranks.
 
     Raises:
-        ArgumentError: an argument is none of these.
+        ArgumentError: an argument is invalid.
         NotInitializedError: `init` was not called.
     """
     if api.operations().as_horovod:
@@ -124,23 +125,23 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name and signature
         grouping=Grouping(num_groups, plain(groups), kind=tf.Variable),
     )
     scale = process_set.count(api.size()) if scale_local_gradients else 1
-    ours = {"_coordd": Exchange(choices), "_local": {}, "_scale": scale}  # not among what both tapes have in common
+    ours = {"_coordd": Exchange(choices), "_local": {}, "_scale": scale}  # per wrapper, not in the shared `__dict__`
     kind = type(gradtape)
     tape: Any = object.__new__(type(kind.__name__, (_Distributed, kind), ours))
-    tape.__dict__ = gradtape.__dict__  # it is the same tape, wherever it is used from
+    tape.__dict__ = gradtape.__dict__  # all references to the tape see the same state
     return tape
 
 
 def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **details: Any
 ) -> Any:
-    """Makes a tape whose gradients are averaged, but for those of some layers, which every rank has for itself.
+    """Makes a tape average all gradients except those of local layers, whose weights differ between ranks.
 
     Args:
-        gradtape: as for `DistributedGradientTape`, whose other arguments may follow.
-        args: those.
+        gradtape: as for `DistributedGradientTape`.
+        args: further positional arguments of `DistributedGradientTape`.
         local_layers: a layer, or several.
-        details: those by name.
+        details: further keyword arguments of `DistributedGradientTape`.
     """
     tape = DistributedGradientTape(gradtape, *args, **details)
     for variable in _trainable_of(local_layers):
@@ -149,6 +150,6 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
 
 
 def _trainable_of(layers: Any) -> Iterable[Any]:
-    """Lists the trainable weights of no layer, one layer, or several."""
+    """Returns the trainable weights of zero or more layers."""
     several = [] if layers is None else layers if isinstance(layers, (list, tuple, set)) else [layers]
     return [variable for layer in several for variable in layer.trainable_weights]

@@ -1,4 +1,4 @@
-"""TensorFlow's tensors as NumPy arrays, and back."""
+"""Converts TensorFlow tensors to NumPy arrays, and back."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["check_dense", "to_tensor", "view"]
 
 
 def view(tensor: Any) -> np.ndarray:
-    """Views an eager tensor in this process's memory as an array, which must not be changed; copies any other."""
+    """Returns a read-only view of an eager tensor in host memory; copies any other tensor."""
     if isinstance(tensor, tf.Tensor) and not tensor.shape.rank:
-        return np.asarray(tensor.numpy())  # TensorFlow gives no array of a scalar of a type that NumPy lacks
+        return np.asarray(tensor.numpy())  # TensorFlow gives no array of a scalar with a dtype that NumPy lacks
     return np.asarray(tensor)
 
 
 def to_tensor(array: np.ndarray) -> tf.Tensor:
-    """Makes a tensor of an array that nobody changes any more."""
+    """Converts an array that no longer changes to a tensor."""
     return tf.convert_to_tensor(array)
 
 
 def check_dense(tensor: Any) -> tf.Tensor:
-    """Makes a tensor of whatever TensorFlow takes for one.
+    """Converts any object that TensorFlow accepts to a tensor.
 
     Raises:
-        ArgumentError: it is sparse, or no tensor at all.
+        ArgumentError: it is sparse or ragged, or not a tensor.
     """
     if isinstance(tensor, (tf.IndexedSlices, tf.SparseTensor, tf.RaggedTensor)):
         text = f"a {type(tensor).__name__} cannot travel as it is: use tf.convert_to_tensor() or tf.sparse.to_dense()"

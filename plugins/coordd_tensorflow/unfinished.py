@@ -1,8 +1,8 @@
-"""Steps of a graph that end by an error after some of their gradients were given away.
+"""Detects graph steps that fail after some of their gradients were submitted.
 
-The call that runs the graph raises, and the operation that would have waited for the gradients never runs. So a thread
-looks, a few times a second, whether the script has left that call although its step has begun and not ended. Then all
-ranks discard the step at once, and not only when this rank begins its next one.
+The call that runs the graph raises, and the operation that waits for the gradients never runs. So a thread checks, a
+few times a second, whether the script has left that call although its step has begun and not ended. Then all ranks
+discard the step at once, and not only when this rank begins its next one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class _Step(NamedTuple):
     """A step that has begun, and the calls that may run it.
 
     Attributes:
-        step: which one it is.
-        calls: of the script, by thread: their frames, which live as long as this.
+        step: its id.
+        calls: the script's calls, by thread: their frames, which this object keeps alive.
     """
 
     step: Hashable
@@ -36,7 +36,7 @@ class _Step(NamedTuple):
 
 
 class Unfinished:
-    """The steps of this process that have begun; by their gradients."""
+    """The steps of this process that have begun, by their gradients."""
 
     def __init__(self) -> None:
         self._steps: dict[Gradients, _Step] = {}
@@ -45,13 +45,14 @@ class Unfinished:
         self._thread: threading.Thread | None = None
 
     def begin(self, gradients: Gradients, step: Hashable) -> None:
-        """Watches a step, if threads of the script are in calls of TensorFlow's that wait for graphs.
+        """Watches a step, if any thread is inside a TensorFlow call that runs a graph.
 
-        It runs in one of these calls, and TensorFlow does not tell in which; so all of them must have ended first.
+        The step runs in one of these calls, and TensorFlow does not say in which; so all must have returned before it
+        counts as failed.
 
         Args:
-            gradients: those of the step.
-            step: which one it is.
+            gradients: of the step.
+            step: its id.
         """
         known = self._steps.get(gradients)
         if (known is not None and known.step == step) or not (calls := _executions()):
@@ -64,7 +65,7 @@ class Unfinished:
                 self._thread.start()
 
     def end(self, gradients: Gradients) -> None:
-        """Notes that a step has come to its end."""
+        """Records that a step ended."""
         with self._guard:
             self._steps.pop(gradients, None)
 
@@ -88,13 +89,13 @@ class Unfinished:
 
 
 def _executions() -> dict[int, FrameType]:
-    """Finds the calls in which threads run graphs or operations, by thread."""
-    found = {thread: _execution(frame) for thread, frame in sys._current_frames().items()}  # noqa: SLF001 - the documented way to other threads
+    """Returns the calls in which threads run graphs or operations, by thread."""
+    found = {thread: _execution(frame) for thread, frame in sys._current_frames().items()}  # noqa: SLF001 - documented
     return {thread: frame for thread, frame in found.items() if frame is not None}
 
 
 def _execution(frame: FrameType | None) -> FrameType | None:
-    """Finds the call in which a thread with this innermost frame runs a graph or an operation, the outermost one."""
+    """Returns the outermost call in which a thread with this innermost frame runs a graph or an operation."""
     found = None
     while frame is not None:
         if frame.f_code.co_name == _EXECUTE and frame.f_code.co_filename.endswith(_FILE):
@@ -104,12 +105,12 @@ def _execution(frame: FrameType | None) -> FrameType | None:
 
 
 def functions_called() -> int:
-    """Counts the threads that are in a call which runs a graph or an operation."""
+    """Returns the number of threads inside a call that runs a graph or an operation."""
     return len(_executions())
 
 
 def _contains(thread: int, wanted: FrameType) -> bool:
-    """Says whether a thread is still in a call."""
+    """Returns whether a thread is still in a call."""
     frame = sys._current_frames().get(thread)  # noqa: SLF001 - as above
     while frame is not None and frame is not wanted:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""How values of TensorFlow's variables are read, to compare them between ranks."""
+"""Reads values of TensorFlow variables, to compare them between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["READING", "UNREADABLE"]
 
 
 def _values(variable: Any, places: np.ndarray) -> np.ndarray | None:
-    """Reads some values where the variable lies, so that no large one is copied; None of what is no variable."""
+    """Reads some values on the variable's device, so that no large one is copied; None if it cannot be read."""
     if not isinstance(variable, tf.Variable):
         return None
     try:
@@ -21,10 +21,10 @@ def _values(variable: Any, places: np.ndarray) -> np.ndarray | None:
         found = tf.gather_nd(variable, np.stack(np.unravel_index(places, shape), axis=-1)) if shape else variable
         array: np.ndarray = found.numpy().reshape(-1).real.astype(np.float64)
     except (AttributeError, TypeError, ValueError, NotImplementedError, tf.errors.OpError):
-        return None  # such as one that lies on several devices, or has no values yet
+        return None  # for example, it is on several devices, or has no values yet
     return array
 
 
 READING = Reading("TensorFlow", _values)
 UNREADABLE = Reading(READING.framework, lambda *_: None)
-"""For variables that something else may be changing."""
+"""For variables that other code may be changing."""

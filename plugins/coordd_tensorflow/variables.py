@@ -1,4 +1,4 @@
-"""Making all ranks start from the same variables."""
+"""Broadcasts variables and objects, so that all ranks start with the same values."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Copies the root's values into everybody's variables.
+    """Copies the root's values into the variables of all ranks.
 
     Args:
-        variables: TensorFlow's or Keras's; on all ranks the same, in the same order.
-        root_rank: the global rank whose values are taken.
+        variables: of TensorFlow or Keras; the same on all ranks, in the same order.
+        root_rank: the global rank whose values are copied.
         process_set: the ranks that take part.
-        inplace: not needed.
+        inplace: ignored.
 
     Raises:
-        ArgumentError: what is given is no list of variables, or the root is no member.
-        MismatchError: the ranks have given different variables; nothing is copied then.
-        RefusedError: another rank has raised an error here.
+        ArgumentError: `variables` is not a list of variables, or the root is not in the process set.
+        MismatchError: the ranks pass different variables; nothing is copied then.
+        RefusedError: another rank raised an error in this call.
     """
     check_process_set(process_set, api.size())
     variables = listed(variables, ("assign", "shape"), tf.Tensor, tf.Variable)
@@ -62,9 +62,9 @@ def broadcast_object(
     """Returns the root's object on all ranks.
 
     Args:
-        obj: anything that can be pickled; on other ranks than the root it is ignored.
-        root_rank: the global rank whose object is taken.
-        session: Horovod's; not needed.
+        obj: any picklable object; ignored on other ranks than the root.
+        root_rank: the global rank whose object is returned.
+        session: as in Horovod; ignored.
         name: equal on all ranks.
         process_set: the ranks that take part.
     """
@@ -75,7 +75,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Returns all ranks' objects, in the order of ranks; each must be picklable. ``session`` is not needed."""
+    """Returns the objects of all ranks, in rank order; each must be picklable. ``session`` is ignored."""
     return objects.allgather_object(obj, name, process_set)
 
 
@@ -85,5 +85,5 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Returns the function that broadcasts an object, with the other arguments of `broadcast_object` given."""
+    """Returns a function that broadcasts an object, with the other arguments of `broadcast_object` bound."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)

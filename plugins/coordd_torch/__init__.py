@@ -174,7 +174,7 @@ _PIPELINE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what pipelines need only where there is one: it takes as long as all the rest."""
+    """Imports the pipeline modules on first use, because their import takes as long as all the others together."""
     if name not in _PIPELINE:
         text = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(text)

@@ -1,6 +1,6 @@
-"""Gradients that one rank has accumulated alone: whether they are as backward left them, and what is said if not.
+"""Local gradient accumulation: checks that accumulated gradients are as backward left them.
 
-The other errors of an optimizer that is used wrongly are here, too.
+Also defines the other errors of a `DistributedOptimizer` that is used wrongly.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ __all__ = [
 
 
 class Accumulated:
-    """What the gradients were after the last backward pass that has only accumulated."""
+    """State of the gradients after the last backward pass that only accumulated."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[Gradient, torch.Tensor | None]] = []
 
     def observe(self, gradients: Iterable[Gradient]) -> None:
-        """Sees what these are: their tensors, how often those were changed, and their largest values."""
+        """Records the tensors of these gradients, their version counters, and their largest values."""
         self._seen = []
         for gradient in gradients:
             gradient.remember()
             self._seen.append((gradient, gradient.largest()))
 
     def forget(self) -> None:
-        """Forgets them, for the step has ended."""
+        """Clears the record when the step has ended."""
         self._seen = []
 
     def check(self, gradients: Iterable[Gradient]) -> str:
-        """Says of the first of these that was changed since then, by clipping, say, that it was; empty if none was."""
+        """Returns an error text for the first of these gradients that was changed since, by clipping, say, or ""."""
         these = {id(gradient) for gradient in gradients}
         for gradient, largest in self._seen:
             if id(gradient) in these and gradient.meddled(largest):
@@ -64,12 +64,12 @@ class TooManyPassesError(CoorddError, AssertionError):
 
 
 def too_many(gradient: Gradient, passes: int, *, nested: bool) -> CoorddError:
-    """Says that a gradient was computed when its step should have been made.
+    """Returns the error for a gradient that was computed again when its step was due.
 
     Args:
-        gradient: the first that was.
-        passes: what was declared as ``backward_passes_per_step``.
-        nested: whether reentrant checkpoints have made passes inside this one.
+        gradient: the first such gradient.
+        passes: the declared ``backward_passes_per_step``.
+        nested: whether reentrant checkpoints ran passes inside this one.
     """
     if nested:
         text = (
@@ -87,7 +87,7 @@ def too_many(gradient: Gradient, passes: int, *, nested: bool) -> CoorddError:
 
 
 def without_hook(name: str) -> ArgumentError:
-    """Says that a backward pass may have made a gradient without a call of its hook."""
+    """Returns the error for a gradient that a backward pass may have computed without calling its hook."""
     text = (
         f"{name!r} has a gradient, and autograd does not call the hook that tells when backward has made one, because "
         "PyTorch has swapped parameters (torch.__future__.set_swap_module_params_on_conversion, "
@@ -98,7 +98,7 @@ def without_hook(name: str) -> ArgumentError:
 
 
 def compiled() -> ArgumentError:
-    """Says that gradients cannot be reduced as they are computed by compiled autograd."""
+    """Returns the error for a backward pass of compiled autograd, which does not report when gradients are ready."""
     text = (
         "this backward pass is compiled (torch._dynamo.config.compiled_autograd), and does not tell when gradients are "
         "complete: turn that off; torch.compile(model), also around backward(), works without it"
@@ -107,13 +107,13 @@ def compiled() -> ArgumentError:
 
 
 def is_compiled() -> bool:
-    """Whether compiled autograd runs the present backward pass."""
+    """Returns whether compiled autograd runs the current backward pass."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def inside_backward() -> CoorddError:
-    """Says that a step cannot be made while backward runs."""
+    """Returns the error for a call of `step` while backward runs."""
     text = (
         "step() was called inside a backward pass, by a hook of a gradient: gradients are those of all ranks when "
         "backward() returns, so call step() after it (an optimizer inside the backward pass is not supported)"
@@ -122,7 +122,7 @@ def inside_backward() -> CoorddError:
 
 
 def replaced() -> ArgumentError:
-    """Says that an optimizer has lost its parameters to another one."""
+    """Returns the error for an optimizer whose parameters another `DistributedOptimizer` took over."""
     text = (
         "another DistributedOptimizer was made for parameters of this one, and reduces their gradients now; use one "
         "for all parameters, or let each have its own"
@@ -131,7 +131,7 @@ def replaced() -> ArgumentError:
 
 
 def not_all_have_repeated(site: Site) -> str:
-    """Says, as the end of a sentence, that this rank has made a pass that others have not made."""
+    """Returns the end of a sentence that says that this rank ran a backward pass that other ranks did not run."""
     return (
         f"has made another backward pass at {show_site(site)}, and not all ranks have, or a rank has joined: put all "
         "backward passes of a step but the last one into optimizer.no_sync()"

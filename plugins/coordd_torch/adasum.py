@@ -1,4 +1,4 @@
-"""Adasum in an optimizer: not gradients are combined, but what each rank's own step would do."""
+"""Adasum in an optimizer: combines the parameter changes of the ranks' local steps, not their gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["AdasumStep"]
 
 
 def _whole(hook: Callable[..., None]) -> Callable[..., None]:
-    """Fails the job if anything but coordd, such as a signal's handler, ends a hook: the other ranks make the step."""
+    """Fails the job if a foreign exception, as from a signal handler, ends a hook: the other ranks make the step."""
 
     @functools.wraps(hook)
     def whole(*args: Any) -> None:
@@ -38,10 +38,10 @@ def _whole(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class AdasumStep:
-    """Two hooks around `step`: before it, what the parameters are; after it, the adaptive sum of how they changed.
+    """Two hooks around `step`: one saves the parameters, the other reduces their changes with Adasum.
 
-    So the optimizer may scale gradients as it likes, as Adam does, before they are compared. (Maleki et al., 2020.)
-    Each rank looks at gradients of its own, so under a loss scaler the ranks agree whether to skip a step.
+    Thus the optimizer may scale gradients, as Adam does, before changes are compared (Maleki et al., 2020). Each rank
+    checks its own gradients only, so under a loss scaler the ranks agree on whether to skip a step.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class AdasumStep:
         """Registers the hooks.
 
         Args:
-            optimizer: whose steps are combined.
-            prefix: begins the names of what is reduced.
-            named: the optimizer's parameters.
-            compressor: of the changes.
+            optimizer: the optimizer whose steps are combined.
+            prefix: prefix of the names of the operations.
+            named: the optimizer's parameters, with their names.
+            compressor: compresses the changes.
             process_set: the ranks that take part.
             consistency: compares the parameters of the ranks.
         """
@@ -77,13 +77,13 @@ class AdasumStep:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._scales = not getattr(optimizer, "_step_supports_amp_scaling", False)
         vars(optimizer)["_step_supports_amp_scaling"] = (
-            True  # has a loss scaler tell what it has found, and call `step`
+            True  # makes a loss scaler set `found_inf` and call `step` even if gradients are not finite
         )
         optimizer.register_step_pre_hook(forgets_scale(_whole(self._prepare)))
         optimizer.register_step_post_hook(forgets_scale(_whole(self._combine)))
 
     def discard_step(self) -> None:
-        """Discards the present step on all ranks. See `Reducer.discard_step`."""
+        """Discards the current step on all ranks; see `Reducer.discard_step`."""
         error = sys.exception()
         answered, self._answered = self._answered, True
         if is_discarded(error, self._prefix) or (
@@ -94,11 +94,11 @@ class AdasumStep:
         self._abandon(given_up(site, error))
 
     def _abandon(self, reason: str) -> None:
-        """Takes part in the step for the sake of the others, and has all ranks discard it."""
+        """Takes part in the step so that the other ranks do not wait, and makes all ranks discard it."""
         self._undo()
         self._end_abandoned()
         self._count()
-        self._consistency.begin_again()  # the step may have begun before ranks waited for each other
+        self._consistency.begin_again()  # a deadlock between ranks may have failed it after the step began
         self._told.tell(lambda: self._ask(np.array([0.0, 1.0])))
         self._told.tell(lambda: self._tell(reason))
         self._counted = False
@@ -106,18 +106,18 @@ class AdasumStep:
             parameter.grad = None
 
     def _undo(self) -> None:
-        """Forgets a step that has failed halfway."""
+        """Restores the parameters after a step that failed halfway, and clears its state."""
         before, self._before, self._hidden = self._before, [], []
         self._put_back(before)
 
     def _put_back(self, before: list[torch.Tensor]) -> None:
-        """Undoes a step of this rank alone, which was not combined with those of the others."""
+        """Restores the parameters from before a local step that was not combined with those of the other ranks."""
         with torch.no_grad():
             for (_, parameter), kept in zip(self._named, before, strict=bool(before)):
                 parameter.copy_(kept)
 
     def _end_abandoned(self) -> None:
-        """Waits until the other ranks have discarded the step, too, however often ranks wait for each other first."""
+        """Waits until the other ranks have discarded the step; restarts operations that a deadlock failed."""
         while self._told.wait() is not None:
             self._consistency.begin_again()
             self._told.tell_again()
@@ -130,7 +130,7 @@ class AdasumStep:
             self._consistency.begin()
 
     def _ask(self, flags: np.ndarray) -> Handle[Any]:
-        """Starts to exchange what concerns this step: whether gradients are not finite, and whether it is discarded."""
+        """Starts the allreduce of this step's two flags: gradients are not finite, the step is discarded."""
         name = f"{self._prefix}flags"
         return api.operations().allreduce(flags, name=name, op=ReduceOp.MAX, process_set=self._process_set)
 
@@ -138,7 +138,10 @@ class AdasumStep:
         return tell(api.operations(), f"{self._prefix}discarded", reason, self._process_set)
 
     def _prepare(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
-        """Keeps the parameters; has a step that a rank cannot make changed nothing."""
+        """Saves the parameters before the step; hides all gradients if the ranks agree to skip it.
+
+        Without gradients the optimizer's step changes nothing.
+        """
         self._end_abandoned()
         self._undo()
         try:
@@ -157,7 +160,7 @@ class AdasumStep:
         self._before = [parameter.detach().clone() for _, parameter in self._named]
 
     def _follow(self, optimizer: Any) -> None:
-        """Takes in the parameters that were added or thawed, and drops those that have left, as all ranks do."""
+        """Adds parameters that were added or unfrozen, and drops removed ones; all ranks do the same."""
         groups = optimizer.param_groups
         if late(groups, {id(parameter) for _, parameter in self._named}, ()):
             trained = {id(parameter) for group in groups for parameter in group["params"]}
@@ -166,7 +169,7 @@ class AdasumStep:
             self._named += late(groups, known, (name for name, _ in self._named))
 
     def _agree(self, optimizer: Any, found: torch.Tensor | None) -> bool:
-        """Finds out whether any rank's gradients are not finite; takes the loss scale off them, unless others do.
+        """Returns whether any rank's gradients are not finite; unscales gradients if the optimizer does not do so.
 
         Raises:
             DiscardedStepError: a rank has discarded the step.
@@ -188,13 +191,13 @@ class AdasumStep:
             for _, parameter in self._named:
                 if parameter.grad is not None and scale is not None:
                     parameter.grad.div_(scale)
-            optimizer.grad_scale = optimizer.found_inf = None  # it would not know what to do with them
+            optimizer.grad_scale = optimizer.found_inf = None  # this optimizer does not support them
         else:
             optimizer.found_inf = torch.full_like(found, infinite)
         return bool(infinite)
 
     def _combine(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
-        """Adds the combined change to what was kept."""
+        """Sets the parameters to the saved ones plus the combined change; puts hidden gradients back."""
         hidden, self._hidden = self._hidden, []
         before, self._before = self._before, []
         for parameter, gradient in hidden:
@@ -204,7 +207,7 @@ class AdasumStep:
             small, context = self._compressor.compress(parameter.detach() - kept)
             title = f"{self._prefix}{name}"
             handle = allreduce_async_(small, name=title, op=ReduceOp.ADASUM, process_set=self._process_set)
-            handle.add_done_callback(hear_of)  # if one before has failed, this is not asked
+            handle.add_done_callback(hear_of)  # not waited for if an earlier one fails: do not log its failure
             changes.append((handle, context))
         try:
             found = [self._compressor.decompress(handle.result(), context) for handle, context in changes]

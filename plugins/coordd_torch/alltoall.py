@@ -1,4 +1,4 @@
-"""`alltoall`: every rank gives each other rank some rows of a tensor."""
+"""`alltoall`: each rank sends some rows of a tensor to each rank."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ Splits = torch.Tensor | list[int] | tuple[int, ...] | None
 def alltoall_async(
     tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Any]:
-    """Starts to give each rank its rows, and to join the rows that the ranks have for this one.
+    """Starts to send each rank its rows and to concatenate the rows received from all ranks.
 
     Args:
-        tensor: of any number of rows, which are equal in shape and type on all ranks.
-        splits: how many rows each rank gets, in the order of ranks; by default all get the same number.
-        name: equal on all ranks.
+        tensor: any number of rows; a row has the same shape and dtype on all ranks.
+        splits: how many rows each rank receives, in rank order; by default all receive the same number.
+        name: name of the operation, equal on all ranks.
         process_set: the ranks that take part.
 
     Returns:
-        a handle of the rows in the order of ranks; with splits, of them and how many rows each rank has sent.
+        A handle whose result is the received rows in rank order; with `splits`, a pair of these rows and the number
+        of rows that each rank sent.
 
     Raises:
         ArgumentError: the tensor has no dimension, or the splits do not fit.
@@ -58,9 +59,9 @@ def alltoall_async(
 def alltoall(
     tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Gives each rank its rows and returns those that the ranks had for this one; differentiable.
+    """Sends each rank its rows and returns the rows received from all ranks; differentiable.
 
-    With splits it returns also how many rows each rank has sent; arguments as in `alltoall_async`.
+    Arguments and result as in `alltoall_async`: with `splits` also returns how many rows each rank sent.
     """
     check_dense(tensor)
     rows, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
@@ -68,7 +69,7 @@ def alltoall(
 
 
 class _Alltoall(torch.autograd.Function):
-    """The gradients of rows go back to where the rows came from."""
+    """Autograd function of `alltoall`: the gradients of rows go back to the ranks that sent the rows."""
 
     @staticmethod
     def forward(
@@ -77,7 +78,7 @@ class _Alltoall(torch.autograd.Function):
         if splits is None and tensor.ndim:
             count = process_set.count(api.size())
             if len(tensor) % count:
-                alltoall_async(tensor, None, name, process_set)  # which says what is wrong
+                alltoall_async(tensor, None, name, process_set)  # raises the error
             splits = torch.full((count,), len(tensor) // count, dtype=torch.int32, device="cpu")
         rows, received = alltoall_async(tensor, splits, name, process_set).result()
         ctx.received, ctx.name, ctx.process_set = received, name, process_set
@@ -91,7 +92,7 @@ class _Alltoall(torch.autograd.Function):
         back, returned = alltoall(gradient, ctx.received, name, ctx.process_set)
         if len(back) == ctx.rows:
             return back, None, None, None
-        # Rows that nobody got, or whoever had joined, have no gradient.
+        # Rows that no rank received, or that a joined rank received, have zero gradient.
         found = back.new_zeros(ctx.rows, *back.shape[1:])
         starts = itertools.accumulate(ctx.splits, initial=0)
         for start, rows in zip(starts, back.split(returned.tolist()), strict=False):

@@ -1,4 +1,4 @@
-"""What Horovod's users find on a `DistributedOptimizer`, and what a step does under ``as_horovod`` only."""
+"""Horovod compatibility of `DistributedOptimizer`: extra attributes, and step hooks used only under ``as_horovod``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SECOND_SYNCHRONIZE = (
     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
     "optimizer.synchronize() in your code."
 )
-"""Horovod's words, by which users filter warnings."""
+"""Horovod's exact text, because users filter warnings by it."""
 
 
 def parameter_names(
     optimizer: torch.optim.Optimizer, named_parameters: list[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
-    """Names parameters as Horovod's attribute ``_parameter_names`` does: as the user, or by group and place."""
+    """Returns names as in Horovod's attribute ``_parameter_names``: the user's, or by group and index in the group."""
     if named_parameters is None:
         named_parameters = [
             (f"allreduce.noname.{index}.{place}", parameter)
@@ -32,19 +32,19 @@ def parameter_names(
 
 
 def note_synchronize(optimizer: Any) -> None:
-    """Notes that `synchronize` was called, for the warning of `prepare_step`."""
+    """Records that `synchronize` was called, for the warning of `prepare_step`."""
     optimizer._synchronized = True  # noqa: SLF001 - Horovod's name, which is ours now
 
 
 def prepare_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
-    """Warns of a step that would reduce what `synchronize` has reduced; runs before each step."""
+    """Runs before each step; warns if the step would reduce gradients again that `synchronize` has reduced."""
     if optimizer._synchronized and optimizer._should_synchronize:  # noqa: SLF001 - as above
         warnings.warn(_SECOND_SYNCHRONIZE, UserWarning, stacklevel=4)
     optimizer._synchronized = False  # noqa: SLF001 - as above
 
 
 def fill_missing(parameters: Iterable[torch.Tensor], *, sparse: bool = False) -> None:
-    """Gives zeros to parameters without a gradient, on which momentum and weight decay then act."""
+    """Sets missing gradients to zeros, so that momentum and weight decay act on these parameters."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             zeros = torch.zeros_like(parameter, requires_grad=False)

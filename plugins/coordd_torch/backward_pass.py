@@ -1,4 +1,4 @@
-"""Hears how a backward pass ends: autograd itself tells only of those that end well."""
+"""Notification of the end of a backward pass, also if it fails: autograd's callbacks run only on success."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ import torch
 __all__ = ["BackwardPass"]
 
 _running: dict[int, weakref.WeakSet[BackwardPass]] = {}
-"""By the number of autograd's run, what waits for its end; autograd alone keeps it, and drops it if the run fails."""
+"""The objects that wait for the end of each run, by autograd's task id.
+
+Only autograd holds strong references to these objects, and drops them if the run fails."""
 
 
 class BackwardPass:
-    """One run of autograd's engine, which calls this object when it ends well, and drops it without a call if not.
+    """One run of autograd's engine, which calls this object on success and drops it without a call on failure.
 
-    Several may wait for the end of one run, those of two optimizers, say. They hear of it in an order that is equal on
-    all ranks, whichever got its first gradient first, for each may wait for the other ranks.
+    Several objects may wait for the end of one run, of two optimizers, say. They are notified in an order that is
+    equal on all ranks and independent of which of them got a gradient first, because each may wait for the other
+    ranks.
     """
 
     __slots__ = ("__weakref__", "_called", "_ended", "_failed", "_task", "order")
 
     def __init__(self, ended: Callable[[], None], failed: Callable[[], None], *, order: str) -> None:
-        """Waits for the end of the pass that runs; call this in one of its hooks.
+        """Registers for the end of the running pass; must be called in one of its hooks.
 
         Args:
-            ended: called on the thread of the pass when it has ended well; its error is that of ``backward()``.
-            failed: called when the pass has failed, before its error reaches the script; must not raise.
-            order: in which those of one pass are called; equal on all ranks.
+            ended: called on the thread of the pass when it succeeds; ``backward()`` raises its error.
+            failed: called when the pass fails, before its error reaches the script; must not raise.
+            order: sort key for the calls of one pass; equal on all ranks.
         """
         self._ended, self._failed, self._called = ended, failed, False
         self.order = order
@@ -38,9 +41,10 @@ class BackwardPass:
         engine.queue_callback(self)
 
     def __call__(self) -> None:
-        """Runs when the pass has ended well: the first one that autograd calls calls all.
+        """Runs when the pass succeeds: the first object that autograd calls notifies all of them.
 
-        If one of them raises, the pass has failed for the others: they hear of it before the error reaches the script.
+        If one of them raises, the pass has failed for the others, which are notified before the error reaches the
+        script.
         """
         waiting = sorted(_running.pop(self._task, ()), key=lambda each: each.order)
         try:
@@ -52,12 +56,12 @@ class BackwardPass:
             raise
 
     def end(self) -> None:
-        """Tells the owner that the pass has ended well."""
+        """Notifies the owner that the pass succeeded."""
         self._called = True
         self._ended()
 
     def fail(self) -> None:
-        """Tells the owner that the pass has failed, unless it has heard of its end."""
+        """Notifies the owner that the pass failed, unless it was already notified."""
         if not self._called:
             self._called = True
             self._failed()

@@ -1,15 +1,15 @@
-"""Gradients of several parameters that are reduced as one tensor, in which they live.
+"""Buckets: gradients of several parameters that live in one flat tensor and are reduced together.
 
-On a CPU the tensor lies in memory that the ranks of a host have in common, so nothing is packed, sent or unpacked: the
-parameters' ``.grad`` are views of it. Behind the gradients lies a mark for each: 1 from a rank that has the gradient, 0
-from one that has none. They are reduced with the rest, so all ranks learn which gradients exist anywhere. Behind the
-marks lie the flags of the step, which tell all ranks whether it counts:
+On a CPU the tensor lies in the shared memory of the host's ranks, so nothing is packed, sent or unpacked: the
+parameters' ``.grad`` are views of it. Behind the gradients lies one mark per gradient: 1 on a rank that has the
+gradient, 0 on a rank that does not. The marks are reduced with the gradients, so all ranks learn which gradients exist
+on any rank. Behind the marks lie the flags of the step, from which all ranks learn whether it counts:
 
     | gradients | marks | present | discard, repeat | signals of autotune |
 
-``present`` is 1 on every rank that takes part, ``discard`` on one whose backward pass has failed, and ``repeat`` where
-gradients are reduced that have been reduced in this step before. What is not 0 and not equal to ``present`` differs
-between the ranks.
+``present`` is 1 on every rank that takes part, ``discard`` on a rank whose backward pass failed, and ``repeat`` on a
+rank that reduces gradients that were already reduced in this step. A reduced flag that is neither 0 nor equal to
+``present`` differs between the ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = ["Bucket", "strides_of"]
 
 _ALIGNMENT = 64
 _COPIED_AT_ONCE = 64 << 10
-"""Bytes from which a gradient is copied as soon as it is there, while the caches hold it, and its own memory freed.
+"""A gradient of this many bytes or more is copied as soon as it is ready, while the caches hold it, and then freed.
 
-Smaller ones are copied together, when the last of their bucket is there."""
+Smaller gradients are copied together when the last one of their bucket is ready."""
 _FLAGS = 2
 _NOTHING = np.empty(0, np.uint8)
 _DTYPE = operator.attrgetter("dtype")
@@ -52,7 +52,7 @@ _VERSION = operator.attrgetter("_version")
 
 
 class _Memory:
-    """What a bucket's gradients lie in; a bucket takes another one while the user keeps gradients of this one."""
+    """The flat tensor of a bucket and its views; the bucket uses another one while the user keeps gradients in it."""
 
     def __init__(self, reducer: Placement, gradients: Sequence[Gradient], *, early: bool) -> None:
         first = gradients[0].parameter
@@ -61,7 +61,7 @@ class _Memory:
         stops = np.cumsum(sizes).tolist()
         count = len(gradients)
         self.values = stops[-1]
-        """How many of the numbers are gradients."""
+        """Number of elements of `flat` that belong to gradients, padding included."""
         self.flat = reducer.channel.memory(stops[-1] + count + 1 + _FLAGS + SIGNALS, first)
         self.body, self.tail = self.flat[: self.values], self.flat[self.values :]
         self.marks, self.marks_and_present = self.tail[:count], self.tail[: count + 1]
@@ -79,7 +79,7 @@ class _Memory:
         self._at = self.flat.data_ptr()
         self._misplaced = False
         self.private = False
-        """Whether no place is moved, or can be while gradients move in: nothing has referred to any in this step."""
+        """Whether no place has moved or can move while gradients are copied in, as nothing referred to any so far."""
         self._starts = dict(zip(gradients, [0, *stops], strict=False))
         self._numbers = {gradient: number for number, gradient in enumerate(gradients)}
         self.large = {gradient for gradient in gradients if early and gradient.parameter.nbytes >= _COPIED_AT_ONCE}
@@ -93,7 +93,7 @@ class _Memory:
         self.versions: list[int] = list(map(_VERSION, self.order))
 
     def _users(self) -> tuple[int, list[int], int]:
-        """Counts what shares the memory (tensors, arrays, moved places), the references to places, and moved places."""
+        """Counts users of the memory (tensors, arrays, moved places), references to each place, and moved places."""
         found, moved = torch._C._storage_Use_Count(self._storage._cdata), 0  # noqa: SLF001 - no public way
         if (addresses := list(map(_ADDRESS, self.order))) != self._addresses:  # compared as a whole, quickly
             moved = sum(map(operator.ne, addresses, self._addresses))
@@ -101,7 +101,7 @@ class _Memory:
 
     @property
     def outdated(self) -> bool:
-        """Whether parameters have another type, device or shape than they had, as after ``model.to()``."""
+        """Whether the dtype, device or shape of parameters has changed, as after ``model.to()``."""
         addresses = list(map(_ADDRESS, self._parameters))
         if addresses == self._parameters_at:  # the usual case, quickly; no conversion is in place
             return False
@@ -112,18 +112,18 @@ class _Memory:
 
     @property
     def gone(self) -> bool:
-        """Whether the script has moved all of it elsewhere, as `share_memory_` does with a single gradient."""
+        """Whether the script has moved the whole storage, as `share_memory_` of a single gradient does."""
         return self.flat.data_ptr() != self._at
 
     @property
     def spoilt(self) -> bool:
-        """Whether it is of no more use: it is gone, or a conversion has moved places, as ``model.to()`` may."""
+        """Whether it cannot be used again: its storage was moved, or a conversion as ``model.to()`` moved places."""
         return self._misplaced or self.gone
 
     def rooms(self, gradients: Sequence[Gradient]) -> list[torch.Tensor]:
-        """Returns the places of gradients; where the script has moved one, another view of its memory.
+        """Returns the places of gradients in this memory.
 
-        That is what ``parameter.grad.data = ...`` does.
+        If the script has moved a place, as ``parameter.grad.data = ...`` does, returns a new view of its memory.
         """
         usual = gradients is self.small_gradients
         if not (usual and self.private) and self._moved(gradients):
@@ -136,7 +136,7 @@ class _Memory:
         return any(map(self._elsewhere, map(self._numbers.__getitem__, gradients)))
 
     def _elsewhere(self, number: int) -> bool:
-        """Whether the script has given a place other memory."""
+        """Returns whether the script has given a place other memory."""
         return self.order[number].data_ptr() != self._addresses[number]
 
     def _room(self, gradient: Gradient) -> torch.Tensor:
@@ -145,10 +145,11 @@ class _Memory:
         return place if place.data_ptr() == room.data_ptr() else room
 
     def remember(self, former: _Memory | None = None) -> None:
-        """Sees how often each place has been changed in place.
+        """Records the version counter of each place.
 
         Args:
-            former: the memory from which gradients have come in the middle of a step, with what was changed there.
+            former: the memory from which gradients were moved in the middle of a step; a gradient that changed there
+                counts as changed here.
         """
         versions: list[int] = list(map(_VERSION, self.order))
         if former is not None:
@@ -157,22 +158,22 @@ class _Memory:
         self.versions = versions
 
     def version(self, gradient: Gradient) -> int:
-        """Returns how often the place of a gradient had been changed in place when that was last seen."""
+        """Returns the last recorded version counter of the place of a gradient."""
         return self.versions[self._numbers[gradient]]
 
     def note_version(self, gradient: Gradient, *, changed: bool = False) -> None:
-        """Sees how often a place has been changed, after a change of ours, or that the script has changed it."""
+        """Records the version counter of a place after a change by coordd, or that the script has changed it."""
         self.versions[self._numbers[gradient]] = -1 if changed else _VERSION(self.places[gradient])
 
     def _changed(self, place: torch.Tensor, number: int) -> bool:
-        """Whether the script has changed a gradient since the last step, in place or by other memory of this kind."""
+        """Returns whether the script changed a gradient since the last step, in place or by assigning other memory."""
         if version_of(place) != self.versions[number]:
             return True
         alike = place.dtype == self.flat.dtype and place.device == self.flat.device
         return alike and self._elsewhere(number)
 
     def is_unused(self) -> bool:
-        """Says whether nothing but its bucket refers to it, not even ``.grad``; sees whether places are private."""
+        """Returns whether only its bucket refers to it, no ``.grad`` included; updates `private`."""
         users, references, moved = self._users()
         unused = (users, references) == self._usual
         self.private = unused and not moved
@@ -180,9 +181,9 @@ class _Memory:
 
     @property
     def kept(self) -> bool:
-        """Whether the user has kept a gradient, a view of it or an array, and ``.grad`` does not lie there any more.
+        """Whether the user still refers to a gradient, by a view or an array, say, that ``.grad`` no longer is.
 
-        While it does, autograd adds to it in place, as the user expects.
+        While it is ``.grad``, autograd adds to it in place, as the user expects.
         """
         left = [
             parameter.grad is not place or self._elsewhere(at) for at, (_, parameter, place) in enumerate(self.homes)
@@ -190,16 +191,16 @@ class _Memory:
         return any(map(operator.and_, left, self._referenced()))
 
     def _referenced(self) -> list[bool]:
-        """Says of each gradient whether the user refers to it, or may refer to its memory."""
+        """Returns, for each gradient, whether the user refers to it, or may refer to its memory."""
         users, references, _ = self._users()
         views = users != self._usual[0]
         return [views or found > usual for found, usual in zip(references, self._usual[1], strict=True)]
 
     def leave(self, home: Callable[[Gradient, torch.Tensor], torch.Tensor]) -> None:
-        """Gives every ``.grad`` that lies here another home, but for those to which the user refers.
+        """Moves every ``.grad`` that lies here to other memory, except gradients to which the user refers.
 
         Args:
-            home: makes it, with the same values.
+            home: returns the new tensor, with the same values.
         """
         referenced = self._referenced()
         with torch.no_grad():
@@ -212,16 +213,16 @@ class _Memory:
 
 
 class Bucket:
-    """One tensor for several gradients; its own handle towards the daemon."""
+    """One tensor for several gradients; also the handle that the daemon resolves."""
 
     def __init__(self, reducer: Placement, name: str, gradients: Sequence[Gradient], *, early: bool = True) -> None:
-        """Makes room; the gradients move in when they are next computed.
+        """Allocates the memory; gradients move into it when they are next computed.
 
         Args:
-            reducer: whose gradients they are.
-            name: equal on all ranks.
-            gradients: of one type, on one device, in an order that is equal on all ranks.
-            early: whether to begin as soon as the last gradient is there; if not, when backward ends.
+            reducer: the owner of the gradients.
+            name: name of the operation, equal on all ranks.
+            gradients: of one dtype, on one device, in an order that is equal on all ranks.
+            early: whether the reduction starts as soon as the last gradient is ready, or when backward ends.
         """
         self._reducer = reducer
         self.underway = reducer.underway
@@ -235,14 +236,14 @@ class Bucket:
         self._adopt(self._memory)
         self._absent: list[tuple[int, Gradient, torch.Tensor | None]] = []
         self._by_hand = False
-        """Whether the script has set gradients of this step that backward has not made."""
+        """Whether the script has set gradients of this step that backward has not computed."""
         self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Gradients that stay where they are because the user refers to them, and where they are reduced."""
+        """Pairs of a gradient that stays where it is because the user refers to it, and the place of its reduction."""
         self._missing = len(gradients)
         self._entry: Entry | None = None
         self._dtype: np.dtype[Any] | None = None
         self.refused = False
-        """Whether a rank has said that this step does not count, or ranks have made different numbers of passes."""
+        """Whether a rank has discarded this step, or the ranks have made different numbers of passes."""
         self._courier: Courier | None = None
         first, values = gradients[0].parameter, self._memory.values
         if reducer.channel.carries(first) and values:
@@ -257,11 +258,11 @@ class Bucket:
 
     @property
     def outdated(self) -> bool:
-        """Whether its gradients have another type, device or layout in memory than they had."""
+        """Whether the dtype, device or shape of its parameters has changed."""
         return self._memory.outdated
 
     def secure(self) -> None:
-        """Takes other memory before a step writes to this one, if the user has kept gradients here, or it is spoilt."""
+        """Switches to other memory, before a step writes to it, if the user keeps gradients in it or it is spoilt."""
         old, spare = self._memory, self._spare
         if (old.is_unused() or not old.kept) and not old.spoilt:
             self._spare = None
@@ -280,61 +281,61 @@ class Bucket:
 
     @property
     def sums(self) -> torch.Tensor:
-        """The reduced gradients, and what travels behind them."""
+        """The reduced gradients, marks, flags and signals."""
         return self._flat
 
     @property
     def has_all_ranks(self) -> bool:
-        """Whether all ranks have taken part in what was reduced last."""
+        """Whether all ranks took part in the last reduction."""
         return self._reducer.channel.has_all(self._memory.marks_and_present[-1].item())
 
     @property
     def signals(self) -> torch.Tensor:
-        """What autotune says; see `coordd_torch.tuning`."""
+        """The signals of autotune; see `coordd_torch.tuning`."""
         return self._memory.signals
 
     def holds(self, gradient: Gradient, value: torch.Tensor) -> bool:
-        """Says whether this is the gradient's place."""
+        """Returns whether a tensor is the gradient's place."""
         return value is self._places[gradient]
 
     def version(self, gradient: Gradient) -> int:
-        """Returns how often the gradient's place had been changed in place when the last step ended."""
+        """Returns the last recorded version counter of the gradient's place."""
         return self._memory.version(gradient)
 
     def note_version(self, gradient: Gradient, *, changed: bool = False) -> None:
-        """Sees how often the gradient's place has been changed in place; see `_Memory.note_version`."""
+        """Records the version counter of the gradient's place; see `_Memory.note_version`."""
         self._memory.note_version(gradient, changed=changed)
 
     def take(self, gradient: Gradient) -> None:
-        """Counts a gradient that is there; starts the reduction with the last one."""
+        """Counts a gradient that is ready; the last one may start the reduction."""
         if gradient in self._large and not self._move(gradient):
             gradient.started = False
             return
         self._missing -= 1
-        # The last bucket of a step is given away when backward has ended: until then this rank can say that it fails.
+        # The last open bucket is submitted only when backward has ended: until then this rank can report a failure.
         if not self._missing and self._early and self._reducer.open_buckets > 1:
             self._submit()
 
     def _move(self, gradient: Gradient) -> bool:
-        """Copies a large gradient to its place; says whether there is one: a hook of the user's may take it away."""
+        """Copies a large gradient to its place; returns False if there is none, as a hook of the user may remove it."""
         if gradient.dense() is None:
             return False
         self._move_all([gradient], (cast("torch.Tensor", gradient.parameter.grad),))
         return True
 
     def _move_small(self) -> None:
-        """Copies the small gradients to their places, all at once; usually all are there, and as they should be."""
+        """Copies the small gradients to their places in one operation; usually all of them are ready and dense."""
         memory = self._memory
         values = tuple(map(_GRADIENT, memory.small_parameters))
         if not self._missing and values and _all_dense(values):
             self._move_all(memory.small_gradients, values)
             return
-        del values  # to which nothing of ours may refer
+        del values  # `_move_all` needs them without other references from coordd
         if moving := self._sort_out():
             self._move_all(moving, tuple([cast("torch.Tensor", gradient.parameter.grad) for gradient in moving]))
 
     def _sort_out(self) -> Sequence[Gradient]:
-        """Finds the small gradients that are there."""
+        """Returns the small gradients that are ready; started ones that are missing become absent."""
         moving = []
         for index, gradient, _, _ in self._small:
             if not gradient.started:
@@ -347,11 +348,11 @@ class Bucket:
         return moving
 
     def _move_all(self, gradients: Sequence[Gradient], values: tuple[torch.Tensor, ...]) -> None:
-        """Copies gradients to their places, which become their ``.grad`` unless the user refers to what that is.
+        """Copies gradients to their places, which become their ``.grad`` unless the user refers to the old ``.grad``.
 
         Args:
-            gradients: those to copy.
-            values: what ``.grad`` is; nothing else of ours may refer to them.
+            gradients: the gradients to copy.
+            values: their ``.grad``; coordd may hold no other reference to these tensors.
         """
         rooms = self._memory.rooms(gradients)
         if all(map(operator.is_, values, rooms)):
@@ -371,7 +372,7 @@ class Bucket:
                 gradient.remember()
 
     def close(self) -> None:
-        """Fills up what this rank has no gradients for, and starts the reduction; does nothing if it has started."""
+        """Fills the places of missing gradients and starts the reduction; does nothing if it has started."""
         if not self.open:
             return
         if not self._missing:
@@ -388,7 +389,7 @@ class Bucket:
         self._submit()
 
     def _stand_in(self, gradient: Gradient) -> torch.Tensor | None:
-        """Puts in place of a fresh gradient what the user has kept, and returns it, or zeros."""
+        """Fills a missing gradient's place with the kept ``.grad`` and returns a copy, or fills it with zeros."""
         place, kept = self._memory.rooms([gradient])[0], gradient.parameter.grad
         if kept is not None and kept.is_sparse and gradient.reducer.sparse_as_dense:
             kept = gradient.dense()
@@ -402,18 +403,18 @@ class Bucket:
 
     @property
     def full(self) -> bool:
-        """Whether all gradients are there, and the reduction has not started."""
+        """Whether all gradients are ready and the reduction has not started."""
         return self.open and not self._missing
 
     def take_back(self, lost: list[object]) -> bool:
-        """Counts as not started if it is among those promises that are lost; says whether it is."""
+        """Marks the reduction as not started if it is among the lost handles; returns whether it is."""
         found = self in lost or (self._courier is not None and self._courier in lost)
         if found:
             self._given = False
         return found
 
     def discard(self) -> bool:
-        """Starts the reduction with nothing, and has all ranks discard this step; False if it has started before."""
+        """Starts the reduction with zeros and the discard flag; returns False if it has already started."""
         if self._given:
             return False
         self.secure()
@@ -433,11 +434,11 @@ class Bucket:
         self._send()
 
     def signal(self, signals: Sequence[float] | None, *, repeated: bool) -> None:
-        """Puts behind the gradients that this step counts.
+        """Writes the flags and signals of a step that counts.
 
         Args:
-            signals: what autotune says, if it says anything.
-            repeated: whether these gradients have been reduced in this step before.
+            signals: the signals of autotune, if any.
+            repeated: whether these gradients were already reduced in this step.
         """
         self._memory.flags_and_signals.zero_()
         if repeated:
@@ -467,29 +468,29 @@ class Bucket:
         try:
             self.underway.submit(entry, lazy=reducer.closing and not reducer.open_buckets)
         except CoorddError:
-            self._given = True  # it never will be
+            self._given = True  # it cannot be submitted again
             raise
         self._given = True
 
     def _look(self, tail: Any) -> None:
-        """Reads the flags that have arrived; on the daemon's thread, and the same on all ranks."""
+        """Reads the reduced flags, which are equal on all ranks; on the daemon's thread."""
         first = len(self._gradients)
         discard, repeat = tail[first + 1], tail[first + 2]
         if discard or repeat:
             self.refused = bool(discard) or not self._reducer.channel.unanimous(tail[first], repeat)
 
     def settle(self) -> None:
-        """Writes what has arrived to the gradients that have stayed where they are."""
+        """Writes the reduced values to the gradients that the user refers to, which have not moved."""
         if self._given:
             for value, room in self._outside:
                 write(value, room)
             self._outside.clear()
 
     def missing(self) -> Iterator[Gradient]:
-        """Keeps what others had where this rank had nothing; yields the gradients that no rank has."""
+        """Keeps the reduced gradients that only other ranks had; yields the gradients that no rank has."""
         for index, gradient, saved in self._absent:
             place, value = self._memory.rooms([gradient])[0], gradient.parameter.grad
-            if self._memory.marks[index] != 0:  # complex numbers know no order
+            if self._memory.marks[index] != 0:  # not `> 0`: complex numbers have no order
                 if value is not None and saved is not None and value is not place and value.layout is torch.strided:
                     write(value, place)  # the user may refer to it
                     gradient.remember()
@@ -505,23 +506,23 @@ class Bucket:
                 yield gradient
 
     def commit(self) -> None:
-        """Keeps what a compressor has to remember, for the step has been made."""
+        """Commits the state of the compressor after the step was made."""
         if self._courier is not None:
             self._courier.commit()
 
     def retire(self) -> None:
-        """Lets go of its memory, which its handle towards the daemon would keep until garbage is collected."""
+        """Releases its memory, which its entry would keep alive until the next garbage collection."""
         self._entry = self._courier = None
         self._memory.leave(lambda _, place: place.clone())
 
     def reopen(self) -> None:
-        """Gets ready to be reduced once more in the same step."""
+        """Prepares another reduction in the same step."""
         self._open()
         for gradient in self._gradients:
             gradient.started = False
 
     def reset(self) -> None:
-        """Gets ready for the next step."""
+        """Prepares the next step."""
         self._open()
         for gradient, parameter, place in self._homes:
             gradient.passes = 0
@@ -532,7 +533,7 @@ class Bucket:
     def _open(self) -> None:
         if self._courier is not None:
             self._courier.reset()
-        if self._entry is not None:  # what shares its memory would look as if the user had kept a gradient
+        if self._entry is not None:  # an array that shares the memory would count as a gradient that the user keeps
             self._entry.array, self._entry.land = _NOTHING, None
         self.open, self._given, self.refused = True, False, False
         self._missing = len(self._gradients)
@@ -543,7 +544,7 @@ class Bucket:
         self._memory.remember()
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
-        """Runs on the daemon's thread when the reduced gradients have arrived."""
+        """Runs on the daemon's thread when the reduction has completed."""
         if convert is None or self._reducer.channel.plain:
             self._look(value[self._memory.values :])
             self.underway.land(value, convert)
@@ -551,7 +552,7 @@ class Bucket:
             self.underway.land(value, self._opened(convert))
 
     def _opened(self, convert: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], None]:
-        """Reads the flags after what has travelled was made gradients again."""
+        """Returns a conversion that decompresses the gradients and then reads the flags."""
 
         def land(value: np.ndarray) -> None:
             convert(value)
@@ -560,7 +561,7 @@ class Bucket:
         return land
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
-        """Never runs: a bucket is no filler."""
+        """Never runs: a bucket is never a placeholder."""
         self.underway.landed()
 
     def fail(self, error: BaseException) -> None:
@@ -569,9 +570,9 @@ class Bucket:
 
 
 def _shaped(room: torch.Tensor, gradient: Gradient) -> torch.Tensor:
-    """Views room as a gradient, in the layout that the ranks have agreed on: one parameter may be converted since.
+    """Returns a view of `room` with the gradient's shape and the strides that the ranks agreed on.
 
-    It counts its own changes, not those of all room.
+    The parameter's own strides may have changed since. The view has its own version counter.
     """
     strides, size = gradient.strides, gradient.parameter.shape
     shaped = room[: size.numel()].view(size) if strides is None else room.as_strided(size, strides)
@@ -581,12 +582,12 @@ def _shaped(room: torch.Tensor, gradient: Gradient) -> torch.Tensor:
 def _all_dense(values: tuple[torch.Tensor, ...]) -> bool:
     try:
         return {*map(_LAYOUT, values)} == {torch.strided}
-    except AttributeError:  # there is none: a hook of the user's may take a gradient away
+    except AttributeError:  # a gradient is missing: a hook of the user may remove it
         return False
 
 
 def strides_of(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a parameter that is dense, but not row-major, such as a transposed one; None for all others."""
+    """Returns the strides of a parameter that is dense but not row-major, such as a transposed one; else None."""
     if parameter.is_contiguous():
         return None
     size, strides = parameter.shape, parameter.stride()

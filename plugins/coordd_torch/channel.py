@@ -1,4 +1,4 @@
-"""How the gradients of one optimizer travel: between whom, how they combine, and what makes them smaller."""
+"""Communication settings of one optimizer's gradients: process set, reduction, and compression."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from coordd_torch.tensors import borrow, empty_common
 __all__ = ["Channel", "check_combines", "share"]
 
 _SAMPLE = 16
-"""Of so many tensors the loss of one is measured, where that has to be computed on its own."""
+"""The compression error is measured on one of this many tensors, if measuring it takes an extra decompression."""
 _AVERAGES = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT})
 _MEANS = _AVERAGES | {ReduceOp.SUM}
 
 
 class Channel:
-    """What all gradients of one optimizer have in common on their way."""
+    """Communication settings that all gradients of one optimizer share; builds their requests."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Channel:
         predivide: float,
         process_set: ProcessSet,
     ) -> None:
-        """Describes it; arguments as those of `DistributedOptimizer`."""
+        """Stores the settings; arguments as in `DistributedOptimizer`."""
         self._operations = operations
         self.daemon = operations.daemon
         self.as_horovod = operations.as_horovod
@@ -58,54 +58,56 @@ class Channel:
 
     @property
     def joins(self) -> int:
-        """How often all members have joined; equal on all of them."""
+        """How often all members of the process set have joined; equal on all of them."""
         return self._operations.joins(self.process_set.ranks)
 
     def compress(self, *, wanted: bool) -> None:
-        """Makes gradients smaller from now on, or leaves them as they are; what is still to be sent is kept."""
+        """Turns compression on or off from now on; residuals are kept."""
         self.compressor = self._chosen if wanted else NoneCompressor()
         self.plain = isinstance(self.compressor, NoneCompressor)
         self._alone = self.compressor if self.compressor.elementwise else NoneCompressor()
 
     def carries(self, tensor: Tensor) -> bool:
-        """Says whether tensors like this one travel in the rounds of a compressor."""
+        """Returns whether tensors like this one are reduced in the rounds of a compressor."""
         return not self.compressor.elementwise and tensor.dtype.is_floating_point
 
     def request(self, name: str, array: Any) -> Request:
-        """Makes the request of gradients that are added up as they are, once."""
+        """Returns the request for one allreduce of gradients, elementwise compressed or not at all."""
         scaled = self._predivide != 1.0
         check_reducible(array.dtype, self.op, scaled=scaled)
         scales = {"prescale": 1.0 / self._predivide, "postscale": self._predivide}
         return self._operations.request(Kind.ALLREDUCE, name, array, self.process_set, op=self.op, **scales)
 
     def gathering(self, name: str, array: np.ndarray) -> Request:
-        """Makes the request of rows of which each member has as many as it likes."""
+        """Returns the request for an allgather of rows, whose number may differ between members."""
         return self._operations.request(Kind.ALLGATHER, name, array, self.process_set)
 
     def round(self, name: str, number: int, kind: Kind, array: np.ndarray) -> Request:
-        """Makes the request of a compressor's round.
+        """Returns the request for one round of a compressor.
 
-        The first may be locked, as any gradient. Those that follow come while others wait for the first of other
-        buckets, so no lock may hold them back: they are used once.
+        The first round may be locked, like any gradient. Later rounds are submitted while other ranks wait for the
+        first round of other buckets, so a lock must not hold them back: they are transient.
         """
-        alike = array[:0] if kind is Kind.ALLTOALL else array  # what all members must agree on
+        alike = array[:0] if kind is Kind.ALLTOALL else array  # only what must be equal on all members
         request = self._operations.request(kind, name, alike, self.process_set, op=ReduceOp.AVERAGE)
         if number:
             request = msgspec.structs.replace(request, name=f"{name}.round{number}", transient=True)
         return request
 
     def memory(self, count: int, like: Tensor) -> Tensor:
-        """Makes a flat tensor of a parameter's type and device; on a CPU in memory that all ranks of the host see."""
+        """Returns a flat tensor of a parameter's dtype and device; on a CPU it lies in the host's shared memory."""
         if like.device.type != "cpu":
             return torch.zeros(count, dtype=like.dtype, device=like.device)
         return empty_common(count, dtype=like.dtype, daemon=self.daemon)
 
     def compressed(self, tensor: Tensor, *, values: int | None = None) -> tuple[np.ndarray, Callable[..., Tensor]]:
-        """Makes what travels instead of a tensor, number for number, and what puts it back.
+        """Compresses a tensor elementwise; returns the array to reduce and a function that decompresses the result.
+
+        The function writes the result to `tensor` and returns it.
 
         Args:
-            tensor: gradients, and what travels with them.
-            values: how many numbers are gradients; by default all.
+            tensor: gradients, with marks and flags behind them in a bucket.
+            values: how many elements are gradients; by default all.
         """
         way, gauge = self._alone, self._chosen.gauge
         small, context = way.compress(tensor)
@@ -127,16 +129,16 @@ class Channel:
 
     @property
     def repeats(self) -> bool:
-        """Whether what has been averaged may be averaged once more, with something added, and stays what it is."""
+        """Whether averaged gradients can be averaged again, with new ones added, and keep their values."""
         return self.op in _AVERAGES and not self.compressor.feedback
 
     def forget(self, name: str) -> None:
-        """Forgets what the compressor has kept of a gradient that is reduced no longer: a new one may get its name."""
+        """Drops the compressor's state of a gradient that is no longer reduced, because a new one may get its name."""
         self.compressor.residuals.pop(name, None)
         self.compressor.memory.pop(name, None)
 
     def has_all(self, present: Any) -> bool:
-        """Says whether all members have taken part; False where the sum cannot tell.
+        """Returns whether all members took part; False if the reduction does not show it.
 
         Args:
             present: as in `unanimous`.
@@ -145,22 +147,22 @@ class Channel:
         return wanted is not None and abs(wanted - abs(present)) < 0.5 / self.members
 
     def unanimous(self, present: Any, repeat: Any) -> bool:
-        """Says whether all that take part repeat, so that the average of what is equal on them all is what it was.
+        """Returns whether all participating ranks repeat, so that averaging their equal values changes nothing.
 
         Args:
-            present: a number that was 1 on all that have not joined, reduced.
-            repeat: a number that was 1 where gradients are reduced once more, reduced.
+            present: the reduction of a number that is 1 on every rank that has not joined.
+            repeat: the reduction of a number that is 1 on every rank that reduces gradients again.
         """
         almost = 0.5 / self.members
         whole = self.op is not ReduceOp.AVERAGE or abs(1.0 - abs(present)) < almost
         return bool(whole and abs(abs(present) - abs(repeat)) < almost)
 
     def tell(self, name: str, text: str) -> Handle[Any]:
-        """Starts to gather a line of each rank."""
+        """Starts to gather one line of text from each rank."""
         return tell(self._operations, self.prefix + name, text, self.process_set)
 
     def agree(self, array: np.ndarray, about: str, op: ReduceOp) -> Any:
-        """Reduces a few numbers at once."""
+        """Reduces a few numbers and waits for the result."""
         return self.ask(array, about, op).result()
 
     def ask(self, array: np.ndarray, about: str, op: ReduceOp) -> Handle[Any]:
@@ -169,19 +171,22 @@ class Channel:
 
 
 def share(op: ReduceOp, *, present: int, members: int) -> float:
-    """By what a mean over those present is multiplied: who has joined counts in an average, with nothing."""
+    """Returns the factor that turns a mean over the active ranks into the result of `op`.
+
+    In an average joined ranks count with zeros.
+    """
     if op is ReduceOp.SUM:
         return present
     return present / members if op is ReduceOp.AVERAGE else 1.0
 
 
 def check_combines(compressor: Compressor, op: ReduceOp) -> None:
-    """Refuses what cannot be computed from what travels.
+    """Rejects a reduction that a compressor cannot compute.
 
     Raises:
-        ArgumentError: the compressor makes means, from which this does not follow.
+        ArgumentError: the compressor computes means, and `op` does not follow from a mean.
     """
-    alone = op is ReduceOp.ADASUM and compressor.simple  # then it is no compressor that carries gradients
+    alone = op is ReduceOp.ADASUM and compressor.simple  # such a compressor does not carry gradients in rounds
     if not (compressor.elementwise or alone or op in _MEANS):
         text = (
             f"{type(compressor).__name__} makes sums and averages, not {op.name.capitalize()}: "

@@ -1,4 +1,4 @@
-"""Checksums of tensors, by which ranks compare values without sending them."""
+"""Checksums of tensors, with which ranks compare values without sending them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 __all__ = ["checksum"]
 
 _VALUES = 256
-"""So many values of each tensor are compared, spread over all of it."""
+"""About this many values of each tensor enter its checksum, spread evenly over it."""
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Returns 8 hexadecimal digits that depend on some of the tensor's values; "" for a tensor without values here.
+    """Returns 8 hexadecimal digits that depend on a sample of the tensor's values.
 
-    A tensor on the meta device has none, and neither has one with no elements. Of sparse tensors none are read.
+    Returns "" for a tensor on the meta device, a tensor without elements, and a sparse tensor.
     """
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return ""

@@ -1,6 +1,6 @@
-"""The compressions under their names, and those that keep numbers as numbers: themselves, or the same in sixteen bits.
+"""`Compression`, the registry of compressors, and the elementwise compressors: none, fp16, and bf16.
 
-The values are added in fp32 whatever travels.
+Values are summed in fp32, in whichever dtype they are sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "Non
 
 
 class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
+    """Sends tensors uncompressed."""
 
     elementwise = True
 
@@ -36,7 +36,7 @@ def _back(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
 
 
 class FP16Compressor(Compressor):
-    """Halves fp32: eleven bits of precision, values up to 65504; what is larger becomes infinite on all ranks."""
+    """Sends fp32 as fp16: 11 bits of precision, values up to 65504; larger values become infinite on all ranks."""
 
     elementwise = True
 
@@ -49,7 +49,7 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(Compressor):
-    """Halves fp32: eight bits of precision, the range of fp32."""
+    """Sends fp32 as bf16: 8 bits of precision, the range of fp32."""
 
     elementwise = True
 
@@ -62,11 +62,11 @@ class BF16Compressor(Compressor):
 
 
 class Compression:
-    """The compressors, under Horovod's names; each may be given as it is, or as an object made with its parameters.
+    """The compressors, under Horovod's names; pass a class, or an object created with parameters.
 
-    An object tells what it does, once an optimizer has used it: ``compression.ratio``, how many times fewer bytes have
-    come to this rank, and ``compression.error``, how much of this rank's gradients was lost or is late, from 0 to 1.
-    A class cannot: ``compression = Compression.bf16()`` makes the object to give and to ask.
+    Once an optimizer has used an object, the object has statistics: ``compression.ratio`` is how many times fewer
+    bytes this rank received, and ``compression.error`` how much of this rank's gradients was lost or delayed, from 0 to
+    about 1. A class has no statistics, so create an object: ``compression = Compression.bf16()``.
     """
 
     none = NoneCompressor
@@ -78,19 +78,19 @@ class Compression:
 
 
 class _Foreign(Compressor):
-    """A compressor that was written for Horovod: two functions."""
+    """A compressor written for Horovod: a class with two functions."""
 
     def __init__(self, functions: Any) -> None:
         super().__init__()
-        self.compress = functions.compress  # type: ignore[method-assign]  # called alike
-        self.decompress = functions.decompress  # type: ignore[method-assign]  # called alike
+        self.compress = functions.compress  # type: ignore[method-assign]  # same signature
+        self.decompress = functions.decompress  # type: ignore[method-assign]  # same signature
 
 
 def made(compression: Any) -> Compressor:
-    """Makes an object of whatever a user may give as a compression.
+    """Returns the compressor object for the value that a user passes as compression.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the value is no compression.
     """
     if isinstance(compression, Compressor):
         return compression

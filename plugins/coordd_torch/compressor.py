@@ -1,7 +1,6 @@
-"""The one class that every compression is made of.
+"""`Compressor`, the base class of all compressions.
 
-A compressor is an object: it is made with its parameters, keeps what it has to remember of each tensor, and tells how
-much it saves and loses.
+A compressor object has parameters, keeps state for each tensor, and measures how much it saves and loses.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class Cargo:
     """Tensors that are compressed together: one optimizer's bucket, or a single tensor.
 
     Attributes:
-        flat: this rank's values, one behind the other, in fp32 or fp64; with feedback, what was lost before is in it.
-        parts: views of ``flat``, one for each tensor; their dimensions are in the order in which they lie in memory.
-        names: of the tensors, equal on all ranks.
-        dtype: that of the tensors, in which their values would travel.
-        size: number of members.
-        news: what was remembered in this step.
+        flat: this rank's values in one flat tensor, fp32 or fp64; with feedback, earlier losses are added.
+        parts: views of ``flat``, one per tensor; their dimensions are in memory order.
+        names: names of the tensors, equal on all ranks.
+        dtype: dtype of the tensors, in which their values would be sent uncompressed.
+        size: number of members of the process set.
+        news: state that was remembered in this step.
     """
 
     def __init__(
@@ -42,14 +41,14 @@ class Cargo:
         size: int,
         memory: Mapping[str, Tensor],
     ) -> None:
-        """Lays tensors out.
+        """Creates the views.
 
         Args:
-            flat: their values.
-            places: by name, where each begins in it, and its shape.
+            flat: the values of all tensors.
+            places: by name, each tensor's offset in ``flat`` and its shape.
             dtype: see above.
             size: see above.
-            memory: what was remembered in earlier steps.
+            memory: state that was remembered in earlier steps.
         """
         self.flat = flat
         self.names = tuple(places)
@@ -61,20 +60,20 @@ class Cargo:
         self._memory = memory
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Returns views of another tensor that is laid out like ``flat``."""
+        """Returns views, one per tensor, of a flat tensor with the layout of ``flat``."""
         return tuple([flat[start : start + math.prod(shape)].view(shape) for start, shape in self._places])
 
     def recall(self, key: str) -> Tensor | None:
-        """Returns what was remembered under this key."""
+        """Returns the tensor that was remembered under this key, or None."""
         return self._memory.get(key)
 
     def remember(self, key: str, value: Tensor) -> None:
-        """Keeps a tensor, which is not changed any more, for the next step; a step that is skipped leaves no trace."""
+        """Stores a tensor for the next step; it must not change any more. A skipped step stores nothing."""
         self.news[key] = value
 
 
 class _OfObjects(property):
-    """What an object tells; a class has no tensors of which it could."""
+    """A property of objects only; access through the class raises an `AttributeError` with a hint."""
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None and owner is not None:
@@ -88,19 +87,19 @@ class _OfObjects(property):
 
 
 class Compressor:
-    """How tensors become smaller on their way; subclass it for one more way.
+    """Base class of compressions; subclass it for a new one.
 
-    There are two methods to choose from. ``compress`` and ``decompress`` are Horovod's: what the first makes is added
-    up, and the second undoes it. ``exchange`` is for everything else: values that cannot be added up as they travel,
-    several rounds, memory. Whatever is lost, what is not finite is not: a rank whose values hold an infinity or a NaN
-    says so beside the first round, and the tensors become NaN on all ranks.
+    A subclass overrides one of two interfaces. ``compress`` and ``decompress`` are Horovod's: the output of the first
+    is summed over the ranks, and the second converts the sum back. ``exchange`` is for everything else: values that
+    cannot be summed in compressed form, several rounds, state. Non-finite values are never lost: a rank whose values
+    contain an infinity or a NaN sends a flag with the first round, and the tensors become NaN on all ranks.
 
     Attributes:
-        feedback: whether what is lost of a tensor is added to the same tensor in the next step.
-        elementwise: whether every number travels as one number, which is not finite if it was not.
-        residuals: by name of the tensor, what is still to be sent.
-        memory: what `Cargo.remember` was given.
-        gauge: bytes and losses.
+        feedback: whether the compression error of a tensor is added to the same tensor in the next step.
+        elementwise: whether every number is sent as one number, and non-finite numbers stay non-finite.
+        residuals: by tensor name, the part that is still to be sent.
+        memory: the tensors that were passed to `Cargo.remember`, by key.
+        gauge: counts bytes and losses.
     """
 
     feedback = False
@@ -113,46 +112,47 @@ class Compressor:
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What must be equal on all ranks for them to understand each other; plain values."""
+        """The parameters that must be equal on all ranks; plain values."""
         return ()
 
     @property
     def title(self) -> str:
-        """Its kind and its settings, such as ``Int8Compressor(256)``."""
+        """Its class name and settings, such as ``Int8Compressor(256)``."""
         return f"{type(self).__name__}({', '.join(map(repr, self.settings))})"
 
     @property
     def simple(self) -> bool:
-        """Whether it is two functions, one before and one after, and no more."""
+        """Whether it consists of ``compress`` and ``decompress`` only, without its own ``exchange``."""
         return type(self).exchange is Compressor.exchange
 
     @_OfObjects
     def ratio(self) -> float:
-        """How many times fewer bytes have travelled to this rank than would have without compression."""
+        """How many times fewer bytes this rank received than without compression."""
         return self.gauge.ratio
 
     @_OfObjects
     def error(self) -> float:
-        """The relative L2 norm of what was lost of this rank's tensors of late, between 0 and about 1."""
+        """The relative L2 norm of the recent compression error of this rank's tensors, between 0 and about 1."""
         return self.gauge.error
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Returns what travels, and what `decompress` needs to know."""
+        """Returns the tensor to send, and the context that `decompress` needs."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:  # noqa: ARG004 - Horovod's signature
-        """Returns the tensor in its own type."""
+        """Returns the tensor in its original dtype."""
         return tensor
 
     def exchange(self, cargo: Cargo) -> Rounds:
-        """Yields what is to travel, gets what has arrived, and returns the mean of all the ranks' ``cargo.flat``.
+        """Yields rounds to exchange, receives their results, and returns the mean of ``cargo.flat`` over the ranks.
 
-        Who has joined counts neither here nor in the rounds; where it shall, as in `Average`, that comes afterwards.
+        Joined ranks count neither here nor in the rounds; an operation in which they count, as `Average`, scales the
+        mean afterwards.
 
-        At its end it leaves in ``cargo.flat`` what was lost of it. It runs without autograd, up to the first round on
-        the thread of backward, then on the daemon's, beside the rest of backward.
+        At the end ``cargo.flat`` holds the compression error. The generator runs without autograd: up to the first
+        round on the thread of backward, then on the daemon's thread, concurrently with backward.
         """
         small, context = self.compress(cargo.flat)
         (mean,) = yield Mean(small)
@@ -160,20 +160,20 @@ class Compressor:
         return self.decompress(mean, context)
 
     def rescale(self, factor: float) -> None:
-        """Multiplies what is still to be sent; for a loss scale that has changed by this factor."""
+        """Multiplies the residuals by the factor by which the loss scale has changed."""
         if factor != 1.0:
             for residual in self.residuals.values():
                 residual.mul_(factor)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Returns what a checkpoint needs so that nothing is lost; the residuals are those of this rank."""
+        """Returns copies of the residuals and the memory for a checkpoint; the residuals are this rank's own."""
         return {
             "residuals": {name: value.clone() for name, value in self.residuals.items()},
             "memory": {key: value.clone() for key, value in self.memory.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes over what `state_dict` has returned, between two steps."""
+        """Loads the result of `state_dict`; call it between two steps."""
         for name, value in state["residuals"].items():
             if name in self.residuals:
                 self.residuals[name].copy_(value)

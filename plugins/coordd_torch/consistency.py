@@ -1,6 +1,6 @@
-"""Whether the parameters and hyperparameters of one optimizer stay equal on all ranks while they train.
+"""Consistency check: compares the parameters and hyperparameters of one optimizer across ranks during training.
 
-They are compared before the first step (`coordd_torch.start`), and later some of them in steps 2, 4, 8, … 128 and then
+All are compared before the first step (`coordd_torch.start`), and some of them in steps 2, 4, 8, … 128 and then in
 every 128th. Steps are counted when gradients are reduced, which all ranks do together.
 """
 
@@ -30,10 +30,10 @@ _REMEDY = "broadcast_parameters(model.state_dict()) and broadcast_optimizer_stat
 
 
 class Consistency:
-    """Compares the ranks of one optimizer, from its first step on."""
+    """Consistency check of one optimizer, from its first step on."""
 
     local = False
-    """Whether this rank has made a step with gradients of its own, so that its parameters may differ on purpose."""
+    """Whether this rank has made a step with its local gradients, so that its parameters may differ on purpose."""
 
     def __init__(
         self,
@@ -48,32 +48,32 @@ class Consistency:
         """Prepares the comparisons.
 
         Args:
-            operations: the way to the other ranks.
-            optimizer: the user's.
-            names: of parameters, by their ids.
-            start: compares what the ranks start with.
-            prefix: begins the names of its operations.
+            operations: starts the operations.
+            optimizer: the user's optimizer.
+            names: the parameters' names, by their ids.
+            start: compares the initial values.
+            prefix: prefix of the names of its operations.
             process_set: the ranks that take part.
         """
         self._operations = operations
-        self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object
+        self._optimizer = weakref.ref(optimizer)  # weak, because the optimizer's hooks refer to this object
         self._names = dict(names)
         self._start: Start | None = start
         self._drifts = Drifts(operations, framework="PyTorch", prefix=prefix, process_set=process_set)
         self._process_set = process_set
         self._joins = operations.joins(process_set.ranks)
         self.steps = 0
-        """How many steps the ranks have begun to reduce since they have last joined."""
+        """Number of steps whose reduction has begun since all ranks last joined."""
         self._asked: Drift | None = None
         self._now: Drift | None = None
 
     def _restart(self, joins: int) -> None:
-        """Counts from the start again, for all ranks have joined and have taken one rank's values over."""
+        """Resets the count, because all ranks have joined and have copied the values of one rank."""
         self._joins, self.steps, self.local = joins, 0, False
         self._start = self._asked = self._now = None
 
     def begin(self) -> None:
-        """Counts a step, and takes part in the comparison that belongs to it, without waiting for the other ranks."""
+        """Counts a step and starts its comparison, if any; does not wait for the other ranks."""
         joins = self._operations.joins(self._process_set.ranks)
         if joins != self._joins:
             self._restart(joins)
@@ -84,34 +84,34 @@ class Consistency:
             self._now = self._compare()
 
     def begin_again(self) -> None:
-        """Takes part once more if the ranks have lost the comparison because they have waited for each other."""
+        """Starts a comparison again if it failed because ranks waited for each other."""
         if self._start is not None:
             self._start.begin_again()
         if self._now is not None:
             self._now.begin_again()
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Forgets the names of parameters that are trained no longer: new ones may get their ids."""
+        """Drops the names of parameters that are no longer trained, because new ones may get their ids."""
         for parameter in parameters:
             self._names.pop(id(parameter), None)
 
     def check_alone(self) -> None:
-        """Looks at this rank alone, in its first step.
+        """Checks this rank alone, in its first step.
 
         Raises:
-            ArgumentError: another package, such as PyTorch's DistributedDataParallel, averages these gradients, too.
+            ArgumentError: another package, such as PyTorch's DistributedDataParallel, averages these gradients too.
         """
         if self._start is not None:
             self._start.check_alone()
 
     def hear(self) -> None:
-        """Hears the others: of the comparison before the first step in that step, of later ones in the next step.
+        """Checks the results of comparisons: of the initial one in the first step, of later ones one step later.
 
-        All ranks call it at the end of the same steps, when nothing is under way that another rank might wait for.
+        All ranks call it at the end of the same steps, when no operation is in flight that another rank might wait for.
 
         Raises:
-            MismatchError: on all ranks: values differ; it names what and which ranks. Under ``as_horovod`` that is a
-                warning.
+            MismatchError: on all ranks: values differ; the message names the values and the ranks. Under ``as_horovod``
+                rank 0 logs a warning instead.
         """
         start, self._start = self._start, None
         asked, self._asked, self._now = self._asked, self._now, None
@@ -144,12 +144,12 @@ def _trained(name: str, value: Tensor) -> Trained:
     return Trained(name, what, size, exact, functools.partial(values_at, value))
 
 
-@functools.lru_cache(1024)  # a model has many parameters of a few kinds
+@functools.lru_cache(1024)  # a model has many parameters of few kinds
 def _kind(shape: torch.Size, dtype: torch.dtype) -> tuple[str, int, float]:
-    """Describes a parameter: its kind, how many values it has, and by how much of the largest one ranks may differ.
+    """Returns a parameter's description, its number of real values, and the tolerance relative to the largest value.
 
-    That is half of the digits that its type has: enough for what ranks with other processors round otherwise in a
-    million steps, and less than what a step with another learning rate or gradient changes.
+    The tolerance is half of the digits of its dtype: more than the rounding differences of a million steps on other
+    processors, and less than the effect of a step with another learning rate or gradient.
     """
-    exact = float(torch.finfo(dtype).eps) ** 0.5  # a type that is trained has a fraction
+    exact = float(torch.finfo(dtype).eps) ** 0.5  # trained parameters are floating-point
     return f"{tuple(shape)} {dtype}", shape.numel() * (1 + dtype.is_complex), exact

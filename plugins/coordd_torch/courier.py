@@ -1,7 +1,7 @@
-"""Carries a bucket's gradients in the rounds of a compressor, while backward goes on.
+"""Compressed reduction of a bucket: runs the rounds of a compressor while backward goes on.
 
-Its one rule: what is kept from one step to the next changes when the step is made, and not before. A step that is
-skipped, because a loss scaler found an infinity or the user thought better of it, leaves no trace.
+Invariant: state that is kept between steps changes only when the step is made. A step that is skipped, by a loss scaler
+that found an infinity or by the user, changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Courier"]
 
 
 class Courier:
-    """Of one bucket; towards the daemon the handle of every round."""
+    """Compressed reduction of one bucket; also the handle that the daemon resolves for every round."""
 
     def __init__(
         self,
@@ -38,16 +38,16 @@ class Courier:
         places: tuple[Tensor, ...],
         land: Callable[[list[float]], None],
     ) -> None:
-        """Takes over what earlier buckets have left to be sent of these gradients.
+        """Prepares the buffers, and takes over the residuals that earlier buckets left for these gradients.
 
         Args:
-            underway: what else is reduced with them.
-            name: the bucket's.
-            flat: the gradients, and behind them their marks and what else has to arrive as it is.
-            stop: where the gradients end.
-            names: of the gradients, in the order of the marks.
-            places: where each of them lies in ``flat``.
-            land: gets what travels behind the gradients when it has arrived; on the daemon's thread.
+            underway: counts the pending work of the optimizer.
+            name: the bucket's name.
+            flat: the gradients, and behind them the marks, flags and signals, which are sent uncompressed.
+            stop: number of elements of the gradients.
+            names: the gradients' names, in the order of the marks.
+            places: the view of ``flat`` for each gradient.
+            land: called with the reduced marks, flags and signals; on the daemon's thread.
         """
         self.name = name
         self.submitted = 0.0
@@ -64,13 +64,13 @@ class Courier:
         }
         self._cargo = self._room()
         self._kept = self._room() if self._compressor.feedback else None
-        """What is still to be sent, as of the last step that was made."""
+        """The residuals as of the last step that was made."""
         self._journey: Journey | None = None
         if self._kept is not None:
             self._inherit(self._kept)
 
     def move(self, flat: Tensor) -> None:
-        """Takes gradients from other memory from now on, of the same layout."""
+        """Reads gradients from other memory of the same layout from now on."""
         self._flat = flat
 
     @property
@@ -94,7 +94,7 @@ class Courier:
             self._compressor.residuals[name] = part
 
     def start(self) -> None:
-        """Begins with what lies in the bucket; on the thread of backward."""
+        """Starts the first round with the bucket's gradients; on the thread of backward."""
         cargo = self._cargo
         with calmly(cargo.flat):
             cargo.news.clear()
@@ -112,8 +112,8 @@ class Courier:
         return entry
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:  # noqa: ARG002 - a handle's
-        """Runs on the daemon's thread when a round has arrived: begins the next, or ends."""
-        assert self._journey is not None  # noqa: S101 - it has begun
+        """Runs on the daemon's thread when a round has completed: starts the next round, or finishes."""
+        assert self._journey is not None  # noqa: S101 - `start` has set it
         try:
             with calmly(self._body):
                 following = self._journey.land(value)
@@ -129,7 +129,7 @@ class Courier:
                 self.underway.landed()
 
     def _arrive(self, journey: Journey) -> None:
-        """Puts the gradients in their places, and what travelled beside them."""
+        """Writes the reduced gradients, marks, flags and signals to the bucket; NaN if a rank had non-finite values."""
         op, members = self._channel.op, self._channel.members
         factor = share(op, present=journey.present, members=members)
         if journey.tail is not None:
@@ -143,11 +143,11 @@ class Courier:
         self._body.copy_(journey.mean if factor == 1.0 else journey.mean * factor)
         if self._kept is not None:
             for mark, part, kept in zip(self._tail.tolist(), journey.cargo.parts, self._kept.parts, strict=False):
-                if not mark:  # no rank has had this gradient, so nobody gets what was sent of it
+                if not mark:  # no rank has this gradient, so its sent residual is not used
                     part.copy_(kept)
 
     def commit(self) -> None:
-        """Keeps what was remembered, for the step has been made."""
+        """Keeps the compressor's new state and residuals after the step was made."""
         if self._journey is None or self._journey.mean is None:
             return
         self._compressor.memory.update(self._cargo.news)
@@ -157,11 +157,11 @@ class Courier:
         self._journey = None
 
     def reset(self) -> None:
-        """Forgets a step that was not made."""
+        """Drops the state of a step that was not made."""
         self._journey = None
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
-        """Never runs: a bucket is no filler."""
+        """Never runs: a bucket is never a placeholder."""
         self.underway.landed()
 
     def fail(self, error: BaseException) -> None:
@@ -170,7 +170,7 @@ class Courier:
 
 
 def _shape(place: Tensor) -> tuple[int, ...]:
-    """Returns a gradient's dimensions in the order in which they lie in memory."""
+    """Returns a gradient's shape in memory order: dimensions sorted by descending stride."""
     strides = place.stride()
     order = sorted(range(place.ndim), key=lambda dimension: -strides[dimension])
     return tuple(place.shape[dimension] for dimension in order)

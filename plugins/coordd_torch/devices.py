@@ -1,8 +1,8 @@
-"""What the plugin must know of a chip: whether it can compute and communicate at the same time.
+"""Device properties: whether a device can compute and communicate at the same time.
 
-A chip with a single queue for both gains nothing from reductions during backward: each one only delays the computing.
-There the gradients are reduced once, in one bucket, when backward ends. Packages for other chips announce theirs under
-the entry-point group ``coordd.devices``: the name is PyTorch's device type, the object has an attribute ``overlaps``.
+A device with a single queue for both gains nothing from reductions during backward: each one only delays computation.
+There the gradients are reduced once, in one bucket, when backward ends. Packages for other devices register under the
+entry-point group ``coordd.devices``: the name is PyTorch's device type, the object has an attribute ``overlaps``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ONE_QUEUE = frozenset({"mps"})
 
 @cache
 def overlaps(kind: str) -> bool:
-    """Says whether devices of this type, such as ``cpu``, compute while data moves."""
+    """Returns whether devices of this type, such as ``cpu``, compute while data is transferred."""
     for entry in entry_points(group="coordd.devices", name=kind):
         return bool(entry.load().overlaps)
     return kind not in _ONE_QUEUE

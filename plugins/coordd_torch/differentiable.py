@@ -1,7 +1,7 @@
-"""The synchronous forms out of place, which autograd differentiates.
+"""Synchronous out-of-place operations that autograd differentiates.
 
-Gradients are Horovod's: those of the mean over the ranks of the loss. Those of a named operation have a name too, so
-that ranks whose backward passes differ hear of it, instead of adding up what does not belong together.
+Gradients are defined as in Horovod: as those of the mean of the loss over the ranks. The gradient of a named operation
+has a name too, so that ranks whose backward passes differ get an error instead of the sum of unrelated tensors.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def allreduce(  # noqa: PLR0917 - Horovod's signature
 ) -> Tensor:
     """Returns the reduction of a tensor over all ranks; differentiable.
 
-    ``compression`` says what travels: one of `Compression` that needs no memory, as a class or an object; gradients
-    travel as they are. The other arguments are those of `allreduce_async_`.
+    ``compression`` is a stateless member of `Compression`, a class or an object; gradients are sent uncompressed. The
+    other arguments are those of `allreduce_async_`.
 
     Raises:
-        ArgumentError: the compression sends in later steps what it leaves out, or does not fit ``op``.
+        ArgumentError: the compression defers values to later steps, or does not support ``op``.
     """
     details = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
     return _reduced([tensor], [name], compression, op=reduce_op(op, average), **details)[0]
@@ -78,7 +78,7 @@ def _as_they_are(tensors: Tensors, names: Sequence[str | None], **details: Any) 
 
 
 class _Allreduce(torch.autograd.Function):
-    """The gradient of a reduction is the same reduction of the gradients."""
+    """Autograd function of allreduce: the gradient is the same reduction of the gradients."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,7 @@ def grouped_allreduce(  # noqa: PLR0917 - Horovod's signature
 
 @refusable(Kind.ALLGATHER, api.operations)
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Returns all ranks' tensors, joined along the first dimension in the order of ranks; differentiable."""
+    """Returns the tensors of all ranks, concatenated along the first dimension in rank order; differentiable."""
     return _gathered([tensor], [name], process_set)[0]
 
 
@@ -129,7 +129,7 @@ def _gathered(tensors: Tensors, names: Sequence[str | None], process_set: Proces
 
 
 class _Allgather(torch.autograd.Function):
-    """The gradient is this rank's rows of the averaged gradients."""
+    """Autograd function of allgather: the gradient is this rank's rows of the averaged gradients."""
 
     @staticmethod
     def forward(ctx: Any, names: Sequence[str | None], process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -151,7 +151,7 @@ class _Allgather(torch.autograd.Function):
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
-    """Returns several tensors, each joined as `allgather` does; differentiable."""
+    """Returns several tensors, each gathered as `allgather` does; differentiable."""
     return _gathered(tensors, places(name, len(tensors)), process_set)
 
 
@@ -165,7 +165,7 @@ def broadcast(
 
 
 class _Broadcast(torch.autograd.Function):
-    """The gradient is averaged on the root, and zero elsewhere."""
+    """Autograd function of broadcast: the gradient is the average on the root, and zero on other ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:

@@ -1,4 +1,4 @@
-"""What happens to gradients that hold an infinity or a NaN, where the user wants something to (``nonfinite``)."""
+"""Handling of gradients that contain an infinity or a NaN, if the user sets ``nonfinite``."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ log = logging.getLogger("coordd")
 
 
 class Finiteness:
-    """Looks at each gradient of this rank before it travels, and names it; looks at the sums before they are used.
+    """Checks each local gradient before it is reduced, and the reduced gradients before they are used.
 
-    What one rank has is in the sum of all, so all ranks find the same, and skip the same steps, without a word.
+    A non-finite value of one rank makes the sum non-finite, so all ranks find the same and skip the same steps without
+    further communication.
     """
 
     def __init__(self, wanted: str, rank: int) -> None:
-        """Starts to look.
+        """Stores the settings.
 
         Args:
             wanted: ``warn``, ``skip`` or ``raise``.
-            rank: this one.
+            rank: this rank.
         """
         self._wanted = wanted
         self._rank = rank
         self.skips = False
-        """Whether the step that follows is to be skipped."""
+        """Whether to skip the next step."""
 
     def look(self, name: str, value: torch.Tensor | None) -> None:
-        """Names what is not finite.
+        """Checks a local gradient; logs a warning, or raises, with its name if it is not finite.
 
         Raises:
-            NonFiniteError: it holds such values, and that is to be an error.
+            NonFiniteError: the gradient is not finite, and `wanted` is ``raise``.
         """
         if value is not None and value.is_sparse:
-            value = value._values()  # noqa: SLF001 - those of equal indices are not added up yet
+            value = value._values()  # noqa: SLF001 - uncoalesced: values of equal indices are not summed yet
         if value is None or bool(torch.isfinite(value).all()):
             return
         nans, infinities = (int(found(value).sum()) for found in (torch.isnan, torch.isinf))
@@ -49,7 +50,7 @@ class Finiteness:
         log.warning("%s", error)
 
     def judge(self, sums: Iterable[torch.Tensor]) -> None:
-        """Decides, alike on all ranks, whether the step is skipped."""
+        """Decides from the reduced gradients whether the step is skipped; equal on all ranks."""
         if self._wanted == "skip" and not all(bool(torch.isfinite(value).all()) for value in sums):
             self.skips = True
             log.warning("this step is skipped on all ranks: a gradient is not finite")

@@ -1,4 +1,4 @@
-"""What a compression saves and what it costs: bytes on the wire, and how much of the values is lost."""
+"""Compression statistics: bytes on the wire, and the compression error."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ _MEMORY = 0.99
 
 
 class Gauge:
-    """Counts for one compressor, over all its tensors; written by the daemon's thread, read by anybody."""
+    """Statistics of one compressor over all its tensors; the daemon's thread writes, any thread may read."""
 
     def __init__(self) -> None:
         self.plain_bytes = 0.0
         """Bytes that this rank would have received without compression."""
         self.bytes = 0.0
-        """Bytes that this rank has received."""
+        """Bytes that this rank received."""
         self._own = 0.0
         self._lost = 0.0
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes have travelled than without compression; 1 before anything has."""
+        """How many times fewer bytes were received than without compression; 1 before the first transfer."""
         return self.plain_bytes / self.bytes if self.bytes else 1.0
 
     @property
     def error(self) -> float:
-        """The relative L2 norm of what was lost of this rank's tensors, about the last hundred of them."""
+        """The relative L2 norm of the compression error of about the last hundred tensors of this rank."""
         return math.sqrt(self._lost / self._own) if self._own else 0.0
 
     def travelled(self, received: float, *, plain: float) -> None:
-        """Counts bytes that have arrived, and those that would have."""
+        """Counts received bytes, and the bytes of the same transfer without compression."""
         self.bytes += received
         self.plain_bytes += plain
 
     def compare(self, own: float, lost: float) -> None:
-        """Takes in the norm of a tensor, and of what was lost of it."""
+        """Adds the norm of a tensor and the norm of its compression error; ignores non-finite norms."""
         if math.isfinite(own) and math.isfinite(lost):
             self._own = _MEMORY * self._own + own * own
             self._lost = _MEMORY * self._lost + lost * lost
 
 
 def reduced(nbytes: int, size: int) -> float:
-    """Bytes that each of ``size`` members receives while they reduce so many: slices first, then results."""
+    """Returns the bytes that each of ``size`` members receives in a reduce-scatter and allgather of ``nbytes``."""
     return 2 * (size - 1) / size * nbytes

@@ -1,4 +1,4 @@
-"""One parameter's gradient, from backward to its reduction: in a bucket, or on its own."""
+"""One parameter's gradient, from backward to its reduction, in a bucket or on its own."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no pu
 class Gradient:
     """One parameter's gradient.
 
-    Until it has a place in a bucket it is its own handle towards the daemon, if it is dense: made once, not every step,
-    and waited for together with all others.
+    A dense gradient outside of buckets is itself the handle that the daemon resolves: created once instead of in every
+    step, and waited for together with all others.
     """
 
     def __init__(self, reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
-        # First what each backward pass looks at, in the memory that processors fetch together.
+        # The attributes that each backward pass reads come first, so that they share cache lines.
         self.reducer = reducer
         self.bucket: Bucket | None = None
         self.started = False
@@ -52,49 +52,49 @@ class Gradient:
         self._whereabouts: tuple[object, int] = (None, 0)
         self._own: torch.Tensor | None = None
         self._is_new = False
-        """Whether autograd has made ``.grad`` in the last pass; then it may lie where other gradients lie."""
+        """Whether autograd created ``.grad`` in the last pass; other users of its memory may then be gradients."""
         self._travelling: torch.Tensor | None = None
         self._entry: Entry | None = None
         self._dtype: np.dtype[Any] | None = None
         self._sparse_dim = 1
         self.scattered: Scattered | None = None
-        """Its way, once it has been sparse."""
+        """Its sparse reduction, once it has been sparse."""
         self.name = name
         self.submitted = 0.0
         self.strides: tuple[int, ...] | None = None
-        """How it lies in a bucket, the same on all ranks; None for row-major."""
+        """Its strides in a bucket, equal on all ranks; None for row-major."""
         self.unused = 0
-        """For how many steps it has been in no group, and no rank had it."""
+        """Number of steps in which its parameter was in no group and no rank had the gradient."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes in a bucket."""
+        """Its size in bytes in a bucket, without padding."""
         return self.parameter.nbytes
 
     @property
     def kind(self) -> Hashable:
-        """What all gradients of a bucket have in common."""
+        """Dtype and device, which are equal for all gradients of a bucket."""
         return self.parameter.dtype, self.parameter.device
 
     @property
     def owner(self) -> torch.Tensor:
-        """By which the user's groups name it."""
+        """The parameter, by which the user's groups identify the gradient."""
         return self.parameter
 
     @property
     def underway(self) -> Underway:
-        """What waits for it once it has been submitted."""
+        """The pending work of the optimizer, which counts the gradient once it is submitted."""
         return self.reducer.underway
 
     @property
     def turn(self) -> tuple[int, int]:
-        """The place in the plans at which it was last reduced on its own; equal on all ranks."""
+        """The position in the plans at which it was last reduced on its own; equal on all ranks."""
         return self._entry.turn if self._entry is not None else (0, 0)
 
     @property
     def request(self) -> Request:
-        """What it was announced as when it was last reduced on its own."""
-        assert self._entry is not None  # noqa: S101 - who has a place in a bucket was
+        """The request of its last reduction on its own."""
+        assert self._entry is not None  # noqa: S101 - a gradient in a bucket was reduced on its own before
         return self._entry.request
 
     def ready(self, _: torch.Tensor) -> None:
@@ -111,10 +111,10 @@ class Gradient:
 
     @property
     def given(self) -> bool:
-        """Whether there is something to reduce: of a backward pass, or set by hand since the last step.
+        """Whether there is a gradient to reduce: of a backward pass, or set by the script since the last step.
 
         Raises:
-            ArgumentError: a backward pass may have made it unnoticed, for the hook is gone.
+            ArgumentError: a backward pass may have computed it unnoticed, because the hook is gone.
         """
         if self.passes > 0:
             return True
@@ -125,9 +125,9 @@ class Gradient:
 
     @property
     def _rewritten(self) -> bool:
-        """Whether ``.grad`` was changed since the last step, in place or by other memory, but by more than `zero_grad`.
+        """Whether the script changed ``.grad`` since the last step, in place or by other memory, but not to zeros.
 
-        Sums that clipping has changed in this step, say, must not be added up again.
+        Reduced gradients that the script has changed in this step, by clipping, say, must not be reduced again.
         """
         value = self.parameter.grad
         if value is None or value.layout is not torch.strided or not self.reducer.counts_changes:
@@ -142,7 +142,7 @@ class Gradient:
 
     @property
     def changed(self) -> bool:
-        """Whether ``.grad`` is another tensor than what was seen last, or has been cleared."""
+        """Whether ``.grad`` is another tensor than the last recorded one, or was cleared."""
         value = self.parameter.grad
         if value is None:
             return self.started or self._known is not None
@@ -152,25 +152,26 @@ class Gradient:
 
     @property
     def by_hand(self) -> bool:
-        """Whether the script has set ``.grad`` since it was seen last, or has changed what is there."""
+        """Whether the script has set or changed ``.grad`` since it was last recorded."""
         return self.parameter.grad is not None and (self.changed or self._rewritten)
 
     @property
     def cleared(self) -> bool:
-        """Whether there was a ``.grad`` and is none."""
+        """Whether ``.grad`` existed and was cleared."""
         return self.parameter.grad is None and self.changed
 
     @property
     def is_new(self) -> bool:
-        """Whether a pass has made it anew; to what the script has put there it would have added."""
+        """Whether a backward pass created ``.grad``, instead of adding to a tensor that the script had set."""
         value = self.parameter.grad
         return value is not None and self.changed and version_of(value) == 0
 
     def meddled(self, largest: torch.Tensor | None) -> bool:
-        """Says whether ``.grad`` was replaced, or changed in place, since the last backward pass.
+        """Returns whether ``.grad`` was replaced, or changed in place, since the last backward pass.
 
         Args:
-            largest: what `largest` has returned then. Loss scalers and ``.grad.data`` change values without a trace.
+            largest: the result of `largest` after that pass. Loss scalers and ``.grad.data`` change values without
+                incrementing the version counter.
         """
         value = self.parameter.grad
         if value is None:
@@ -181,7 +182,7 @@ class Gradient:
         return now is not None and largest is not None and not torch.equal(now.nan_to_num(), largest.nan_to_num())
 
     def largest(self) -> torch.Tensor | None:
-        """The largest magnitude in it; None where there is none."""
+        """Returns the largest magnitude in ``.grad``; None if it is missing, sparse or empty."""
         value = self.parameter.grad
         if value is None or value.layout is not torch.strided or not value.numel():
             return None
@@ -190,19 +191,19 @@ class Gradient:
             return found
 
     def leave(self, hook: RemovableHandle) -> None:
-        """Goes out of the reduction; in the place of its hook, an error is raised if there is a gradient after all."""
+        """Leaves the reduction; replaces its hook by one that raises an error if the gradient is computed again."""
         hooks = self.parameter._post_accumulate_grad_hooks  # noqa: SLF001 - frozen parameters take no new hooks
         hooks[hook.id] = _RefusingHook(weakref.ref(self.reducer), self.name)
 
     def leave_bucket(self) -> None:
-        """Goes on alone, when its bucket is retired."""
+        """Leaves its bucket when that is retired; from then on the gradient is reduced on its own."""
         self.bucket = self.strides = None
 
     def remember(self, *, changed: bool = False) -> None:
-        """Sees which tensor ``.grad`` is, and how often it has been changed in place.
+        """Records the tensor that ``.grad`` is, and its version counter.
 
         Args:
-            changed: whether the script has changed it since the last step, which is not forgotten by this.
+            changed: whether the script has changed it since the last step; it then still counts as changed.
         """
         value = self.parameter.grad
         self._known = None if value is None else weakref.ref(value)
@@ -210,15 +211,15 @@ class Gradient:
         self._whereabouts = whereabouts(value)
 
     def saved(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns what ``.grad`` is, and a copy if it lies in a bucket, which the end of a step writes to."""
+        """Returns ``.grad``, and a copy if it lies in a bucket, because the end of a step writes to buckets."""
         value = self.parameter.grad
         held = value is not None and self.bucket is not None and self.bucket.holds(self, value)
         return value, value.detach().clone() if held and value is not None else None
 
     def renew(self, value: torch.Tensor | None, saved: torch.Tensor | None) -> None:
-        """Takes what ``.grad`` was when an earlier step was given up for one of the new step; see `saved`.
+        """Restores the ``.grad`` from before an abandoned step as a gradient of the new step; see `saved`.
 
-        It was cleared if another rank has discarded the earlier one.
+        It was cleared if another rank discarded the abandoned step.
         """
         self.parameter.grad, self._known = value, None
         if value is not None and saved is not None:
@@ -228,7 +229,7 @@ class Gradient:
             self.bucket.note_version(self, changed=True)
 
     def submit(self) -> None:
-        """Starts the reduction of what has been accumulated, or tells its bucket."""
+        """Starts the reduction of the accumulated gradient, or marks it as ready in its bucket."""
         reducer = self.reducer
         reducer.touched = True
         if reducer.finiteness is not None:
@@ -243,20 +244,20 @@ class Gradient:
             self._scatter(value)
             return
         gradient = self.dense()
-        if gradient is None:  # a hook of the user's has taken it away
+        if gradient is None:  # a hook of the user has removed it
             self.fill()
         else:
             self._own = gradient
             self.remember()
             self._is_new = self.passes > 0 and self._version == 0
-            # A copy travels, for autograd may still read this memory on behalf of another branch.
+            # A copy is reduced, because autograd may still read this memory for another branch.
             self._start(gradient.detach().resolve_conj().resolve_neg().clone(), filler=False)
 
     def dense(self) -> torch.Tensor | None:
-        """Returns ``.grad``, which becomes dense if the optimizer was told so.
+        """Returns ``.grad``, which becomes dense under ``sparse_as_dense``.
 
         Raises:
-            ArgumentError: it is sparse, and the optimizer was not told.
+            ArgumentError: it is sparse, and ``sparse_as_dense`` is not set.
         """
         gradient = self.parameter.grad
         if gradient is None or gradient.layout is torch.strided:
@@ -270,14 +271,14 @@ class Gradient:
         return self.parameter.grad
 
     def make_sparse(self) -> None:
-        """Gives the reduced gradient the form that it had before it was made dense."""
+        """Makes the reduced gradient sparse again, as it was before `dense`."""
         value = self.parameter.grad
         if value is not None and value.layout is torch.strided:
             self.parameter.grad = value.to_sparse(self._sparse_dim)
             self.remember()
 
     def _scatter(self, value: torch.Tensor | None, *, filler: bool = False) -> None:
-        """Takes part with a sparse gradient, or with what the user has kept or nothing where others may have one."""
+        """Starts the sparse reduction: of a gradient, or, as a placeholder, of what the user has kept or of no rows."""
         if self.scattered is None and value is not None:
             self.scattered = Scattered(self.reducer.underway, self.name, value)
         assert self.scattered is not None  # noqa: S101 - for the type checker
@@ -286,7 +287,7 @@ class Gradient:
         self.started = True
 
     def forget(self) -> None:
-        """Forgets passes that were given up; what a new one has put in the place of a cleared gradient stays."""
+        """Drops the passes of an abandoned step: zeroes ``.grad`` unless it was replaced since."""
         self.passes = 0
         value = self.parameter.grad
         if value is not None and not self.changed:
@@ -294,7 +295,7 @@ class Gradient:
             self.remember()
 
     def fill(self, *, kept: bool = True) -> None:
-        """Takes part with zeros or what the user has kept, if any rank has something fresh for this parameter.
+        """Submits a placeholder, reduced only if another rank has a new gradient: zeros, or the kept ``.grad``.
 
         Args:
             kept: whether ``.grad`` is of this step.
@@ -311,7 +312,7 @@ class Gradient:
         self._start(value, filler=True)
 
     def settle(self) -> None:
-        """Keeps what has arrived; if no rank had anything, there still is no gradient."""
+        """Stores the reduced gradient in ``.grad``; leaves ``.grad`` as it is if no rank had a gradient."""
         if self.scattered is not None and self._travelling is None:
             self._settle_scattered(self.scattered.result())
             return
@@ -331,7 +332,7 @@ class Gradient:
             self.remember()
 
     def _stays(self, own: torch.Tensor) -> bool:
-        """Whether ``.grad`` must stay where it is in memory: at its bucket's place, or where the user refers to it."""
+        """Returns whether ``.grad`` must keep its memory: its place in a bucket, or memory that the user refers to."""
         if self.bucket is not None and self.bucket.holds(self, own):
             return True
         return not self._is_new and has_other_users(own)
@@ -344,26 +345,26 @@ class Gradient:
         self.remember()
 
     def take_back(self, lost: list[object]) -> None:
-        """Counts as not started if it is among those promises that are lost."""
+        """Marks the reduction as not started if it is among the lost handles."""
         if self in lost or self.scattered in lost:
             self.started = False
 
     def reset(self) -> None:
-        """Gets ready for the next step."""
+        """Prepares the next step."""
         self.passes = 0
         self.started = False
         self._own = self._travelling = None
         self.remember()
         if self._entry is not None:
-            self._entry.array = _NOTHING  # the gradient's memory is the user's again
+            self._entry.array = _NOTHING  # the entry must not refer to the user's memory
             self._entry.land = None
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
-        """Runs on the daemon's thread when the reduced gradient has arrived."""
+        """Runs on the daemon's thread when the reduction has completed."""
         self.reducer.underway.land(value, convert)
 
     def resolve(self, result: object) -> None:
-        """Runs on the daemon's thread when no rank had anything for this parameter."""
+        """Runs on the daemon's thread when no rank had a gradient of this parameter."""
         self.started = result is not None
         self.reducer.underway.landed()
 
@@ -393,7 +394,7 @@ class Gradient:
 
 
 def release(parameter: torch.Tensor) -> None:
-    """Takes a parameter from the optimizer that had it; that may be one which is about to be replaced by this one."""
+    """Releases a parameter from the `DistributedOptimizer` that reduces its gradient; that optimizer is replaced."""
     for gradient in _reduced(parameter):
         gradient.reducer.replace()
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}  # noqa: SLF001 - no public way
@@ -402,9 +403,9 @@ def release(parameter: torch.Tensor) -> None:
 
 
 def add_late_hook(reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
-    """Has autograd tell of a gradient that is not reduced yet: its backward pass may compute no other.
+    """Adds a hook to a parameter whose gradient is not reduced yet: its backward pass may compute no other gradient.
 
-    The parameter may be frozen, and PyTorch's own function adds no hooks to frozen ones.
+    The parameter may be frozen, and PyTorch's own function adds no hooks to frozen parameters.
     """
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or OrderedDict()  # noqa: SLF001 - no public way
     if not any(isinstance(hook, _LateHook) and hook.reducer() is reducer for hook in hooks.values()):
@@ -413,19 +414,19 @@ def add_late_hook(reducer: Reducer, name: str, parameter: torch.Tensor) -> None:
 
 
 class _UnreducedHook:
-    """The hook of a parameter whose gradient is not reduced."""
+    """Hook of a parameter whose gradient is not reduced."""
 
     def __init__(self, reducer: weakref.ref[Reducer], name: str) -> None:
         self.reducer, self._name = reducer, name
 
     def _begin(self, reducer: Reducer, parameter: torch.Tensor) -> None:
-        """Has autograd tell how this backward pass ends, if nothing else has."""
+        """Registers for the end of this backward pass, unless that is done."""
         if (task := _current_task()) not in reducer.expected:
             reducer.expect_end_of_backward(task, Gradient(reducer, self._name, parameter))
 
 
 class _LateHook(_UnreducedHook):
-    """The hook of a parameter that is in a group, and frozen or new; the next round of reductions takes it in."""
+    """Hook of a parameter that is in a group, and frozen or new; the next round of reductions adopts it."""
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Runs when backward has accumulated a gradient."""
@@ -435,13 +436,13 @@ class _LateHook(_UnreducedHook):
 
 
 class _RefusingHook(_UnreducedHook):
-    """The hook of a parameter that is in no group of its optimizer any more, and whose gradient no rank reduces."""
+    """Hook of a parameter that has left the groups of its optimizer, so that its gradient is no longer reduced."""
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Runs when backward has accumulated a gradient; the other ranks hear that this pass fails.
+        """Runs when backward has accumulated a gradient; the other ranks are notified that this pass fails.
 
         Raises:
-            ArgumentError: always, while the optimizer lives and no group has the parameter.
+            ArgumentError: always, while the optimizer exists and no group has the parameter.
         """
         reducer = self.reducer()
         if reducer is None or reducer.trains(parameter):
@@ -456,13 +457,13 @@ class _RefusingHook(_UnreducedHook):
 
 
 def check_unreduced(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuses parameters, by name, of which a `DistributedOptimizer` reduces the gradients, for a pipeline.
+    """Rejects parameters, by name, whose gradients a `DistributedOptimizer` reduces; for pipelines.
 
     Raises:
-        ArgumentError: there are some; a pipeline reduces what its ranks have in common itself.
+        ArgumentError: there is one; a pipeline itself reduces the gradients of parameters that its ranks share.
     """
     if any(map(_reduced, parameters.values())):
-        gc.collect()  # an optimizer that the script has deleted may still be there
+        gc.collect()  # an optimizer that the script has deleted may still exist
     if found := [name for name, parameter in parameters.items() if _reduced(parameter)]:
         raise ArgumentError(
             f"a DistributedOptimizer reduces the gradients of {found[0]!r}, and a pipeline reduces them itself where "
@@ -471,14 +472,14 @@ def check_unreduced(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def _reduced(parameter: torch.Tensor) -> list[Gradient]:
-    """The gradient of a parameter that an optimizer reduces, if one does."""
+    """Returns the gradients that optimizers reduce for a parameter: one or none."""
     hooks = list((parameter._post_accumulate_grad_hooks or {}).values())  # noqa: SLF001 - no public way
     owners = (getattr(hook, "__self__", None) for hook in hooks)
     return [owner for owner in owners if isinstance(owner, Gradient)]
 
 
 def nested() -> bool:
-    """Says whether this backward pass runs inside another one, as in reentrant checkpointing."""
+    """Returns whether this backward pass runs inside another one, as in reentrant checkpointing."""
     runs = 0
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the callers
     while frame is not None:

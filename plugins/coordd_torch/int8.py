@@ -1,4 +1,4 @@
-"""Eight-bit integers with a scale for each block of values: a quarter of the bytes, with the range of fp32."""
+"""Int8 compression with a scale for each block of values: a quarter of the bytes, with the range of fp32."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _LARGEST = 127
 
 
 class Int8Compressor(Compressor):
-    """Sends each value as a multiple of its block's scale, the largest of the block divided by 127.
+    """Sends each value as an integer multiple of its block's scale, the largest magnitude of the block divided by 127.
 
-    A value is changed by at most half a scale. As integers of different scales cannot be added up, each rank adds up a
-    slice of everybody's in fp32, and sends its mean to all as integers again, which changes it once more.
+    Rounding changes a value by at most half a scale. Integers with different scales cannot be summed, so each rank sums
+    one slice of all ranks' values in fp32 and sends the mean as integers again, which rounds a second time.
     """
 
     def __init__(self, *, block: int = 256) -> None:
-        """Makes one.
+        """Creates a compressor.
 
         Args:
-            block: values that share a scale of four bytes.
+            block: number of values that share a scale of 4 bytes.
 
         Raises:
-            ArgumentError: there can be no such block.
+            ArgumentError: `block` is not a positive integer.
         """
         super().__init__()
         if whole(block, "block") < 1:
@@ -40,13 +40,13 @@ class Int8Compressor(Compressor):
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What all ranks must have alike."""
+        """The block size, which must be equal on all ranks."""
         return (self._block,)
 
     def exchange(self, cargo: Cargo) -> Rounds:
-        """Adds up slices, as an allreduce does; two members simply give each other all."""
+        """Reduces slices and gathers their means, as an allreduce does; two members gather all values instead."""
         count = cargo.flat.numel()
-        block = max(1, min(self._block, count))  # a tensor is not padded to more than it has
+        block = max(1, min(self._block, count))  # a small tensor is not padded to a whole block
         numbers, scales = quantized(cargo.flat, block)
         cargo.flat -= dequantized(numbers, scales, block)[:count]
         if cargo.size > 2:
@@ -55,13 +55,13 @@ class Int8Compressor(Compressor):
             if len(members) == cargo.size:
                 members = yield Gather(*quantized(_mean(members, block), block))
                 return torch.cat([dequantized(theirs, scale, block) for theirs, scale in members])[:count]
-        # Two members, or one has joined, whose slice nobody has added up.
+        # There are two members, or a member has joined, so that no rank has reduced its slice.
         members = yield Gather(numbers, scales)
         return _mean(members, block)[:count]
 
 
 def quantized(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Returns integers, of a whole number of blocks, and a scale in fp32 for each block."""
+    """Returns int8 values, padded with zeros to whole blocks, and one fp32 scale per block."""
     blocks = pad(flat, (0, -flat.numel() % block)).view(-1, block)
     scales = blocks.abs().amax(1).div_(_LARGEST).float().clamp_(min=torch.finfo(torch.float32).tiny)
     steps = blocks.div(scales[:, None]).round_()
@@ -69,12 +69,12 @@ def quantized(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Returns the values of whole blocks, one behind the other."""
+    """Returns the values of whole blocks as a flat tensor."""
     return numbers.view(-1, block).mul(scales[:, None]).flatten()
 
 
 def _mean(members: list[tuple[Tensor, Tensor]], block: int) -> Tensor:
-    """Returns the mean of what the members have sent, added up in their order."""
+    """Returns the mean of the members' values, summed in rank order."""
     total = dequantized(*members[0], block)
     for numbers, scales in members[1:]:
         total += dequantized(numbers, scales, block)

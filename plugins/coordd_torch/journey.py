@@ -1,7 +1,7 @@
-"""A cargo's way through the rounds of its compressor, wherever they are carried out.
+"""Compression session: drives the rounds of a compressor, independent of how they are exchanged.
 
-Its one rule: what is not finite is not hidden. A rank that has it says so beside the first round; then all ranks stop
-there, alike.
+Invariant: non-finite values are not hidden. A rank that has them sends a flag with the first round; then all ranks stop
+after that round.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Journey", "calmly"]
 
 
 class Journey:
-    """One tensor, or one bucket in one step."""
+    """Compression session of one tensor, or of one bucket in one step."""
 
     def __init__(self, compressor: Compressor, cargo: Cargo) -> None:
-        """Gets ready.
+        """Creates the compressor's generator.
 
         Args:
-            compressor: what travels is its choice.
-            cargo: what is to be reduced; in the end it holds what was lost.
+            compressor: chooses the rounds.
+            cargo: the values to reduce; at the end it holds the compression error.
         """
         self._compressor = compressor
         self._rounds = compressor.exchange(cargo)
@@ -39,34 +39,34 @@ class Journey:
         self._own = 0.0
         self.cargo = cargo
         self.present = 0
-        """How many members take part; known since the first round. The others have joined."""
+        """How many members take part, known after the first round; the others have joined."""
         self.number = 0
-        """Of the round that is under way."""
+        """Number of the current round, from 0."""
         self.broken = False
-        """Whether any rank had what is not finite."""
+        """Whether any rank had non-finite values; known after the first round."""
         self.mean: Tensor | None = None
-        """Over the members; there once the journey has ended well."""
+        """The mean over the members; None until the session has succeeded."""
         self.tail: Tensor | None = None
-        """The sum of what travelled beside; there since the first round."""
+        """The sum of the ranks' tails; None before the first round has completed."""
 
     @property
     def kind(self) -> Kind:
-        """The operation of the round that is under way."""
+        """The operation of the current round."""
         return self._round.kind
 
     @property
     def splits(self) -> np.ndarray | None:
-        """How much of it each member gets, if not all."""
+        """How many elements each member gets in an alltoall; None for other operations."""
         return self._round.splits
 
     def begin(self, tail: Tensor) -> np.ndarray:
-        """Returns what travels in the first round.
+        """Returns the array to exchange in the first round.
 
         Args:
-            tail: few numbers that have to arrive as they are, and are added up.
+            tail: a few numbers that are summed uncompressed.
 
         Raises:
-            ArgumentError: the compressor has nothing to send.
+            ArgumentError: the compressor yields no round.
         """
         flat = self.cargo.flat
         self._own = _norm(flat)
@@ -82,7 +82,7 @@ class Journey:
         return first.pack(torch.cat([tail.float().cpu(), mine]))
 
     def land(self, array: np.ndarray) -> np.ndarray | None:
-        """Takes what has arrived; returns what travels in the next round, or None at the end."""
+        """Processes the result of a round; returns the array of the next round, or None at the end."""
         members = self.cargo.size
         answer, tail = self._round.open(array, members, self.present)
         plain = sum(part.numel() for part in self.cargo.parts) * self.cargo.dtype.itemsize
@@ -106,7 +106,7 @@ class Journey:
 
 @contextlib.contextmanager
 def calmly(like: Tensor) -> Iterator[None]:
-    """Computes without autograd, and in the types that are there, whatever the user's code around it wants."""
+    """Disables autograd and autocast on the tensor's device type."""
     kind = like.device.type
     with torch.no_grad(), contextlib.ExitStack() as stack:
         if torch.amp.is_autocast_available(kind):
@@ -115,7 +115,7 @@ def calmly(like: Tensor) -> Iterator[None]:
 
 
 def _norm(flat: Tensor) -> float:
-    """Returns the L2 norm; NaN if a value is not finite, infinity if only the norm is too large for its type."""
+    """Returns the L2 norm: NaN if a value is not finite, infinity if only the norm exceeds the range of the dtype."""
     found = float(torch.linalg.vector_norm(flat))
     if math.isfinite(found):
         return found

@@ -1,4 +1,4 @@
-"""Parameters that are added, thawed or replaced after their optimizer was made distributed; the same on all ranks."""
+"""Parameters that are added, unfrozen or replaced after the call of `DistributedOptimizer`; equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 __all__ = ["Groups", "groups_of", "late", "unchanged"]
 
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
-"""Returns an optimizer's parameter groups as they are now."""
+"""Returns an optimizer's current parameter groups."""
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
-    """Makes what returns an optimizer's parameter groups, and does not keep it alive."""
+    """Returns a function that returns an optimizer's parameter groups without keeping the optimizer alive."""
     living = weakref.ref(optimizer)
 
     def groups() -> Sequence[Mapping[str, Any]]:
@@ -28,7 +28,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 def unchanged(groups: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether the parameters of groups are the very ones of these lists, in the same order; looks at all, quickly."""
+    """Returns whether the groups have exactly the parameters of these lists, in the same order."""
     if len(groups) != len(lists):
         return False
     for group, seen in zip(groups, lists, strict=True):
@@ -41,13 +41,13 @@ def unchanged(groups: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[torc
 def late(
     groups: Iterable[Mapping[str, Any]], known: set[int], taken: Iterable[str], *, frozen: bool = False
 ) -> list[tuple[str, torch.Tensor]]:
-    """Finds the parameters to train that are not known yet, and names them by their places.
+    """Returns the trained parameters that are not known yet, with names made of their group and index.
 
     Args:
         groups: an optimizer's parameter groups.
-        known: the ids of the parameters that are reduced.
-        taken: the names of those. A parameter that has taken another one's place gets a name of its own.
-        frozen: whether to find those, too, that are not trained now.
+        known: the ids of the parameters whose gradients are reduced.
+        taken: the names of these parameters. A parameter at the position of a replaced one gets a different name.
+        frozen: whether to include parameters that are frozen now.
     """
     found = [
         (f"param.{index}.{place}", parameter)
@@ -61,7 +61,7 @@ def late(
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """Returns the name, with a number if it is taken, and takes it."""
+    """Returns the name, with a number appended if it is taken, and adds it to `taken`."""
     choices = itertools.chain([name], (f"{name}@{number}" for number in itertools.count(1)))
     found = next(choice for choice in choices if choice not in taken)
     taken.add(found)

@@ -1,4 +1,4 @@
-"""What the parameters of an optimizer are called: as the user says, or by their places in its groups."""
+"""Names of an optimizer's parameters: given by the user, or made of their group and index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["beside", "listed", "names_of"]
 
 
 def listed(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Lists what was given once, for it may be an iterator; nothing if it is no sequence, such as a model."""
+    """Returns a list of the user's named parameters, as they may be an iterator; empty if not iterable, as a model."""
     try:
         return list(named_parameters)
     except TypeError:
@@ -22,7 +22,11 @@ def listed(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[s
 def names_of(
     optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Gives every parameter of the optimizer a name."""
+    """Returns every trained parameter of the optimizer with its name.
+
+    Raises:
+        ArgumentError: `named` has no pairs of a name and a parameter, repeats a name, or lacks a parameter.
+    """
     places = [
         (f"param.{index}.{place}", parameter)
         for index, group in enumerate(optimizer.param_groups)
@@ -54,7 +58,7 @@ def names_of(
 def beside(
     optimizer: torch.optim.Optimizer, given: list[tuple[str, torch.Tensor]] | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Lists what is not trained now, and may be later: frozen parameters, and what else is named."""
+    """Returns the parameters that are not trained now but may be later: frozen ones, and other named tensors."""
     if given is None:
         return [
             (f"param.{index}.{place}", parameter)

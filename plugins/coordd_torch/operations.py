@@ -1,6 +1,6 @@
-"""Operations on tensors. The asynchronous form in place is the primitive; the others are a line each.
+"""Operations on tensors; most are thin wrappers of the asynchronous in-place forms.
 
-The synchronous forms out of place are in `coordd_torch.differentiable`, because autograd knows them.
+The synchronous out-of-place forms are in `coordd_torch.differentiable`, because autograd differentiates them.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ P = ParamSpec("P")
 
 
 class GroupHandle:
-    """Several operations under one handle; the result is a tuple in the order of the tensors."""
+    """One handle of several operations; the result is a tuple in the order of the tensors."""
 
     def __init__(self, handles: Sequence[Handle[Any]]) -> None:
         self._handles = handles
 
     def poll(self) -> bool:
-        """Says whether all are done."""
+        """Returns whether all operations are done."""
         return all(handle.poll() for handle in self._handles)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for all, at most ``timeout`` seconds; says whether all are done."""
+        """Waits for all operations, at most ``timeout`` seconds; returns whether all are done."""
         end = None if timeout is None else time.monotonic() + timeout
         return all(handle.wait(None if end is None else max(0.0, end - time.monotonic())) for handle in self._handles)
 
     def result(self) -> tuple[Tensor, ...]:
-        """Waits for all; raises the error of the first that failed."""
+        """Waits for all operations and returns their results; raises the error of the first that failed."""
         wait_all(self._handles)
         return tuple(handle.result() for handle in self._handles)
 
@@ -92,19 +92,19 @@ AnyHandle = Handle[Tensor] | GroupHandle
 
 
 def poll(handle: AnyHandle) -> bool:
-    """Says whether `synchronize` would return at once.
+    """Returns whether `synchronize` would return at once.
 
     Raises:
-        HandleError: that is no handle.
+        HandleError: the argument is no handle.
     """
     return _checked(handle).poll()
 
 
 def synchronize(handle: AnyHandle) -> Any:
-    """Waits for an operation and returns its tensor, or a tuple for a grouped one.
+    """Waits for an operation and returns its tensor, or a tuple for a grouped operation.
 
     Raises:
-        HandleError: that is no handle.
+        HandleError: the argument is no handle.
         MismatchError, DuplicateNameError, PeerError, ShutdownError: the operation failed.
     """
     return _checked(handle).result()
@@ -117,9 +117,10 @@ def _checked(handle: object) -> AnyHandle:
 
 
 def _blocking(start: Callable[P, Handle[Tensor]], name: str, about: str) -> Callable[P, Tensor]:
-    """Makes the blocking form of an operation.
+    """Returns the blocking form of an operation.
 
-    ``start`` is `refusable`, so this form is not: a second layer would only add calls, which dominate small operations.
+    ``start`` is `refusable`, so this form is not: a second layer would only add calls, whose cost dominates small
+    operations.
     """
 
     @functools.wraps(start)
@@ -145,17 +146,17 @@ def allreduce_async_(  # noqa: PLR0917 - Horovod's signature
     """Starts to reduce a tensor over all ranks, in place.
 
     Args:
-        tensor: any shape, equal on all ranks; it must not be touched until the handle is done.
+        tensor: any shape, equal on all ranks; it must not be used until the handle is done.
         average: Horovod's old flag; use ``op``.
-        name: equal on all ranks; without one, operations match in the order in which they are started.
+        name: equal on all ranks; operations without a name match in the order in which they are started.
         op: `Average` (default), `AveragePresent` (of the ranks that have not joined), `Sum`, `Min`, `Max`, `Product`
             or `Adasum`.
-        prescale_factor: applied to each rank's tensor before.
-        postscale_factor: applied to the result.
+        prescale_factor: multiplies each rank's tensor before the reduction.
+        postscale_factor: multiplies the result.
         process_set: the ranks that take part.
 
     Raises:
-        ArgumentError: the type does not allow the operation.
+        ArgumentError: the dtype does not support the operation.
     """
     array, back = _lend(tensor)
     return api.operations().allreduce(
@@ -184,7 +185,7 @@ allreduce_ = _blocking(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
-    """Starts to join all ranks' tensors along the first dimension, which may differ between ranks.
+    """Starts to concatenate all ranks' tensors along the first dimension, whose size may differ between ranks.
 
     Raises:
         ArgumentError: the tensor has no dimension.
@@ -202,7 +203,7 @@ def allgather_async(
 def gathered_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[tuple[Tensor, list[int]]]:
-    """Starts an `allgather_async` that tells also how many rows each rank had; none of those that have joined."""
+    """Starts an `allgather_async` that also returns how many rows each rank had; 0 for joined ranks."""
     array, _ = borrow(tensor)
     device = tensor.device
 
@@ -216,16 +217,16 @@ def gathered_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
-    """Starts to copy the root's tensor into everybody's.
+    """Starts to copy the root's tensor into the tensors of all ranks.
 
     Args:
-        tensor: of equal shape and type on all ranks.
-        root_rank: the global rank whose values are taken.
+        tensor: of equal shape and dtype on all ranks.
+        root_rank: the global rank whose values are copied.
         name: equal on all ranks.
         process_set: the ranks that take part.
 
     Raises:
-        ArgumentError: the root is not one of them.
+        ArgumentError: the root does not take part.
     """
     array, back = _lend(tensor)
     return api.operations().broadcast(array, root_rank, name=name, process_set=process_set, land=back)
@@ -233,7 +234,7 @@ def broadcast_async_(
 
 @refusable(Kind.BROADCAST, api.operations, broadcast_async_)
 def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Handle[Tensor]:
-    """Starts to fetch the root's tensor; arguments as in `broadcast_async_`."""
+    """Starts to copy the root's tensor into a new tensor; arguments as in `broadcast_async_`."""
     return broadcast_async_(_copy(tensor), root_rank, *args, **kwargs)
 
 
@@ -247,7 +248,7 @@ broadcast_ = _blocking(
 def each(
     start: Callable[..., Handle[Any]], tensors: Tensors, names: Sequence[str | None], **details: Any
 ) -> GroupHandle:
-    """Starts one operation a tensor: all of them or, if one is refused, none."""
+    """Starts one operation per tensor: all of them or, if one is rejected, none."""
     if len(tensors) == 1:
         return GroupHandle([start(tensors[0], name=names[0], **details)])
     with api.operations().together(names):
@@ -285,26 +286,26 @@ def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> tuple[Ten
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> GroupHandle:
-    """Starts to join several tensors, each as `allgather_async` does."""
+    """Starts to gather several tensors, each as `allgather_async` does."""
     return each(allgather_async, tensors, places(name, len(tensors)), process_set=process_set)
 
 
 @refusable(Kind.BARRIER, api.operations)
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks have come."""
+    """Waits until all ranks have reached the barrier."""
     api.barrier(process_set=process_set)
 
 
 @refusable(Kind.JOIN, api.operations)
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:  # noqa: ARG001 - Horovod's signature
-    """Waits until all ranks have joined, and takes part with nothing in whatever the others still do.
+    """Waits until all ranks have joined; contributes placeholders to the operations of other ranks until then.
 
     Args:
-        device: Horovod's; where a tensor lies is known without it.
-        process_set: the ranks that are waited for.
+        device: Horovod's argument; not needed.
+        process_set: the ranks to wait for.
 
     Returns:
-        the rank that joined last, which has done everything that any rank has.
+        The rank that joined last, which has made all operations that any rank made.
     """
     return int(api.operations().join(process_set=process_set).result())
 
@@ -313,7 +314,7 @@ def send_async(tensor: Tensor, destination: int, name: str) -> Handle[Tensor]:
     """Starts to send a tensor to one rank, which must receive it under the same name.
 
     Raises:
-        ArgumentError: there is no such rank, or the name is unusable.
+        ArgumentError: the rank does not exist, or the name is invalid.
     """
     operations = api.operations()
     with operations.refusing(destination, name, outgoing=True):
@@ -322,19 +323,19 @@ def send_async(tensor: Tensor, destination: int, name: str) -> Handle[Tensor]:
 
 
 def send(tensor: Tensor, destination: int, name: str) -> None:
-    """Sends a tensor to one rank; returns when the tensor may be changed, and a large one has been received.
+    """Sends a tensor to one rank; returns when the tensor may be changed and, if large, has been received.
 
     Raises:
-        ShutdownError: the destination has left.
+        ShutdownError: the destination has left the job.
     """
     send_async(tensor, destination, name).result()
 
 
 def recv_async(tensor: Tensor, source: int, name: str) -> Handle[Tensor]:
-    """Starts to receive into a tensor what a rank sends under the same name.
+    """Starts to receive into a tensor the values that a rank sends under the same name.
 
     Raises:
-        ArgumentError: there is no such rank, or the name is unusable.
+        ArgumentError: the rank does not exist, or the name is invalid.
     """
     operations = api.operations()
     with operations.refusing(source, name, outgoing=False):
@@ -345,13 +346,13 @@ def recv_async(tensor: Tensor, source: int, name: str) -> Handle[Tensor]:
 def recv(tensor: Tensor, source: int, name: str) -> Tensor:
     """Receives into a tensor and returns it.
 
-    If an exception breaks it off, such as that of a signal's handler, it is taken back: the next one gets the message.
+    If an exception interrupts it, as from a signal handler, the receive is withdrawn: the next one gets the message.
 
     Raises:
-        MismatchError: what was sent has another shape or type, or the source waits, too, so that it will never send.
-        RefusedError: the source has refused to send it.
-        ShutdownError: the source has left.
-        DeadlockError: this is a done callback, or coordd's own thread, which has to bring what it would wait for.
+        MismatchError: the sent tensor has another shape or dtype, or the source waits too, so that it will never send.
+        RefusedError: the source has rejected the send.
+        ShutdownError: the source has left the job.
+        DeadlockError: called in a done callback, or on the daemon's thread, which would wait for its own work.
     """
     check_may_wait(f"receiving {name!r}")
     handle = recv_async(tensor, source, name)
@@ -363,7 +364,7 @@ def recv(tensor: Tensor, source: int, name: str) -> Tensor:
 
 
 def _lend(tensor: Tensor) -> tuple[Any, Callable[[Any], Tensor]]:
-    """Lends a tensor for an operation in place, and tells autograd that its values change."""
+    """Returns `borrow(tensor)` for an in-place operation; increments the tensor's version counter for autograd."""
     lent = borrow(tensor)
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)

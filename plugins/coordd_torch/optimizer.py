@@ -1,7 +1,7 @@
-"""`DistributedOptimizer`: the user's optimizer, whose gradients are averaged over the ranks while backward still runs.
+"""`DistributedOptimizer`: the user's optimizer, with gradients averaged over the ranks while backward still runs.
 
-Its one rule: when ``backward()`` returns, ``.grad`` holds what `step` will use, on every rank. So clipping, scaling and
-logging between the two are right without anybody having to know.
+Invariant: when ``backward()`` returns, ``.grad`` holds the values that `step` will use, on every rank. Thus clipping,
+scaling and logging between the two work unchanged.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ _COMBINE = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SUM, 
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What is added to the user's optimizer: its class becomes a subclass of itself that has all this, too.
+    """Attributes and methods of a distributed optimizer, copied into a subclass of the user's optimizer class.
 
-    It is copied there. As a second base class it could give objects another layout in memory than they have.
+    They are copied because a second base class could require another memory layout than the existing object has.
     """
 
     _kind: type[torch.optim.Optimizer]
-    """The class that the user's optimizer had."""
+    """The original class of the user's optimizer."""
     _coordd: Reducer | None = None
     _adasum: AdasumStep | None = None
     _process_set = global_process_set
     _steps = 0
-    """Since all ranks have joined last."""
+    """Number of steps since all ranks last joined."""
     _passes = 1
-    # What follows are attributes of Horovod's optimizer, for scripts that read them.
+    # The following attributes are Horovod's, for scripts that read them.
     _parameter_names: dict[torch.Tensor, str]
     _synchronized = False
     _should_synchronize = True
 
     @property
     def _handles(self) -> dict[Any, Any]:
-        """What is in flight after ``backward()``: nothing."""
+        """The operations in flight after ``backward()``: always empty."""
         return {}
 
     @property
@@ -85,7 +85,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes are accumulated before a reduction."""
+        """Number of backward passes that are accumulated before a reduction."""
         return self._passes
 
     @backward_passes_per_step.setter
@@ -93,7 +93,7 @@ class _Distributed(torch.optim.Optimizer):
         self.set_backward_passes_per_step(passes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Is copied and pickled as the plain optimizer that it was, and says so: no gradients of a copy are reduced."""
+        """Copies and pickles as the plain optimizer, with a warning, because a copy reduces no gradients."""
         if self._coordd is not None or self._adasum is not None:
             _log.warning(
                 "a copy of an optimizer of DistributedOptimizer is the plain %s, which reduces nothing: to train with "
@@ -103,12 +103,12 @@ class _Distributed(torch.optim.Optimizer):
         return object.__new__, (self._kind,), self.__getstate__()
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced, those of an accumulation that is not complete, too.
+        """Reduces all gradients, of an incomplete accumulation too, and waits for them.
 
-        After the last ``backward()`` of a step they are already.
+        After the last ``backward()`` of a step they are already reduced.
 
         Raises:
-            DiscardedStepError: the backward pass of a rank has failed, so there are no gradients.
+            DiscardedStepError: the backward pass of a rank failed, so there are no gradients.
         """
         as_horovod.note_synchronize(self)
         if self._coordd is not None:
@@ -117,7 +117,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Lets `step` inside the block use the gradients as they are."""
+        """Context in which `step` uses the gradients as they are, without a reduction."""
         self._should_synchronize = False
         if self._coordd is not None:
             self._coordd.skipped = True
@@ -130,11 +130,11 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets ``backward()`` inside the block add to the gradients of this rank only.
+        """Context in which ``backward()`` accumulates local gradients without a reduction.
 
-        The first ``backward()`` after it reduces all that has come together, as with PyTorch's
-        ``DistributedDataParallel``; if there is none, `step` or `synchronize` does. Until then ``.grad`` is this
-        rank's alone.
+        The first ``backward()`` after it reduces all accumulated gradients, as with PyTorch's
+        ``DistributedDataParallel``; without one, `step` or `synchronize` does. Until then ``.grad`` is local to this
+        rank.
         """
         if self._coordd is None:
             yield
@@ -146,18 +146,18 @@ class _Distributed(torch.optim.Optimizer):
             self._coordd.local -= 1
 
     def discard_step(self) -> None:
-        """Discards the present step on all ranks, because this rank cannot complete it; does not wait for them.
+        """Discards the current step on all ranks, because this rank cannot complete it; does not wait for them.
 
-        It waits only where the other ranks have yet to discard an earlier step that this rank has discarded. If ranks
-        wait for each other meanwhile, that is no error here.
+        It waits only if the other ranks have not yet discarded an earlier step that this rank discarded. A deadlock
+        between ranks in that wait is no error here.
 
-        Call it once for each step that fails on this rank, in the ``except`` block. It is needed where a forward pass
-        fails, or anything else before ``backward()`` has made a gradient: the other ranks hear of nothing else. Where
-        the step is discarded already it does nothing. All other ranks get `DiscardedStepError` by ``backward()`` or
-        `step`, gradients are cleared, and the next step is again that of all ranks.
+        Call it once for each step that fails on this rank, in the ``except`` block. It is needed if a forward pass, or
+        other code before ``backward()`` has computed a gradient, fails: otherwise the other ranks are not notified. It
+        does nothing if the step is already discarded. On all other ranks ``backward()`` or `step` raises
+        `DiscardedStepError`, gradients are cleared, and all ranks make the next step together.
 
         Raises:
-            CoorddError: the gradients of this step are reduced already, so other ranks may have used them.
+            CoorddError: the gradients of this step are already reduced, so other ranks may have used them.
         """
         if self._adasum is not None:
             self._adasum.discard_step()
@@ -169,14 +169,15 @@ class _Distributed(torch.optim.Optimizer):
                 parameter.grad = None
 
     def join(self) -> int:
-        """Waits until all ranks have joined, takes part with nothing until then, and ends equal to who has done most.
+        """Waits until all ranks have joined, then broadcasts parameters and state of the rank with the most steps.
 
-        What all have then are this optimizer's parameters and state; not buffers, schedulers or loss scalers. Who has
-        joined early has not seen how the others' loss scale has changed, and with different scales parameters part, so
-        take it over: ``scaler.load_state_dict(broadcast_object(scaler.state_dict(), last))`` with what `join` returns.
+        Until then this rank contributes placeholders to the operations of the others. Only this optimizer's parameters
+        and state are broadcast; not buffers, schedulers or loss scalers. A rank that joined early has missed changes of
+        the loss scale, and with different scales parameters drift apart, so broadcast the scaler too:
+        ``scaler.load_state_dict(broadcast_object(scaler.state_dict(), last))``, where ``last`` is the result of `join`.
 
         Returns:
-            the rank that has made the most steps, and whose parameters and state these are.
+            The rank that made the most steps, whose parameters and state were broadcast.
         """
         if self._coordd is not None:
             self._coordd.drop()
@@ -189,14 +190,14 @@ class _Distributed(torch.optim.Optimizer):
         return last
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes how many backward passes are accumulated before a reduction."""
+        """Sets the number of backward passes that are accumulated before a reduction."""
         _check_passes(passes)
         self._passes = passes
         if self._coordd is not None:
             self._coordd.passes_per_step = passes
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Clears the gradients, after what is under way has ended; takes what the user's optimizer takes."""
+        """Clears the gradients after pending reductions have completed; arguments as in the user's optimizer."""
         if self._coordd is not None:
             self._coordd.drop()
             self._coordd.restore_hooks()
@@ -204,13 +205,13 @@ class _Distributed(torch.optim.Optimizer):
         self._kind.zero_grad(self, *args, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, on all ranks alike; their gradients are averaged from the next backward pass on."""
+        """Adds parameters, the same on all ranks; their gradients are averaged from the next backward pass on."""
         self._kind.add_param_group(self, param_group)
         if self._coordd is not None:
             self._coordd.add_late_hooks()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, on any rank, after what is under way has ended; gradients stay, for `step`."""
+        """Loads a state, on any rank, after pending reductions have completed; keeps the gradients for `step`."""
         if self._coordd is not None:
             self._coordd.underway.wait()
         self._kind.load_state_dict(self, state_dict)
@@ -234,29 +235,29 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and signature
 ) -> Any:
     """Makes an optimizer average its gradients over the ranks.
 
-    The very object is returned, with its class turned into a subclass of what it was: ``isinstance``, learning rate
+    Returns the same object, whose class becomes a subclass of its original class: ``isinstance``, learning rate
     schedulers and references to it keep working.
 
     Args:
-        optimizer: any optimizer of PyTorch's interface.
+        optimizer: any optimizer with PyTorch's interface.
         named_parameters: usually ``model.named_parameters()``; names must be equal on all ranks.
-        compression: what travels instead of the gradients: one of `Compression`, as a class or an object, or a class
-            with Horovod's functions ``compress`` and ``decompress``. Give each optimizer its own object.
-        backward_passes_per_step: passes whose gradients are summed locally before they are averaged.
-        op: `Average`, `AveragePresent`, `Sum` or `Adasum`, which combines the steps that the ranks would have made.
-        gradient_predivide_factor: splits the averaging: gradients are divided by it before, multiplied after.
-        num_groups: so many buckets of nearly equal size, instead of the usual ones.
-        groups: lists of parameters whose gradients are reduced together; the rest as usual.
-        sparse_as_dense: turns sparse gradients into dense ones, which can be reduced.
+        compression: one of `Compression`, as a class or an object, or a class with Horovod's functions ``compress`` and
+            ``decompress``. Give each optimizer its own object.
+        backward_passes_per_step: number of passes whose gradients are summed locally before they are averaged.
+        op: `Average`, `AveragePresent`, `Sum` or `Adasum`, which combines the ranks' local steps.
+        gradient_predivide_factor: splits the averaging: gradients are divided by it before the reduction and
+            multiplied by it afterwards.
+        num_groups: number of buckets of nearly equal size, instead of the default ones.
+        groups: lists of parameters whose gradients are reduced together; the others as by default.
+        sparse_as_dense: converts sparse gradients to dense ones before the reduction.
         process_set: the ranks that take part.
-        uneven: ``"join"`` lets ranks have different numbers of batches: one that is through with the script, or calls
-            ``optimizer.join()``, takes part with nothing until all are.
+        uneven: ``"join"`` lets ranks have different numbers of batches: a rank that has finished the script, or calls
+            ``optimizer.join()``, contributes placeholders until all ranks have.
 
     Raises:
-        ArgumentError: parameters without a name, names used twice, an optimizer that is distributed already, a
-            compression that does not fit ``op``, an argument that is none of these, parameters whose gradients another
-            package reduces.
-        MismatchError: on all ranks: they have given different parameters or settings; it lists what differs.
+        ArgumentError: a parameter has no name, a name is used twice, the optimizer is already distributed, the
+            compression does not support ``op``, an argument is invalid, or another package reduces the gradients.
+        MismatchError: on all ranks: their parameters or settings differ; the message lists the differences.
         RefusedError: another rank has raised an error here.
         NotInitializedError: `init` was not called.
     """
@@ -291,11 +292,11 @@ def _distributed(
     process_set: ProcessSet,
     uneven: str | None,
 ) -> Any:
-    """Does what `DistributedOptimizer` says, as part of a call of all members."""
+    """Implements `DistributedOptimizer` inside a collective call."""
     operations = api.operations()
     world = operations.daemon.world
     check_process_set(process_set, world.size)
-    op = check_op(op)  # Horovod's scripts may give its number
+    op = check_op(op)  # scripts written for Horovod may pass its number
     _check_passes(passes)
     _check_optimizer(optimizer, op)
     _check_choices(op, predivide, uneven)
@@ -364,7 +365,7 @@ def _distributed(
         "_groups": groups or num_groups or None,
     }
     horovods["_parameter_names"] = as_horovod.parameter_names(optimizer, given)
-    vars(optimizer).update(horovods | vars(optimizer))  # what the optimizer itself calls so stays
+    vars(optimizer).update(horovods | vars(optimizer))  # attributes of the optimizer take precedence
     return optimizer
 
 
@@ -377,14 +378,16 @@ def _consistency(
     prefix: str,
     process_set: ProcessSet,
 ) -> Consistency:
-    """Prepares what compares the values of an optimizer's parameters; what others train changes before it is looked at.
+    """Creates the consistency check of an optimizer's parameters.
+
+    The initial values of parameters that another optimizer may train are not compared, because they may change before.
 
     Args:
-        operations: the way to the other ranks.
-        optimizer: the user's.
-        named: what it trains.
-        others: what it does not train now.
-        prefix: of the names of its operations.
+        operations: starts the operations.
+        optimizer: the user's optimizer.
+        named: the parameters that it trains.
+        others: the parameters that it does not train now.
+        prefix: prefix of the names of the operations.
         process_set: the ranks that take part.
     """
     frozen = [(name, value) for name, value in others if not value.requires_grad]
@@ -394,14 +397,14 @@ def _consistency(
 
 
 def _attach(optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
-    """Has an optimizer's steps wait for its gradients."""
+    """Adds hooks that make an optimizer's steps wait for its gradients."""
     weakref.finalize(optimizer, reducer.detach)
     optimizer.register_step_pre_hook(forgets_scale(_before_step))
     optimizer.register_step_post_hook(forgets_scale(_after_step))
 
 
 def _check_choices(op: ReduceOp, predivide: float, uneven: str | None) -> None:
-    """Refuses settings that do not fit together."""
+    """Rejects settings that cannot be combined."""
     finite(predivide, "gradient_predivide_factor", above=0)
     if predivide != 1.0 and op is not Average:
         text = "gradient_predivide_factor not supported with op != Average"
@@ -412,7 +415,7 @@ def _check_choices(op: ReduceOp, predivide: float, uneven: str | None) -> None:
 
 
 def _check_combined(op: ReduceOp) -> None:
-    """Refuses what is neither a mean or sum of gradients nor a combination of steps."""
+    """Rejects a reduction that is neither a mean or sum of gradients nor Adasum."""
     if op not in _COMBINE:
         text = (
             "DistributedOptimizer averages or adds up gradients, or combines steps: "
@@ -430,7 +433,7 @@ def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Makes sure of the gradients; a closure computes them anew, so each call of it is followed by a reduction.
+    """Completes the reduction of gradients before a step; with a closure, reduces them after each call of it.
 
     ``args`` begins with the optimizer itself.
     """
@@ -463,13 +466,13 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _begin_closure(reducer: Reducer) -> None:
-    """Lets what is under way end; to what has been accumulated the closure adds, unless it clears it."""
+    """Waits for pending reductions; keeps accumulated gradients, to which the closure adds unless it clears them."""
     if not reducer.accumulating:
         reducer.drop()
 
 
 def _skip(optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
-    """Has the optimizer do nothing if this step is to be skipped."""
+    """Clears the gradients if this step is skipped, so that the optimizer does nothing."""
     if reducer.finiteness is not None and reducer.finiteness.skips:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -477,7 +480,7 @@ def _skip(optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
 
 
 def _agreed(loss: Any, reducer: Reducer) -> Any:
-    """Reduces what a closure returns as its gradients are, so that line searches do the same on all ranks."""
+    """Reduces the loss that a closure returns as gradients are, so that line searches are equal on all ranks."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return torch.full_like(loss.detach(), reducer.reduced(loss.item()))
     return reducer.reduced(float(loss)) if isinstance(loss, Real) else loss
@@ -491,30 +494,30 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
 
 
 def _subclass(kind: type[torch.optim.Optimizer], lacking: dict[str, Any]) -> Any:
-    """Makes the class that an optimizer of this kind gets."""
+    """Returns the subclass for an optimizer of this class."""
     ours = {name: value for name, value in vars(_Distributed).items() if name not in {"__dict__", "__weakref__"}}
     return type(kind.__name__, (kind,), {**ours, "__module__": kind.__module__, "_kind": kind, **lacking})
 
 
 def _own_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Makes hooks possible around the steps of an optimizer whose class has not called torch's ``__init__``.
+    """Enables step hooks on an optimizer that has not called torch's ``__init__``.
 
-    Some that wrap another optimizer, such as Lookahead, do not.
+    Some optimizers that wrap another one, such as Lookahead, do not call it.
 
     Returns:
-        what its class lacks.
+        The attributes that its class lacks.
     """
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         return {}
     vars(optimizer).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # so that torch does not do the same
+    hooked.hooked = True  # prevents torch from wrapping it again
     return {"step": hooked}
 
 
 def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:
-    """Refuses what is no optimizer, is wrapped already, or could not do what the settings want."""
+    """Rejects an object that is no optimizer, is already distributed, or does not support the settings."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         given = type(optimizer).__name__
         text = f"DistributedOptimizer wants an optimizer, such as torch.optim.SGD(model.parameters()), not a {given}"
@@ -529,7 +532,7 @@ def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:
 
 
 def _check_types(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuses lazy parameters, and those whose gradients may be of another type, as newer versions of PyTorch allow."""
+    """Rejects lazy parameters, and parameters with another gradient dtype, which newer versions of PyTorch allow."""
     for name, parameter in named:
         if torch.nn.parameter.is_lazy(parameter):
             text = f"{name!r} has no shape yet, for its layer is lazy: call the model on a batch before you wrap this"

@@ -1,4 +1,4 @@
-"""Where gradients live: on their own in the first step, then in buckets, in the order in which they were reduced."""
+"""Placement of gradients: on their own in the first step, then in buckets, in the order in which they were reduced."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 __all__ = ["Placement"]
 
 _BEHIND = operator.attrgetter("_cdata")
-"""What a tensor of Python stands for; autograd calls its hooks, and there is no public way to know it."""
+"""The C++ tensor of a Python tensor, whose hooks autograd calls; there is no public way to get it."""
 _LAST_BUCKET_BYTES = 1 << 20
 _UNUSED_STEPS = 16
-"""Steps in which no rank has the gradient of a parameter that is in no group, before it is let go."""
+"""A parameter in no group is released after this many steps in which no rank has its gradient."""
 
 
 class Placement:
-    """The gradients of one optimizer, by where they live; autotune may lay the buckets out anew between two steps."""
+    """The gradients of one optimizer and their buckets; autotune may rebuild the buckets between two steps."""
 
     def __init__(self, channel: Channel, grouping: Grouping, groups: Groups) -> None:
         """Starts without gradients.
 
         Args:
-            channel: how they travel.
-            grouping: which of them the user wants in one bucket.
+            channel: communication settings.
+            grouping: the gradients that the user wants in one bucket.
             groups: the optimizer's parameter groups.
         """
         self.channel = channel
@@ -59,13 +59,13 @@ class Placement:
         self._change: Settings | None = None
         self._repeated = self._reduced = self._finished = self._begun = self._abandoned = False
         self.touched = False
-        """Whether anything has been given to be reduced since the last round."""
+        """Whether any gradient was submitted since the last round."""
         self.graphs = False
-        """Whether a pass of this step may have given gradients graphs, by ``create_graph=True``."""
+        """Whether gradients of this step may have graphs, by ``create_graph=True``."""
         self.open_buckets = 0
-        """How many buckets have not been given to be reduced in this round."""
+        """Number of buckets that are not submitted yet in this round."""
         self.closing = False
-        """Whether all buckets that are open are given to be reduced, and awaited next."""
+        """Whether all open buckets are being submitted, and this thread waits for them next."""
         self._buckets: list[Bucket] = []
         self._loose: list[Gradient] = []
         self._moving: list[Gradient] = []
@@ -75,26 +75,26 @@ class Placement:
         self.known: set[int] = set()
         """The ids of the parameters whose gradients are reduced."""
         self._lists: list[list[torch.Tensor]] = []
-        """The groups' parameters when they were last looked at, if the gradients of all of them are reduced."""
+        """The groups' parameters when last checked, if the gradients of all of them are reduced."""
         self._used: set[Gradient] = set()
         self.grown = False
-        """Whether parameters were added that may have taken the places of others."""
+        """Whether parameters were added, which may have replaced others."""
         self._row_major = False
         """Whether all gradients are row-major in buckets, because the ranks' parameters have different strides."""
 
     @property
     def counts_changes(self) -> bool:
-        """Whether gradients that the script has changed in place are to be reduced, if no pass has made them."""
+        """Whether gradients that the script changed in place are reduced, if no pass has computed them."""
         return self.channel.op.averages or not self._reduced
 
     @property
     def complete(self) -> bool:
-        """Whether all gradients of the present step are reduced."""
+        """Whether all gradients of the current step are reduced."""
         return self._begun and self._finished
 
     @property
     def accumulating(self) -> bool:
-        """Whether all that passes have made in this step is this rank's alone."""
+        """Whether all gradients of this step are still local to this rank."""
         return self._begun and not (self._reduced or self.touched or self._abandoned)
 
     def _gradients(self) -> list[Gradient]:
@@ -102,11 +102,11 @@ class Placement:
 
     @property
     def names(self) -> Iterator[str]:
-        """What the parameters are called whose gradients are reduced."""
+        """The names of the parameters whose gradients are reduced, without the prefix."""
         return (gradient.name.removeprefix(self.channel.prefix) for gradient in self._gradients())
 
     def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes parameters in: at the start, and those that are added or thawed later."""
+        """Starts to reduce the gradients of parameters: initial ones, and ones that are added or unfrozen later."""
         for name, parameter in parameters:
             release(parameter)
             gradient = Gradient(cast("Reducer", self), self.channel.prefix + name, parameter)
@@ -117,9 +117,9 @@ class Placement:
         self._note_hooked()
 
     def adopt_late(self) -> bool:
-        """Takes in the parameters that were added or thawed; says whether there are any.
+        """Adopts the parameters that were added or unfrozen; returns whether there are any.
 
-        All ranks have made the same rounds of a step when they call it: in other rounds they would wait for each other.
+        All ranks call it after the same number of rounds of a step; otherwise they would wait for each other.
         """
         groups = self._groups()
         if self._lists and unchanged(groups, self._lists):
@@ -131,18 +131,18 @@ class Placement:
         return bool(found)
 
     def _known_lists(self, groups: Iterable[Mapping[str, Any]]) -> list[list[torch.Tensor]]:
-        """Lists the parameters of each group; nothing if there are some whose gradients are not reduced."""
+        """Returns the parameters of each group; an empty list if the gradients of some are not reduced."""
         lists = [list(group["params"]) for group in groups]
-        enough = sum(map(len, lists)) <= len(self.known)  # quickly: most of a model may be frozen
+        enough = sum(map(len, lists)) <= len(self.known)  # a quick check first: most of a model may be frozen
         return lists if enough and self.known.issuperset(map(id, itertools.chain(*lists))) else []
 
     def add_late_hooks(self) -> None:
-        """Has backward passes noticed that compute gradients only of parameters that may be adopted late."""
+        """Adds hooks that detect backward passes with gradients only of parameters that are not adopted yet."""
         for name, parameter in late(self._groups(), self.known, self.names, frozen=True):
             add_late_hook(cast("Reducer", self), name, parameter)
 
     def restore_hooks(self) -> None:
-        """Has autograd call our hooks again where PyTorch has swapped what is behind parameters, as `to()` may."""
+        """Registers the hooks again if PyTorch has swapped the C++ tensors of parameters, as `to()` may."""
         if list(map(_BEHIND, self._hooked)) != self._behind:
             self._hook_again()
 
@@ -156,32 +156,32 @@ class Placement:
         self._behind = list(map(_BEHIND, self._hooked))
 
     def check_hook(self, gradient: Gradient) -> None:
-        """Refuses a gradient that a backward pass may have made without a call of its hook.
+        """Rejects a gradient that a backward pass may have computed without calling its hook.
 
         Raises:
-            ArgumentError: PyTorch has swapped what is behind a parameter.
+            ArgumentError: PyTorch has swapped the C++ tensor of a parameter.
         """
         if list(map(_BEHIND, self._hooked)) != self._behind:
             self._hook_again()
             raise without_hook(gradient.name)
 
     def detach(self) -> None:
-        """Takes the hooks off; for when the optimizer is gone."""
+        """Removes the hooks when the optimizer is replaced or garbage-collected."""
         for hook in self._hooks.values():
             hook.remove()
 
     def trains(self, parameter: torch.Tensor) -> bool:
-        """Says whether a parameter is in one of the optimizer's groups, or the optimizer is gone."""
+        """Returns whether a parameter is in one of the optimizer's groups, or the optimizer no longer exists."""
         return not self._groups() or id(parameter) in self._trained()
 
     def _trained(self) -> set[int]:
         return {id(parameter) for group in self._groups() for parameter in group["params"]}
 
     def unused(self) -> list[Gradient]:
-        """Finds the gradients of parameters that are in no group any more, if no rank had one in the last steps.
+        """Returns the gradients of parameters that have left all groups, if no rank had them in the last steps.
 
-        All ranks find the same, for their groups are equal. Steps that a rank has missed because it has joined do not
-        count: it would not find the same.
+        The result is equal on all ranks, because their groups are. Steps that a joined rank has missed do not count,
+        because that rank would find another result.
         """
         if not (self._buckets and self._buckets[0].has_all_ranks):
             return []
@@ -193,11 +193,11 @@ class Placement:
         return [gradient for gradient in beside if gradient.unused >= _UNUSED_STEPS]
 
     def _note_used(self) -> None:
-        """Remembers, before gradients are reduced once more in a step, which there were."""
+        """Records which gradients exist, before another reduction in the same step."""
         self._used |= {gradient for gradient in self._gradients() if self.grown and gradient.started}
 
     def let_go(self, gradients: Sequence[Gradient]) -> None:
-        """Reduces gradients no longer, between two steps, so that their parameters do not live on for our sake."""
+        """Stops reducing gradients, between two steps, so that coordd does not keep their parameters alive."""
         if not gradients:
             return
         leaving, self._lists = set(gradients), []
@@ -226,7 +226,7 @@ class Placement:
             self.closing = False
 
     def _start(self, gradients: Iterable[Gradient], *, wanted: bool) -> None:
-        """Starts what has not started yet, on behalf of other ranks where this one has nothing."""
+        """Submits the gradients that have not started, and placeholders for missing ones."""
         for gradient in gradients:
             if not gradient.started:
                 if wanted and gradient.given:
@@ -235,14 +235,14 @@ class Placement:
                     gradient.fill(kept=wanted or not gradient.changed)
 
     def _take_over(self, gradients: Iterable[Gradient]) -> None:
-        """Takes over what has arrived: in buckets, and what these gradients have reduced on their own."""
+        """Stores the reduced values of all buckets, and of the given gradients that were reduced on their own."""
         for bucket in self._buckets:
             bucket.settle()
         for gradient in gradients:
             gradient.settle()
 
     def _sums(self) -> Iterator[torch.Tensor]:
-        """What has been reduced."""
+        """Yields the reduced gradients."""
         for bucket in self._buckets:
             yield bucket.sums
         for gradient in self._loose:
@@ -250,9 +250,9 @@ class Placement:
                 yield value if value.layout is torch.strided else value.coalesce().values()
 
     def _replaced_by_hand(self) -> bool:
-        """Whether all sums of this step were cleared or replaced, and what lies there instead is to be reduced.
+        """Returns whether the script cleared or replaced all reduced gradients, so that the new ones must be reduced.
 
-        If none was cleared, they are the sums still, clipped, say.
+        If none was cleared, they count as the reduced gradients, clipped, say.
         """
         gradients = self._gradients()
         if not [gradient for gradient in gradients if gradient.parameter.grad is None]:  # the usual case
@@ -263,22 +263,22 @@ class Placement:
         return given_up and any(gradient.by_hand for gradient in beside)
 
     def passes(self) -> dict[torch.Tensor, int]:
-        """Counts each parameter's backward passes of this step."""
+        """Returns the number of backward passes of this step by parameter."""
         return {gradient.parameter: gradient.passes for gradient in self._gradients()}
 
     def signal(self, bucket: Bucket) -> None:
-        """Lets autotune speak behind the gradients of the first bucket."""
+        """Writes the flags of a bucket, and in the first bucket the signals of autotune."""
         tuning = self._tuning if bucket is self._buckets[0] else None
         bucket.signal(None if tuning is None else tuning.signals(), repeated=self._repeated)
 
     def _listen(self) -> None:
-        """Hears what autotune says, the same on all ranks in the same step."""
+        """Reads the reduced signals of autotune, which are equal on all ranks in the same step."""
         if self._tuning is not None and self._buckets:
             scale = self.channel.members if self.channel.op.averages else 1
             self._change = self._tuning.hear((self._buckets[0].signals.double() * scale).tolist())
 
     def _move_in(self) -> None:
-        """Gives the gradients that were reduced on their own places in buckets, in the order of the plans."""
+        """Creates buckets for the gradients that were reduced on their own, in the order of the plans."""
         moving, self._moving = sorted(self._moving, key=lambda gradient: gradient.turn), []
         self._loose = [gradient for gradient in self._loose if gradient not in moving]
         for gradient in moving if self._row_major else ():
@@ -291,17 +291,17 @@ class Placement:
 
     @staticmethod
     def _note_layouts(moving: Iterable[Gradient]) -> bool:
-        """Has gradients laid out as their parameters are now, which autograd and optimizers like.
+        """Sets the strides of gradients in buckets to those of their parameters, as autograd and optimizers prefer.
 
         Returns:
-            whether one is not row-major.
+            Whether a gradient is not row-major.
         """
         for gradient in moving:
             gradient.strides = strides_of(gradient.parameter)
         return any(gradient.strides is not None for gradient in moving)
 
     def _compare_layouts(self, moving: Sequence[Gradient]) -> None:
-        """Finds out whether parameters have the same strides on all ranks: buckets are added number by number.
+        """Falls back to row-major gradients if strides differ between ranks, because buckets are summed elementwise.
 
         All ranks call it if a rank has a gradient that is not row-major.
         """
@@ -311,7 +311,7 @@ class Placement:
         self._row_major |= bool(largest != -negated)
 
     def _settle_in(self, gradients: Sequence[Gradient]) -> None:
-        """Makes buckets for gradients, as the settings want them."""
+        """Creates buckets for gradients according to the settings."""
         settings = self._settings
         early = settings.algorithm == OVERLAP
         early &= all(overlaps(gradient.parameter.device.type) for gradient in gradients)
@@ -328,7 +328,7 @@ class Placement:
         return next(name for name in names if name not in taken)
 
     def _start_over(self) -> None:
-        """Makes the next step a first one, as on ranks that have joined and missed what the others did meanwhile."""
+        """Makes the next step a first step, because joined ranks have missed the steps of the others."""
         self._joins = self.channel.joins
         for gradient in self._gradients():
             gradient.unused = 0
@@ -339,7 +339,7 @@ class Placement:
             bucket.retire()
         self._buckets, self._moving, self._tuning, self._change = [], [], None, None
         self.open_buckets, self._row_major = 0, False
-        if self._settings != self._first_settings:  # a rank that has joined does not know what was chosen since
+        if self._settings != self._first_settings:  # a joined rank does not know the later choices
             self._use(self._first_settings)
 
     def _use(self, settings: Settings) -> None:
@@ -348,7 +348,7 @@ class Placement:
         self.channel.compress(wanted=settings.compression != "none")
 
     def _rearrange(self, settings: Settings) -> None:
-        """Carries a choice of autotune out, between two steps."""
+        """Applies new settings of autotune, between two steps."""
         self._use(settings)
         self._change = None
         gradients = [gradient for bucket in self._buckets for gradient in bucket]

@@ -1,7 +1,7 @@
-"""Matrices of low rank instead of matrices.
+"""PowerSGD: low-rank compression of gradient matrices.
 
 Source: Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019,
-algorithms 1 and 2. One step of the power method a training step; the factor Q of one step is where the next begins.
+algorithms 1 and 2. Each training step makes one step of the power method, which starts from the last step's factor Q.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ __all__ = ["PowerSGDCompressor"]
 
 
 class PowerSGDCompressor(Compressor):
-    """Sends M ≈ P Qᵀ as P and Q; what is lost is added to the next step's gradients.
+    """Sends M ≈ P Qᵀ as P and Q; adds the compression error to the next step's gradients.
 
-    A gradient's first dimension makes the rows of M, the others its columns. Vectors, and matrices that would not
-    become half as large, travel as they are. Two rounds, whose bytes do not grow with the number of ranks.
+    A gradient's first dimension gives the rows of M, the others its columns. Vectors, and matrices whose size would not
+    be halved, are sent uncompressed. Takes two rounds, whose bytes do not grow with the number of ranks.
     """
 
     feedback = True
 
     def __init__(self, *, rank: int = 2, seed: int = 0) -> None:
-        """Makes one.
+        """Creates a compressor.
 
         Args:
-            rank: columns of P and Q; 1, 2 or 4 as a rule.
-            seed: of the first Q, equal on all ranks.
+            rank: number of columns of P and Q; usually 1, 2 or 4.
+            seed: seed of the first Q, equal on all ranks.
 
         Raises:
-            ArgumentError: there is no such rank.
+            ArgumentError: `rank` is not a positive integer.
         """
         super().__init__()
         if whole(rank, "the rank of PowerSGD") < 1:
@@ -47,11 +47,11 @@ class PowerSGDCompressor(Compressor):
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What all ranks must have alike."""
+        """The rank and the seed, which must be equal on all ranks."""
         return (self._rank, self._seed)
 
     def exchange(self, cargo: Cargo) -> Rounds:
-        """Reduces M Q and what is not compressed, then Mᵀ P."""
+        """Reduces M Q and the uncompressed tensors, then Mᵀ P."""
         mean = torch.zeros_like(cargo.flat)
         means = cargo.views(mean)
         large = [index for index, part in enumerate(cargo.parts) if self._pays(part)]
@@ -68,18 +68,19 @@ class PowerSGDCompressor(Compressor):
             cargo.parts[index].zero_()
         if not large:
             return mean
-        lefts = [torch.linalg.qr(product.to(mean)).Q for product in products]  # any columns will do where M is zero
+        lefts = [torch.linalg.qr(product.to(mean)).Q for product in products]  # if M is zero, any columns are right
         own = [(matrix.mT @ left).to(cargo.dtype) for matrix, left in zip(matrices, lefts, strict=True)]
         rights = yield Mean(*own)
         for index, matrix, left, mine, right in zip(large, matrices, lefts, own, rights, strict=True):
             torch.matmul(left, right.to(left).mT, out=_matrix(means[index]))
-            # Less this rank's own share: else it would keep for ever what tells it from the others.
+            # Subtracts this rank's own contribution, not the mean: otherwise the difference between this rank and the
+            # others would stay in its residual forever.
             matrix.addmm_(left, mine.to(left).mT, alpha=-1)
             cargo.remember(cargo.names[index], right.to(left))
         return mean
 
     def _pays(self, part: Tensor) -> bool:
-        """Says whether P and Q are at most half as large as the matrix."""
+        """Returns whether P and Q together have at most half as many elements as the matrix."""
         if part.ndim < 2 or not part.numel():
             return False
         rows, columns = _matrix(part).shape
@@ -89,7 +90,7 @@ class PowerSGDCompressor(Compressor):
         return min(self._rank, rows, columns)
 
     def _right(self, cargo: Cargo, name: str, matrix: Tensor) -> Tensor:
-        """Returns the Q to begin with: the last step's, or a random one that is equal on all ranks."""
+        """Returns the initial Q: that of the last step, or a random one that is equal on all ranks."""
         known = cargo.recall(name)
         rows, columns = matrix.shape
         shape = columns, self._columns(rows, columns)

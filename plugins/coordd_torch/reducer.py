@@ -1,11 +1,11 @@
-"""Reducing the gradients of one optimizer while backward still computes the rest.
+"""Reduction of one optimizer's gradients while backward still computes the rest.
 
-Its one rule: no rank ever waits for a gradient that another does not have. A rank that has none takes part with zeros.
-In the first step every gradient is reduced on its own. Then all ranks know the same order, that of the plans, and the
+Invariant: no rank ever waits for a gradient that another rank does not have. A rank without it contributes zeros. In
+the first step every gradient is reduced on its own. Then all ranks know the same order, that of the plans, and the
 gradients move into buckets.
 
-Every reduction counts on all ranks or on none. A rank on which a backward pass fails still takes part in all that is
-left of the step, with a flag that has every rank discard it; see `Reducer.abandon`.
+Every reduction counts on all ranks or on none. A rank whose backward pass fails still takes part in all remaining
+reductions of the step, with a flag that makes every rank discard the step; see `Reducer.abandon`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _DISCARDING = "the end of a step that is discarded"
 
 
 class Reducer(Placement):
-    """All gradients of one optimizer."""
+    """Reduces all gradients of one optimizer, step by step."""
 
     made_dense: tuple[Gradient, ...] = ()
-    """Gradients that are to be sparse again when they are reduced."""
+    """Gradients that become sparse again after their reduction."""
 
     def __init__(
         self,
@@ -60,18 +60,18 @@ class Reducer(Placement):
         grouping: Grouping,
         consistency: Consistency,
     ) -> None:
-        """Takes the parameters of one optimizer over; ``consistency`` compares them between the ranks."""
+        """Starts to reduce the gradients of one optimizer; ``consistency`` compares its parameters across ranks."""
         super().__init__(channel, grouping, groups)
         self.passes_per_step = passes_per_step
         self.sparse_as_dense = sparse_as_dense
         self.expected: set[int] = set()
-        """The numbers of the backward passes that run."""
+        """The autograd task ids of the running backward passes."""
         self._failed: set[int] = set()
         self.skipped = False
         self.local = 0
-        """How many `no_sync` contexts are open."""
+        """Number of open `no_sync` contexts."""
         self.limit = _NEVER
-        """After how many passes that have made a gradient it is given to be reduced."""
+        """A gradient is submitted after this many passes have computed it."""
         self._passes, self._spoilt = 0, ""
         self._begun = self._reduced = self._finished = self._owed = self._gone_round = False
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self._replaced = False
@@ -89,11 +89,11 @@ class Reducer(Placement):
         self.add_late_hooks()
 
     def awaits(self, parameter: torch.Tensor) -> bool:
-        """Says whether a parameter that is not reduced yet is adopted in the next round."""
+        """Returns whether a parameter whose gradient is not reduced yet is adopted in the next round."""
         return not self._replaced and id(parameter) in self._trained() - self.known
 
     def replace(self) -> None:
-        """Gives way to another optimizer that has been made for the same parameters."""
+        """Stops when another distributed optimizer takes over the parameters; waits for pending reductions."""
         if self._abandoned:
             self._end_abandoned()
         self.underway.wait()
@@ -101,29 +101,29 @@ class Reducer(Placement):
         self._replaced = True
 
     def check_current(self) -> None:
-        """Refuses to go on without the parameters.
+        """Rejects further use after `replace`.
 
         Raises:
-            ArgumentError: another optimizer has taken them.
+            ArgumentError: another optimizer has taken over the parameters.
         """
         if self._replaced:
             raise replaced()
 
     def expect_end_of_backward(self, task: int, first: Gradient) -> bool:
-        """Has autograd call us when the backward pass with this number ends; it has made this gradient first.
+        """Registers for the end of the backward pass with this task id, when its first gradient is ready.
 
         Returns:
-            whether the gradients of this pass count; they do not if it has failed on another thread of autograd's.
+            Whether the gradients of this pass count; they do not if it has failed on another autograd thread.
         """
         if task in self._failed:
             return False
         if not self.expected:
-            self._failed.add(task)  # if it cannot begin: autograd may make more of its gradients on other threads
+            self._failed.add(task)  # in case it cannot begin: autograd may compute more gradients on other threads
             self._begin_pass(first)
             self._failed.discard(task)
         self.expected.add(task)
         self._finished = False
-        self.graphs |= torch.is_grad_enabled()  # so it is in hooks if the pass keeps its graph
+        self.graphs |= torch.is_grad_enabled()  # it is enabled in hooks if the pass creates a graph
         self.underway.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
         ended, failed = lambda: self.end_of_backward(task), lambda: self.backward_failed(task)
         BackwardPass(ended, failed, order=self.channel.prefix)
@@ -132,7 +132,7 @@ class Reducer(Placement):
         return True
 
     def _begin_pass(self, first: Gradient) -> None:
-        """Finds out to which step a backward pass belongs, and whether its gradients are to be reduced."""
+        """Determines the step of a backward pass, and whether its gradients are reduced."""
         if self._abandoned or (self._begun and self._given_up(first)):
             kept = (each for each in self._gradients() if each.by_hand or self._is_local(each))
             self._begin_anew([first, *kept])
@@ -145,7 +145,7 @@ class Reducer(Placement):
         self.limit = 1 if last else _NEVER if self.local else self.passes_per_step
 
     def _begin_anew(self, gradients: Iterable[Gradient]) -> None:
-        """Ends a step that was given up; what is in these gradients belongs to the next one."""
+        """Ends an abandoned step; the values of the given gradients belong to the next step."""
         fresh = [(gradient, *gradient.saved()) for gradient in gradients]
         self.drop()
         for gradient, value, saved in fresh:
@@ -159,10 +159,10 @@ class Reducer(Placement):
             bucket.secure()
 
     def _begin_again(self, first: Gradient) -> None:
-        """Gets ready to add to gradients that have been reduced in this step, as several losses do.
+        """Prepares another pass that adds to reduced gradients of this step, as with several losses.
 
-        An average of gradients that are equal on all ranks is what it was, so their sum with the new ones is reduced.
-        If all ranks know that others may still make a pass, they ask each other first; else nobody would expect it.
+        Averaging values that are equal on all ranks does not change them, so the sums of old and new gradients are
+        reduced. In a step that is not finished, in which ranks expect another pass, the ranks exchange flags first.
         """
         if self._finished:
             self._reopen()
@@ -178,7 +178,7 @@ class Reducer(Placement):
         return self.passes_per_step == 1 and self.channel.repeats
 
     def _reopen(self) -> None:
-        """Lets all gradients be reduced once more in this step."""
+        """Prepares another reduction of all gradients in this step."""
         self._note_used()
         self._repeated, self._gone_round, self._adrift = True, False, []
         self._counted = False
@@ -190,9 +190,9 @@ class Reducer(Placement):
         self.open_buckets = len(self._buckets)
 
     def _given_up(self, first: Gradient) -> bool:
-        """Says whether all gradients of this step were cleared without a step.
+        """Returns whether the script cleared all gradients of this step without making the step.
 
-        Once they are reduced, all ranks have the same, and say the same, whichever of them a rank has computed itself.
+        Once gradients are reduced, the result is equal on all ranks, whichever gradients a rank computed itself.
         """
         done = self._reduced
         had = {each for each in self._gradients() if (each.started if done else each.passes and not each.started)}
@@ -201,10 +201,10 @@ class Reducer(Placement):
         return bool(had) and all(each.cleared for each in others) and (new or first not in had)
 
     def repeat(self, gradient: Gradient) -> None:
-        """Notes that a gradient was computed once more after its reduction had begun.
+        """Records that a gradient was computed again after its reduction had begun.
 
         Raises:
-            CoorddError: it cannot be reduced once more.
+            CoorddError: it cannot be reduced again.
         """
         if not self._asks:
             raise self._refused(gradient)
@@ -216,7 +216,7 @@ class Reducer(Placement):
         return error
 
     def end_of_backward(self, task: int) -> None:
-        """Reduces what this pass was the last for, and waits."""
+        """Reduces gradients and waits, if this was the last pass to accumulate."""
         self.expected.discard(task)
         if self._abandoned:
             self._raise_discarded()
@@ -232,7 +232,7 @@ class Reducer(Placement):
             self._observe()
 
     def _end_of_nested(self) -> None:
-        """Waits for what is complete, for the outer pass may not tell that it ends; `finish_step` reduces the rest."""
+        """Waits for complete buckets, as the end of the outer pass may go unnoticed; `finish_step` reduces the rest."""
         if self.limit != 1:
             self._observe()
         if all(bucket.full or not bucket.open for bucket in self._buckets):
@@ -245,7 +245,7 @@ class Reducer(Placement):
         self._accumulated.observe(filter(self._is_local, self._gradients()))
 
     def _is_local(self, gradient: Gradient) -> bool:
-        """Whether passes have added to a gradient that are not reduced; what was reduced may be added to if we ask."""
+        """Returns whether a gradient has local contributions of backward passes that are not reduced."""
         return gradient.passes > 0 and (self._asks or not gradient.started)
 
     def backward_failed(self, task: int) -> None:
@@ -253,7 +253,7 @@ class Reducer(Placement):
         self.expected.discard(task)
         self._failed.add(task)
         if self._abandoned:
-            self._clear()  # what it has made since
+            self._clear()  # gradients computed since
         if self._abandoned or self._replaced:
             return
         reason = f"has not completed its backward pass at {show_site(self.underway.site)}, which has failed"
@@ -264,13 +264,13 @@ class Reducer(Placement):
             return
         try:
             self.abandon(reason)
-        except CoorddError:  # the job has failed: whoever goes on hears of it
+        except CoorddError:  # the job has failed: later operations raise the error
             log.debug("the other ranks could not be told that a backward pass has failed", exc_info=True)
-        except Exception as error:  # noqa: BLE001 - of a compressor, say; the other ranks must not wait for its part
+        except Exception as error:  # noqa: BLE001 - of a compressor, say; the other ranks must not wait for this rank
             self.channel.daemon.fail(f"could not discard a step: {brief(error)}", traceback.format_exc())
 
     def _check_unspoilt(self) -> None:
-        """Discards a step to which a pass that has failed has added gradients that were not cleared since."""
+        """Discards the step if a failed pass has added to gradients that were not cleared since."""
         reason, self._spoilt = self._spoilt, ""
         if reason and any(gradient.passes and gradient.parameter.grad is not None for gradient in self._gradients()):
             self.abandon(reason)
@@ -279,16 +279,16 @@ class Reducer(Placement):
     def abandon(self, reason: str) -> None:
         """Discards this step on all ranks, without waiting.
 
-        Takes part in all that the others wait for in this round: in buckets with a flag, so that no rank uses what
-        they hold, in other gradients with nothing. Where there are no buckets yet, and in later rounds of a step, the
-        flag is in what the ranks ask each other at the end of a round.
+        Takes part in all reductions that the others wait for in this round: in buckets with the discard flag, so that
+        no rank uses their values, in other gradients with placeholders. If there are no buckets yet, and in later
+        rounds of a step, the flag is part of the flags that the ranks exchange at the end of a round.
 
         Args:
             reason: what this rank has done, as the end of a sentence.
         """
         self._count()
         if not self._gone_round:
-            self.adopt_late()  # as the others do in the round that begins now
+            self.adopt_late()  # the other ranks do so at the beginning of this round
         self._abandoned, self.limit = True, _NEVER
         self._discarded = discarded([(self.channel.daemon.world.rank, reason)], self.channel.prefix)
         self._answered = False
@@ -303,13 +303,13 @@ class Reducer(Placement):
             self._told.tell(lambda: self.channel.tell("discarded", reason))
 
     def _discard_all(self) -> tuple[bool, bool]:
-        """Takes part with a flag, or nothing, in what has not begun, and in what ranks have lost by a deadlock.
+        """Submits flags and placeholders for reductions that have not started, or that a deadlock between ranks failed.
 
-        Those that did not come before may come yet, in a step of their own, which is discarded then: who has taken part
-        in more than they have would pair one step with another ever after.
+        Ranks that missed the failed ones may still submit theirs, in their own step, which is then discarded: a rank
+        that took part in more reductions than they would pair different steps from then on.
 
         Returns:
-            whether a bucket has the flag, and whether a bucket was lost.
+            Whether a bucket has the flag, and whether a bucket was lost.
         """
         lost = self.underway.take_lost()
         again = [bucket for bucket in self._buckets if bucket.take_back(lost)]
@@ -322,13 +322,13 @@ class Reducer(Placement):
         return bool(flagged), bool(again)
 
     def discard_step(self) -> None:
-        """Discards the present step on all ranks; waits only until they have discarded the one before, if it was, too.
+        """Discards the current step on all ranks; waits only until they have discarded an abandoned previous step.
 
-        If the step is discarded already, because a backward pass has failed here or on another rank, there is nothing
-        to do: that is so if no error is being handled, or one that has come out of the step's backward pass.
+        Does nothing if the step is already discarded, because a backward pass failed on this or another rank: that is
+        so if no error is being handled, or an error of the step's backward pass.
 
         Raises:
-            CoorddError: the gradients of this step are reduced already, so other ranks may have used them.
+            CoorddError: the gradients of this step are already reduced, so other ranks may have used them.
         """
         error = sys.exception()
         answered, self._answered = self._answered, True
@@ -339,7 +339,7 @@ class Reducer(Placement):
             return
         if self._discarded is not None and not answered and (error is None or of_step(error, own=self._abandoned)):
             return
-        while self._abandoned:  # others that were in another operation, and got an error, discard it only now
+        while self._abandoned:  # ranks that got an error in another operation may discard the previous step only now
             with past_deadlocks():
                 self.drop()
         if self.complete:
@@ -351,23 +351,23 @@ class Reducer(Placement):
         self._answered = True
 
     def _end_abandoned(self) -> None:
-        """Waits until the other ranks have discarded the step, too; raises the error if ranks wait for each other."""
+        """Waits until the other ranks have discarded the step too; raises the error if ranks wait for each other."""
         self.underway.wait()
         error = self.underway.failed
         if error is None or self.underway.lost:
             error = self._told.wait() or error
         if error is not None and is_deadlock(error):
-            self._clear()  # a pass may have begun since
+            self._clear()  # a new pass may have computed gradients
             self._answered = False
             with self.channel.daemon.unbroken(_DISCARDING):
                 self._discard_all()
                 self._told.tell_again()
             raise error
-        self.consistency.begin_again()  # it may have failed only after the rest
+        self.consistency.begin_again()  # the comparison may have failed after the other operations
         self.reset()
 
     def _discard(self, reason: str = "") -> None:
-        """Discards this step because a rank has said so; all ranks get here.
+        """Discards this step because a rank has set the discard flag; all ranks call it.
 
         Raises:
             DiscardedStepError: always.
@@ -385,15 +385,15 @@ class Reducer(Placement):
             raise self._discarded.with_traceback(None)
 
     def _round(self, *, more: bool, wanted: bool = True) -> None:
-        """Reduces what has been accumulated and waits; no rank is left waiting for what another does not have.
+        """Reduces the accumulated gradients and waits; no rank waits for a gradient that another rank does not have.
 
-        Parameters without a gradient here take part with zeros, if another rank has one. Where none has, the ranks ask
-        each other whether any may still get one in this step, so that all of them make the same number of rounds. So
-        they do where the buckets of the next step will be others.
+        Parameters without a gradient here contribute zeros, if another rank has a gradient. If no rank has, the ranks
+        exchange flags that say whether any may still compute it in this step, so that all ranks make the same number
+        of rounds. They do so as well if the buckets change for the next step.
 
         Args:
             more: whether this rank may make another backward pass in this step.
-            wanted: whether this rank still has a use for the gradients; else it takes part for the others' sake.
+            wanted: whether this rank still uses the gradients; otherwise it takes part only for the other ranks.
         """
         try:
             self._go_round(more=more, wanted=wanted)
@@ -431,16 +431,16 @@ class Reducer(Placement):
             self._round(more=more, wanted=wanted)
 
     def _count(self) -> None:
-        """Counts this step, once, and takes part in what the ranks compare in it."""
+        """Counts this step, once, and starts its consistency check."""
         counted, self._counted = self._counted, True
         if not counted:
             self.consistency.begin()
 
     def _hear(self) -> None:
-        """Hears whether all ranks still have the same parameters, when none waits for this rank.
+        """Checks the result of the consistency check, when no other rank waits for this rank.
 
         Raises:
-            MismatchError: on all ranks: they have not, and none may make this step.
+            MismatchError: on all ranks: their parameters differ, so no rank may make this step.
         """
         try:
             self.consistency.hear()
@@ -449,11 +449,11 @@ class Reducer(Placement):
             raise
 
     def _reduce(self, *, first: bool, wanted: bool) -> None:
-        """Starts what has not started, and waits for everything.
+        """Starts all reductions that have not started, and waits for all.
 
         Raises:
             DiscardedStepError: a rank has abandoned the step.
-            CoorddError: something could not be reduced.
+            CoorddError: a gradient could not be reduced.
         """
         alone = [*self._loose, *self._adrift]
         self._count()
@@ -461,7 +461,7 @@ class Reducer(Placement):
             check_may_wait("waiting for gradients")
             self.consistency.check_alone()
             self._start(alone, wanted=wanted)
-            self._close_buckets()  # the last one says whether this step counts
+            self._close_buckets()  # the last bucket carries the flags of this step
         except Exception as error:
             self.abandon(f"could not give its gradients away: {brief(error)}")
             raise
@@ -482,12 +482,12 @@ class Reducer(Placement):
             gradient.make_sparse()
 
     def _question(self, *, more: bool = False, discard: bool = False, moving: Iterable[Gradient] = ()) -> Handle[Any]:
-        """Starts to ask all ranks at the end of a round, and tells them the same of this one."""
+        """Starts the allreduce of the flags that ranks exchange at the end of a round."""
         flags = np.array([more, self._wants_again, discard, True, self._note_layouts(moving)], np.float64)
         return self.channel.ask(flags, "another backward pass", ReduceOp.SUM)
 
     def _ask(self, *, more: bool, moving: list[Gradient]) -> tuple[bool, bool]:
-        """Asks whether no rank makes another round in this step, and whether one has something more to reduce.
+        """Exchanges flags; returns whether no rank makes another round in this step, and whether any must reduce again.
 
         Raises:
             DiscardedStepError: a rank has abandoned the step.
@@ -507,24 +507,24 @@ class Reducer(Placement):
         return not others_more, bool(again)
 
     def _settle(self, gradients: Iterable[Gradient]) -> None:
-        """Takes over what has been reduced on its own, and looks at all sums if the user wants that."""
+        """Stores the reduced gradients, and checks all of them for non-finite values if the user wants that."""
         self._take_over(gradients)
         if self.finiteness is not None:
             self.finiteness.judge(self._sums())
 
     def reduced(self, loss: float) -> float:
-        """Reduces a loss as its gradients are."""
+        """Reduces a loss with the operation that reduces the gradients."""
         return float(self.channel.agree(np.array(loss), "loss", self.channel.op))
 
     def finish_step(self, *, stepping: bool = False) -> None:
-        """Makes sure that everything is reduced, on ranks with fewer backward passes than others, too.
+        """Completes the reduction of all gradients, also on ranks with fewer backward passes than others.
 
         Args:
-            stepping: whether `step` uses them next; what is still to be averaged must then be as backward left it.
+            stepping: whether `step` follows; gradients that are not averaged yet must then be as backward left them.
 
         Raises:
-            DiscardedStepError: the step has no gradients, on any rank.
-            CoorddError: gradients that are not averaged yet were changed.
+            DiscardedStepError: the step was discarded on all ranks.
+            CoorddError: the script has changed gradients that are not averaged yet.
         """
         self._raise_discarded()
         if self._reduced and self.channel.op.averages and self._replaced_by_hand():
@@ -544,7 +544,7 @@ class Reducer(Placement):
             self._round(more=False)
 
     def reset(self) -> None:
-        """Gets ready for the next step."""
+        """Prepares the next step."""
         unused = self.unused() if self.grown and self._finished else []
         self._begun = self._reduced = self._finished = self._owed = self._gone_round = self._counted = False
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self.touched = False
@@ -568,7 +568,7 @@ class Reducer(Placement):
         self.consistency.forget(gradient.parameter for gradient in unused)
 
     def end_step(self, *, made: bool) -> None:
-        """Gets ready for the next step, after this one has been made, or skipped by the optimizer itself."""
+        """Ends a step; `made` is False if the optimizer or ``nonfinite`` skipped it."""
         for bucket in self._buckets if made else ():
             bucket.commit()
         self.drop()
@@ -576,7 +576,7 @@ class Reducer(Placement):
             self._tuning.step_done()
 
     def drop(self) -> None:
-        """Lets what is under way end, as other ranks may be in this step, before its memory is used for another one."""
+        """Completes pending reductions of this step, which other ranks may wait for, before its memory is reused."""
         with self.channel.daemon.unbroken("the end of a step"):
             if self._begun and (self._owed or self.touched) and not self._abandoned:
                 self._take_part_without_gradients()
@@ -588,7 +588,7 @@ class Reducer(Placement):
             self._discarded = None
 
     def _take_part_without_gradients(self) -> None:
-        """Makes the rounds of this step that other ranks may wait for; what this rank has added alone is forgotten."""
+        """Makes the rounds of this step that other ranks may wait for; drops local gradients of this rank."""
         self._spoilt, self._wants_again = "", False
         for gradient in self._gradients():
             if self._is_local(gradient):

@@ -1,4 +1,4 @@
-"""`reducescatter`: a reduction of which each rank gets its rows."""
+"""`reducescatter`: a reduction whose result is split by rows among the ranks."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def reducescatter_async(  # noqa: PLR0917 - Horovod's signature
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[Tensor]:
-    """Starts to reduce a tensor, and to give each rank its part of the rows.
+    """Starts to reduce a tensor and to send each rank its part of the rows.
 
     Args:
-        tensor: of equal shape and type on all ranks; stays as it is. Where its rows cannot be divided evenly, the first
+        tensor: of equal shape and dtype on all ranks; not changed. If its rows cannot be divided evenly, the first
             ranks get one more.
         name: equal on all ranks.
-        op: any but Adasum.
+        op: any reduction except Adasum.
         process_set: the ranks that take part.
-        prescale_factor: applied to each rank's tensor before.
-        postscale_factor: applied to the result.
+        prescale_factor: multiplies each rank's tensor before the reduction.
+        postscale_factor: multiplies the result.
 
     Raises:
-        ArgumentError: the tensor has no dimension, or its type does not allow the operation.
+        ArgumentError: the tensor has no dimension, or its dtype does not support the operation.
     """
     array, _ = borrow(tensor)
     device = tensor.device
@@ -92,7 +92,7 @@ def reducescatter(  # noqa: PLR0917 - Horovod's signature
 ) -> Tensor:
     """Returns this rank's rows of a reduction; differentiable; arguments as in `reducescatter_async`.
 
-    Its gradient is that of Horovod: the gradients of all rows, times the number of ranks for a sum.
+    The gradient is Horovod's: the gradients of all rows, times the number of ranks for a sum.
     """
     return _scattered([tensor], [name], compression, _details(op, process_set, prescale_factor, postscale_factor))[0]
 
@@ -134,7 +134,7 @@ def _scattered(
 
 
 class _Reducescatter(torch.autograd.Function):
-    """The gradients of all ranks' rows, joined."""
+    """Autograd function of reduce-scatter: the gradient is the concatenation of the gradients of all ranks' rows."""
 
     @staticmethod
     def forward(ctx: Any, names: Sequence[str | None], details: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -156,7 +156,7 @@ class _Reducescatter(torch.autograd.Function):
 
 
 def _whole(rows: Tensor, sizes: list[int], shape: torch.Size) -> Tensor:
-    """Joins the gradients of all ranks' rows; who has joined has none, so there they are zero."""
+    """Returns the gradients of all rows; zero for the rows of joined ranks, which have no gradients."""
     if len(rows) == shape[0]:
         return rows
     found = rows.new_zeros(shape)

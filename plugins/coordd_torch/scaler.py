@@ -1,4 +1,4 @@
-"""What a loss scaler sets on an optimizer that looks at the scale itself, as fused ones and those of Adasum do."""
+"""Cleanup of the attributes that a loss scaler sets on optimizers that unscale themselves, as fused and Adasum ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 __all__ = ["forgets_scale"]
 
 _SET = ("grad_scale", "found_inf")
-"""By ``scaler.step``, which takes them off only after a step that was made, and multiplies by what it finds there."""
+"""Set by ``scaler.step``, which removes them only after a step without an error, and multiplies by existing values."""
 
 
 def forgets_scale(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a hook of an optimizer's ``step`` take the scale off if it raises an error, lest it counts twice."""
+    """Wraps a hook of an optimizer's ``step`` so that an error removes the scale, which would otherwise count twice."""
 
     @functools.wraps(hook)
     def forgetting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A sparse gradient's way: the rows of all ranks are joined, for nobody knows how many the others have.
+"""Reduction of a sparse gradient by allgather, because ranks do not know each other's number of rows.
 
 A row is an index and its values, as bytes, so that one operation carries both.
 """
@@ -25,22 +25,22 @@ _OPERATIONS = frozenset({ReduceOp.AVERAGE, ReduceOp.AVERAGE_PRESENT, ReduceOp.SU
 
 
 class Scattered:
-    """One sparse gradient, and its handle towards the daemon.
+    """Reduction of one sparse gradient; also the handle that the daemon resolves.
 
-    Each rank's rows begin with a row of zeros, whose index says whether the rank has a gradient. So all know whether
-    any has, and who takes part.
+    Each rank's rows begin with a row of zeros whose index says whether the rank has a gradient. Thus all ranks know
+    whether any rank has a gradient, and how many ranks take part.
     """
 
     def __init__(self, underway: Underway, name: str, like: torch.Tensor) -> None:
-        """Describes it.
+        """Stores the gradient's properties.
 
         Args:
-            underway: what else is reduced with it.
+            underway: counts the pending work of the optimizer.
             name: equal on all ranks.
-            like: a gradient of the parameter's.
+            like: a gradient of the parameter.
 
         Raises:
-            ArgumentError: the optimizer combines gradients in a way in which these cannot be.
+            ArgumentError: sparse gradients do not support the optimizer's reduction.
         """
         op = underway.channel.op
         if op not in _OPERATIONS:
@@ -61,13 +61,13 @@ class Scattered:
         self.submitted = 0.0
 
     def start(self, value: torch.Tensor | None, *, filler: bool) -> None:
-        """Announces this rank's rows; without a fresh gradient that it has none, and what the user has kept."""
+        """Submits this rank's rows; a placeholder says that this rank has no gradient, and may carry a kept one."""
         kind = _NOTHING if filler else _GIVEN
         indices = torch.full((1, self._sparse), kind, dtype=torch.int64, device="cpu")
         values = torch.zeros(1, *self._shape[self._sparse :], dtype=self._dtype, device="cpu")
         if value is not None:
             entries: Any = value.detach()
-            # Without adding up what is there twice, which is what the result is like, too.
+            # Not coalesced; neither is the result.
             indices = torch.cat([indices, entries._indices().t().cpu()])  # noqa: SLF001 - there is no public way
             values = torch.cat([values, entries._values().resolve_conj().cpu()])  # noqa: SLF001 - as above
         array = borrow(values.flatten(1) if values.ndim > 1 else values[:, None])[0]
@@ -79,7 +79,7 @@ class Scattered:
         )
 
     def result(self) -> torch.Tensor | None:
-        """The gradient of all ranks, when it has arrived; None if no rank had one."""
+        """Returns the reduced gradient, once the operation has completed; None if no rank had a gradient."""
         rows, self._rows = self._rows, None
         if rows is None or self._values is None:
             return None
@@ -97,14 +97,14 @@ class Scattered:
         return found.to(self._device)
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
-        """Runs on the daemon's thread when all ranks' rows have arrived."""
+        """Runs on the daemon's thread when the allgather has completed."""
         self._rows = value
         self.underway.land(value, convert)
 
     def resolve(self, result: object) -> None:  # noqa: ARG002 - what every handle has
-        """Never runs: rows are no filler."""
+        """Never runs: the rows are never a placeholder entry."""
         self.underway.landed()
 
     def fail(self, error: BaseException) -> None:
-        """Runs on the daemon's thread when it has failed."""
+        """Runs on the daemon's thread when the allgather has failed."""
         self.underway.fail(error, self)

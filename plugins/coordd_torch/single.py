@@ -1,4 +1,4 @@
-"""A single tensor in the rounds of a compressor: an allreduce of its own, outside any optimizer."""
+"""Allreduce of single tensors in the rounds of a compressor, outside any optimizer."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["check_single", "in_rounds"]
 
 
 def check_single(compressor: Compressor, op: ReduceOp) -> None:
-    """Refuses what makes sense in training only.
+    """Rejects a compressor that works in training only.
 
     Raises:
-        ArgumentError: the compressor has to see the same tensor again and again, or cannot combine so.
+        ArgumentError: the compressor needs the same tensor in later steps, or does not support `op`.
     """
     if compressor.feedback:
         text = (
@@ -52,7 +52,7 @@ def in_rounds(
     postscale_factor: float,
     process_set: ProcessSet,
 ) -> tuple[Tensor, ...]:
-    """Returns the reductions of tensors, one after the other, on the user's thread; other types travel as they are."""
+    """Reduces tensors one after the other, on the user's thread; non-floating-point ones are sent uncompressed."""
     prescale_factor = finite(prescale_factor, "prescale_factor")
     postscale_factor = finite(postscale_factor, "postscale_factor")
     members = process_set.count(api.size())
@@ -77,10 +77,10 @@ def in_rounds(
 
 
 class _Turns:
-    """Names the rounds of one operation, of whatever kinds they are.
+    """Names of the rounds of one operation.
 
-    The first round has the name, or the number, of the operation itself: so whoever refuses that, and cannot know what
-    its rounds are, refuses what the others announce first.
+    The first round has the name, or the number, of the operation itself: a rank that rejects the operation cannot know
+    its rounds, and thus rejects the name that the other ranks submit first.
     """
 
     def __init__(self, names: Sequence[str | None], process_set: ProcessSet) -> None:
@@ -97,7 +97,7 @@ class _Turns:
         return name
 
     def telling(self) -> AbstractContextManager[None]:
-        """What fails in the block, before it announces the next round, is told to those who wait in that round."""
+        """Context that reports an error before the next round is submitted to the ranks that wait in that round."""
         return telling(api.operations(), Kind.ALLREDUCE, lambda: [self._next()], self.process_set)
 
     def _next(self) -> str | None:
@@ -105,7 +105,7 @@ class _Turns:
 
 
 def _carried(journey: Journey, turns: _Turns) -> Tensor:
-    """Carries out all rounds, and returns the mean over the members."""
+    """Runs all rounds and returns the mean over the members; NaN if a rank had non-finite values."""
     array: np.ndarray | None
     with turns.telling():
         array = journey.begin(torch.empty(0, device="cpu"))

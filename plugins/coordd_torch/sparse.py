@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: what all ranks have, joined; an index that several have is there several times."""
+"""Sums of sparse tensors: the entries of all ranks, concatenated; an index of several ranks occurs several times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["SparseHandle", "sparse_allreduce_async"]
 
 
 class SparseHandle(GroupHandle):
-    """Two operations under one handle, which may be called, as Horovod's are, or waited for, as all of ours are."""
+    """One handle of two operations; it can be called, like Horovod's handle, or waited for, like every handle."""
 
     def __init__(self, indices: Handle[Tensor], values: Handle[Tensor], size: torch.Size, divisor: int) -> None:
         super().__init__((indices, values))
@@ -28,7 +28,7 @@ class SparseHandle(GroupHandle):
         self._divisor = divisor
 
     def result(self) -> Tensor:  # type: ignore[override] # one tensor, of two operations
-        """Waits, and returns the sparse sum."""
+        """Waits for both operations and returns the sparse sum or average."""
         indices, values = super().result()
         if self._divisor != 1:
             values = values / self._divisor
@@ -48,19 +48,19 @@ def sparse_allreduce_async(
     op: ReduceOp | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> SparseHandle:
-    """Starts to add up a sparse tensor over all ranks.
+    """Starts to sum or average a sparse tensor over all ranks.
 
     Args:
-        tensor: sparse, in coordinates; of equal shape on all ranks, with any number of entries.
+        tensor: sparse, in COO layout; of equal shape on all ranks, with any number of entries.
         name: equal on all ranks.
         op: `Average`, the default, or `Sum`.
         process_set: the ranks that take part.
 
     Returns:
-        a handle that may be called; its result is a sparse tensor that is not coalesced.
+        A callable handle; its result is an uncoalesced sparse tensor.
 
     Raises:
-        ArgumentError: the tensor is dense, or the operation another one.
+        ArgumentError: the tensor is not in COO layout, or `op` is another operation.
     """
     op = Average if op is None else check_op(op)
     if tensor.layout is not torch.sparse_coo:
@@ -70,7 +70,7 @@ def sparse_allreduce_async(
         text = f"{op.name.capitalize()} of sparse tensors is not supported: use Sum or Average, or tensor.to_dense()"
         raise ArgumentError(text)
     entries: Any = tensor.detach()
-    indices = entries._indices().t().contiguous()  # noqa: SLF001 - without adding up what is there twice
+    indices = entries._indices().t().contiguous()  # noqa: SLF001 - works on uncoalesced tensors, too
     values = entries._values().contiguous()  # noqa: SLF001 - as above
     divisor = process_set.count(api.size()) if op is Average else 1
     names = _names(name)
@@ -84,5 +84,5 @@ def sparse_allreduce_async(
 
 
 def _names(name: str | None) -> list[str | None]:
-    """The names of the two operations."""
+    """Returns the names of the two operations."""
     return [name and f"{name}.indices", name and f"{name}.values"]

@@ -1,7 +1,7 @@
-"""Whether all ranks start alike: the same parameters, settings and values.
+"""Initial consistency check: all ranks must start with the same parameters, settings and values.
 
-What an optimizer is made of is compared when it is made. Values are compared when the first gradients are reduced, for
-scripts may broadcast them before or after they make the optimizer.
+Parameter names, shapes and settings are compared when the optimizer is created. Values are compared when the first
+gradients are reduced, because scripts may broadcast them before or after they create the optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coordd_torch.wrappers import check_parallel
 __all__ = ["Start", "hyperparameters", "structure"]
 
 _VALUES = 256
-"""Of each parameter so many values are compared, spread over all of it."""
+"""About this many values of each parameter enter its checksum, spread evenly over it."""
 _PLAIN = (bool, int, float, str, type(None))
 _ADVICE = (
     "call broadcast_parameters(model.state_dict()) and broadcast_optimizer_state(optimizer) before the first step, and "
@@ -33,12 +33,12 @@ _ADVICE = (
 def structure(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]], settings: Iterable[object]
 ) -> list[str]:
-    """Lists what must be equal on all ranks when an optimizer is made.
+    """Returns lines of text that must be equal on all ranks when an optimizer is created.
 
     Args:
-        optimizer: the user's.
-        named: its parameters, and those that the user has named beside them; frozen ones, too.
-        settings: how their gradients are reduced, as texts.
+        optimizer: the user's optimizer.
+        named: its parameters, frozen ones included, and other parameters that the user has named.
+        settings: the settings of the reduction, as texts.
     """
     lines = sorted(
         f"{name} {tuple(value.shape)} {str(value.dtype)[6:]}{'' if value.requires_grad else ' frozen'}"
@@ -48,7 +48,7 @@ def structure(
 
 
 class Start:
-    """The values with which one optimizer starts."""
+    """Comparison of the values with which one optimizer starts."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Start:
         prefix: str,
         process_set: ProcessSet,
     ) -> None:
-        """Prepares the comparison; parameters as in `structure`, ``prefix`` begins the names of its operations."""
+        """Prepares the comparison; parameters as in `structure`, ``prefix`` is the prefix of its operations' names."""
         self._operations = operations
         self._optimizer = optimizer
         self._named = named
@@ -68,7 +68,7 @@ class Start:
         self._inventory: Inventory | None = None
 
     def begin(self) -> None:
-        """Takes part in the comparison without waiting for the others."""
+        """Starts the comparison without waiting for the other ranks."""
         if self._operations.daemon.config.check_parameters:
             self._inventory = Inventory(
                 self._operations,
@@ -80,20 +80,20 @@ class Start:
             )
 
     def begin_again(self) -> None:
-        """Takes part once more if that has failed because ranks have waited for each other."""
+        """Starts the comparison again if it failed because ranks waited for each other."""
         if self._inventory is not None and self._inventory.lost:
             self.begin()
 
     def check_alone(self) -> None:
-        """Looks at this rank alone.
+        """Checks this rank alone.
 
         Raises:
-            ArgumentError: another package, such as PyTorch's DistributedDataParallel, averages these gradients, too.
+            ArgumentError: another package, such as PyTorch's DistributedDataParallel, averages these gradients too.
         """
         check_parallel(self._optimizer, [value for _, value in self._named if value.requires_grad])
 
     def check(self) -> None:
-        """Hears the others; all ranks call it before they first change a parameter.
+        """Checks the result; all ranks call it before they first change a parameter.
 
         Raises:
             MismatchError: on all ranks: values or hyperparameters differ.
@@ -103,7 +103,7 @@ class Start:
             inventory.check()
 
     def _lines(self) -> Iterator[str]:
-        # Gradients are matched by name, which is enough for Horovod; but a state is broadcast and loaded by places.
+        # Gradients match by name, so Horovod ignores the order; but state is broadcast and loaded by position.
         named = sorted(self._named, key=operator.itemgetter(0)) if self._operations.as_horovod else self._named
         for name, value in named:
             yield f"{name}{MARK}{_checksum(value):08x}"
@@ -113,7 +113,7 @@ class Start:
 
 
 def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Lists the settings of parameter groups that are plain values, with names: first learning rates."""
+    """Yields names and values of the parameter groups' settings that are plain values; learning rates first."""
     found = [
         (key, number, given.item() if isinstance(given, Tensor) and given.numel() == 1 else given)
         for number, group in enumerate(groups)
@@ -131,7 +131,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _checksum(value: Tensor) -> int:
-    """Sums up some values of a parameter."""
+    """Returns the CRC-32 of a sample of a parameter's values; 0 if it is sparse, empty or on the meta device."""
     if value.layout is not torch.strided or not value.numel() or value.is_meta:
         return 0
     flat = value.detach().reshape(-1)

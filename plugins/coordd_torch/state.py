@@ -1,4 +1,4 @@
-"""Making all ranks start from the same state: parameters, and what the optimizer has."""
+"""Broadcast of parameters and optimizer state, so that all ranks start from the same state."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def broadcast_parameters(
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()``, or a list of tensors.
-        root_rank: the global rank whose values are taken.
+        root_rank: the global rank whose values are copied.
         process_set: the ranks that take part.
 
     Raises:
-        ArgumentError: these are no parameters.
-        MismatchError: names differ between ranks, and then nothing is copied, or a shape or type does.
+        ArgumentError: `params` has another type.
+        MismatchError: names differ between ranks, and nothing is copied; or a shape or dtype differs.
     """
     named = _named(params)
     names = sorted(name for name, _ in named)
@@ -52,7 +52,7 @@ def broadcast_parameters(
 
 
 def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
-    """Lists tensors with names; what is no tensor, such as a module's extra state, is left out."""
+    """Returns tensors with names; leaves out other values, such as a module's extra state."""
     if isinstance(params, Mapping):
         found = [(str(name), value) for name, value in sorted(params.items(), key=lambda item: str(item[0]))]
     elif not isinstance(params, (str, bytes, torch.Tensor)) and hasattr(params, "__iter__"):
@@ -71,16 +71,19 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,  # noqa: ARG001 - Horovod's signature
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copies the root's optimizer state, hyper-parameters included, to all ranks.
+    """Copies the root's optimizer state, hyperparameters included, to all ranks.
 
-    The state may be empty or of any shape on the other ranks: they take over what the root has, and no step is made.
-    Under ``as_horovod`` the parameters of an optimizer without a state get gradients of zeros, as Horovod gives them.
+    The state may be empty or of any shape on the other ranks, because they load the root's state; no step is made.
+    Under ``as_horovod`` missing gradients of an optimizer without state are set to zeros, as in Horovod.
 
     Args:
-        optimizer: any optimizer of PyTorch's interface, distributed or not.
-        root_rank: the global rank whose state is taken.
-        model: Horovod's, which makes a step to get a state; not needed.
+        optimizer: any optimizer with PyTorch's interface, distributed or not.
+        root_rank: the global rank whose state is copied.
+        model: Horovod's argument, for a step that creates the state; not needed.
         process_set: the ranks that take part.
+
+    Raises:
+        ArgumentError: `optimizer` is no optimizer.
     """
     if not hasattr(optimizer, "param_groups"):
         text = f"broadcast_optimizer_state() takes an optimizer, not a {type(optimizer).__name__}"
@@ -103,9 +106,9 @@ def broadcast_optimizer_state(
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Puts tensors back that `load_state_dict` has converted to the type of their parameter, which the root has not.
+    """Restores state tensors that `load_state_dict` has converted to their parameter's dtype, unlike the root's.
 
-    Those of ASGD and NAdam, for example, are in float32 for parameters of any type.
+    Some tensors of ASGD and NAdam, for example, are float32 for parameters of any dtype.
     """
     for group, sent in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], sent["params"], strict=True):
@@ -116,14 +119,14 @@ def _keep_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None
 
 
 class _Place:
-    """Where a tensor was."""
+    """Marks the position of a tensor that was taken out of a nest of containers."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 def _hollow(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Copies a nest of containers, with its tensors taken out."""
+    """Returns a copy of nested containers with `_Place` for each tensor; appends copies of the tensors to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach().clone())
         return _Place(len(tensors) - 1)
@@ -135,7 +138,7 @@ def _hollow(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _filled(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Puts the tensors back."""
+    """Returns a copy of nested containers with the tensors put back."""
     if isinstance(value, _Place):
         return tensors[value.index]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, on any device."""
+"""Batch normalization over the batches of all ranks, on any device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - as PyTorch's own
-    """Normalises by the mean and variance of all ranks' batches together; batches may differ in size.
+    """Batch normalization with the mean and variance over all ranks' batches, which may differ in size.
 
-    The running variance is the unbiased one of all of them. Means and variances are merged pairwise, as Chan, Golub
-    and LeVeque (1979) do, so nothing cancels out.
+    The running variance is the unbiased variance over all batches. Means and variances are merged pairwise as in Chan,
+    Golub and LeVeque (1979), which avoids cancellation.
     """
 
     def __init__(  # noqa: PLR0917 - Horovod's signature
@@ -34,12 +34,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - as PyTor
         track_running_stats: bool = True,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        """Makes a layer; arguments as of `torch.nn.BatchNorm1d`.
+        """Creates a layer; arguments as in `torch.nn.BatchNorm1d`.
 
         Args:
             num_features: C of an input of shape (N, C, ...).
             eps: added to the variance.
-            momentum: of the running statistics; None for their plain average.
+            momentum: momentum of the running statistics; None for a cumulative average.
             affine: whether to learn a scale and a shift.
             track_running_stats: whether to keep statistics for evaluation.
             process_set: the ranks that take part.
@@ -53,7 +53,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - as PyTor
             raise ArgumentError(text)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises; in evaluation by the running statistics, if there are any."""
+        """Returns the normalized input; in evaluation mode uses the running statistics, if there are any."""
         ranks = self.process_set.count(api.size())
         if ranks == 1 or not (self.training or self.running_mean is None):
             return super().forward(input)
@@ -82,7 +82,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - as PyTor
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises by statistics of all ranks; in at least single precision."""
+    """Autograd function that normalizes with the statistics of all ranks, in at least single precision."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, eps: float, process_set: ProcessSet) -> tuple[Tensor, ...]:
@@ -112,7 +112,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(values: Tensor, dims: list[int]) -> Tensor:
-    """Mean, sum of squared distances from it, and count, of each channel, as rows; an empty batch has none."""
+    """Returns rows with the mean, the sum of squared deviations and the count per channel; zeros for an empty batch."""
     count = values.numel() // values.shape[1]
     counts = values.new_full((values.shape[1],), count)
     if not count:
@@ -123,7 +123,7 @@ def _statistics(values: Tensor, dims: list[int]) -> Tensor:
 
 
 def _merged(mine: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count of all ranks together."""
+    """Returns the mean, biased variance and count per channel over all ranks."""
     parts = allgather_async(mine[None], process_set=process_set).result()
     mean, distances, count = parts[0]
     for other_mean, other_distances, other_count in parts[1:]:

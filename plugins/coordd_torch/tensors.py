@@ -1,4 +1,4 @@
-"""A tensor's memory as a NumPy array: a view wherever there is one, else a copy that goes back afterwards."""
+"""Conversion between tensors and NumPy arrays: a view if possible, else a copy that is written back afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coordd.errors import ArgumentError
 
 __all__ = ["borrow", "check_dense", "empty_common", "from_array", "values_at", "view"]
 
-# What NumPy does not have, as integers of equal size and the name of what they stand for.
+# Dtypes that NumPy lacks: an integer dtype of equal size, and the name of the dtype.
 _FOREIGN: dict[torch.dtype, tuple[torch.dtype, str]] = {
     torch.bfloat16: (torch.int16, "bfloat16"),
     torch.float8_e4m3fn: (torch.uint8, "float8_e4m3fn"),
@@ -25,7 +25,7 @@ _FOREIGN: dict[torch.dtype, tuple[torch.dtype, str]] = {
 
 
 def view(tensor: torch.Tensor) -> np.ndarray:
-    """Views a dense CPU tensor as an array of the same shape, strides and memory."""
+    """Returns a view of a dense CPU tensor as an array of the same shape, strides and memory."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     foreign = _FOREIGN.get(tensor.dtype)
@@ -36,12 +36,12 @@ def view(tensor: torch.Tensor) -> np.ndarray:
 
 
 def borrow(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], torch.Tensor]]:
-    """Makes a tensor accessible to the daemon, for an operation in place.
+    """Returns an array with a tensor's values, for an in-place operation of the daemon.
 
-    A tensor that does not lie in this process's memory in a plain way (on another device, conjugated) is copied.
+    A tensor on another device, or with a lazy conjugation or negation, is copied.
 
     Returns:
-        the array, and what turns the finished array back into the tensor.
+        The array, and a function that writes the finished array back, if it is a copy, and returns the tensor.
 
     Raises:
         ArgumentError: the tensor is sparse.
@@ -60,12 +60,12 @@ def borrow(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[np.ndarray], tor
 
 
 def empty_common(*shape: int, dtype: torch.dtype | None = None, daemon: Daemon | None = None) -> torch.Tensor:
-    """Makes a CPU tensor, zero, in memory that all ranks of this host see, so that its reductions need no copies.
+    """Returns a CPU tensor of zeros in the shared memory of this host's ranks, so that its reductions need no copies.
 
     Args:
         shape: its dimensions.
-        dtype: by default PyTorch's default type.
-        daemon: by default that of `init`.
+        dtype: by default PyTorch's default dtype.
+        daemon: by default the daemon that `init` started.
 
     Raises:
         NotInitializedError: `init` was not called.
@@ -76,10 +76,10 @@ def empty_common(*shape: int, dtype: torch.dtype | None = None, daemon: Daemon |
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Refuses what has no plain memory.
+    """Rejects a value that is not a dense tensor.
 
     Raises:
-        ArgumentError: it is no tensor, or a sparse one.
+        ArgumentError: the value is no tensor, or not a dense one.
     """
     if not isinstance(tensor, torch.Tensor):
         text = f"a tensor is wanted, not a {type(tensor).__name__}: torch.as_tensor() makes one"
@@ -92,7 +92,7 @@ def check_dense(tensor: torch.Tensor) -> None:
 
 
 def from_array(array: np.ndarray) -> torch.Tensor:
-    """Views an array as a CPU tensor."""
+    """Returns an array as a CPU tensor: a view if it is writable and C-contiguous, else a copy."""
     if not array.flags.writeable or not array.flags.c_contiguous:
         array = np.array(array, order="C")
     name = name_of(array.dtype)
@@ -103,14 +103,14 @@ def from_array(array: np.ndarray) -> torch.Tensor:
 
 
 def values_at(tensor: torch.Tensor, places: np.ndarray) -> list[float] | None:
-    """Reads some values of a tensor, wherever it lies.
+    """Reads some values of a tensor on any device.
 
     Args:
-        tensor: real, or complex, which has two values at each place.
-        places: of the flattened tensor.
+        tensor: real, or complex, which counts as two values per element.
+        places: flat indices of the values.
 
     Returns:
-        the values; None if there are none to be seen, or they are no numbers with a fraction.
+        The values; None if the tensor is sparse, on the meta device, or not floating-point.
     """
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_meta:

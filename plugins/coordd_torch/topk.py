@@ -1,4 +1,4 @@
-"""The largest values only; the others wait until they have grown large enough.
+"""Top-k compression: sends the largest values only, and accumulates the others for later steps.
 
 Source: Stich et al., Sparsified SGD with Memory, NeurIPS 2018.
 """
@@ -16,21 +16,22 @@ __all__ = ["TopKCompressor"]
 
 
 class TopKCompressor(Compressor):
-    """Sends the largest values of each bucket with their places; the rest is added to the next step's gradients.
+    """Sends the largest values of each bucket with their indices; adds the rest to the next step's gradients.
 
-    Everybody gets everybody's, eight bytes for a value of fp32: 2 (n - 1) times ``ratio`` of the tensor for n ranks.
+    All ranks receive the values of all ranks, 8 bytes per fp32 value: 2 (n - 1) times ``ratio`` of the tensor's bytes
+    for n ranks.
     """
 
     feedback = True
 
     def __init__(self, *, ratio: float = 0.01) -> None:
-        """Makes one.
+        """Creates a compressor.
 
         Args:
             ratio: share of the values that is sent, above 0 and at most 1; always at least one value.
 
         Raises:
-            ArgumentError: there is no such share.
+            ArgumentError: `ratio` is out of range.
         """
         super().__init__()
         if not 0 < finite(ratio, "ratio") <= 1:
@@ -40,11 +41,11 @@ class TopKCompressor(Compressor):
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What all ranks must have alike."""
+        """The ratio, which must be equal on all ranks."""
         return (self._share,)
 
     def exchange(self, cargo: Cargo) -> Rounds:
-        """Gathers values and places."""
+        """Gathers the values and indices of all ranks, and averages them."""
         flat = cargo.flat
         count = max(1, round(self._share * sum(part.numel() for part in cargo.parts)))
         places = flat.abs().topk(min(count, flat.numel()), sorted=False).indices

@@ -1,6 +1,6 @@
-"""Autotune while training: rank 0 times the steps and chooses, and its choice travels behind the gradients themselves.
+"""Autotune during training: rank 0 times the steps and chooses settings, which are sent together with the gradients.
 
-So all ranks learn of it in the same step, with no message of its own, and change between that step and the next.
+Thus all ranks get the choice in the same step, without a message of its own, and apply it before the next step.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ __all__ = ["AT_END", "OVERLAP", "SIGNALS", "Tuning", "first_settings"]
 log = logging.getLogger("coordd")
 
 OVERLAP, AT_END = "overlap", "at-end"
-"""Algorithms: reduce each bucket as soon as it is full, or all when backward ends."""
+"""Algorithms: reduce each bucket as soon as it is full, or all gradients when backward ends."""
 SIGNALS = 1 + len(Settings.__struct_fields__)
 _SETTLE = 6
-"""Steps that are not measured after a change: one until all know of it, some until the plan is locked again."""
+"""Steps that are not measured after a change: one until all ranks have it, more until the plan is locked again."""
 
 
 class Tuning:
-    """One optimizer's search; on ranks other than 0 it only listens."""
+    """Autotune of one optimizer; rank 0 runs the search, other ranks only apply its choices."""
 
     def __init__(self, config: Config, world: World, requests: Iterable[Request], start: Settings) -> None:
-        """Begins, or goes on where an earlier run has stopped.
+        """Starts the search, or continues that of an earlier run.
 
         Args:
-            config: what the search may cost, and where it is recorded.
-            world: who trains.
+            config: limits of the search, and the path of its log.
+            world: the ranks of the job.
             requests: the gradients of a step.
-            start: the settings without it; no compression is tried beside what the user has chosen.
+            start: the initial settings; the search tries no compression other than the user's choice.
 
         Raises:
             ConfigError: Optuna is not installed.
@@ -57,7 +57,7 @@ class Tuning:
             atexit.register(self._session.close)
 
     def step_done(self) -> None:
-        """Times a training step; called after each."""
+        """Records the duration of a training step; called after each step."""
         if self._session is None:
             return
         now = time.monotonic()
@@ -66,7 +66,7 @@ class Tuning:
         self._last = now
 
     def signals(self) -> list[float]:
-        """What this rank adds behind its gradients: from rank 0 one and the places of its choices, else zeros."""
+        """Returns this rank's signals: zeros, or on rank 0 for a new choice: 1 and the indices of the chosen values."""
         if self._session is None or self._session.settings == self._now:
             return [0.0] * SIGNALS
         wanted = self._session.settings
@@ -74,12 +74,12 @@ class Tuning:
         return [1.0, *map(float, places)]
 
     def hear(self, sums: Sequence[float]) -> Settings | None:
-        """Reads the sum of all ranks' signals; returns the settings to change to, if any."""
+        """Reads the sum of all ranks' signals; returns the new settings, if any."""
         if round(sums[0]) != 1:
             return None
         knobs = zip(Settings.__struct_fields__, sums[1:], strict=True)
         chosen = {knob: self._space.choices(knob)[round(place)] for knob, place in knobs}
-        self._now = Settings(**chosen)  # type: ignore[arg-type]  # a space gives each its type
+        self._now = Settings(**chosen)  # type: ignore[arg-type]  # the space has the right type for each
         if self._session is not None:
             log.info("autotune: %s", ", ".join(f"{knob} {value}" for knob, value in chosen.items()))
         return self._now
@@ -89,7 +89,7 @@ def first_settings(config: Config, *, compresses: bool) -> Settings:
     """Returns the settings without autotune.
 
     Args:
-        config: what the user wants.
+        config: the user's configuration.
         compresses: whether the user has chosen a compression.
     """
     return Settings(

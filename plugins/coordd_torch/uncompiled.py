@@ -1,9 +1,9 @@
-"""Keeps `torch.compile` out of coordd: where compiled code calls it, or autograd a hook of it, it runs as it is.
+"""Excludes coordd from `torch.compile`: its functions run uncompiled, called from compiled code or as autograd hooks.
 
 `torch.compiler.disable` does that for one function, but it imports the compiler, which takes seconds. So each function
-gets what `disable` sets: a mark, by which the compiler does not trace into it from a caller, and a strategy of its code
-object, by which neither it nor what it calls is compiled when it is run. A compiled function that coordd calls, such as
-a closure of the user's, stays compiled.
+gets what `disable` sets: a mark that keeps the compiler from tracing into it from a caller, and a strategy of its code
+object that keeps it and the functions that it calls from being compiled when they run. A compiled function that coordd
+calls, such as a closure of the user, stays compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PACKAGES = frozenset({"coordd", "coordd_keras", "coordd_torch"})
 
 
 def keep_uncompiled() -> None:
-    """Marks all functions of coordd's modules that are loaded; does nothing where PyTorch has no way to do so."""
+    """Marks all functions of coordd's loaded modules; does nothing if this PyTorch version does not support it."""
     try:
         from torch._C._dynamo.eval_frame import (
             _FrameAction,
@@ -40,7 +40,7 @@ def _modules() -> list[types.ModuleType]:
 
 
 def _functions(names: Any) -> Iterator[types.FunctionType]:
-    """Lists the functions of a module or class that are coordd's own, and what they wrap."""
+    """Yields coordd's own functions of a module or class, and the functions that they wrap."""
     for value in list(names.values()):
         if isinstance(value, type):
             if _is_ours(value):
@@ -52,7 +52,7 @@ def _functions(names: Any) -> Iterator[types.FunctionType]:
 
 
 def _unwrapped(value: Any) -> Iterator[types.FunctionType]:
-    """Lists a function, the one that it wraps, and so on."""
+    """Yields a function, the function that it wraps, and so on."""
     while isinstance(value, types.FunctionType) and _is_ours(value):
         yield value
         value = getattr(value, "__wrapped__", None)

@@ -1,4 +1,4 @@
-"""What one optimizer has given to the daemon, and waits for."""
+"""Pending work: the operations of one optimizer that the daemon has not completed yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Told", "Underway"]
 
 
 class _Landing(Handle[None]):
-    """That everything has landed: what a thread waits for, made only where one has to."""
+    """Handle that resolves when all pending work is done; created only if a thread has to wait."""
 
     __slots__ = ("_underway",)
 
@@ -26,18 +26,18 @@ class _Landing(Handle[None]):
         self._underway = underway
 
     def waits_for(self, promise: object) -> bool:
-        """Says whether it is not done before this one is."""
+        """Returns whether this handle waits for the operation of another handle."""
         return getattr(promise, "underway", None) is self._underway
 
 
 class Underway:
-    """Counts gradients, buckets and rounds that are reduced, and keeps the first error.
+    """Counts the gradients, buckets and rounds that are being reduced, and keeps the first error.
 
     Attributes:
-        channel: the way that they take.
-        site: the line of the user's script for which they are reduced.
-        failed: why one of them has failed.
-        lost: those that have failed because ranks have waited for each other.
+        channel: communication settings.
+        site: the line of the user's script that caused the reductions.
+        failed: the first error of a reduction, if any.
+        lost: the handles of operations that failed because ranks waited for each other.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -46,35 +46,35 @@ class Underway:
         self.failed: BaseException | None = None
         self.lost: list[object] = []
         self._unheard: list[BaseException] = []
-        # Each counter has one writer, so they need no lock: this thread starts, the daemon's lands.
+        # Each counter has one writer, so they need no lock: this thread counts starts, the daemon's completions.
         self._started = 0
         self._landed = 0
         self._lock = threading.Lock()
         self._awaited: _Landing | None = None
 
     def submit(self, entry: Entry, *, lazy: bool = False) -> None:
-        """Announces one of them; ``lazy`` if this thread calls `wait` next."""
+        """Submits an entry to the daemon; ``lazy`` if this thread calls `wait` next."""
         try:
             self._started += 1
             self.channel.daemon.submit(entry, lazy=lazy)
         except CoorddError:
             self._started -= 1
             raise
-        except BaseException as error:  # a signal's handler has raised: whether it is submitted is not known
+        except BaseException as error:  # a signal handler has raised: it is unknown whether the entry is submitted
             self.channel.daemon.broken_off(error, "the submission of gradients")
             raise
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
-        """Takes over what has arrived; on the daemon's thread."""
+        """Converts the result of a completed operation and counts it; on the daemon's thread."""
         try:
             if convert is not None:
                 convert(value)
-        except BaseException as error:  # noqa: BLE001 - the thread that waits gets it
+        except BaseException as error:  # noqa: BLE001 - the waiting thread gets it
             self.failed = self.failed or error
         self.landed()
 
     def fail(self, error: BaseException, promise: object = None) -> None:
-        """Notes the first failure, of this promise; on the daemon's thread."""
+        """Records a failure of the operation of this handle, and counts it; on the daemon's thread."""
         if is_deadlock(error):
             self._unheard.append(error)
             self.lost.append(promise)
@@ -82,17 +82,17 @@ class Underway:
         self.landed()
 
     def landed(self) -> None:
-        """Counts what is done, one way or another; on the daemon's thread."""
+        """Counts a completed or failed operation; on the daemon's thread."""
         self._landed += 1
         if self._awaited is not None and self._landed == self._started:
             awaited, self._awaited = self._awaited, None
             awaited.resolve(None)
 
     def wait(self) -> None:
-        """Waits until everything that was started is done.
+        """Waits until all started operations are done.
 
         Raises:
-            DeadlockError: it is not, and this is the daemon's thread.
+            DeadlockError: some are not done, and this is the daemon's thread.
         """
         while self._landed < self._started:
             check_may_wait("waiting for gradients")
@@ -100,14 +100,14 @@ class Underway:
                 awaited = self._awaited
                 if awaited is None:
                     awaited = self._awaited = _Landing(self)
-            # The order matters: either this look sees the last one land, or that sees what is awaited.
+            # The order matters: either this check sees the last completion, or `landed` sees `_awaited`.
             if self._landed < self._started:
                 awaited.wait()
 
     def take_lost(self) -> list[object]:
-        """Returns what ranks have lost because they have waited for each other, and forgets that it has failed.
+        """Returns and clears the handles of operations that failed because ranks waited for each other.
 
-        The script hears of it now, if it has not had an error of this step before.
+        Also clears the failure, and marks the errors as seen by the script.
         """
         while self._unheard:
             note_heard(self._unheard.pop())
@@ -117,7 +117,7 @@ class Underway:
         return found
 
     def settle(self) -> None:
-        """Waits for what was started; raises the error of what has failed."""
+        """Waits for all started operations; raises the first error."""
         self.wait()
         error, self.failed = self.failed, None
         if error is not None:
@@ -125,19 +125,19 @@ class Underway:
 
 
 class Told:
-    """What a rank tells the others of a step that it discards."""
+    """Operations by which a rank notifies the other ranks of a step that it discards."""
 
     def __init__(self) -> None:
         self._told: list[tuple[Callable[[], Handle[Any]], Handle[Any]]] = []
 
     def tell(self, start: Callable[[], Handle[Any]]) -> None:
-        """Starts to tell something."""
+        """Starts an operation."""
         handle = start()
-        handle.add_done_callback(hear_of)  # if it fails, this rank has told of a worse error
+        handle.add_done_callback(hear_of)  # its failure is not logged: this rank has reported a worse error
         self._told.append((start, handle))
 
     def tell_again(self) -> None:
-        """Tells what the others have not heard because ranks have waited for each other."""
+        """Starts the operations again that failed because ranks waited for each other."""
         told, self._told = self._told, []
         for start, handle in told:
             if handle.lost:
@@ -146,11 +146,11 @@ class Told:
                 self._told.append((start, handle))
 
     def wait(self) -> BaseException | None:
-        """Waits until all is told; returns the error if ranks have waited for each other."""
+        """Waits for all operations; returns an error if one failed because ranks waited for each other."""
         for _, handle in self._told:
             handle.wait()
         return next((handle.error() for _, handle in self._told if handle.lost), None)
 
     def forget(self) -> None:
-        """Gets ready for the next step."""
+        """Prepares the next step."""
         self._told.clear()

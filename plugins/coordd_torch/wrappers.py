@@ -1,4 +1,4 @@
-"""Finds parameters that belong to another package that reduces gradients itself, and says so in a sentence."""
+"""Detection of parameters whose gradients another package reduces itself."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _MARKS = {
 }
 """Attributes that packages leave on parameters."""
 _OPTIMIZERS = ("deepspeed", "torch.distributed.optim", "apex.contrib.optimizers")
-"""Packages whose optimizers talk to other ranks."""
+"""Packages whose optimizers communicate with other ranks."""
 
 
 def check_parallel(optimizer: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuses parameters whose gradients would be reduced twice, or of which a rank has a part only.
+    """Rejects parameters whose gradients would be reduced twice, or that are sharded over ranks.
 
-    ``torch.nn.DataParallel`` is fine: it adds up within one process.
+    ``torch.nn.DataParallel`` is accepted: it reduces within one process.
 
     Args:
-        optimizer: the user's.
-        parameters: those of it that are trained.
+        optimizer: the user's optimizer.
+        parameters: its trained parameters.
 
     Raises:
-        ArgumentError: it names the package and what to do.
+        ArgumentError: another package reduces or shards them; the message names it and the remedy.
     """
     held = list(parameters)
     owner = _owner_of(optimizer) or next(filter(None, map(_marked, held)), "") or _wrapped(held)
@@ -52,17 +52,18 @@ def _owner_of(optimizer: Any) -> str:
 
 
 def _marked(parameter: torch.Tensor) -> str:
-    """Names the package that has sharded a parameter."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has loaded it
+    """Returns the name of the package that has sharded a parameter, or ""."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # loaded in any process that has a DTensor
     if tensors is not None and isinstance(parameter, tensors.DTensor):
         return "fully_shard, or whatever has made them a DTensor,"
     return next((name for mark, name in _MARKS.items() if getattr(parameter, mark, None) not in {None, False}), "")
 
 
 def _wrapped(parameters: list[torch.Tensor]) -> str:
-    """Looks for a wrapper of a model with these parameters; it leaves no trace on them.
+    """Returns the class name of a wrapper around a model with these parameters, or "".
 
-    None can exist without a process group of PyTorch's, so in most jobs nothing is looked for.
+    Wrappers leave no mark on parameters, so all wrapper objects are searched. None can exist without a process group of
+    PyTorch, so most jobs skip the search.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -75,11 +76,11 @@ def _wrapped(parameters: list[torch.Tensor]) -> str:
 
 
 def _instances(kinds: Iterable[type]) -> list[Any]:
-    """Finds all objects of some classes, to which they refer.
+    """Returns all objects of some classes and their subclasses, found as referrers of the classes.
 
-    A list of all objects would also have the tuples that other threads are making at that moment, which Python can then
-    no longer complete: those threads would get a SystemError. Objects are known by their types themselves, for some
-    answer with a warning when they are asked for their class.
+    A list of all objects would contain tuples that other threads are still creating, which Python can then no longer
+    complete: those threads would get a SystemError. Objects are tested by `type`, because some of them issue a warning
+    when their `__class__` is read.
     """
     wanted = _with_subclasses(kinds)
     return [found for found in gc.get_referrers(*wanted) if type(found) in wanted]
@@ -93,17 +94,17 @@ def _with_subclasses(kinds: Iterable[type]) -> set[type]:
 
 
 def _wrappers() -> tuple[type, ...]:
-    """The classes of PyTorch that wrap a model."""
+    """Returns PyTorch's classes that wrap a model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     ddp = torch.nn.parallel.DistributedDataParallel
     return (ddp,) if fsdp is None else (ddp, fsdp.FullyShardedDataParallel)
 
 
 def check_plain(model: torch.nn.Module) -> None:
-    """Refuses a model for a pipeline of which another package reduces gradients, or has a part only on each rank.
+    """Rejects a model for a pipeline if another package reduces its gradients or shards it over ranks.
 
     Raises:
-        ArgumentError: it names the package and what to do.
+        ArgumentError: there is such a package; the message names it and the remedy.
     """
     kinds = _wrappers()
     wrapped = next((type(module).__name__ for module in model.modules() if isinstance(module, kinds)), "")

@@ -1,6 +1,7 @@
-"""Writes ``docs/knobs.md`` from the knobs themselves, so that the page cannot say anything else than the code.
+"""Writes ``docs/knobs.md`` from the knobs in the code, so that the page and the code agree.
 
-Run as ``python -m coordd_tools.knob_table docs/knobs.md``; with ``--check`` it only fails on a stale page.
+Run as ``python -m coordd_tools.knob_table docs/knobs.md``; with ``--check`` it writes nothing and fails if the page is
+stale.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Every knob can be set in three ways. An argument of `init` beats the environment
 
 
 def row(knob: Knob) -> str:
-    """Writes one knob as a row of a Markdown table."""
+    """Returns one knob as a row of a Markdown table."""
     cells = [_code(knob.name), _code(knob.variable), _flags(knob), _default(knob), knob.legal, knob.about]
     cells.append(_code(knob.alias) if knob.alias else "")
     return line(cells)
@@ -49,7 +50,7 @@ def _default(knob: Knob) -> str:
 
 
 def page(table: Iterable[Knob]) -> str:
-    """Writes the whole page."""
+    """Returns the whole page, in Markdown."""
     return _HEAD + "".join(map(row, table))
 
 

@@ -21,7 +21,7 @@ FUNCTION_LINES = 30
 
 @dataclass(frozen=True, order=True)
 class Size:
-    """How many lines something has, and where it is."""
+    """The number of lines of a file or function, and its place."""
 
     lines: int
     place: str
@@ -40,7 +40,7 @@ class Sources:
 
     @classmethod
     def measure(cls, folder: Path) -> Sources:
-        """Reads a folder.
+        """Measures a folder.
 
         Raises:
             SyntaxError: a file is not Python.
@@ -55,7 +55,7 @@ class Sources:
         return f"{self.folder}: longest file {longest}/{FILE_LINES} lines, p90 of functions {typical}/{FUNCTION_LINES}"
 
     def excess(self) -> list[str]:
-        """Lists what is over budget, in sentences; empty when all is well."""
+        """Lists everything over budget, in sentences; empty if nothing is."""
         return [*self._long_files(), *self._long_functions()]
 
     def _long_files(self) -> Iterator[str]:
@@ -81,13 +81,13 @@ def _functions(path: Path, text: str) -> Iterator[Size]:
 
 
 def ninth_decile(sizes: Sequence[Size]) -> int:
-    """Finds the number of lines that nine in ten do not exceed; 0 for no sizes."""
+    """Returns the number of lines that nine in ten do not exceed; 0 for no sizes."""
     nine_in_ten = -(-9 * len(sizes) // 10)
     return sorted(sizes)[nine_in_ten - 1].lines if sizes else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line for each folder on the command line, then what is over budget; returns the exit code."""
+    """Prints a line for each folder on the command line, then everything over budget; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m coordd_tools.line_budget", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     excess: list[str] = []

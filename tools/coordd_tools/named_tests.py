@@ -1,4 +1,4 @@
-"""Sees that the tests which a page names exist, and that each row of its tables that should name one does.
+"""Checks that the tests a page names exist, and that each row of its tables that should name a test names one.
 
 Tests are written as `file.py::name`, with paths below the folder ``tests``. Files are read, not imported.
 Run as ``python -m coordd_tools.named_tests docs/bad-input.md``.
@@ -22,11 +22,11 @@ _PREFIXES = ("test_", "case_")
 
 
 def flaws(page: str, tests: Path) -> Iterator[str]:
-    """Lists what is wrong with a page: tests that do not exist, and rows that name none.
+    """Yields the flaws of a page: tests that do not exist, and rows that name no test.
 
     Args:
         page: its text, in Markdown.
-        tests: the folder below which tests are named.
+        tests: the folder that contains the named tests.
     """
     shown = False
     for line in page.splitlines():
@@ -43,7 +43,7 @@ def flaws(page: str, tests: Path) -> Iterator[str]:
 
 @cache
 def _tests(file: Path) -> frozenset[str]:
-    """Finds the tests and cases of a file, those of classes as ``Class::name``; none if there is no such file."""
+    """Returns the tests and cases of a file, methods as ``Class::name``; empty if there is no such file."""
     if not file.is_file():
         return frozenset()
     body = ast.parse(file.read_text("utf-8")).body

@@ -1,4 +1,4 @@
-"""A page that is written from the code, so that it cannot say anything else."""
+"""Pages that are written from the code, so that page and code agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["keep", "line"]
 
 
 def line(cells: Iterable[str]) -> str:
-    """Writes one row of a Markdown table."""
+    """Returns one row of a Markdown table."""
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |\n"
 
 
@@ -18,10 +18,10 @@ def keep(fresh: str, arguments: Sequence[str] | None, *, command: str, about: st
     """Writes the page that the command line names, or checks it; returns the exit code.
 
     Args:
-        fresh: what the page should say.
-        arguments: those of the command line; None for this process's own.
-        command: what writes the page, the last word being its path.
-        about: what the command does.
+        fresh: the text that the page should have.
+        arguments: command-line arguments; None for this process's own.
+        command: the command that writes the page; its last word is the page's path.
+        about: the description of the command, for ``--help``.
     """
     parser = argparse.ArgumentParser(prog=command.rpartition(" ")[0], description=about)
     parser.add_argument("page", type=Path, help="the Markdown file")

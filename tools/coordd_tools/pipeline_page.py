@@ -1,8 +1,9 @@
 """Draws the pictures of ``docs/pipeline.md`` and writes its tables and printed plans, all from the simulator.
 
-The page itself is written by hand; only what stands between two comments, such as ``<!-- coordd plan ... -->`` and
-``<!-- end -->``, is written here: what that command prints, or the table of schedules.
-Run as ``python -m coordd_tools.pipeline_page docs/pipeline.md``; with ``--check`` it only fails on what is stale.
+The page itself is written by hand; only the text between two comments, such as ``<!-- coordd plan ... -->`` and ``<!--
+end -->``, is written here: the output of that command, or the table of schedules.
+Run as ``python -m coordd_tools.pipeline_page docs/pipeline.md``; with ``--check`` it writes nothing and fails if
+anything is stale.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _BLOCK = re.compile(r"(<!-- (the schedules|coordd [^>]*) -->\n).*?(<!-- end -->)
 
 
 def _costs(stages: int, chunks: int) -> Costs:
-    """One unit for each pass through a rank's layers, however many stages they are cut into."""
+    """Returns costs in which a pass through a rank's layers takes one unit, however many stages they form."""
     share = [1 / chunks] * stages
     return Costs(share, share, share, activation=share)
 
 
 def pictures() -> Mapping[str, str]:
-    """Draws every schedule; the keys are names of files."""
+    """Draws every schedule; returns SVG text by file name."""
     return {f"schedule-{name}.svg": _picture(choice) for name, choice in SCHEDULES.items()}
 
 
@@ -52,7 +53,7 @@ def _picture(choice: Choice) -> str:
 
 
 def table() -> str:
-    """Writes what a step costs with each schedule, as a Markdown table."""
+    """Returns a Markdown table of the costs of a step with each schedule."""
     heads = [f"{ranks} ranks, {microbatches} microbatches" for ranks, microbatches in _SIZES]
     lines = ["| schedule | stages a rank | " + " | ".join(heads) + " | versions of weights |", "|---" * 6 + "|"]
     for choice in SCHEDULES.values():
@@ -72,7 +73,7 @@ def _versions(found: Sequence[Outcome]) -> str:
 
 
 def fresh(page: str) -> str:
-    """Writes all blocks of a page anew."""
+    """Returns the page with all its blocks written anew."""
     return _BLOCK.sub(lambda block: f"{block[1]}{_text(block[2])}\n{block[3]}", page)
 
 
@@ -87,7 +88,7 @@ def _text(source: str) -> str:
 
 
 def _stale(page: Path) -> Iterator[tuple[Path, str]]:
-    """Finds the files that do not say what the simulator says, and what they should."""
+    """Yields the files that differ from the simulator's output, with the text they should have."""
     wanted = {page.parent / _FOLDER / name: text for name, text in pictures().items()}
     wanted[page] = fresh(page.read_text("utf-8"))
     for path, text in wanted.items():

@@ -1,4 +1,4 @@
-"""The stages of a Keras model on this rank, with all that runs them."""
+"""A Keras model split into stages: this rank's stages and everything that runs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import keras
 import numpy as np
-from keras.src.backend.common import global_state  # Keras has no public way to what it does here
+from keras.src.backend.common import global_state  # Keras has no public API for this
 
 from coordd.errors import ArgumentError
 from coordd.messages import ReduceOp
@@ -42,16 +42,16 @@ _TOGETHER: Mapping[str, Callable[[Sequence[np.ndarray]], Any]] = {
     "mean": lambda values: np.mean(values, axis=0),
     "only_first_replica": lambda values: values[0],
 }
-"""What is made of a metric's variable on several replicas, by what it says of itself, as with Keras's distribution."""
+"""Merges the values of a metric variable over replicas, by its `aggregation`, as Keras's distribution does."""
 
 
 class Assembly:
-    """A model that is dealt out.
+    """A model split over the ranks.
 
     Attributes:
         layout: of all stages.
-        stages: of this rank.
-        ran: the last run, or the last of training.
+        stages: this rank's stages, by number.
+        ran: the last training run, or the last run if there was no training yet.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class Assembly:
         operations: Operations,
         name: str,
     ) -> None:
-        """Deals it out.
+        """Splits the model and builds this rank's stages.
 
         Args:
-            model: that is built already, or can be for inputs of a shape; or a function that makes it.
-            x: inputs of a batch, which tell the shape of a Sequential model's, and by which layers are measured.
-            config: how it is split and trained.
-            plans: of its runs.
+            model: a built model, or one that can be built from an input shape; or a function that makes it.
+            x: inputs of a batch: they give the input shape of a Sequential model, and layers are profiled with them.
+            config: how the model is split and trained.
+            plans: schedules of its runs.
             optimizer: of this rank's variables.
-            compiled: the loss and the metrics, as `keras.Model.compile` takes them.
-            weighted: whether the user says how much microbatches count.
-            accord: compares what the ranks were given.
+            compiled: loss and metrics, as `keras.Model.compile` takes them.
+            weighted: whether the user gives weights of microbatches.
+            accord: compares the arguments of the ranks.
             operations: of the daemon.
-            name: begins the names of what travels; the same on all ranks, and no other pipeline's.
+            name: prefix of operation names; the same on all ranks and unique to this pipeline.
 
         Raises:
-            ArgumentError: the model cannot be split like this, or the ranks have different ones.
+            ArgumentError: the model cannot be split like this, or the ranks have different models.
         """
         self._config = config
         self._weighted = weighted
@@ -95,7 +95,7 @@ class Assembly:
         self._model, self._shape = model, (None, *keras.tree.flatten(x)[0].shape[1:])
         self._graph = Graph(_outlined(model, self._shape))
         self.initial = initial_values(self._graph)
-        """What variables start with, for all ranks to compare."""
+        """Initial values of the variables, compared between ranks."""
         accord.check("Pipeline", settings(config) | described(self._graph, optimizer), advice=ALIKE)
         profile = self._profile(x) if config.measured else None
         self.layout = Layout.of(self._graph, sketch.stages, config, profile)
@@ -103,7 +103,7 @@ class Assembly:
         self._placed = sketch.placement
         held = {number: self.layout.variables(number) for number in sketch.held[self._rank]}
         for variable in (variable for mine in held.values() for variable in mine.values()):
-            if variable._value is None:  # noqa: SLF001 - Keras has no public way to make what a scope has put off
+            if variable._value is None:  # noqa: SLF001 - no public way to initialize a deferred variable
                 variable._deferred_initialize()  # noqa: SLF001 - as above
         self._owners = {
             key: tuple(sorted({rank for stage in stages for rank in self._placed[stage]}))
@@ -137,10 +137,10 @@ class Assembly:
         self.ran: Run | None = None
 
     def named(self, x: Any) -> dict[str, np.ndarray]:
-        """The model's inputs by their numbers.
+        """Returns the model's inputs by tensor number.
 
         Raises:
-            ArgumentError: there are more or fewer of them.
+            ArgumentError: the number of inputs is wrong.
         """
         graph = self._graph
         names = [tensor.name for tensor in graph.model.inputs]
@@ -152,15 +152,15 @@ class Assembly:
         return {str(number): array for number, array in zip(graph.inputs, given, strict=True)}
 
     def telling(self, *, known: Callable[[BaseException], bool] = lambda _: False) -> AbstractContextManager[None]:
-        """Tells all ranks of an error inside the block, unless it is ``known``: they may wait to receive."""
+        """Reports an error inside the block to all ranks, which may wait to receive, unless ``known`` accepts it."""
         return self._engine.telling("before or after the passes of the pipeline", self._rank, known=known)
 
     def run(self, work: Work, microbatches: int) -> None:
-        """Carries out a run.
+        """Executes a run.
 
         Args:
-            work: what it is for.
-            microbatches: for each replica of the widest stage.
+            work: the batch, and what to do with it.
+            microbatches: number for each replica of the widest stage.
         """
         plan = self._plans.lowered(microbatches, self.layout.flows, self.layout.tied, training=work.training)
         work = work._replace(scale=self._scale)
@@ -173,10 +173,10 @@ class Assembly:
         """Returns the loss of the last run, on every rank.
 
         Args:
-            needed: whether there must be one.
+            needed: whether a missing loss is an error.
 
         Raises:
-            ArgumentError: on all ranks: nothing has one.
+            ArgumentError: on all ranks, if no stage has a loss.
         """
         losses = [stage.loss for stage in self.stages.values() if stage.loss is not None]
         mine = np.array([sum(losses), len(losses)], np.float64)
@@ -186,7 +186,7 @@ class Assembly:
         return float(loss)
 
     def outputs(self) -> list[list[np.ndarray]]:
-        """What the last run has found, by microbatch, on every rank."""
+        """Returns the outputs of the last run by microbatch, on every rank."""
         mine = {place: found for stage in self.stages.values() for place, found in stage.outputs.items()}
         found: dict[int, list[np.ndarray]] = {}
         for each in allgather_object(mine, name=f"{self._name}.outputs"):
@@ -194,10 +194,10 @@ class Assembly:
         return [found[place] for place in sorted(found)]
 
     def metrics(self) -> dict[str, Any]:
-        """What metrics have heard since `reset`, of all replicas together, on every rank.
+        """Returns the metrics since `reset`, merged over all replicas, on every rank; resets them.
 
         Raises:
-            ArgumentError: on all ranks: one has no result.
+            ArgumentError: on all ranks, if a metric has no result.
         """
         mine = {
             number: [arrays_of(metric.variables) for metric in _metrics(stage.part)]
@@ -210,7 +210,7 @@ class Assembly:
             for number, stage in self.stages.items():
                 if self._rank == self._placed[number][0]:
                     found[number] = _results(stage.part, [heard[rank][number] for rank in self._placed[number]])
-        except Exception as error:  # noqa: BLE001 - a metric raises whatever it likes, and the others wait
+        except Exception as error:  # noqa: BLE001 - a metric may raise any error, and the other ranks wait
             wrong = f"a metric has no result: {error!r}"
         everybodys = allgather_object((found, wrong), name=f"{self._name}.results")
         self.reset()
@@ -218,21 +218,21 @@ class Assembly:
             if wrong:
                 raise ArgumentError(wrong)
             found |= results
-        # Keras has those of the loss and of the output before those of layers.
+        # Keras puts the metrics of the loss and of the output before those of layers.
         order = sorted(found, key=lambda number: (number != self.layout.last, number))
         return {name: value for number in order for name, value in found[number].items()}
 
     def reset(self) -> None:
-        """Has metrics forget what they have heard."""
+        """Resets all metrics."""
         for stage in self.stages.values():
             stage.part.reset_metrics()
 
     def finalize(self) -> None:
-        """Has the optimizer do what it does at the end of training, such as to put averages in place of weights."""
+        """Finalizes the optimizer at the end of training, for example by replacing weights with their averages."""
         self._settling.finalize()
 
     def whole(self) -> keras.Model:
-        """The model in one piece with the weights of all ranks, on every rank: the user's own, or a new one."""
+        """Returns the whole model with the weights of all ranks, on every rank: the user's own, or a new one."""
         mine = {key: each for key, each in self._held.items() if self._owners[key][0] == self._rank}
         values: dict[str, np.ndarray] = {}
         own = dict(zip(mine, arrays_of(mine.values()), strict=True))
@@ -245,7 +245,7 @@ class Assembly:
         return whole
 
     def _averaged(self, stages: Iterable[int]) -> list[str]:
-        """The states of layers whose mean replicas are to keep."""
+        """Returns the keys of layer state that replicas average."""
         states = (pair for number in stages for pair in self.layout.states(number).items())
         return [key for key, variable in states if math.prod(variable.shape) and floats(variable)]
 
@@ -268,10 +268,10 @@ class Assembly:
         )
 
     def _profile(self, x: Any) -> Profile:
-        """Measures the layers with the first microbatch of a batch.
+        """Profiles the layers with the first microbatch of a batch.
 
         Raises:
-            ArgumentError: they cannot be measured.
+            ArgumentError: the layers cannot be profiled.
         """
         if not isinstance(self._model, keras.Model):
             raise ArgumentError(
@@ -283,10 +283,10 @@ class Assembly:
         return measured(self._graph, taken(self.named(x), first), self._config, name=f"{self._name}.profile")
 
     def _check(self) -> None:
-        """Refuses what stages would each do for themselves.
+        """Rejects layers that several stages would evaluate independently.
 
         Raises:
-            ArgumentError: there is a layer in several stages that does more than the same to the same variables.
+            ArgumentError: several stages have the same metric, or the same variable with a regularizer or layer state.
         """
         hears: dict[int, int] = {}
         for stage, part in enumerate(self.layout.parts):
@@ -311,12 +311,12 @@ class Assembly:
 
 
 def _outlined(model: Model, shape: tuple[int | None, ...]) -> keras.Model:
-    """The model; one that a function builds without memory for its weights."""
+    """Returns the built model; a model that a function makes gets no memory for its weights."""
     if isinstance(model, keras.Model):
         return _built(model, shape)
     with keras.StatelessScope(initialize_variables=False):
         found = _built(model(), shape)
-    # Keras has noted them, and would make them all at the next opportunity.
+    # Keras keeps a list of these variables and would initialize them all at the next opportunity.
     own = set(map(id, found.variables))
     noted = global_state.get_global_attribute("uninitialized_variables") or []
     global_state.set_global_attribute("uninitialized_variables", [each for each in noted if id(each) not in own])
@@ -332,7 +332,7 @@ def _built(model: Any, shape: tuple[int | None, ...]) -> keras.Model:
 
 
 def _results(part: keras.Model, heard: Sequence[Sequence[Sequence[np.ndarray]]]) -> dict[str, Any]:
-    """What metrics find in what the replicas' have heard together; numbers, or arrays."""
+    """Returns the results, numbers or arrays, of metrics whose variables are merged over replicas."""
     found: dict[str, Any] = {}
     for place, metric in enumerate(_metrics(part)):
         for at, variable in enumerate(metric.variables):

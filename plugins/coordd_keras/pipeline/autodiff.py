@@ -1,4 +1,4 @@
-"""What a stage computes of a microbatch, and how a backend finds its gradients."""
+"""Defines what a stage computes for a microbatch, and the interface of a backend's automatic differentiation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Autodiff", "Call", "Computation", "Result", "autodiff", "floats"]
 
 
 class Call(NamedTuple):
-    """What a stage is called with.
+    """Arguments of one forward pass of a stage.
 
     Attributes:
-        values: its inputs.
-        masks: of each the mask that Keras has put on it, or None.
-        targets: what the last stage's output is compared with, in any structure.
-        training: whether layers are called for training.
-        judged: whether a loss is found, of the output or of layers.
-        measured: whether metrics hear of the output.
+        values: the stage's inputs.
+        masks: for each input its Keras mask, or None.
+        targets: of the last stage's output, in any structure.
+        training: whether layers are called in training mode.
+        judged: whether the loss of the output or of layers is computed.
+        measured: whether metrics are updated with the output.
     """
 
     values: Sequence[Any]
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What it gives: its outputs, their masks, and the loss if it has one."""
+    """Result of a forward pass: outputs, their masks, and the loss or None."""
 
     outputs: Sequence[Any]
     masks: Sequence[Any]
@@ -44,20 +44,20 @@ class Result(NamedTuple):
 
 
 class Computation:
-    """The layers of a stage, and what is found of their output: the same on all backends."""
+    """Forward pass of a stage, with loss and metrics; the same on all backends."""
 
     def __init__(self, part: keras.Model, *, last: bool) -> None:
-        """Prepares it.
+        """Keeps the layers.
 
         Args:
-            part: the layers, compiled.
-            last: whether theirs is the output.
+            part: the stage's layers, compiled.
+            last: whether this is the last stage, which gives the model's output.
         """
         self.part = part
         self._last = last
 
     def __call__(self, call: Call) -> Result:
-        """Calls the layers."""
+        """Runs the layers."""
         masks = {"mask": list(call.masks)} if any(mask is not None for mask in call.masks) else {}
         found = self.part(list(call.values), training=call.training, **masks)
         outputs = keras.tree.flatten(found)
@@ -65,7 +65,7 @@ class Computation:
         return Result(outputs, [getattr(output, "_keras_mask", None) for output in outputs], loss)
 
     def prepare(self, call: Call) -> None:
-        """Has Keras make what losses and metrics keep, before a graph is made of it."""
+        """Lets Keras create the variables of losses and metrics before a graph is traced."""
         if self._last:
             if self.part.loss is None:
                 self(call)
@@ -75,7 +75,7 @@ class Computation:
 
     def _judged(self, call: Call, found: Any) -> Any:
         if self.part.loss is None:
-            own = self.part.losses  # of regularisers, and of layers that add one
+            own = self.part.losses  # losses of regularizers and of layers that call add_loss
             loss = sum(own[1:], own[0]) if own else None
         else:
             loss = self.part.compute_loss(y=call.targets, y_pred=found, training=call.training)
@@ -85,64 +85,64 @@ class Computation:
 
 
 class Autodiff(Protocol):
-    """How a backend computes, and finds gradients.
+    """Forward and backward pass of a stage on one backend.
 
     Attributes:
-        codec: its tensors in frames.
-        weights: of the stage, for older versions of them.
+        codec: converts the backend's tensors to and from frames.
+        weights: of the stage, to keep and show older versions.
     """
 
     codec: Codec
     weights: Weights
 
     def prepare(self, call: Call) -> None:
-        """Has Keras make what it needs, with the first call of which a loss is found."""
+        """Lets Keras create its variables, with the first call that computes a loss."""
         ...
 
     def run(self, call: Call) -> Result:
-        """Computes without a way back."""
+        """Runs a forward pass without recording it for backward."""
         ...
 
     def record(self, call: Call, entering: Sequence[int]) -> tuple[Result, Any]:
-        """Computes, and keeps what the way back needs.
+        """Runs a forward pass and saves what backward needs.
 
         Args:
-            call: with what.
-            entering: the places of the values that have gradients.
+            call: its arguments.
+            entering: indices of the values that need gradients.
         """
         ...
 
     def back(self, kept: Any, roots: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-        """Goes back, once.
+        """Runs backward, once for each recorded pass.
 
         Args:
-            kept: by `record`.
-            roots: of its results, with the gradient of each.
+            kept: returned by `record`.
+            roots: results of the forward pass, each with its gradient.
 
         Returns:
-            the gradients of the values that entered, and of the stage's trainable variables; None for none.
+            gradients of the values at `entering`, and of the stage's trainable variables; None where there is none.
         """
         ...
 
     def seeded(self, seed: int | None) -> AbstractContextManager[None]:
-        """A context in which chance that Keras's own generators have no part in follows from a seed; None for any."""
+        """Returns a context that seeds random numbers outside of Keras's own generators; None leaves them unseeded."""
         ...
 
     def stepping(self) -> AbstractContextManager[None]:
-        """A context in which weights may change though there are microbatches on their way."""
+        """Returns a context in which weights may change while microbatches are in flight."""
         ...
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function of tensors, which may also change variables, as fast as the backend makes it."""
+        """Returns the function of tensors, which may also change variables, compiled for the backend."""
         ...
 
 
 def autodiff(computation: Computation, variables: Sequence[Any]) -> Autodiff:
-    """Makes the one for the backend that Keras runs on.
+    """Returns the implementation for the backend that Keras runs on.
 
     Args:
         computation: of the stage.
-        variables: of it that are trained.
+        variables: the stage's trainable variables.
     """
     home = importlib.import_module(f"coordd_keras.pipeline.{keras.backend.backend()}_autodiff")
     found: Autodiff = home.make(computation, variables)
@@ -150,5 +150,5 @@ def autodiff(computation: Computation, variables: Sequence[Any]) -> Autodiff:
 
 
 def floats(tensor: Any) -> bool:
-    """Says whether gradients may flow through a tensor."""
+    """Returns whether a tensor has a float dtype, so that gradients can flow through it."""
     return bool(keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)))

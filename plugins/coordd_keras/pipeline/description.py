@@ -1,4 +1,4 @@
-"""A Keras model and its optimizer in words, by which ranks that have different ones are told."""
+"""Describes a Keras model and its optimizer as text, to report differences between ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from coordd_keras.pipeline.graph import Graph, is_seed, variables_of
 __all__ = ["described", "initial_values"]
 
 _VALUES = 256
-"""Of each variable so many values are compared, spread over all of it."""
+"""Number of values of each variable that are compared, spread over the variable."""
 
 _APART = frozenset({"name", "seed", "shared_object_id", "inbound_nodes", "input_layers", "output_layers"})
-"""What may differ: layers are numbered by each process, in names and what refers to them, and some choose a seed."""
+"""Keys that may differ: each process numbers its layers in names and references; some layers choose a seed."""
 
 
 def described(graph: Graph, optimizer: Any) -> dict[str, str]:
-    """Writes down what is to be the same on all ranks, by what errors call it."""
+    """Returns the settings that must be equal on all ranks, by their names in error messages."""
     found = {"the number of layers": str(len(graph.calls))}
     for place, call in enumerate(graph.calls):
         kind = type(call.operation).__name__
@@ -32,14 +32,14 @@ def described(graph: Graph, optimizer: Any) -> dict[str, str]:
 
 
 def initial_values(graph: Graph) -> list[str]:
-    """Lists what variables start with: their values or, where these are yet to be made, what makes them."""
+    """Lists the variables' initial values, or the initializers of variables without values yet."""
     variables = [variable for call in graph.calls for variable in variables_of(call.operation)]
     found = [f"initial values of {graph.key(each)} ({_start(each)})" for each in variables if not is_seed(each)]
     return list(dict.fromkeys(found))
 
 
 def _start(variable: Any) -> str:
-    if variable._value is None:  # noqa: SLF001 - Keras has no public way to see what a scope has put off
+    if variable._value is None:  # noqa: SLF001 - no public way to see whether it is deferred
         initializer = variable._initializer  # noqa: SLF001 - as above
         seed = getattr(initializer, "seed", None)
         return f"{type(initializer).__name__}, seed {seed if isinstance(seed, (int, str)) else ''}"
@@ -50,13 +50,13 @@ def _start(variable: Any) -> str:
 def _settings(whose: str, thing: Any) -> dict[str, str]:
     try:
         config = thing.get_config()
-    except NotImplementedError:  # of a layer that cannot be saved
+    except NotImplementedError:  # the layer cannot be saved
         return {}
     return {f"{whose} {key}": _text(value) for key, value in config.items() if key not in _APART}
 
 
 def _text(value: Any) -> str:
-    """Writes a value, without what may differ; of an object that may tell where it lies in memory, its type."""
+    """Returns a value as text without keys that may differ; for objects whose repr may hold an address, the type."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_text(each)}' for key, each in value.items() if key not in _APART)}}}"
     if isinstance(value, (list, tuple)):

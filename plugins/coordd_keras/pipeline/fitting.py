@@ -1,4 +1,4 @@
-"""Training over epochs, as ``model.fit`` does it."""
+"""The training loop over epochs, as in ``model.fit``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["batches", "fit"]
 
 
 class Trainable(Protocol):
-    """What is trained.
+    """Interface of the trained pipeline.
 
     Attributes:
-        stop_training: callbacks set it to end after this epoch.
+        stop_training: callbacks set it to end training after the current epoch.
     """
 
     stop_training: bool
@@ -28,13 +28,13 @@ def batches(rows: int, size: int, least: int, *, every: bool = False) -> list[sl
     """Cuts rows into batches.
 
     Args:
-        rows: their number.
-        size: of a batch.
-        least: rows that a batch must have.
-        every: whether a rest of fewer is added to the batch before it, and not left out.
+        rows: number of rows.
+        size: rows of a batch.
+        least: minimum number of rows of a batch.
+        every: whether a remainder of fewer rows is added to the last batch instead of being dropped.
 
     Raises:
-        ArgumentError: they are too few for any batch.
+        ArgumentError: there are too few rows for one batch.
     """
     if min(rows, size) < least:
         raise ArgumentError(f"a batch needs at least {least} rows, and gets {min(rows, size)}: give more")
@@ -61,21 +61,21 @@ def fit(
     """Trains over epochs.
 
     Args:
-        pipe: what callbacks know as their model.
+        pipe: the callbacks' model.
         data: inputs and targets of all rows.
-        train: takes a step, and returns the mean loss.
-        conclude: says of the metrics what they have found since the last time.
-        evaluate: finds loss and metrics of validation data, after each epoch.
-        batch_size: rows of a step; the last step of an epoch has what is left, unless that is too little.
-        least: rows that a batch must have.
-        epochs: their numbers.
-        shuffle: whether rows come in another order in each epoch, the same on all ranks.
-        seed: of these orders.
-        verbose: Keras's: 0 for silence, 1 for a bar, 2 for a line for each epoch.
-        callbacks: of Keras.
+        train: takes a step and returns the mean loss.
+        conclude: returns the metrics since its last call.
+        evaluate: returns loss and metrics of validation data; called after each epoch.
+        batch_size: rows of a step; the last step of an epoch has the remaining rows, unless there are too few.
+        least: minimum number of rows of a batch.
+        epochs: epoch numbers.
+        shuffle: whether each epoch permutes the rows, equally on all ranks.
+        seed: of the permutations.
+        verbose: as in Keras: 0 for no output, 1 for a progress bar, 2 for a line for each epoch.
+        callbacks: Keras callbacks.
 
     Raises:
-        ArgumentError: inputs and targets have different numbers of rows, or too few for one batch.
+        ArgumentError: inputs and targets have different numbers of rows, or there are too few rows for one batch.
     """
     x, y = data
     rows = rows_of(data)

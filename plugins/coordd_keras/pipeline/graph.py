@@ -1,4 +1,4 @@
-"""The layers of a Keras model, and which tensors go from one to another."""
+"""The layers of a Keras model as a graph of calls and tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Graph", "arrays_of", "is_seed", "place_of", "states_of", "variables_
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer, or of an operation such as an addition.
+    """One call of a layer or of an operation such as an addition.
 
     Attributes:
-        operation: what is called.
-        node: Keras's own note of the call, which knows its other arguments.
-        reads: the tensors that it takes, as numbers.
-        writes: those that it gives.
+        operation: the layer or operation.
+        node: Keras's record of the call, which has its other arguments.
+        reads: numbers of the input tensors.
+        writes: numbers of the output tensors.
     """
 
     operation: Any
@@ -33,21 +33,21 @@ class _Call:
 
 
 class Graph:
-    """A functional model, or a Sequential one, as calls in the order of ``model.summary()``.
+    """A functional or Sequential model as calls in the order of ``model.summary()``.
 
     Attributes:
         model: the model.
-        calls: of its layers, its inputs excepted.
-        tensors: Keras's symbolic tensors; all else knows them by their places here.
-        inputs: those that the model takes.
-        outputs: those that it gives.
+        calls: of its layers, without the input layers.
+        tensors: Keras's symbolic tensors; a tensor's number is its index here.
+        inputs: numbers of the model's inputs.
+        outputs: numbers of the model's outputs.
     """
 
     def __init__(self, model: keras.Model) -> None:
-        """Reads a model that has been built.
+        """Reads the graph of a built model.
 
         Raises:
-            ArgumentError: it has no graph, as its layers are called by code of its own, or no layers.
+            ArgumentError: the model has no graph, because its own code calls the layers, or it has no layers.
         """
         if not (isinstance(model, keras.Model) and getattr(model, "inputs", None)):
             raise ArgumentError(
@@ -72,7 +72,7 @@ class Graph:
 
     @property
     def table(self) -> tuple[Layer, ...]:
-        """What the split knows of the layers."""
+        """The layers as the partitioner sees them."""
         found: list[Layer] = []
         writers = {number: place for place, call in enumerate(self.calls) for number in call.writes}
         for call in self.calls:
@@ -83,7 +83,7 @@ class Graph:
         return tuple(found)
 
     def key(self, variable: Any) -> str:
-        """Names a variable, alike on all ranks and backends."""
+        """Returns a variable's name, the same on all ranks and backends."""
         return f"{self._weights[id(variable)]}.{variable.name}"
 
     def _known(self, tensors: Sequence[Any]) -> tuple[int, ...]:
@@ -95,28 +95,28 @@ class Graph:
 
 
 def variables_of(operation: Any) -> list[Any]:
-    """All variables of a layer; an operation has none."""
+    """Returns all variables of a layer; an operation has none."""
     return list(operation.variables) if isinstance(operation, keras.Layer) else []
 
 
 def states_of(operation: Any) -> list[Any]:
-    """The variables that layers change by themselves, such as moving statistics; frozen weights are none."""
+    """Returns the variables that layers update themselves, such as moving statistics; not frozen weights."""
     if not isinstance(operation, keras.Layer):
         return []
-    layers = operation._flatten_layers()  # noqa: SLF001 - publicly, what is frozen cannot be told from them
+    layers = operation._flatten_layers()  # noqa: SLF001 - the public attribute also lists frozen weights
     return [variable for layer in layers for variable in layer._non_trainable_variables]  # noqa: SLF001 - as above
 
 
 def is_seed(variable: Any) -> bool:
-    """Says whether a variable is the state of one of Keras's generators of random numbers."""
+    """Returns whether a variable is the state of a Keras random number generator."""
     return bool(variable.name == "seed_generator_state")
 
 
 def place_of(key: str) -> int:
-    """The place of a variable in the model, from its name."""
+    """Returns a variable's index in the model, from its key."""
     return int(key.partition(".")[0])
 
 
 def arrays_of(variables: Iterable[Any]) -> list[np.ndarray]:
-    """Copies the values of variables."""
+    """Returns copies of the variables' values."""
     return [np.array(keras.ops.convert_to_numpy(variable), order="C") for variable in variables]

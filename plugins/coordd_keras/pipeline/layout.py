@@ -1,4 +1,4 @@
-"""Which calls of a Keras model make which stage, and what follows from that."""
+"""Assigns the calls of a Keras model to stages, and derives what the stages exchange."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Layout", "Part", "unmeasured"]
 
 
 class Part(NamedTuple):
-    """The layers of a stage as a model, and the tensors that it takes and gives, in order."""
+    """A stage's layers as a model, with the numbers of its input and output tensors, in order."""
 
     model: keras.Model
     reads: tuple[int, ...]
@@ -34,7 +34,7 @@ class Layout:
 
     Attributes:
         graph: the model's layers.
-        spans: for each stage its layers.
+        spans: for each stage the indices of its layers.
     """
 
     def __init__(self, model: Graph, spans: Sequence[range]) -> None:
@@ -49,12 +49,12 @@ class Layout:
 
         Args:
             model: its layers.
-            stages: how many there are to be.
-            config: how.
-            profile: of the layers, where they were measured.
+            stages: number of stages.
+            config: how to split.
+            profile: of the layers, if they were measured.
 
         Raises:
-            ArgumentError: it cannot be split like this; the text says why, and what can be done.
+            ArgumentError: the model cannot be split like this; the text says why, and what can be done.
         """
         layers = model.table
         if config.layers_per_proc != "auto":
@@ -71,32 +71,32 @@ class Layout:
 
     @property
     def last(self) -> int:
-        """The stage that has the output."""
+        """The last stage, which has the output."""
         return len(self.spans) - 1
 
     def inputs(self, stage: int) -> tuple[int, ...]:
-        """The model's inputs that a stage takes from the batch."""
+        """Returns the model's inputs that a stage reads from the batch."""
         return tuple(number for number in self._reads(stage) if number not in self._giver)
 
     def given(self, giver: int, taker: int) -> tuple[int, ...]:
-        """The tensors that go from one stage to a later one."""
+        """Returns the tensors that one stage sends to a later one."""
         return tuple(number for number in self._reads(taker) if self._giver.get(number) == giver)
 
     def writes(self, stage: int) -> tuple[int, ...]:
-        """The tensors of a stage that later ones take, each once."""
+        """Returns the tensors of a stage that later stages read, each once."""
         found = (number for taker in range(stage + 1, len(self.spans)) for number in self.given(stage, taker))
         return tuple(dict.fromkeys(found))
 
     @cached_property
     def flows(self) -> tuple[tuple[int, int], ...]:
-        """Which stage's results which later stage takes."""
+        """Pairs (sending stage, later receiving stage)."""
         count = len(self.spans)
         pairs = ((giver, taker) for giver in range(count) for taker in range(giver + 1, count))
         return tuple(pair for pair in pairs if self.given(*pair))
 
     @cached_property
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """The stages that have each variable."""
+        """For each variable the stages that have it."""
         found: dict[str, list[int]] = {}
         for stage in range(len(self.spans)):
             for key in self.variables(stage):
@@ -105,31 +105,31 @@ class Layout:
 
     @cached_property
     def tied(self) -> frozenset[int]:
-        """The stages that have variables which others have, too."""
+        """The stages that share a variable with another stage."""
         shared = (stages for stages in self.holders.values() if len(stages) > 1)
         return frozenset(stage for stages in shared for stage in stages)
 
     def variables(self, stage: int) -> dict[str, Any]:
-        """The variables of a stage, by names that are alike on all ranks."""
+        """Returns the variables of a stage by keys that are the same on all ranks."""
         own = (variable for call in self._calls(stage) for variable in variables_of(call.operation))
         return {self.graph.key(variable): variable for variable in own}
 
     def states(self, stage: int) -> dict[str, Any]:
-        """Those of them that layers change by themselves."""
+        """Returns the variables of a stage that its layers update themselves."""
         own = (variable for call in self._calls(stage) for variable in states_of(call.operation))
         return {self.graph.key(variable): variable for variable in own}
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The layers of each stage as a model of its own, which has no memory that the whole one has not.
+        """Each stage's layers as a separate model, which shares all variables with the whole model.
 
         Raises:
-            ValueError: Keras refuses one; on all ranks.
+            ValueError: on all ranks, if Keras rejects one of the models.
         """
         return tuple(self._part(stage) for stage in range(len(self.spans)))
 
     def _part(self, stage: int) -> Part:
-        """Calls the layers of a stage anew, with inputs for what it takes."""
+        """Calls a stage's layers again, on new inputs for the tensors that the stage reads."""
         reads, tensors = self._reads(stage), self.graph.tensors
         entering = {
             number: keras.Input(batch_shape=tensors[number].shape, dtype=tensors[number].dtype) for number in reads
@@ -146,7 +146,7 @@ class Layout:
         return Part(self._end(list(entering.values()), found), reads, self.graph.outputs)
 
     def _end(self, entering: Sequence[Any], found: Mapping[int, Any]) -> keras.Model:
-        """The last stage as a model: it gives what the whole one gives, in its structure and under its names."""
+        """Returns the last stage as a model with the output structure and names of the whole model."""
         whole = self.graph.model
         inputs = set(map(id, entering))
 
@@ -164,7 +164,7 @@ class Layout:
         return (self.graph.calls[place] for place in self.spans[stage])
 
     def _reads(self, stage: int) -> tuple[int, ...]:
-        """The tensors that a stage takes: the model's inputs, and what other stages give."""
+        """Returns the tensors that a stage reads: the model's inputs, and tensors of other stages."""
         found = dict.fromkeys(number for call in self._calls(stage) for number in call.reads)
         if stage == self.last:
             found |= dict.fromkeys(self.graph.outputs)
@@ -172,7 +172,7 @@ class Layout:
 
 
 def unmeasured(model: Graph, config: PipelineConfig) -> Profile:
-    """What is known of the layers without running them."""
+    """Returns a profile of the layers without running them: their parameter sizes in bytes."""
     layers = model.table
     loads = tuple(Load(parameters=_nbytes(call.operation)) for call in model.calls)
     return Profile(tuple(layer.name for layer in layers), loads, tuple(graph.condense(layers, config.reuse)))

@@ -1,8 +1,8 @@
-"""Finds out whether a loss can be computed microbatch by microbatch, before a gradient of it is used.
+"""Checks that a loss can be computed microbatch by microbatch, before its gradient is used.
 
-A pipeline adds up the losses of microbatches, each weighted by its rows or by ``weight=``. That is the loss of the
-batch only if the loss is such a mean over rows: then the loss of some rows is the weighted mean of the losses of two
-parts of them. The last stage compares these in some runs (`coordd.pipeline.loss_check`).
+A pipeline adds up the losses of microbatches, each weighted by its rows or by ``weight=``. The sum equals the loss of
+the batch only if the loss is such a mean over rows: then the loss of some rows equals the weighted mean of the losses
+of two parts of them. The last stage compares these in some runs (`coordd.pipeline.loss_check`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from coordd.pipeline.loss_check import UnclearError
 __all__ = ["Judge", "LossCheck"]
 
 Judge = Callable[[Sequence[Any], Sequence[Any], Any], float]
-"""Finds the loss of outputs, as a list, with their masks and targets; changes no metric."""
+"""Computes the loss of a list of outputs with their masks and targets; changes no metric."""
 
 _NOISE, _NOISE_16 = 1e-3, 5e-2
-"""How far losses may differ by rounding, in proportion to them; and those of outputs of 16 bits."""
+"""Relative rounding tolerance when losses are compared; the second for outputs with 16-bit dtypes."""
 
 
 class _Sample(NamedTuple):
-    """Some rows of a batch: outputs and masks as arrays, their targets, and how much they count."""
+    """Some rows of a batch: outputs and masks as arrays, targets, and their weight."""
 
     outputs: list[np.ndarray]
     masks: list[np.ndarray | None]
@@ -43,21 +43,22 @@ class LossCheck(loss_check.LossCheck):
     _first: _Sample | None
 
     def __init__(self, judge: Judge, *, weighted: bool, declared: bool = False) -> None:
-        """Prepares it.
+        """Keeps the settings.
 
         Args:
-            judge: finds the loss.
-            weighted: whether `weight=` says how much microbatches count.
-            declared: whether the user says that the loss is a mean; else a warning says if it cannot be checked.
+            judge: computes the loss.
+            weighted: whether `weight=` gives the weight of microbatches.
+            declared: whether the user declares the loss to be a mean; if not, a loss that cannot be checked causes a
+                warning.
         """
         super().__init__(weighted=weighted, declared=declared)
         self._judge = judge
 
     def look(self, microbatch: int, outputs: Sequence[Any], masks: Sequence[Any], batch: Batch) -> None:
-        """Checks the loss with the outputs of a microbatch, and their masks.
+        """Checks the loss with the outputs and masks of a microbatch.
 
         Raises:
-            ArgumentError: the loss is no such mean; the text says what to do.
+            ArgumentError: the loss is not such a mean; the text says what to do.
         """
         if not self._active or batch.weight(microbatch) in {0.0, 1.0}:
             return
@@ -65,12 +66,12 @@ class LossCheck(loss_check.LossCheck):
         self.warn()
 
     def _checked(self, microbatch: int, outputs: Sequence[Any], masks: Sequence[Any], batch: Batch) -> bool:
-        """Says whether something was found out."""
+        """Returns whether the check was conclusive."""
         parts = self._parts(microbatch, outputs, masks, batch)
         return len(parts) > 1 and self._compared(parts)
 
     def _parts(self, microbatch: int, outputs: Sequence[Any], masks: Sequence[Any], batch: Batch) -> list[_Sample]:
-        """Two samples, or one if there is no other yet: halves of this microbatch, or the first one and this one."""
+        """Returns two samples: halves of this microbatch, or a first single row and this one; one at the first row."""
         part = batch.parts[microbatch]
         count = part.stop - part.start
         found = [keras.ops.convert_to_numpy(keras.ops.stop_gradient(output)) for output in outputs]
@@ -91,7 +92,7 @@ class LossCheck(loss_check.LossCheck):
         return [self._first] if before is None else [before, sample(slice(0, 1))]
 
     def _compared(self, parts: Sequence[_Sample]) -> bool:
-        """Says whether something was found out."""
+        """Returns whether the check was conclusive."""
         whole = self._found(_joined(*parts))
         losses = [self._found(part) if part.amount else 0.0 for part in parts]
         amount = sum(part.amount for part in parts)
@@ -107,10 +108,10 @@ class LossCheck(loss_check.LossCheck):
         raise ArgumentError(self._told(summed=abs(whole - sum(losses)) <= noise * scale))
 
     def _found(self, sample: _Sample) -> float:
-        """The loss of some rows.
+        """Returns the loss of some rows.
 
         Raises:
-            UnclearError: it raises an error.
+            UnclearError: the loss raises an error.
         """
         try:
             return self._judge(sample.outputs, sample.masks, sample.targets)
@@ -118,7 +119,7 @@ class LossCheck(loss_check.LossCheck):
             raise UnclearError(f"with {len(sample.outputs[0])} rows it raises {brief(error)}") from error
 
     def _told(self, *, summed: bool) -> str:
-        """Says what is wrong with the loss, and what to do."""
+        """Returns the error message: what is wrong with the loss, and what to do."""
         if summed:
             return (
                 "loss= adds rows up, and a pipeline takes it for their mean, so gradients would be divided by the "
@@ -138,7 +139,7 @@ class LossCheck(loss_check.LossCheck):
 
 
 def _joined(first: _Sample, second: _Sample) -> _Sample:
-    """Puts rows together."""
+    """Concatenates the rows of two samples."""
     targets = keras.tree.map_structure(
         lambda one, other: np.concatenate([one, other]) if one is not None and np.ndim(one) else one,
         first.targets,

@@ -1,4 +1,4 @@
-"""A Keras model trained in stages, each on ranks of its own: ``cd.Pipeline``."""
+"""A Keras model trained in stages on different ranks: ``cd.Pipeline``."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ __all__ = ["Pipeline"]
 
 
 def _several(pipeline: Pipeline) -> AbstractContextManager[None]:
-    return pipeline._accord.several()  # noqa: SLF001 - it is ours
+    return pipeline._accord.several()  # noqa: SLF001 - private to this module
 
 
 class Pipeline:
-    """Trains a model whose layers are dealt out to the ranks.
+    """Trains a model whose layers are split over the ranks.
 
-    All ranks make it alike, and call its methods together with the same arrays.
+    All ranks create it with equal arguments, and call its methods together with the same arrays.
 
     Attributes:
         config: how the model is split and trained.
-        optimizer: of this rank's variables; its learning rate may be set to another number, alike on all ranks. On
-            TensorFlow its step is a graph, as in ``model.fit``, which sees nothing else change after the first.
-        stop_training: set by callbacks, alike on all ranks, to end `fit` after the epoch.
+        optimizer: of this rank's variables. Its learning rate may be set to another number, equal on all ranks. On
+            TensorFlow its step is a graph, as in ``model.fit``, which sees no other change after the first step.
+        stop_training: callbacks set it, equally on all ranks, to end `fit` after the epoch.
     """
 
     @collective_method("Pipeline", namespace=True)
@@ -62,20 +62,20 @@ class Pipeline:
         metrics: Any = None,
         weight: Weigh | None = None,
     ) -> None:
-        """Takes a model; it is split when its first batch tells what its inputs are like.
+        """Takes a model; the first batch, whose inputs give the shape, triggers the split.
 
         Args:
             model: a ``keras.Sequential`` or a functional model, unchanged; or a function that makes it, so that no rank
                 ever has all of its weights in memory.
-            config: how it is split and trained.
-            optimizer: any of Keras's, or its name; it is the pipeline's from now on.
+            config: how the model is split and trained.
+            optimizer: a Keras optimizer, or its name; the pipeline owns it from now on.
             loss: as for ``model.compile``.
             metrics: as for ``model.compile``.
-            weight: says of a microbatch's inputs and targets how much its loss counts: the number of what it is the
-                mean of, such as that of tokens that are not masked; by default as much as it has rows.
+            weight: returns the weight of a microbatch's loss, given its inputs and targets: the number of elements that
+                the loss is the mean of, such as tokens that are not masked; by default the number of rows.
 
         Raises:
-            ArgumentError: there cannot be such a pipeline.
+            ArgumentError: the arguments are invalid or do not fit together.
             NotInitializedError: `init` was not called.
         """
         self._prepare(_call, model, config, optimizer=optimizer, loss=loss, metrics=metrics, weight=weight)
@@ -91,7 +91,7 @@ class Pipeline:
         metrics: Any,
         weight: Weigh | None,
     ) -> None:
-        """Takes a model, as part of a call of all ranks."""
+        """Takes a model, inside a collective call of all ranks."""
         operations = api.operations()
         check_backend()
         self.config = config or PipelineConfig()
@@ -112,10 +112,10 @@ class Pipeline:
 
     @property
     def layout(self) -> Layout:
-        """Which layers make which stage.
+        """Assignment of layers to stages.
 
         Raises:
-            ArgumentError: no batch was seen yet.
+            ArgumentError: the pipeline has seen no batch yet.
         """
         return self._assembly.layout
 
@@ -138,21 +138,21 @@ class Pipeline:
         """Trains over epochs; arguments and result are those of ``model.fit``.
 
         Args:
-            x: inputs of all rows, on all ranks the same: an array, a list of them, or a dictionary by input.
+            x: inputs of all rows, the same on all ranks: an array, a list of arrays, or a dictionary by input.
             y: targets of all rows.
-            batch_size: rows of a step, of all replicas together; of the last step, rows are left out if they do not
-                reach all of these.
-            epochs: the number of the last one.
-            verbose: 0 for silence, 1 or ``"auto"`` for a bar, 2 for a line for each epoch; shown by rank 0.
-            callbacks: of Keras; their model is this pipeline.
+            batch_size: rows of a step, over all replicas; the last step drops rows if they are too few for all
+                replicas.
+            epochs: the number of the last epoch.
+            verbose: 0 for no output, 1 or ``"auto"`` for a progress bar, 2 for a line for each epoch; on rank 0 only.
+            callbacks: Keras callbacks; their model is this pipeline.
             validation_data: inputs and targets that are evaluated after each epoch.
-            shuffle: whether rows come in another order in each epoch.
-            initial_epoch: that training goes on with.
+            shuffle: whether each epoch permutes the rows.
+            initial_epoch: the first epoch, to resume training.
             validation_batch_size: by default `batch_size`.
 
         Raises:
-            ArgumentError: these do not fit together, the ranks were given different ones, or the model cannot be split.
-            PeerError: something went wrong in another rank's stage.
+            ArgumentError: the arguments do not fit together or differ between ranks, or the model cannot be split.
+            PeerError: another rank's stage failed.
         """
         return self._fit(
             x,
@@ -181,7 +181,7 @@ class Pipeline:
         initial_epoch: int,
         validation_batch_size: int | None,
     ) -> keras.callbacks.History:
-        """Trains over epochs, as part of a call of all ranks."""
+        """Trains over epochs, inside a collective call of all ranks."""
         if validation_data is not None and len(validation_data) != 2:
             raise ArgumentError(
                 f"validation_data is a pair of inputs and targets, and not {len(validation_data)} things"
@@ -211,15 +211,15 @@ class Pipeline:
         return history
 
     def train_on_batch(self, x: Any, y: Any = None) -> float:
-        """Takes one step, or, with a schedule whose weights are stale, one for each microbatch (``pipedream``).
+        """Takes one step; with a schedule whose weights are stale (``pipedream``), one step for each microbatch.
 
         Returns:
-            the loss, on every rank: its mean over all rows, or by `weight`.
+            the loss, on every rank: its mean over all rows, or weighted by `weight`.
         """
         return self._run(arrays(x), arrays(y), "train_on_batch", training=True)
 
     def test_on_batch(self, x: Any, y: Any = None) -> float:
-        """Finds the loss without training, on every rank."""
+        """Returns the loss without training, on every rank."""
         return self._run(arrays(x), arrays(y), "test_on_batch")
 
     @collective_method("evaluate", steady=True, around=_several)
@@ -233,14 +233,14 @@ class Pipeline:
         verbose: int | str = 0,
         return_dict: bool = False,
     ) -> Any:
-        """Finds loss and metrics, on every rank; arguments and result are those of ``model.evaluate``.
+        """Returns loss and metrics, on every rank; arguments and result are those of ``model.evaluate``.
 
         Args:
-            x: inputs of all rows, on all ranks the same.
+            x: inputs of all rows, the same on all ranks.
             y: targets of all rows.
-            batch_size: so many rows at a time.
-            verbose: has no effect: there is no bar.
-            return_dict: whether there are names in the result.
+            batch_size: rows of a batch.
+            verbose: has no effect: there is no progress bar.
+            return_dict: whether to return a dictionary by name.
         """
         logs = self._evaluated(arrays(x), arrays(y), batch_size)
         found = list(logs.values())
@@ -248,15 +248,15 @@ class Pipeline:
 
     @collective_method("predict", steady=True, around=_several)
     def predict(self, _: CollectiveCall, x: Any, *, batch_size: int | None = None, verbose: int | str = 0) -> Any:
-        """Returns the model's output for all rows, on every rank, in the structure that the model gives it.
+        """Returns the model's output for all rows, on every rank, in the model's output structure.
 
         Args:
             x: as for `fit`.
-            batch_size: so many rows at a time; by default all.
-            verbose: has no effect: there is no bar.
+            batch_size: rows of a batch; by default all.
+            verbose: has no effect: there is no progress bar.
 
         Raises:
-            ArgumentError: an output has its rows in another dimension than the first.
+            ArgumentError: an output does not have its rows in the first dimension.
         """
         return self._predicted(arrays(x), batch_size)
 
@@ -274,37 +274,36 @@ class Pipeline:
         return whole[0] if isinstance(model, keras.Sequential) else keras.tree.pack_sequence_as(model.output, whole)
 
     def whole(self) -> keras.Model:
-        """Gives the model in one piece, with the weights that were trained on all ranks, to every rank.
+        """Returns the whole model with the weights that all ranks trained, on every rank.
 
-        It is the very model that the pipeline was given, to be saved or used; or, of a function that makes it, a new
-        one.
+        This is the model that the pipeline was given, to be saved or used; if it was given a function, a new model.
         """
         return self._assembly.whole()
 
     @collective_method("save")
     def save(self, _: CollectiveCall, /, filepath: str | Path, **details: Any) -> None:
-        """Writes the model in one piece, as ``model.save`` does: all ranks call it, and rank 0 writes."""
+        """Saves the whole model, as ``model.save`` does: all ranks call it, and rank 0 writes."""
         whole = self.whole()
         if self._rank == 0:
             whole.save(filepath, **details)
 
     @collective_method("save_weights")
     def save_weights(self, _: CollectiveCall, /, filepath: str | Path, **details: Any) -> None:
-        """Writes the weights of the model in one piece, as ``model.save_weights`` does: as with `save`."""
+        """Saves the weights of the whole model, as ``model.save_weights`` does: all ranks call it, rank 0 writes."""
         whole = self.whole()
         if self._rank == 0:
             whole.save_weights(filepath, **details)
 
     def record(self, path: str | Path | None = None) -> Recording:
-        """Gathers what each rank did when in the last training step, beside what was to be expected; all ranks call it.
+        """Gathers the times of all ranks' passes in the last training step, with the expected times; all ranks call it.
 
-        If nothing was trained yet, it is the last run of another kind.
+        If there was no training yet, it takes the last run of another kind.
 
         Args:
             path: where rank 0 writes it: a picture (``.svg``, ``.png``), or a ``.json`` for ``coordd plan --measured``.
 
         Raises:
-            ArgumentError: nothing was run yet, or the file is neither.
+            ArgumentError: there was no run yet, or the file has another suffix.
         """
         return record(path, self._assembly.ran, None, self._operations, name=f"{self._name}.record")
 
@@ -330,7 +329,7 @@ class Pipeline:
                     name=self._name,
                 )
                 if len(set(gathered(self._operations, keras.backend.backend(), None, global_process_set))) == 1:
-                    call.lines += made.initial  # else one seed gives other values; replicas take those of the first
+                    call.lines += made.initial  # else one seed gives other values; `align` copies the first
                 call.advice = "make the same model on all ranks, with keras.utils.set_random_seed before it"
             self._made = made
 
@@ -339,12 +338,12 @@ class Pipeline:
 
         def prepare(given: dict[str, Any]) -> None:
             given.update(told(x, y))
-            if self._made is not None:  # before, the whole optimizer is compared
+            if self._made is not None:  # before the split, the ranks compare the whole optimizer
                 if training:
                     given["the learning rate"] = float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
                 prepared.append(self._cut(x, y, training=training, judged=judged))
 
-        # From the moment when the ranks agree the others may wait to receive from this one, whatever interrupts it.
+        # After the ranks agree, others may wait to receive from this rank, so any later error is reported to them.
         with self._made.telling(known=self._accord.has_told) if self._made is not None else nullcontext():
             self._accord.check(call, prepare)
             self._assemble(x)
@@ -380,10 +379,10 @@ class Pipeline:
 
 
 def _check_mean(loss: Any) -> None:
-    """Refuses a loss that is no mean, as those of microbatches are added up by their rows.
+    """Rejects a loss that is not a mean, because a pipeline adds the losses of microbatches weighted by their rows.
 
     Raises:
-        ArgumentError: it is a sum.
+        ArgumentError: the loss is a sum.
     """
     for each in keras.tree.flatten(loss):
         if getattr(each, "reduction", None) == "sum":
@@ -393,10 +392,10 @@ def _check_mean(loss: Any) -> None:
 
 
 def _checked(config: PipelineConfig, optimizer: Any) -> PipelineConfig:
-    """Refuses what a pipeline of Keras's cannot do; takes over what an optimizer would do for one rank only.
+    """Rejects settings that Keras pipelines do not support, and takes over the optimizer's clipping by global norm.
 
     Raises:
-        ArgumentError: there is something like that; the text says what to do instead.
+        ArgumentError: a setting is not supported; the text says what to do instead.
     """
     wrong = {
         "offload": (config.offload, "leave it out"),
@@ -421,6 +420,6 @@ def _checked(config: PipelineConfig, optimizer: Any) -> PipelineConfig:
         )
     most = optimizer.global_clipnorm
     if most is not None:
-        optimizer.global_clipnorm = None  # it would be the norm of this rank's gradients
+        optimizer.global_clipnorm = None  # it would clip by the norm of this rank's gradients only
         config = replace(config, clip_norm=min(most, config.clip_norm or most))
     return config

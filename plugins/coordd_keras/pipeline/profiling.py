@@ -1,4 +1,4 @@
-"""What a Keras model's layers cost: each runs a few microbatches forward and backward, one layer after the other."""
+"""Profiles the layers of a Keras model: runs a few microbatches forward and backward, layer by layer."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from coordd_keras.pipeline.layout import Layout, unmeasured
 __all__ = ["measured"]
 
 _ROUNDS = 5
-"""How often everything is done; the fastest counts, for nothing but the work itself makes it faster."""
+"""Number of measured rounds; the minimum counts, because noise only adds time."""
 
 
 def measured(graph: Graph, inputs: Mapping[str, np.ndarray], config: PipelineConfig, *, name: str) -> Profile:
-    """Has rank 0 measure the layers, and gives all ranks what it found.
+    """Measures the layers on rank 0 and broadcasts the profile.
 
     Args:
-        graph: the model, with its weights, which stay as they are.
-        inputs: of one microbatch, by their numbers.
-        config: how it is split.
-        name: of what is sent; the same on all ranks.
+        graph: the model with its weights, which do not change.
+        inputs: inputs of one microbatch, by tensor number.
+        config: how the model is split.
+        name: of the broadcast; the same on all ranks.
 
     Raises:
-        ArgumentError: on all ranks: a layer cannot be run.
+        ArgumentError: on all ranks, if a layer cannot run.
     """
     numbered = {int(number): array for number, array in inputs.items()}
     return surveyed(lambda: _profile(graph, numbered, config), name=name)
 
 
 def _profile(graph: Graph, values: dict[int, Any], config: PipelineConfig) -> Profile:
-    """Measures stages of one layer each."""
+    """Measures one-layer stages."""
     known = unmeasured(graph, config)
     stages = Layout(graph, [range(at, at + 1) for at in range(len(graph.calls))])
     loads = []
@@ -56,7 +56,7 @@ def _profile(graph: Graph, values: dict[int, Any], config: PipelineConfig) -> Pr
 
 
 def _paced(part: keras.Model, values: list[Any]) -> tuple[list[Any], float, float]:
-    """What layers give, and how many seconds their passes take; the first round is not like the others."""
+    """Returns the layers' outputs and the seconds of forward and backward; drops the first round, a warm-up."""
     computed = autodiff(Computation(part, last=False), part.trainable_variables)
     call = Call(values, [None] * len(values), training=True)
     entering = [place for place, value in enumerate(values) if not isinstance(value, np.ndarray) and floats(value)]

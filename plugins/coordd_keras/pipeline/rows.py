@@ -1,4 +1,4 @@
-"""The rows of what Keras is given: arrays, alone or in lists and dictionaries."""
+"""Handles the rows of Keras inputs: arrays, alone or in lists and dictionaries."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["arrays", "joined", "rows_of", "taken", "told"]
 
 
 def arrays(values: Any) -> Any:
-    """Makes arrays of all that has rows.
+    """Converts all leaves to arrays.
 
     Raises:
-        ArgumentError: it is a data set, whose rows cannot be chosen.
+        ArgumentError: a leaf is a data set, whose rows cannot be indexed.
     """
 
     def made(leaf: Any) -> np.ndarray | None:
@@ -36,10 +36,10 @@ def arrays(values: Any) -> Any:
 
 
 def rows_of(values: Any) -> int:
-    """Finds how many rows there are.
+    """Returns the number of rows.
 
     Raises:
-        ArgumentError: there are none, or arrays differ.
+        ArgumentError: there are no arrays, or their numbers of rows differ.
     """
     found = sorted({len(leaf) for leaf in _leaves(values) if leaf.ndim})
     if len(found) != 1:
@@ -51,18 +51,18 @@ def rows_of(values: Any) -> int:
 
 
 def taken(values: Any, part: Any) -> Any:
-    """Takes some rows of all arrays."""
+    """Returns the selected rows of all arrays."""
     return keras.tree.map_structure(lambda leaf: leaf if leaf is None or not leaf.ndim else leaf[part], values)
 
 
 def joined(parts: Sequence[tuple[int, Sequence[np.ndarray]]]) -> list[np.ndarray]:
-    """Puts the outputs of microbatches together again.
+    """Concatenates the outputs of microbatches.
 
     Args:
-        parts: of each the number of its rows, and its outputs.
+        parts: for each microbatch the number of its rows, and its outputs.
 
     Raises:
-        ArgumentError: the first dimension of an output is not that of the rows.
+        ArgumentError: the first dimension of an output is not the number of rows.
     """
     for rows, outputs in parts:
         for output in outputs:
@@ -75,7 +75,7 @@ def joined(parts: Sequence[tuple[int, Sequence[np.ndarray]]]) -> list[np.ndarray
 
 
 def told(x: Any, y: Any) -> dict[str, str]:
-    """What `coordd.pipeline.accord.Accord` compares of a batch."""
+    """Returns the description of a batch that `coordd.pipeline.accord.Accord` compares between ranks."""
     rows = ", ".join(str(len(leaf)) for leaf in _leaves((x, y)) if leaf.ndim)
     return {"rows": rows, "inputs": _print(x), "targets": _print(y)}
 

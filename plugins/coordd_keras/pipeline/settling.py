@@ -1,4 +1,4 @@
-"""The gradients of a rank from its first backward pass to its step, whatever stages it has."""
+"""Processes a rank's gradients, of all its stages, from backward to the optimizer step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Settling"]
 
 
 class Settling:
-    """Adds gradients up, completes and clips them, and has the optimizer step: once for all stages of a rank."""
+    """Accumulates, reduces and clips gradients, and runs the optimizer, once for all stages of a rank."""
 
     def __init__(
         self,
@@ -32,18 +32,18 @@ class Settling:
         operations: Operations,
         name: str,
     ) -> None:
-        """Prepares it.
+        """Builds the optimizer, if it is not built.
 
         Args:
-            held: for each stage of this rank its variables by name.
-            sharing: of gradients with other ranks.
+            held: for each stage of this rank its variables by key.
+            sharing: reduces gradients with other ranks.
             optimizer: of all variables of this rank.
-            statistics: those of them that replicas keep the mean of.
+            statistics: the variables that replicas average.
             autodiff: of any of these stages.
-            counted: the variables whose gradients this rank counts in the norm.
-            clip_norm: the largest norm of all gradients together; infinite for any.
+            counted: keys of the variables whose gradients this rank adds to the global norm.
+            clip_norm: the maximum global norm of all gradients; infinite for no clipping.
             operations: of the daemon.
-            name: of the reduction.
+            name: of the reduction of the norm.
         """
         every = {key: variable for mine in held.values() for key, variable in mine.items()}
         self._variables = {key: variable for key, variable in every.items() if variable.trainable}
@@ -64,16 +64,16 @@ class Settling:
             optimizer.build(list(self._variables.values()))
 
     def add(self, variable: Any, gradient: Any) -> None:
-        """Adds a microbatch's gradient of a variable."""
+        """Adds a microbatch's gradient of a variable to its sum."""
         key = self._keys[id(variable)]
         self._sums[key] = self._sums[key] + gradient if key in self._sums else gradient
 
     def reduce(self, stage: int) -> None:
-        """Starts with a stage's gradients."""
+        """Starts to reduce a stage's gradients."""
         self._sharing.start(stage, self._sums, array=self._codec.array)
 
     def step(self) -> None:
-        """Changes the weights, when the last of the rank's stages asks for it."""
+        """Takes the optimizer step when the last of the rank's stages calls this."""
         self._waiting -= 1
         if self._waiting:
             return
@@ -89,7 +89,7 @@ class Settling:
         self._sharing.average(self._statistics)
 
     def finalize(self) -> None:
-        """Has the optimizer put its averages in place of weights, if it has any."""
+        """Lets the optimizer replace weights with their averages, if it keeps any."""
         self._optimizer.finalize_variable_values(list(self._variables.values()))
 
     def _applied(self, gradients: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What several ranks have, replicas of a stage and stages that are tied: values at the start, then gradients."""
+"""Handles variables that several ranks have, as replicas or tied stages: first values, then gradients."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ Owners = Mapping[str, tuple[int, ...]]
 
 
 class Sharing:
-    """Adds the gradients of a rank's variables up over all ranks that have them, those of the same ranks in buckets."""
+    """Sums the gradients of shared variables over the ranks that have them; each set of ranks has its own buckets."""
 
     def __init__(
         self, held: Mapping[int, Mapping[str, Any]], owners: Owners, operations: Operations, *, name: str
     ) -> None:
-        """Prepares it.
+        """Groups the shared trainable variables by their ranks.
 
         Args:
-            held: for each stage of this rank its variables by name; a name is the same on all ranks that have it.
-            owners: of each.
+            held: for each stage of this rank its variables by key; a key is the same on all ranks that have the
+                variable.
+            owners: for each key the ranks that have it.
             operations: of the daemon.
-            name: begins the names of what travels.
+            name: prefix of operation names.
         """
         self._operations = operations
         self._name = name
@@ -60,7 +61,7 @@ class Sharing:
         self._open: dict[str, int] = {}
 
     def align(self) -> None:
-        """Gives all ranks the values of the first that has a variable, but for seeds, which are to differ."""
+        """Copies each shared variable from its first rank to the others, except seeds, which differ by rank."""
         rank, coming = self._operations.daemon.world.rank, []
         for key, variable in sorted(self._variables.items(), key=lambda item: place_of(item[0])):
             if len(owners := self._owners[key]) > 1 and is_seed(variable):
@@ -78,12 +79,12 @@ class Sharing:
                 variable.assign(array)
 
     def start(self, stage: int, gradients: Mapping[str, Any], *, array: Callable[[Any], np.ndarray]) -> None:
-        """Begins with a stage's gradients, but for those that another stage of this rank has still to add to.
+        """Starts to reduce a stage's gradients, except those that another stage of this rank still adds to.
 
         Args:
             stage: of this rank.
-            gradients: as far as there are any.
-            array: the values of one.
+            gradients: the sums that exist.
+            array: returns the values of a gradient.
         """
         for key in self._held[stage]:
             left = self._open.get(key) or sum(key in mine for mine in self._held.values())
@@ -93,7 +94,7 @@ class Sharing:
                 group.put(place, array(gradients[key]))
 
     def finish(self) -> dict[str, np.ndarray | None]:
-        """Waits for the gradients of all ranks; None is for a variable of which nobody has one."""
+        """Waits for the reduced gradients; None for a variable that no rank has a gradient for."""
         found: dict[str, np.ndarray | None] = {}
         for group, keys in self._groups:
             reduced = group.wait()
@@ -101,7 +102,7 @@ class Sharing:
         return found
 
     def average(self, variables: Mapping[str, Any]) -> None:
-        """Gives the ranks that have variables the mean of their values, such as of moving statistics."""
+        """Averages variables, such as moving statistics, over the ranks that have them."""
         coming = []
         for key in sorted(variables, key=place_of):
             if len(owners := self._owners[key]) > 1:

@@ -1,4 +1,4 @@
-"""One stage of a Keras model on this rank: what the engine has it do."""
+"""One stage of a Keras model on this rank, as the engine runs it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["KerasStage", "Work"]
 
 
 class Work(NamedTuple):
-    """What a run is for.
+    """Purpose of a run.
 
     Attributes:
-        batch: that is gone through.
-        training: whether it is gone back.
-        judged: whether a loss is found, and metrics hear of it.
-        scale: of the loss, before it is gone back from.
+        batch: its data.
+        training: whether to run backward.
+        judged: whether to compute the loss and update metrics.
+        scale: factor of the loss gradient.
     """
 
     batch: Batch
@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 @dataclass
 class _Passage:
-    """What is kept of a microbatch until it is gone back: what it was called with, or what was recorded of that."""
+    """State of a microbatch between forward and backward: its call and, without recompute, the recorded result."""
 
     call: Call
     entering: dict[int, list[int]]
@@ -50,15 +50,15 @@ class _Passage:
 
 
 class KerasStage(BaseStage):
-    """What `coordd.pipeline.engine.Stage` asks for.
+    """Implements `coordd.pipeline.engine.Stage`.
 
-    Keras finds the gradients of inputs and weights at once, so where a schedule halves the backward pass, its first
-    half does all of it.
+    Keras computes the gradients of inputs and weights together, so where a schedule splits the backward pass, its first
+    half does all the work.
 
     Attributes:
-        part: its layers, as a model.
-        loss: the sum of the microbatches' weighted losses of this run; None if it has none of its own.
-        outputs: of the last stage, by microbatch, where no loss is found.
+        part: the stage's layers, as a model.
+        loss: sum of the weighted losses of this run's microbatches; None if the stage has no loss.
+        outputs: of the last stage, by microbatch, in runs without a loss.
     """
 
     def __init__(
@@ -78,22 +78,23 @@ class KerasStage(BaseStage):
         weighted: bool = False,
         declared: bool = False,
     ) -> None:
-        """Puts the parts together.
+        """Creates the stage.
 
         Args:
             number: of the stage.
             layout: of all stages.
-            part: its layers, compiled.
-            autodiff: computes it.
-            add: hears of each gradient of a variable.
-            reduce: starts to add gradients up over the ranks that share them.
-            step: waits for that, and changes the weights.
-            versions: how many of the weights there are at a time.
-            recompute: whether activations are computed anew for the backward pass.
-            compress: the form in which activations and gradients travel, ``"bf16"`` or ``"int8"``.
-            seed: makes dropout depend on step, stage and microbatch alone.
-            weighted: whether the user says how much microbatches count.
-            declared: whether the user says that the loss is a mean.
+            part: the stage's layers, compiled.
+            autodiff: runs forward and backward.
+            add: called with each variable and its gradient.
+            reduce: starts to reduce gradients over the ranks that share them.
+            step: waits for the reduction and updates the weights.
+            versions: number of weight versions kept.
+            recompute: whether backward recomputes activations.
+            compress: format in which activations and gradients are sent, ``"bf16"`` or ``"int8"``; None for no
+                compression.
+            seed: makes dropout depend only on step, stage and microbatch.
+            weighted: whether the user gives weights of microbatches.
+            declared: whether the user declares the loss to be a mean.
         """
         super().__init__(reduce=reduce, versions=Versions(autodiff.weights, versions) if versions > 1 else None)
         self.part, self._reads, self._writes = part
@@ -132,9 +133,9 @@ class KerasStage(BaseStage):
         self.restart()
 
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
-        """Takes a microbatch through; the last stage finds its loss."""
+        """Runs a microbatch forward; the last stage computes its loss."""
         work = self._work
-        assert work is not None  # noqa: S101 - begun
+        assert work is not None  # noqa: S101 - set by `begin`
         passage = self._entered(microbatch, given, work)
         if work.judged and not self._prepared:
             self._prepared = True
@@ -153,13 +154,13 @@ class KerasStage(BaseStage):
             self.outputs[microbatch] = arrays_of(found.outputs)
 
     def backward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
-        """Takes a microbatch back."""
+        """Runs a microbatch backward."""
         work, passage = self._work, self._passages.pop(microbatch)
-        assert work is not None  # noqa: S101 - begun
+        assert work is not None  # noqa: S101 - set by `begin`
         if passage.found is None:
             self._replay(passage)
         found = passage.found
-        assert found is not None  # noqa: S101 - recorded, or replayed
+        assert found is not None  # noqa: S101 - recorded, or recomputed
         places = {number: place for place, number in enumerate(self._writes)}
         roots: list[tuple[Any, Any]] = []
         for taker in sorted(given, reverse=True):
@@ -178,21 +179,21 @@ class KerasStage(BaseStage):
             self.frames[microbatch, giver] = self._packed([inwards.get(place) for place in places_of])
 
     def backward_input(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
-        """Does all of it."""
+        """Runs the whole backward pass."""
         self.backward(microbatch, given)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Is done already."""
+        """Does nothing, because `backward_input` already computed the weight gradients."""
 
     def step(self) -> None:
-        """Changes the weights, together with those of this rank's other stages."""
+        """Updates the weights, together with those of this rank's other stages."""
         self.advance()
         self._steps += 1
         with self._autodiff.stepping():
             self._step()
 
     def _entered(self, microbatch: int, given: Mapping[int, np.ndarray], work: Work) -> _Passage:
-        """Puts together what the layers are called with."""
+        """Collects the arguments of the layers' call."""
         values: dict[int, Any] = {}
         masks: dict[int, Any] = {}
         entering: dict[int, list[int]] = {}
@@ -216,7 +217,7 @@ class KerasStage(BaseStage):
         return _Passage(call, entering)
 
     def _computed(self, microbatch: int, passage: _Passage) -> Result:
-        """Takes a microbatch through, and keeps what the way back needs."""
+        """Runs a microbatch forward and saves what backward needs."""
         if not passage.call.training:
             return self._autodiff.run(passage.call)
         self._passages[microbatch] = passage
@@ -230,12 +231,12 @@ class KerasStage(BaseStage):
         return found
 
     def _entering(self, passage: _Passage) -> list[int]:
-        """The places of the values that have gradients."""
+        """Returns the indices of the values that need gradients."""
         found = sorted(place for places in passage.entering.values() for place in places)
         return [place for place in found if floats(passage.call.values[place])]
 
     def _replay(self, passage: _Passage) -> None:
-        """Computes anew, with the dropout of the first time, and without counting for statistics again."""
+        """Recomputes a forward pass with the same dropout, without updating statistics again."""
         now = arrays_of(self._state)
         self._reset(passage.state)
         call = passage.call._replace(measured=False)
@@ -244,12 +245,12 @@ class KerasStage(BaseStage):
         self._reset(now)
 
     def _judged(self, outputs: Sequence[Any], masks: Sequence[Any], targets: Any) -> float:
-        """Finds the loss of outputs; metrics do not hear of it."""
+        """Computes the loss of outputs without updating metrics."""
         state = arrays_of(self._state)
         given = [keras.ops.convert_to_tensor(output) for output in outputs]
         for output, mask in zip(given, masks, strict=True):
             if mask is not None:
-                output._keras_mask = keras.ops.convert_to_tensor(mask)  # noqa: SLF001 - where Keras has it
+                output._keras_mask = keras.ops.convert_to_tensor(mask)  # noqa: SLF001 - where Keras keeps it
         try:
             found = keras.tree.pack_sequence_as(self.part.output, given)
             loss = self.part.compute_loss(y=targets, y_pred=found, training=False)
@@ -262,7 +263,7 @@ class KerasStage(BaseStage):
             variable.assign(value)
 
     def _sow(self, microbatch: int, passage: _Passage) -> None:
-        """Has chance follow from the user's seed; what is computed anew needs one in any case."""
+        """Seeds the random numbers of a microbatch from the user's seed; with recompute, seeds them in any case."""
         if self._seed is not None:
             for key, variable in self._seeds.items():
                 variable.assign(_drawn(self._seed, self._steps, place_of(key), microbatch))

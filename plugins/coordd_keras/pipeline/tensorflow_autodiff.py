@@ -1,4 +1,4 @@
-"""Stages of Keras on TensorFlow: graphs, with a tape for each microbatch."""
+"""Keras stages on TensorFlow: compiled graphs, with a gradient tape for each microbatch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TensorFlowAutodiff", "TensorFlowCodec", "make"]
 
 @dataclass(frozen=True)
 class TensorFlowCodec:
-    """The `coordd.pipeline.frame.Codec` of TensorFlow.
+    """Implements `coordd.pipeline.frame.Codec` for TensorFlow.
 
     Attributes:
         blank: allocates memory for frames.
@@ -29,41 +29,41 @@ class TensorFlowCodec:
     blank: Callable[[int], np.ndarray] = field(default=blank)
 
     def is_tensor(self, value: object) -> bool:
-        """Says whether a value is a tensor."""
+        """Returns whether a value is a tensor."""
         return isinstance(value, (tf.Tensor, tf.IndexedSlices))
 
     def differentiable(self, tensor: Any) -> bool:
-        """Says whether gradients flow through a tensor."""
+        """Returns whether gradients flow through a tensor."""
         return bool(tensor.dtype.is_floating)
 
     def array(self, tensor: Any) -> np.ndarray:
-        """Views a tensor's values."""
+        """Returns a view of a tensor's values."""
         return view(check_dense(tensor))
 
     def tensor(self, array: np.ndarray, *, differentiable: bool) -> Any:
-        """Makes a tensor of an array."""
+        """Converts an array to a tensor."""
         lying, axes = laid(array)
         found = to_tensor(lying)
         return found if axes == tuple(range(lying.ndim)) else tf.transpose(found, axes)
 
 
 class _Weights:
-    """The `coordd.pipeline.versions.Weights` of TensorFlow, which copies what is held before it changes it."""
+    """Implements `coordd.pipeline.versions.Weights`; TensorFlow copies held values before it changes them."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
         self._variables = variables
 
     def held(self) -> list[tf.Tensor]:
-        """The values of each."""
+        """Returns the variables' values."""
         return [variable.value.read_value() for variable in self._variables]
 
     def put(self, values: Sequence[tf.Tensor]) -> None:
-        """Assigns values."""
+        """Assigns the values."""
         for variable, value in zip(self._variables, values, strict=True):
             variable.assign(value)
 
     def renew(self) -> None:
-        """Needs nothing."""
+        """Does nothing, because TensorFlow copies held values before it changes them."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _Kept:
 
 
 class TensorFlowAutodiff:
-    """A graph for each kind of call, as ``tf.function`` makes them; see `coordd_keras.pipeline.autodiff.Autodiff`."""
+    """Runs a traced ``tf.function`` for each kind of call; see `coordd_keras.pipeline.autodiff.Autodiff`."""
 
     def __init__(self, computation: Computation, variables: Sequence[Any]) -> None:
         self._variables = list(variables)
@@ -83,15 +83,15 @@ class TensorFlowAutodiff:
         self._compute: Callable[[Call], Result] = self.compiled(computation)
 
     def prepare(self, call: Call) -> None:
-        """Has Keras make what it needs, which no graph may."""
+        """Lets Keras create its variables, which cannot be created inside a graph."""
         self._computation.prepare(_tensors(call))
 
     def run(self, call: Call) -> Result:
-        """Computes without a way back."""
+        """Runs a forward pass without recording it."""
         return self._compute(_tensors(call))
 
     def record(self, call: Call, entering: Sequence[int]) -> tuple[Result, _Kept]:
-        """Computes under a tape."""
+        """Runs a forward pass under a gradient tape."""
         call = _tensors(call)
         entered = [call.values[place] for place in entering]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -101,7 +101,7 @@ class TensorFlowAutodiff:
         return found, _Kept(tape, entered)
 
     def back(self, kept: _Kept, roots: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-        """Goes back, once."""
+        """Runs backward, once for each tape."""
         sources = [*kept.entered, *(variable.value for variable in self._variables)]
         if not roots:
             return [None] * len(kept.entered), [None] * len(self._variables)
@@ -114,25 +114,25 @@ class TensorFlowAutodiff:
         return dense[: len(kept.entered)], dense[len(kept.entered) :]
 
     def seeded(self, seed: int | None) -> AbstractContextManager[None]:
-        """Needs nothing: layers draw from generators of Keras's."""
+        """Does nothing, because layers draw from Keras's generators."""
         return nullcontext()
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Needs nothing: tapes have the values that were read."""
+        """Does nothing, because tapes keep the values they read."""
         return nullcontext()
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes a graph of it for each kind of arguments."""
+        """Returns a ``tf.function`` that is traced for each kind of arguments."""
         found: Callable[..., Any] = tf.function(function, reduce_retracing=True)
         return found
 
 
 def make(computation: Computation, variables: Sequence[Any]) -> TensorFlowAutodiff:
-    """Makes one."""
+    """Returns the `TensorFlowAutodiff` of a stage."""
     return TensorFlowAutodiff(computation, variables)
 
 
 def _tensors(call: Call) -> Call:
-    """A graph is made for each kind of tensor, but for each array anew."""
+    """Converts arrays to tensors: a graph is traced once for each kind of tensor, but again for every array."""
     targets = None if call.targets is None else tf.nest.map_structure(tf.convert_to_tensor, call.targets)
     return call._replace(values=[tf.convert_to_tensor(value) for value in call.values], targets=targets)

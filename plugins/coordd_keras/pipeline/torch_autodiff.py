@@ -1,4 +1,4 @@
-"""Stages of Keras on PyTorch: autograd's graph, one for each microbatch."""
+"""Keras stages on PyTorch: an autograd graph for each microbatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["TorchAutodiff", "make"]
 
 
 class TorchAutodiff:
-    """See `coordd_keras.pipeline.autodiff.Autodiff`."""
+    """Implements `coordd_keras.pipeline.autodiff.Autodiff` for PyTorch."""
 
     def __init__(self, computation: Computation, variables: Sequence[Any]) -> None:
         self._parameters = [variable.value for variable in variables]
@@ -27,16 +27,16 @@ class TorchAutodiff:
         self._compute = computation
 
     def prepare(self, call: Call) -> None:
-        """Has Keras make what it needs."""
+        """Lets Keras create its variables."""
         self._compute.prepare(self._tensors(call))
 
     def run(self, call: Call) -> Result:
-        """Computes without a way back."""
+        """Runs a forward pass without recording it."""
         with torch.no_grad():
             return self._compute(self._tensors(call))
 
     def record(self, call: Call, entering: Sequence[int]) -> tuple[Result, list[torch.Tensor]]:
-        """Computes from leaves."""
+        """Runs a forward pass from detached inputs."""
         call = self._tensors(call)
         values = list(call.values)
         for place in entering:
@@ -46,7 +46,7 @@ class TorchAutodiff:
         return found, [values[place] for place in entering]
 
     def back(self, kept: list[torch.Tensor], roots: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-        """Goes back, once."""
+        """Runs backward, once for each graph."""
         reached = [(root, given) for root, given in roots if root.requires_grad]
         sources = [*kept, *self._parameters]
         if not (reached and sources):
@@ -58,7 +58,7 @@ class TorchAutodiff:
 
     @contextmanager
     def seeded(self, seed: int | None) -> Iterator[None]:
-        """Seeds PyTorch's generators, from which dropout draws, for a while."""
+        """Seeds PyTorch's generators, which dropout draws from, inside the context, and restores them after it."""
         if seed is None:
             yield
             return
@@ -67,11 +67,11 @@ class TorchAutodiff:
             yield
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Graphs of other microbatches are gone back with the weights that they were made with, which are kept."""
+        """Keeps version counters, so that other microbatches' graphs run backward with their saved weights."""
         return _unsafe_preserve_version_counter(tuple(self._parameters))
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Leaves it as it is: Keras calls PyTorch's operations one by one."""
+        """Returns the function unchanged: Keras calls PyTorch's operations one by one."""
         return function
 
     def _tensors(self, call: Call) -> Call:
@@ -83,5 +83,5 @@ class TorchAutodiff:
 
 
 def make(computation: Computation, variables: Sequence[Any]) -> TorchAutodiff:
-    """Makes one."""
+    """Returns the `TorchAutodiff` of a stage."""
     return TorchAutodiff(computation, variables)

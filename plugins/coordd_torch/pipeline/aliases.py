@@ -1,7 +1,7 @@
-"""Which nodes of an ATen graph are names of one piece of memory, where somebody writes to it.
+"""Finds the nodes of an ATen graph that share memory which a node writes to.
 
-A value that is written to once and read only through the writer's result afterwards needs no care: the result is a new
-value. Everything else must not be torn apart: who has a name of the memory must see the writing.
+A value that is written once and then read only through the writer's result needs no care: the result is a new value.
+All other such nodes must stay in one stage, because every alias of the memory must see the write.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ __all__ = ["Aliases", "impure", "mutates", "renamed", "writes_state"]
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether the node is an operator of ATen that writes to its first argument."""
+    """Returns whether the node is an ATen operator that writes to its first argument."""
     return isinstance(node.target, OpOverload) and _schema(node.target).is_mutable
 
 
 def writes_state(node: fx.Node) -> bool:
-    """Whether the node does nothing but write to a buffer."""
+    """Returns whether the node only writes to a buffer."""
     return mutates(node) and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
 
 
 def impure(node: fx.Node) -> bool:
-    """Whether the node matters although no other node reads its result."""
+    """Returns whether the node has an effect, so that it must be kept even if no other node reads its result."""
     return node.is_impure() or bool(_written(node))
 
 
 def renamed(graph: fx.Graph) -> None:
-    """Lets those who read a written value later read the writer's result, where the value has no other name."""
+    """Makes later readers of a written value read the writer's result instead, where the value has no other alias."""
     for node in graph.nodes:
         if mutates(node) and _sole(node):
             for user in _later(node):
@@ -40,7 +40,7 @@ def renamed(graph: fx.Graph) -> None:
 
 
 class Aliases:
-    """The groups of nodes that share memory that is written to."""
+    """The groups of nodes that share written memory."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}
@@ -59,16 +59,16 @@ class Aliases:
                 self._members[self._root(node)].append(node)
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
-        """Who writes to the memory that this node is a name of."""
+        """Returns the nodes that write to this node's memory."""
         return self._writers.get(self._root(node), [])
 
     @property
     def groups(self) -> list[list[fx.Node]]:
-        """The nodes of each piece of memory that is written to, in order."""
+        """The nodes of each piece of written memory, in graph order."""
         return list(self._members.values())
 
     def together(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Pairs between which no cut may be: a name of written memory, and who uses a name of it after the writing."""
+        """Yields pairs of nodes that no cut may separate: an alias of written memory, and a later user of an alias."""
         for root, members in self._members.items():
             written = min(map(self._order.__getitem__, self._writers[root]))
             first = next(node for node in members if node.op.startswith("call_"))
@@ -82,7 +82,7 @@ class Aliases:
 
 
 def _shared(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose memory the node's result may be."""
+    """Returns the arguments whose memory the node's result may share."""
     if node.target is operator.getitem:
         return node.all_input_nodes
     if isinstance(node.target, HigherOrderOperator):
@@ -99,7 +99,7 @@ def _shared(node: fx.Node) -> list[fx.Node]:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The values that a node writes to, be it by what it runs under `no_grad` or the like."""
+    """Returns the values that a node writes to, directly or in the graph it runs under `no_grad` or similar."""
     if mutates(node):
         return [each for each in node.args[:1] if isinstance(each, fx.Node)]
     body = _body(node)
@@ -107,14 +107,14 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _handed_through(node: fx.Node) -> list[fx.Node]:
-    """The arguments of such a node whose memory may be that of its result."""
+    """Returns the arguments of a higher-order operator whose memory its result may share."""
     body = _body(node)
     given = [each for inner in _nodes(body) if inner.op == "output" for each in inner.all_input_nodes]
     return [body[found] for each in given if (found := _origin(each)) in body]
 
 
 def _body(node: fx.Node) -> dict[fx.Node, fx.Node]:
-    """The argument of a higher-order operator for each placeholder of the graph that it runs."""
+    """Maps each placeholder of the graph that a higher-order operator runs to the operator's argument."""
     if not isinstance(node.target, HigherOrderOperator):
         return {}
     for number, argument in enumerate(node.args):
@@ -132,7 +132,7 @@ def _nodes(body: dict[fx.Node, fx.Node]) -> list[fx.Node]:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """What a value is a view of, or was before it was written to."""
+    """Follows views and in-place writes back to the original value."""
     while above := _shared(node):
         node = above[0]
     return node
@@ -143,11 +143,11 @@ def _harmless(writer: fx.Node) -> bool:
 
 
 def _schema(overload: OpOverload) -> Any:
-    return overload._schema  # noqa: SLF001 - the only place that tells
+    return overload._schema  # noqa: SLF001 - no public accessor
 
 
 def _sole(writer: fx.Node) -> bool:
-    """Whether what the node writes to has no other name: it is no view, no input, no buffer, and has no view."""
+    """Returns whether the written value has no other alias: it is not a view, input or buffer, and has no view."""
     target = writer.args[0]
     if not isinstance(target, fx.Node) or target.op not in {"call_function", "call_module"}:
         return False
@@ -156,5 +156,5 @@ def _sole(writer: fx.Node) -> bool:
 
 
 def _later(writer: fx.Node) -> list[fx.Node]:
-    """Who reads what the node has written to, after it."""
+    """Returns the nodes that read the written value after the writer."""
     return [user for user in writer.all_input_nodes[0].users if user is not writer and writer < user]

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks that make a pipeline: the model's structure, and the values with which it starts."""
+"""Checks that all ranks of a pipeline have the same model structure and the same initial values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIMPLE = (bool, int, float, str)
 
 
 def structure(captured: Captured) -> Iterator[str]:
-    """Lists parameters, modules and what is computed between them, one thing a line."""
+    """Yields the parameters, the modules and the computation of each layer, one item per line."""
     model = captured.model
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield f"{name} {tuple(tensor.shape)} {str(tensor.dtype)[6:]}"
@@ -50,9 +50,9 @@ def _digest(data: bytes) -> str:
 
 
 def title(what: Any) -> str:
-    """Names a loss or a weight: a function with what was given to it before, or a module with its settings and values.
+    """Describes a loss or a weight: a function with its bound arguments, or a module with its settings and values.
 
-    What a function finds in its surroundings, and what an object of the user's keeps, may differ: the rank, say.
+    Closures and attributes of user objects are ignored, as they may differ between ranks, for example the rank itself.
     """
     if isinstance(what, nn.Module):
         parts = [f"{type(module).__name__}({_settings(module)})" for module in what.modules()]
@@ -64,7 +64,7 @@ def title(what: Any) -> str:
 
 
 def _settings(module: nn.Module) -> str:
-    """What a module was made with; losses of PyTorch do not show that, but have nothing else as attributes."""
+    """Returns the settings of a module; PyTorch's losses do not show them, but have no other attributes."""
     if not type(module).__module__.startswith("torch."):
         return _details(module)
     return ", ".join(
@@ -73,14 +73,14 @@ def _settings(module: nn.Module) -> str:
 
 
 def _told(value: Any) -> str:
-    """What is said of a setting: a number or a text itself, of a tensor a checksum, else what it is."""
+    """Describes a setting: a number or string by its `repr`, a tensor by a checksum, anything else by its title."""
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {checksum(value)}"
     return repr(value) if value is None or isinstance(value, _SIMPLE) else title(value)
 
 
 def values(model: nn.Module) -> Iterator[str]:
-    """Lists what all parameters of a built model start with."""
+    """Yields a checksum of the initial values of each real parameter of a built model."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.layout is torch.strided and parameter.numel():
             yield f"initial values of {name} ({checksum(parameter)})"
@@ -94,16 +94,16 @@ def materialised(
     name: str,
     lines: Sequence[str],
 ) -> nn.Module:
-    """Builds this rank's part of a model, as `materialise`; all ranks do, and find out whether it is the same model.
+    """Builds this rank's part of a model with `materialise`, and checks that all ranks build the same model.
 
-    No rank has all initial values, but builders that draw the same random numbers make the same ones.
+    No rank holds all initial values, but builders that draw the same random numbers produce the same values.
 
     Args:
         builder: of the whole model.
         names: of this rank's parameters.
         operations: of the daemon.
         name: of the pipeline.
-        lines: what was found out about the model; where ranks differ in that, the caller tells them.
+        lines: description of the model; if ranks differ in it, the caller reports the difference.
 
     Raises:
         MismatchError: on all ranks: their builders have drawn different numbers.
@@ -131,8 +131,8 @@ def materialised(
 
 
 def _generators() -> dict[str, str]:
-    """The states of the generators that builders may use."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - it is what builders may use
+    """Returns a digest of the state of each random generator that builders may use."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - builders may use it
     return {
         "torch": _digest(torch.get_rng_state().numpy().tobytes()),
         "random": _digest(repr(random.getstate()).encode()),

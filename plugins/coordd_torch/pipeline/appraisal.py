@@ -1,4 +1,4 @@
-"""What a split goes by: what the layers cost, which rank 0 measures for all, and what a stage may hold."""
+"""Inputs of the partitioner: the layer costs, which rank 0 measures for all ranks, and a stage's memory limit."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from coordd_torch.pipeline.tying import tied
 __all__ = ["budget", "measured", "profile_model"]
 
 _PROBE = (64, 64)
-"""The shape of a parameter by which an optimizer shows what it keeps."""
+"""Shape of the parameter used to measure how much state an optimizer keeps."""
 
 
 def profile_model(
     model: nn.Module | Callable[[], nn.Module], example: Any, config: PipelineConfig | None = None
 ) -> Profile:
-    """Measures what the layers of a model cost, in this process alone.
+    """Measures the cost of a model's layers, in this process only.
 
     Args:
-        model: unchanged; or a function that builds it, so that no more than one layer is ever in memory.
+        model: a model, which is not changed; or a function that builds it, so that at most one layer is in memory at a
+            time.
         example: inputs of a batch, which is cut into microbatches as in training; the first one is measured.
-        config: how it is cut, and captured.
+        config: how the model is cut and captured.
 
     Raises:
-        ArgumentError: the model cannot be cut in layers, or the batch not in microbatches.
-        Exception: whatever a layer raises.
+        ArgumentError: the model cannot be cut into layers, or the batch cannot be cut into microbatches.
+        Exception: any exception that a layer raises.
     """
     config = config or PipelineConfig()
     model = tied(model, config.reuse)
@@ -52,14 +53,14 @@ def profile_model(
 
 
 def measured(captured: Captured, example: tuple[Any, Any], config: PipelineConfig, *, loss: Loss, name: str) -> Profile:
-    """Has rank 0 measure the layers on the first microbatch of an example, and gives all ranks what it found.
+    """Measures the layers on rank 0, on the first microbatch of an example, and sends the profile to all ranks.
 
     Args:
         captured: the model.
-        example: inputs and targets of a batch; without targets the loss does not count.
+        example: inputs and targets of a batch; without targets the loss is not measured.
         config: how the model is split.
         loss: of an output and targets.
-        name: of what is sent; the same on all ranks.
+        name: of the broadcast; the same on all ranks.
 
     Raises:
         ArgumentError: there is no example, or a layer cannot be run; on all ranks.
@@ -83,7 +84,7 @@ def _batch(captured: Captured, example: tuple[Any, Any], config: PipelineConfig)
 
 
 def budget(config: PipelineConfig, plans: Plans, optimizer: Callable[[Iterable[nn.Parameter]], Any]) -> Memory:
-    """Says what a stage holds, and may hold: where a rank has several, each may take its part."""
+    """Returns the memory model of a stage; on a rank with several stages each gets an equal share of the cap."""
     cap = None if config.memory_cap is None else in_bytes(config.memory_cap) * plans.ranks / plans.sketch.stages
     return Memory(
         cap, config.schedule, config.microbatches, _state(optimizer), plan=plans.sketch, recompute=config.recompute
@@ -91,7 +92,7 @@ def budget(config: PipelineConfig, plans: Plans, optimizer: Callable[[Iterable[n
 
 
 def _state(make: Callable[[Iterable[nn.Parameter]], Any]) -> float:
-    """Bytes that an optimizer keeps for a byte of weights."""
+    """Returns the bytes of optimizer state per byte of weights."""
     probe = nn.Parameter(torch.zeros(_PROBE, device="cpu"))
     probe.grad = torch.zeros_like(probe)
     optimizer = make([probe])

@@ -1,6 +1,6 @@
-"""A folder of safetensors files which one manifest makes a checkpoint.
+"""A checkpoint folder: safetensors files and one manifest.
 
-Files appear at once and whole, the manifest last: where there is a manifest, there is all that it names.
+Files are replaced atomically, the manifest last: if a manifest exists, every file that it names is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHOWN = 5
 
 
 def write(folder: Path, file: str, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> None:
-    """Writes a file of tensors, and what there is to note about them, in the place of an older one."""
+    """Writes a file of tensors with its metadata, and replaces an older one."""
     _safetensors()
     from safetensors.torch import save_file
 
@@ -46,28 +46,28 @@ def write(folder: Path, file: str, tensors: Mapping[str, torch.Tensor], notes: M
 def stream(
     folder: Path, files: Mapping[str, str], device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads tensors one by one, of each file only those that are asked for.
+    """Yields tensors one by one, and reads only the requested tensors of each file.
 
     Args:
         folder: where the files are.
-        files: by name of a tensor the file that it is in.
-        device: where the tensors are to be.
+        files: maps the name of each tensor to its file.
+        device: where the tensors are placed.
     """
     for name, source in _sources(folder, files, device):
         yield name, source.get_tensor(name)
 
 
 def shapes(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Reads the shapes of tensors, and nothing else of them."""
+    """Reads only the shapes of tensors."""
     return {name: tuple(source.get_slice(name).get_shape()) for name, source in _sources(folder, files, "cpu")}
 
 
 @contextmanager
 def opened(folder: Path, file: str, device: torch.device | str = "cpu") -> Iterator[Any]:
-    """Opens a file to read; a tensor is read when it is asked for.
+    """Opens a file for reading; each tensor is read when it is requested.
 
     Raises:
-        ArgumentError: there is no such file, or it is none of safetensors'.
+        ArgumentError: the file does not exist, or is not a safetensors file.
     """
     safetensors = _safetensors()
     try:
@@ -79,7 +79,7 @@ def opened(folder: Path, file: str, device: torch.device | str = "cpu") -> Itera
 
 
 def listed(folder: Path, file: str) -> tuple[list[str], dict[str, str], int]:
-    """Reads what a file holds: the names of the tensors, the notes, and how many bytes the tensors have."""
+    """Returns the names of a file's tensors, its metadata, and the size of all its tensors in bytes."""
     with opened(folder, file) as source:
         names, notes = list(source.keys()), source.metadata() or {}
     with (folder / file).open("rb") as stream:
@@ -88,7 +88,7 @@ def listed(folder: Path, file: str) -> tuple[list[str], dict[str, str], int]:
 
 
 def withdraw(folder: Path) -> None:
-    """Makes the folder, and takes an older manifest away, since the files that it names are about to change."""
+    """Creates the folder, and deletes an older manifest, since the files that it names are about to change."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
 
@@ -103,7 +103,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Reads the manifest.
 
     Raises:
-        ArgumentError: there is none, or it is none of a checkpoint.
+        ArgumentError: there is no manifest, or it is not one of a checkpoint.
     """
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
@@ -117,7 +117,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def some(names: Iterable[str]) -> str:
-    """Writes the first few names, and how many more there are."""
+    """Formats the first few names, and the number of further names."""
     ordered = sorted(names)
     rest = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return ", ".join(map(repr, ordered[:_SHOWN])) + rest
@@ -142,7 +142,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The format knows no strides, and no memory that two tensors have in common."""
+    """Makes tensors contiguous and copies shared memory: the format supports neither strides nor shared memory."""
     seen: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():

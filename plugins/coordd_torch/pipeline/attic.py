@@ -1,4 +1,4 @@
-"""The host's memory, where waits what an accelerator does not need: saved activations, the state of optimizers."""
+"""CPU offload: keeps saved activations and optimizer state in host memory while the accelerator does not need them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor, nn
 __all__ = ["Attic", "Stowed", "fetched"]
 
 Stowed = Tensor | tuple[Tensor, torch.device]
-"""A tensor that has stayed where it was, or one that lies in the attic, and where it came from."""
+"""A tensor that stayed in place, or an offloaded tensor and its original device."""
 
 
 class Attic:
-    """Takes tensors of one stage, and gives them back.
+    """CPU offload of one stage's tensors.
 
-    What is on the host already stays where it is, so on the CPU an attic changes nothing.
+    Tensors that are on the host already stay in place, so an attic does nothing on the CPU.
 
     Attributes:
-        stowed: how many tensors of graphs it was given.
+        stowed: number of saved graph tensors that were passed to `stow`, parameters and buffers not included.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Prepares it.
+        """Creates an empty attic.
 
         Args:
-            module: the stage. Its parameters and buffers are not taken when a graph saves them: they are not freed.
+            module: the stage. Its parameters and buffers are not offloaded when a graph saves them: that would not free
+                them.
         """
         self.stowed = 0
         self._module = module
@@ -35,11 +36,11 @@ class Attic:
         self._homes: dict[tuple[Tensor, str], torch.device] = {}
 
     def begin(self) -> None:
-        """Notes where parameters and buffers lie, before a graph is built."""
+        """Records the memory of parameters and buffers, before a graph is built."""
         self._lasting = {_place(each) for each in (*self._module.parameters(), *self._module.buffers())}
 
     def stow(self, tensor: Tensor) -> Stowed:
-        """Takes what a graph has saved."""
+        """Offloads a tensor that a graph has saved."""
         if _place(tensor) in self._lasting:
             return tensor
         self.stowed += 1
@@ -47,7 +48,10 @@ class Attic:
 
     @contextmanager
     def emptied(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Gives an optimizer its state back for a step, and takes it again; what was on the host before stays there."""
+        """Moves an optimizer's state to its device for a step, and offloads it afterwards.
+
+        State that was on the host before stays there.
+        """
         for (parameter, key), home in self._homes.items():
             if key in optimizer.state.get(parameter, {}):
                 optimizer.state[parameter][key] = optimizer.state[parameter][key].to(home)
@@ -61,7 +65,7 @@ class Attic:
 
 
 def fetched(stowed: Stowed) -> Tensor:
-    """Gives a tensor back, where it came from."""
+    """Returns a tensor on its original device."""
     return stowed if isinstance(stowed, Tensor) else stowed[0].to(stowed[1], non_blocking=True)
 
 
@@ -70,7 +74,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Copies a tensor to memory that accelerators read and write at full speed."""
+    """Copies a tensor to host memory, which is pinned if CUDA is available, so that accelerators copy at full speed."""
     quick = torch.cuda.is_available()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device="cpu", pin_memory=quick)
     return pinned.copy_(tensor)

@@ -1,6 +1,6 @@
-"""Batch and instance normalisation in exported graphs: put back as calls of its modules, which a stage watches.
+"""Restores batch and instance normalisation in exported graphs as module calls, so that a stage can watch them.
 
-An exported graph writes to the running statistics with every microbatch, and each replica of a stage to its own.
+An exported graph updates the running statistics with every microbatch, and each replica of a stage updates its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _COUNTS = torch.ops.aten.add_.Tensor
 
 
 def tracking(model: nn.Module) -> frozenset[str]:
-    """The paths of the modules that do nothing but normalise, and track statistics.
+    """Returns the paths of the modules that only normalise and track statistics.
 
-    What is in evaluation mode while the model is in training is frozen, and stays as it is.
+    A module in evaluation mode in a model in training mode is frozen, and is left as it is.
     """
     return frozenset(name for name, module in model.named_modules(remove_duplicate=False) if _tracks(module, model))
 
@@ -37,7 +37,7 @@ def _tracks(module: nn.Module, model: nn.Module) -> bool:
 
 
 def restored(graph: fx.Graph, paths: Collection[str]) -> None:
-    """Replaces what these modules have become in an exported graph by calls of them."""
+    """Replaces the operators of these modules in an exported graph by calls of the modules."""
     for node in list(graph.nodes):
         path = _path(node)
         if path in paths and node.target in _NORMALISES:
@@ -52,6 +52,6 @@ def restored(graph: fx.Graph, paths: Collection[str]) -> None:
 
 
 def _path(node: fx.Node) -> Any:
-    """The path of the innermost module that the node is of."""
+    """Returns the path of the innermost module that the node belongs to."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return stack[-1][0] if stack else None

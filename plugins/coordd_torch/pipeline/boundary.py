@@ -1,6 +1,6 @@
-"""Where a stage's autograd graph ends, on either side: it has the stage's part of every microbatch's graph.
+"""Boundary of a stage's autograd graph: the stage has its own part of each microbatch's graph.
 
-Values of other stages enter as leaves; gradients of what other stages got leave as the gradients of these leaves.
+Values received from other stages enter as leaves; the gradients of these leaves are sent back.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = ["Boundary", "Gradients", "Parcel"]
 log = logging.getLogger("coordd")
 
 Parcel = tuple[Mapping[str, Any], Sequence[Tensor]]
-"""What `unpack` makes of a frame: values by name, and their tensors in order."""
+"""A frame unpacked by `unpack`: values by name, and their tensors in order."""
 
 Gradients = Mapping[int, Sequence[Tensor | None]] | Tensor
-"""For each stage that was sent values, a gradient, or None, for each of their tensors in order; or the loss."""
+"""For each stage that received values, one gradient or None for each of their tensors in order; or the loss."""
 
 
 @dataclass
 class _Passage:
-    """What is kept of a microbatch between its forward and its backward pass."""
+    """State of a microbatch that is kept between its forward and its backward pass."""
 
     microbatch: int
     entered: dict[int, list[Tensor]]
@@ -55,26 +55,27 @@ class _Passage:
 
     @property
     def owing(self) -> list[Tensor]:
-        """The leaves whose gradients other stages wait for."""
+        """The leaves whose gradients are sent to other stages."""
         return [tensor for tensors in self.entered.values() for tensor in tensors if tensor.requires_grad]
 
 
 class Boundary:
-    """Takes microbatches through a stage, forward and backward, in any order and any number at a time.
+    """Forward and backward passes of one stage, in any order and with any number of microbatches in flight.
 
-    Dropout draws from the process's generator, as microbatches come: a run repeats itself exactly, but draws other
-    numbers than another schedule, split or number of microbatches. With a ``seed`` what is drawn depends on seed, step,
-    stage and microbatch alone: on no schedule and on no data-parallel degree. Neither draws what a plain run does,
-    which has one stream for the whole batch; a plain run that takes the same microbatches through the same stages under
-    `seed_for` does.
+    Dropout draws from the process's generator, in the order of the microbatches: a run is reproducible, but draws other
+    numbers than a run with another schedule, split or number of microbatches. With a ``seed`` the numbers depend only
+    on seed, step, stage and microbatch, not on the schedule or the data-parallel degree. Neither mode draws the numbers
+    of a plain run, which has one stream for the whole batch; a plain run that takes the same microbatches through the
+    same stages under `seed_for` draws the same numbers.
 
     Attributes:
-        statistics: of the stage's batch normalisation, to be updated once a step.
+        statistics: of the stage's batch normalisation, updated once per step.
         step: the number of the training step, for the seed.
-        codec: knows the stage's device.
-        attic: where activations, and the optimizer's state, wait; None for where they are.
-        undivided: how many backward passes were to be split and could not be: `backward_input` did all of it.
-        halved: the microbatches whose backward pass will be split; None for all of them. Others are spared the cost.
+        codec: converts tensors to frames; knows the stage's device.
+        attic: CPU offload of activations and of the optimizer's state; None if they stay in place.
+        undivided: number of backward passes that could not be split as requested: `backward_input` did all the work.
+        halved: the microbatches whose backward pass is split; None for all. The others skip the cost of preparing for
+            it.
     """
 
     def __init__(
@@ -89,22 +90,22 @@ class Boundary:
         stage: int = 0,
         attic: Attic | None = None,
     ) -> None:
-        """Makes the boundary of a stage.
+        """Creates the boundary of a stage.
 
         Args:
-            module: the stage: gets and returns a dictionary of values by name.
-            codec: knows the stage's device; by default it is the CPU.
-            compress: the form in which tensors are stored that gradients flow through, ``"bf16"`` or ``"int8"``; all
-                others, such as masks, travel as they are.
-            recompute: keeps no activations but what came in, and computes the others anew for the backward pass.
-            split: frees between `backward_input` and `backward_weight` what only the former needs.
+            module: the stage: takes and returns a dictionary of values by name.
+            codec: knows the stage's device; by default the CPU.
+            compress: storage form of tensors with gradients, ``"bf16"`` or ``"int8"``; all other tensors, such as
+                masks, are sent unchanged.
+            recompute: keeps only the stage's inputs, and recomputes the activations for the backward pass.
+            split: frees between `backward_input` and `backward_weight` the tensors that only the former needs.
             seed: of the random numbers of each microbatch.
             stage: its number, for the seed.
-            attic: where activations wait for the backward pass, if not where they are.
+            attic: where activations are kept until the backward pass; None if they stay in place.
 
         Raises:
-            ArgumentError: a layer needs several ranks at a time, or this PyTorch cannot go back from the middle of a
-                graph.
+            ArgumentError: a layer needs several ranks at a time, or this PyTorch version cannot run backward from the
+                middle of a graph.
         """
         if torch.__version__ < "2.5":
             text = f"pipelines need PyTorch 2.5 or newer, this is {torch.__version__}"
@@ -128,19 +129,19 @@ class Boundary:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The microbatches that something is kept of."""
+        """The microbatches that have stored state."""
         return tuple(self._passages)
 
     def forward(self, microbatch: int, parcels: Mapping[int, Parcel], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes a microbatch through the stage; without gradients, where these are disabled.
+        """Runs a microbatch through the stage; without gradients, where these are disabled.
 
         Args:
-            microbatch: its number, of which nothing is held.
-            parcels: what other stages sent, by their numbers.
+            microbatch: its number; no state of this microbatch may be stored.
+            parcels: values received from other stages, by stage number.
             inputs: of the model, by name.
 
         Returns:
-            the outputs by name. A loss may be computed of them for `backward`.
+            the outputs by name. A loss may be computed from them for `backward`.
         """
         values = {name: value for parcel, _ in parcels.values() for name, value in parcel.items()}
         entered = {stage: [leaf(tensor) for tensor in tensors] for stage, (_, tensors) in parcels.items()}
@@ -155,15 +156,15 @@ class Boundary:
         return dict(passage.outputs)
 
     def forget(self) -> None:
-        """Lets go of all microbatches, of a step that is given up, or that only wanted outputs."""
+        """Drops all microbatches, after an abandoned step or one that only computed outputs."""
         self._passages.clear()
 
     def frames(self, microbatch: int, sends: Mapping[int, Sequence[str]]) -> dict[int, np.ndarray]:
-        """Packs a microbatch's outputs, and lets go of them: what backward does not need is freed.
+        """Packs a microbatch's outputs and releases them: memory that backward does not need is freed.
 
         Args:
             microbatch: its number.
-            sends: the names of the values that each stage gets.
+            sends: the names of the values that each stage receives.
 
         Returns:
             a frame for each stage.
@@ -187,7 +188,7 @@ class Boundary:
         """Accumulates the gradients of the parameters.
 
         Returns:
-            for each stage that sent values, a gradient, or None, for each of their tensors in order.
+            for each stage that sent values, one gradient or None for each of their tensors in order.
         """
         passage = self._passages.pop(microbatch)
         edges, given = self._roots(passage, gradients)
@@ -197,7 +198,7 @@ class Boundary:
         return _taken(passage)
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> dict[int, list[Tensor | None]]:
-        """Does what other stages wait for, and leaves the rest to `backward_weight`, if the graph allows it.
+        """Computes the gradients that other stages wait for; `backward_weight` does the rest if the graph can be split.
 
         Returns:
             as `backward`.
@@ -210,7 +211,7 @@ class Boundary:
         return _taken(passage)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Accumulates what gradients of parameters `backward_input` has left."""
+        """Accumulates the parameter gradients that `backward_input` has deferred."""
         passage = self._passages.pop(microbatch)
         if passage.left is not None:
             with self._buffers.spared():
@@ -248,7 +249,7 @@ class Boundary:
                 yield
 
     def _built(self, passage: _Passage, values: dict[str, Any]) -> dict[str, Any]:
-        """Computes outputs, and the graph to them."""
+        """Computes the outputs and their graph."""
         split = self._split and (self.halved is None or passage.microbatch in self.halved)
         halved = bool(split and passage.owing)
         passage.shelf = Shelf(self.attic) if self.attic or (halved and self._ledger is None) else None
@@ -260,9 +261,10 @@ class Boundary:
         return outputs
 
     def _forgetful(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Computes outputs that are leaves, and know which of them have gradients; the graph to them is not kept.
+        """Computes the outputs as leaves that record which of them have gradients; their graph is not kept.
 
-        It is there until all of them are computed: layers may ask for gradients of their own (forces, penalties).
+        The graph exists until all outputs are computed, because layers may compute gradients themselves (forces,
+        penalties).
         """
         structure, tensors = parted(self._module(values), self.codec)
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -279,9 +281,9 @@ class Boundary:
         return again
 
     def _roots(self, passage: _Passage, gradients: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Returns the edges of the graph that have gradients, with these.
+        """Returns the graph edges that receive gradients, and these gradients.
 
-        As in one graph, where consumers are gone through from the last to the first, so are they here.
+        The edges are in the order of autograd on one graph, which visits consumers from the last to the first.
         """
         if passage.again is not None:
             gradients = self._recomputed(passage, gradients)
@@ -298,8 +300,8 @@ class Boundary:
         return [edge for edge, _ in pairs], [given for _, given in pairs]
 
     def _recomputed(self, passage: _Passage, gradients: Gradients) -> Mapping[int, Sequence[Tensor | None]]:
-        """Computes the graph, and returns the gradients of what was sent, or of what the loss was computed of."""
-        assert passage.again is not None  # noqa: S101 - who calls has looked
+        """Recomputes the graph, and returns the gradients of the sent values, or of the outputs used by the loss."""
+        assert passage.again is not None  # noqa: S101 - the caller has checked it
         outputs = passage.again()
         passage.again = None
         if isinstance(gradients, Tensor):
@@ -315,12 +317,12 @@ class Boundary:
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
-    # Without gradients a view of a parameter says that it requires some, too, and has nowhere to send them.
+    # With gradients disabled a view of a parameter still reports requires_grad, but has no edge to send them to.
     return get_gradient_edge(tensor) if tensor.requires_grad and torch.is_grad_enabled() else None
 
 
 def _taken(passage: _Passage) -> dict[int, list[Tensor | None]]:
-    """Takes the gradients off the leaves that entered, and lets go of these."""
+    """Returns the gradients of the leaves that entered, and drops these leaves."""
     found = {stage: [tensor.grad for tensor in tensors] for stage, tensors in passage.entered.items()}
     for tensors in passage.entered.values():
         for tensor in tensors:
@@ -330,7 +332,7 @@ def _taken(passage: _Passage) -> dict[int, list[Tensor | None]]:
 
 
 def _copied(values: dict[str, Any], codec: TorchCodec) -> dict[str, Any]:
-    """Copies values, as who gets them may change them."""
+    """Copies values, as the module may change them in place."""
     structure, tensors = parted(values, codec)
     found: dict[str, Any] = joined(structure, [tensor.clone() for tensor in tensors])
     return found

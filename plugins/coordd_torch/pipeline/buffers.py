@@ -1,4 +1,4 @@
-"""Buffers that a forward pass writes to, and what writes to copies of them instead."""
+"""Buffers that a forward pass writes to, and context managers that redirect these writes to copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Held", "WrittenBuffers", "borrowed", "copies", "every"]
 
 
 class Held(NamedTuple):
-    """A buffer under the name that a module has for it."""
+    """A buffer with the module and the attribute name that hold it."""
 
     module: nn.Module
     name: str
@@ -23,20 +23,20 @@ class Held(NamedTuple):
 
     @property
     def current(self) -> Tensor:
-        """What the module has under this name now."""
+        """The module's present value of this attribute."""
         found: Tensor = getattr(self.module, self.name)
         return found
 
 
 def copies(held: Sequence[Held]) -> list[Held]:
-    """Copies buffers; what was one is one again."""
+    """Copies buffers; entries that share a tensor share its copy."""
     copied = {id(each.tensor): each.tensor.detach().clone() for each in held}
     return [each._replace(tensor=copied[id(each.tensor)]) for each in held]
 
 
 @contextmanager
 def borrowed(held: Sequence[Held]) -> Iterator[None]:
-    """Has modules use these buffers for a while, and then their own again, unchanged."""
+    """Makes modules use these buffers inside the block, and restores their own buffers, unchanged, afterwards."""
     own = [each._replace(tensor=each.current) for each in held]
     try:
         _put(held)
@@ -46,10 +46,10 @@ def borrowed(held: Sequence[Held]) -> Iterator[None]:
 
 
 class WrittenBuffers:
-    """Keeps of a module's buffers what a pass finds and writes to, so that the same pass can be done once more.
+    """Saves the buffers that a forward pass of a module reads and writes, so that the same pass can be repeated.
 
-    Which ones these are is known after the first pass, of which all are kept. Normalisation that tracks statistics is
-    taken to write to its own, as it does when nobody collects them.
+    The set of written buffers is known after the first pass, which saves all buffers. Normalisation with running
+    statistics is assumed to write its buffers, as it does when its statistics are not deferred.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,15 +58,15 @@ class WrittenBuffers:
         self._written: set[tuple[nn.Module, str]] | None = None
 
     def spared(self) -> AbstractContextManager[None]:
-        """Lets normalisation write to copies, where layers compute again by themselves, as under `checkpoint`."""
+        """Makes normalisation write to copies, for layers that recompute by themselves, as under `checkpoint`."""
         return borrowed(copies([each._replace(tensor=each.current) for each in self._norms]))
 
     @contextmanager
     def kept(self) -> Iterator[list[Held]]:
-        """Gives, while a pass is done, a list of what it finds; complete afterwards.
+        """Yields a list of the buffer values at the start of a pass; the list is complete when the block ends.
 
         Raises:
-            ArgumentError: the pass has written to what the first one has not.
+            ArgumentError: the pass has written to a buffer that the first pass did not write to.
         """
         held = every(self._module)
         versions = [each.tensor._version for each in held]  # noqa: SLF001 - autograd's own counter
@@ -86,7 +86,7 @@ class WrittenBuffers:
 
 
 def every(module: nn.Module) -> list[Held]:
-    """All buffers of a module, under all their names."""
+    """Returns all buffers of a module, under all their names."""
     return [
         Held(each, name, tensor)
         for each in module.modules()

@@ -1,7 +1,7 @@
-"""A model of which one rank makes its own part only, with the weights that the whole model would have got.
+"""Builds one rank's part of a model, with the same initial weights as the whole model.
 
-The builder is run twice: once without any values, which shows what is made and what is computed from what, and once for
-real, with ghosts in the place of what is not wanted.
+The builder is run twice: once without data, to record which tensors it makes and what each is computed from, and once
+with data, with meta tensors for the parameters that are not wanted.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ __all__ = ["ALONE", "Builder", "Wanted", "keep", "materialise", "outline"]
 
 Builder = Callable[[], nn.Module]
 Wanted = Callable[[str], bool] | AbstractSet[str]
-"""Names of parameters and buffers, or what says of each name whether it is one of them."""
+"""Names of parameters and buffers, or a predicate on names."""
 
 _SHOWN = 5
-ALONE = threading.RLock()  # the generators of random numbers are the process's, and ranks may be threads
+ALONE = threading.RLock()  # random generators are process-wide, and ranks may be threads
 
 
 def outline(builder: Builder) -> nn.Module:
     """Builds a model on the meta device; the state of the random generators stays as it is.
 
     Args:
-        builder: makes the model, all of it, and the same each time that it is called; it is called several times.
+        builder: makes the whole model, and the same model in each call; it is called several times.
 
     Raises:
-        ArgumentError: the builder returns parameters that it has not made, or needs values that it has not just drawn.
+        ArgumentError: the builder returns parameters that it did not make, or needs values that it did not just draw.
     """
     with ALONE:
         return _rehearse(builder).model
 
 
 def materialise(builder: Builder, wanted: Wanted) -> nn.Module:
-    """Builds a model of which only the wanted parameters and buffers are real; the others are on the meta device.
+    """Builds a model in which only the wanted parameters and buffers are real; the others are on the meta device.
 
-    What is real is bitwise equal to what ``builder()`` would have made, and so is the state of the random generators
-    afterwards. Never in memory at a time: more than what is wanted, what that is computed from, and one more parameter
-    with what its initialisation needs. Where ranks are threads, which have one random generator between them, the
-    builder seeds it itself.
+    Real values, and the state of the random generators afterwards, are bitwise equal to those of ``builder()``. At most
+    the following is in memory at a time: the wanted tensors, the tensors that they are computed from, and one more
+    parameter with the tensors that its initialisation needs. If ranks are threads, which share one random generator,
+    the builder itself must seed it.
 
     Args:
-        builder: makes the model, all of it, and the same each time that it is called; it is called several times.
+        builder: makes the whole model, and the same model in each call; it is called several times.
         wanted: by their names in the built model; one name of a tied parameter is enough.
 
     Raises:
-        ArgumentError: no such name; or the builder makes something else each time, returns parameters that it has not
-            made, or needs values that are no longer there.
+        ArgumentError: a name does not exist; or the builder makes a different model each time, returns parameters that
+            it did not make, or needs values that are no longer in memory.
     """
     with ALONE:
         rehearsal = _rehearse(builder)
@@ -78,10 +78,10 @@ def materialise(builder: Builder, wanted: Wanted) -> nn.Module:
 def keep(model: nn.Module, wanted: Wanted) -> None:
     """Moves all parameters and buffers that are not wanted to the meta device, which frees their memory.
 
-    Tied ones stay tied, and are wanted if any of their names is.
+    Tied tensors stay tied, and are wanted if any of their names is.
 
     Raises:
-        ArgumentError: no such name, or a wanted one has no values.
+        ArgumentError: a name does not exist, or a wanted tensor has no values.
     """
     places = list(_places(model))
     names = _select([place.name for place in places], wanted)
@@ -93,13 +93,13 @@ def keep(model: nn.Module, wanted: Wanted) -> None:
     for place in places:
         if id(place.tensor) not in held:
             empty = ghosts.setdefault(id(place.tensor), _emptied(place.tensor))
-            setattr(place.module, place.attribute, empty)  # recurrent modules note it when this is done
+            setattr(place.module, place.attribute, empty)  # setattr, as recurrent modules intercept it
 
 
 @dataclass(frozen=True)
 class _Rehearsal:
     model: nn.Module
-    needs: dict[str, frozenset[int]]  # by name the numbers of what must be made for real
+    needs: dict[str, frozenset[int]]  # name -> numbers of the tensors that must be real
     shapes: list[torch.Size]
 
 
@@ -112,7 +112,7 @@ class _Place(NamedTuple):
 
 def _places(model: nn.Module) -> Iterator[_Place]:
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for held in (module._parameters, module._buffers):  # noqa: SLF001 - nothing else tells modules' own under all names
+        for held in (module._parameters, module._buffers):  # noqa: SLF001 - no public API lists all names
             for attribute, tensor in held.items():
                 if tensor is not None:
                     yield _Place(f"{prefix}.{attribute}" if prefix else attribute, tensor, module, attribute)
@@ -122,7 +122,7 @@ def _rehearse(builder: Builder) -> _Rehearsal:
     with untouched():
         with suppress(UnreadableError):
             return _rehearsed(builder, draw=False)
-        return _rehearsed(builder, draw=True)  # an initialiser looks at what it has drawn
+        return _rehearsed(builder, draw=True)  # an initialiser reads the values it has drawn
 
 
 def _rehearsed(builder: Builder, *, draw: bool) -> _Rehearsal:
@@ -140,7 +140,8 @@ def _rehearsed(builder: Builder, *, draw: bool) -> _Rehearsal:
             f"the builder returns parameters that it has not made itself, or not as torch.nn.Parameter: "
             f"{_some(foreign)}; make all of the model in the builder, or give the built model instead"
         )
-    # What was replaced by `parameter.data = ...` has other sources than itself, and must still be there to take them.
+    # A tensor replaced by `parameter.data = ...` depends on other tensors, and must itself be real to receive their
+    # values.
     itself = {id(tensor): frozenset({number}) for number, tensor in enumerate(ghosts.made)}
     needs = {place.name: ghosts.sources(place.tensor) | itself.get(id(place.tensor), frozenset()) for place in places}
     keep(model, frozenset())

@@ -1,8 +1,8 @@
-"""An unchanged model as layers, of which any run of consecutive ones can be a stage.
+"""Captures an unchanged model as layers; any run of consecutive layers can be a stage.
 
-Three ways, in this order: a Sequential is a chain of its children, and nothing is traced; torch.fx traces what lies
-between the layers, which stay as they are; torch.export traces everything. Which layers a model has is told by
-`coordd_torch.pipeline.layers`.
+Three methods are tried in this order: a Sequential is a chain of its children, and nothing is traced; torch.fx traces
+the code between the layers, which stay as they are; torch.export traces everything. `coordd_torch.pipeline.layers`
+defines the layers of a model.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from coordd_torch.pipeline.traces import SEQUENTIAL, Traces
 __all__ = ["Captured", "capture", "stage"]
 
 _ROWS = (1031, 1033)
-"""Two numbers of rows that no other dimension is likely to have."""
+"""Two row counts that no other dimension is likely to have."""
 
 
 def capture(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = None, depth: int = 1) -> Captured:
     """Finds the layers of a model.
 
     Args:
-        model: any model, on whatever device, `meta` included; it is not run, and not changed.
+        model: any model, on any device, `meta` included; it is not run, and not changed.
         example: a batch: a tuple of positional arguments, a dict of keyword arguments, or one argument. Without one,
-            arguments that have a default are taken to be left out, and torch.export cannot be used.
-        cuts: names of modules; a stage may begin at each of them and nowhere else. What holds none of them is called as
-            a whole, so that its forward may do what cannot be traced.
+            arguments with a default are assumed to be omitted, and torch.export cannot be used.
+        cuts: names of modules; a stage may begin at each of them and nowhere else. A module that contains none of them
+            is called as a whole, so its forward may use code that cannot be traced.
         depth: how many levels of ModuleLists, ModuleDicts and Sequentials are opened to find layers.
 
-    The model's dtype and, with torch.export, its device are taken to stay what they are. Models of `transformers` need
-    ``use_cache=False``: their caches are no values that can be traced.
+    The model's dtype and, with torch.export, its device must not change afterwards. Models of `transformers` need
+    ``use_cache=False``: their caches cannot be traced.
 
     Raises:
-        CaptureError: the model cannot be cut by itself; it tells the line that prevents it.
+        CaptureError: the model cannot be cut automatically; the message names the line that prevents it.
         ArgumentError: the model does not take this example, or no stage can begin at one of the `cuts`.
     """
     if cuts is not None:
@@ -60,7 +60,7 @@ def capture(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None
 
 
 def stage(captured: Captured, first: int, last: int) -> StageModule:
-    """The layers from `first` to `last`, both included, as a module of their own.
+    """Returns the layers from `first` to `last`, both included, as a module.
 
     Raises:
         ArgumentError: there are no such layers.
@@ -75,7 +75,7 @@ class Captured:
     """A model's layers.
 
     Attributes:
-        model: the model itself; whoever has made the stages that he needs can let go of it.
+        model: the model itself; it can be released once the rank's stages are made.
         traces: the graphs.
     """
 
@@ -86,7 +86,7 @@ class Captured:
 
     @property
     def way(self) -> str:
-        """How it was captured: ``sequential``, ``fx`` or ``export``."""
+        """The capture method: ``sequential``, ``fx`` or ``export``."""
         return self.traces.way
 
     @cached_property
@@ -101,7 +101,7 @@ class Captured:
 
     @cached_property
     def table(self) -> list[Layer]:
-        """What a split must know of the layers."""
+        """The layers as the partitioner sees them."""
         return [self._row(index, name, nodes) for index, (name, nodes) in enumerate(self.layers)]
 
     def _row(self, index: int, name: str, nodes: list[fx.Node]) -> Layer:
@@ -114,7 +114,7 @@ class Captured:
         return Layer(name, tuple(sorted(reads)), self._called(index), parameters)
 
     def _called(self, index: int) -> str:
-        """The module with state that a layer is a call of: one that other layers call, too, if there is any."""
+        """Returns the module with state that a layer calls, preferably one that other layers call, too."""
         mine: dict[str, None] = {}
         others: dict[str, None] = {}
         for layer, names in self.traces.calls.items():
@@ -123,7 +123,7 @@ class Captured:
         return next(iter([*filter(None, shared), *mine]), "")
 
     def _stateful(self, name: str) -> str:
-        """The first name of the module that a layer is called after, if it has state."""
+        """Returns the first name of the module that a layer is named after, or an empty string if it has no state."""
         called = dict(self.model.named_modules(remove_duplicate=False)).get(name.partition("#")[0])
         if called is None or not any(True for _ in (*called.parameters(), *called.buffers())):
             return ""
@@ -132,12 +132,12 @@ class Captured:
     def interface(
         self, first: int, last: int, *, values: Mapping[str, Any] | None = None, training: bool = True
     ) -> Cut:
-        """What the layers from `first` to `last` would read and write, for these inputs or those of the example."""
+        """Returns what the layers from `first` to `last` read and write, for these inputs or those of the example."""
         trace = self.traces.first if values is None else self.traces.find(values, training=training)
         return Cut(trace, first, last)
 
     def inputs(self, batch: Any) -> dict[str, Any]:
-        """A batch as the named values that stages take.
+        """Returns a batch as the named values that stages take.
 
         Raises:
             ArgumentError: the model does not take it.
@@ -145,9 +145,9 @@ class Captured:
         return self.traces.call(batch)
 
     def row_dimensions(self, batch: Any) -> list[int | None] | None:
-        """For each leaf of the output the dimension that has the rows, or None; None in all if that cannot be told.
+        """Returns the row dimension of each leaf of the output, or None for a leaf without one; None if it is unknown.
 
-        It is what grows with the rows of the inputs in a run of the model without data, in evaluation mode.
+        It is the dimension that grows with the rows of the inputs when the model runs without data in evaluation mode.
         """
         kind = tuple(
             (leaf.shape[1:], leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -163,7 +163,7 @@ class Captured:
         for rows in _ROWS:
             try:
                 outputs.append(self.traces.imagined(batch, rows, self.outcome))
-            except Exception:  # noqa: BLE001 - a layer that looks at its data
+            except Exception:  # noqa: BLE001 - a layer depends on its data
                 return None
         leaves = [pytree.tree_leaves(output) for output in outputs]
         if len(leaves[0]) != len(leaves[1]):
@@ -171,7 +171,7 @@ class Captured:
         return [dimension_of(one, other, _ROWS) for one, other in zip(*leaves, strict=True)]
 
     def outcome(self, model: nn.Module, batch: Any) -> Any:
-        """Calls a model like this one, which is in one piece, with a batch."""
+        """Calls the unsplit model, or one like it, with a batch."""
         if self.way == SEQUENTIAL:
             return model(only(model, batch))
         args, kwargs = Call.bound(model, batch).arguments()

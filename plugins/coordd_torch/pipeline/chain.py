@@ -1,4 +1,4 @@
-"""Models that are chains: each part is called with what the one before returned. Nothing is traced."""
+"""Models that are chains: each part is called with the output of the part before it. Nothing is traced."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ INPUT = "input"
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether the module does what `nn.Sequential` does, and no more: hooks need a call of it."""
+    """Returns whether the module behaves exactly like `nn.Sequential`; a module with hooks must be called itself."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and is_plain(module)
 
 
 def flattened(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The paths of a Sequential's children, those of Sequentials in it included."""
+    """Yields the paths of a Sequential's children; nested Sequentials are flattened."""
     for name, child in children(model):
         if is_sequential(child) and children(child):
             yield from flattened(child, f"{prefix}{name}.")
@@ -32,7 +32,7 @@ def flattened(model: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def chain(model: nn.Module, parts: Sequence[str]) -> Trace:
-    """Calls the parts one after another."""
+    """Builds the trace that calls the parts one after another."""
     known = dict(model.named_modules(remove_duplicate=False))
     graph = fx.Graph()
     value = graph.placeholder(INPUT)

@@ -1,8 +1,8 @@
-"""Weights under the names that they have in the whole model: saved by stage, loaded at any number of stages or without.
+"""Weights by their names in the whole model: saved per stage, loaded with any number of stages or into the plain model.
 
-The folder has ``stage-<k>-of-<n>.safetensors`` for each stage, and ``manifest.json`` in the form of the index that
-transformers writes beside several files, so that other tools read it, too. All stages save; when all have, one rank
-writes the manifest. What is tied is saved once, by its lowest stage, and the manifest lists its other names.
+The folder has ``stage-<k>-of-<n>.safetensors`` for each stage, and ``manifest.json`` in the format of transformers'
+index of sharded files, so that other tools can read it. All stages save; afterwards one rank writes the manifest. A
+tied parameter is saved once, by its lowest stage, and the manifest lists its other names.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ALIASES = "aliases"
 
 
 def stage_file(stage: int, stages: int, kind: str = "stage") -> str:
-    """Names the file of a stage."""
+    """Returns the file name of a stage."""
     return f"{kind}-{stage}-of-{stages}.safetensors"
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Finds the further names of tied parameters: by each of them the name that comes first in the model."""
+    """Maps each further name of a tied parameter to the name that comes first in the model."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name}
@@ -45,17 +45,18 @@ def save_stage(
     *,
     aliases: Mapping[str, str] | None = None,
 ) -> None:
-    """Saves what one stage has, and takes the folder's older manifest away.
+    """Saves the tensors of one stage, and deletes the folder's older manifest.
 
     Args:
-        folder: is made if need be.
+        folder: is created if needed.
         stage: its number, from 0.
-        stages: how many there are.
-        tensors: by their names in the whole model; what is tied with a tensor of a lower stage is left to that one.
-        aliases: further names of tied parameters, as `aliases` finds them; what goes by those is not saved again.
+        stages: number of stages.
+        tensors: by their names in the whole model; leave out tensors that are tied to one of a lower stage.
+        aliases: further names of tied parameters, as `aliases` finds them; a tensor is not saved again under these
+            names.
 
     Raises:
-        ArgumentError: something is no tensor, or has no values.
+        ArgumentError: a value is not a tensor, or is on the meta device.
     """
     further = dict(aliases or {})
     own = {name: value for name, value in tensors.items() if further.get(name) not in tensors}
@@ -76,16 +77,16 @@ def save_stage(
 def write_manifest(
     folder: str | Path, stages: int, *, optimizer: bool = False, metadata: Mapping[str, Any] | None = None
 ) -> None:
-    """Makes a checkpoint of what all stages have saved.
+    """Writes the manifest, which completes a checkpoint after all stages have saved.
 
     Args:
-        folder: where they have.
-        stages: how many there are.
-        optimizer: whether they have saved the state of their optimizers, too.
-        metadata: what else is to be noted, such as the number of the step; anything that JSON can tell.
+        folder: the folder of the saved files.
+        stages: number of stages.
+        optimizer: whether the stages have saved the state of their optimizers, too.
+        metadata: further JSON values, such as the number of the step.
 
     Raises:
-        ArgumentError: a stage has not saved, or two have saved the same.
+        ArgumentError: a stage has not saved, or two stages have saved the same tensor.
     """
     folder = Path(folder)
     weights, notes, size = _gather(folder, [stage_file(stage, stages) for stage in range(stages)])
@@ -99,18 +100,18 @@ def write_manifest(
 def load(
     folder: str | Path, names: Iterable[str] | None = None, *, device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Loads tensors from a checkpoint, and opens only the files that have them.
+    """Loads tensors from a checkpoint, and opens only the files that contain them.
 
     Args:
         folder: of the checkpoint.
-        names: in the whole model; by default all, further names of what is tied included.
-        device: where the tensors are to be.
+        names: in the whole model; by default all, including the further names of tied parameters.
+        device: where the tensors are placed.
 
     Returns:
-        the tensors by name; where two names are of one tied tensor, both have the same.
+        the tensors by name; all names of a tied parameter map to the same tensor.
 
     Raises:
-        ArgumentError: the checkpoint is not complete, or has no such names.
+        ArgumentError: the checkpoint is incomplete, or lacks one of the names.
     """
     folder = Path(folder)
     weights, further = _contents(folder)
@@ -124,21 +125,21 @@ def load(
 
 
 def load_like(folder: str | Path, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Loads tensors of the names and shapes of others.
+    """Loads the tensors with the names of the given ones, and checks that the shapes are equal.
 
     Raises:
-        ArgumentError: the checkpoint is not complete, has no such names, or has them in other shapes.
+        ArgumentError: the checkpoint is incomplete, lacks one of the names, or has another shape for it.
     """
     _check_shapes(Path(folder), {name: [value] for name, value in held.items()})
     return load(folder, held)
 
 
 def load_into(model: nn.Module, folder: str | Path) -> None:
-    """Fills a model from a checkpoint: the plain one, or one of which only a part is real, which alone is read.
+    """Fills a model from a checkpoint; of a partly real model only the real tensors are read.
 
     Raises:
-        ArgumentError: the checkpoint is not complete, names other tensors than the model, or has them in other shapes.
-            The model is as it was then.
+        ArgumentError: the checkpoint is incomplete, has other names than the model, or other shapes. The model is then
+            unchanged.
     """
     folder = Path(folder)
     weights, further = _contents(folder)
@@ -160,13 +161,13 @@ def check_names(folder: str | Path, held: AbstractSet[str], alike: Mapping[str, 
     Args:
         folder: of the checkpoint.
         held: the names that the model has.
-        alike: of these the further names of tied parameters, as `aliases` finds them.
+        alike: the further names of tied parameters among them, as `aliases` finds them.
 
     Returns:
         the names in the checkpoint.
 
     Raises:
-        ArgumentError: it lacks some, or has others.
+        ArgumentError: the checkpoint lacks a name, or has an unknown one.
     """
     weights, further = _contents(Path(folder))
     saved = weights.keys() | further.keys()

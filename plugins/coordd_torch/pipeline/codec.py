@@ -1,4 +1,4 @@
-"""PyTorch's tensors in frames."""
+"""Conversion of PyTorch tensors to frames and back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TorchCodec:
     """The `coordd.pipeline.frame.Codec` of PyTorch.
 
     Attributes:
-        device: where tensors arrive; on the CPU they are views of the frame.
+        device: where received tensors are placed; on the CPU they are views of the frame.
         blank: allocates memory for frames.
     """
 
@@ -32,22 +32,22 @@ class TorchCodec:
 
     @classmethod
     def of(cls, module: nn.Module, blank: Callable[[int], np.ndarray]) -> TorchCodec:
-        """Makes that of a stage, for the device on which its parameters are; the CPU if it has none."""
+        """Creates the codec of a stage, for the device of its parameters; the CPU if it has none."""
         return cls(next((each.device for each in module.parameters()), torch.device("cpu")), blank)
 
     def is_tensor(self, value: object) -> bool:
-        """Says whether a value is a tensor."""
+        """Returns whether a value is a tensor."""
         return isinstance(value, torch.Tensor)
 
     def differentiable(self, tensor: torch.Tensor) -> bool:
-        """Says whether gradients flow through a tensor."""
+        """Returns whether gradients flow through a tensor."""
         return tensor.requires_grad
 
     def array(self, tensor: torch.Tensor) -> np.ndarray:
-        """Views a tensor's values; those on another device are copied.
+        """Returns a tensor's values as a view; values on another device are copied.
 
         Raises:
-            ArgumentError: the tensor is sparse, or of a type that NumPy does not have.
+            ArgumentError: the tensor is sparse, or its dtype does not exist in NumPy.
         """
         check_dense(tensor)
         host = tensor.detach().resolve_conj().resolve_neg().cpu()
@@ -58,9 +58,9 @@ class TorchCodec:
             raise ArgumentError(text) from error
 
     def tensor(self, array: np.ndarray, *, differentiable: bool) -> torch.Tensor:
-        """Views an array as a tensor that a new graph begins at, if gradients flow through the sender's.
+        """Views an array as a tensor, which starts a new graph if gradients flow through the sender's tensor.
 
-        It may be changed in place, unlike a leaf: a stage may well begin with ``ReLU(inplace=True)``.
+        It may be changed in place, unlike a leaf: a stage may begin with ``ReLU(inplace=True)``.
         """
         lying, axes = laid(array)
         tensor = from_array(lying).permute(axes).to(self.device)
@@ -68,22 +68,22 @@ class TorchCodec:
 
 
 def enter(tensor: torch.Tensor) -> torch.Tensor:
-    """Begins a new graph at a tensor, which becomes a leaf; what is returned may be changed in place."""
+    """Starts a new graph at a tensor, which becomes a leaf; the returned tensor may be changed in place."""
     with torch.enable_grad():
         entered: torch.Tensor = _Entrance.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]  # torch's
         return entered
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the leaf that has the gradient of a tensor that entered, the tensor itself if it has none."""
+    """Returns the leaf that has the gradient of a tensor that entered; the tensor itself if it has no graph."""
     if tensor.grad_fn is None:
         return tensor
-    found: torch.Tensor = tensor.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]  # `_Entrance` has one
+    found: torch.Tensor = tensor.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]  # `_Entrance`
     return found
 
 
 class _Entrance(torch.autograd.Function):
-    """The identity, without a copy, and without being a view of a leaf."""
+    """The identity without a copy; its result is not a view of a leaf."""
 
     @staticmethod
     def forward(_ctx: Any, entering: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether a model does the same each time: what it draws or counts while it is traced would be kept for ever."""
+"""Determinism check of a model's forward: values that it draws or counts during tracing would become constants."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["InconstantError", "difference", "refuse_luck"]
 
 
 class InconstantError(RuntimeError):
-    """What a trace would keep changes from call to call."""
+    """A value that a trace would keep as a constant changes from call to call."""
 
 
 def refuse_luck(*, drawn: bool) -> None:
-    """Refuses random numbers that were drawn while a model was traced, which the trace has once and for all.
+    """Rejects random numbers drawn while a model was traced, because the trace would keep them as constants.
 
     Raises:
-        InconstantError: some were.
+        InconstantError: forward has drawn random numbers.
     """
     if drawn:
         raise InconstantError(
@@ -32,7 +32,7 @@ def refuse_luck(*, drawn: bool) -> None:
 
 
 def difference(root: nn.Module, one: fx.Graph, other: fx.Graph) -> str:
-    """Tells the first difference of two traces of a model; nothing if there is none."""
+    """Describes the first difference of two traces of a model; an empty string if there is none."""
     for told in itertools.zip_longest(_lines(one), _lines(other), fillvalue=("nothing",)):
         (*mine, first), (*others, second) = told
         if mine != others or not _same(root, first, second):
@@ -41,7 +41,7 @@ def difference(root: nn.Module, one: fx.Graph, other: fx.Graph) -> str:
 
 
 def _lines(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
-    """The nodes, without their names: what they do, with which of the nodes before, and to what."""
+    """Yields each node without its name: its operation, its arguments by node number, and its target."""
     numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         args = fx.map_arg((node.args, node.kwargs), lambda each: numbers.get(each, "a value of another call"))
@@ -49,7 +49,7 @@ def _lines(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 
 def _same(root: nn.Module, one: Any, other: Any) -> bool:
-    """Whether two targets are the same, if only by value: a constant may get another name."""
+    """Returns whether two targets are equal, also by value, because a constant may get another name."""
     if one == other:
         return True
     first, second = (attribute(root, each) if isinstance(each, str) else None for each in (one, other))

@@ -1,8 +1,8 @@
-"""Functions with a backward pass of their own (`torch.autograd.Function`) in models that torch.export traces.
+"""Support for `torch.autograd.Function`, which has its own backward pass, in models traced by torch.export.
 
-An exported graph has the operators of their forward pass only, so it would be differentiated in another way than the
-model. A module that calls such a function, and has no modules in it, is called as a whole: while torch.export looks, an
-operator that it does not look into stands in its place.
+An exported graph has only the operators of the function's forward pass, so it would be differentiated in another way
+than the model. Therefore a module without submodules that calls such a function is called as a whole: during the export
+an opaque operator replaces it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _forwards: ContextVar[list[Any]] = ContextVar("forwards")
 
 @torch.library.custom_op("coordd::call_module", mutates_args=())
 def _call_module(tensor: torch.Tensor, number: int) -> torch.Tensor:  # noqa: ARG001 - the operator has it
-    """Stands for a module, by its number among those that are called as a whole; it never has data."""
+    """Replaces a module call, by the module's number among those called as a whole; it never runs with data."""
     raise RuntimeError(number)
 
 
@@ -45,16 +45,16 @@ def _on_fake(tensor: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def called_whole(model: nn.Module, call: Call) -> tuple[str, ...]:
-    """Finds the modules that are to be called as a whole: they take and give one tensor, and hold no modules or hooks.
+    """Finds the modules to be called as a whole: they take and return one tensor, and have no submodules and no hooks.
 
     Args:
         model: without data, as from `bare`.
         call: the arguments.
 
     Raises:
-        LostError: a graph would be differentiated in another way than the model for another reason: a function with a
-            backward pass of its own outside of such modules, or a hook that forward registers on what it has computed.
-            Nothing is found out about a model that needs to see data.
+        LostError: a graph would be differentiated in another way than the model for another reason: a function with its
+            own backward pass outside of such modules, or a hook that forward registers on a computed tensor. For a
+            model that needs data to run, nothing is found.
     """
     stand = Stand(model, call.leaves)
     args, kwargs = call.arguments(stand.leaves)
@@ -86,7 +86,7 @@ def called_whole(model: nn.Module, call: Call) -> tuple[str, ...]:
 
 
 def _watcher(path: str, inside: dict[Any, str]) -> Any:
-    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001 - as torch calls it
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001
         if len(args) == 1 and not kwargs and all(isinstance(each, torch.Tensor) for each in (*args, output)):
             inside.update(dict.fromkeys(_custom([output], until=args[0]), path))
 
@@ -95,7 +95,7 @@ def _watcher(path: str, inside: dict[Any, str]) -> Any:
 
 @contextmanager
 def opaque(model: nn.Module, paths: tuple[str, ...]) -> Iterator[None]:
-    """Has calls of these modules become one operator each."""
+    """Replaces each call of these modules by one operator inside the block."""
     modules = [model.get_submodule(path) for path in paths]
     token = _forwards.set([module.forward for module in modules])
     try:
@@ -121,7 +121,7 @@ def restored_calls(module: fx.GraphModule, model: nn.Module, paths: tuple[str, .
 
     Args:
         module: the graph, which lacks modules without parameters.
-        model: what was exported.
+        model: the exported model.
         paths: of the modules, by number.
 
     Raises:
@@ -146,7 +146,7 @@ def restored_calls(module: fx.GraphModule, model: nn.Module, paths: tuple[str, .
 
 
 def _custom(outputs: list[Any], until: torch.Tensor | None = None) -> set[Any]:
-    """The functions with a backward pass of their own that the outputs depend on, but not by way of ``until``."""
+    """Returns the functions with their own backward pass that the outputs depend on, except those behind ``until``."""
     open_ = [leaf.grad_fn for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
     known = {*open_, *([] if until is None or until.grad_fn is None else [until.grad_fn])}
     open_ = [node for node in open_ if until is None or node is not until.grad_fn]
@@ -166,7 +166,7 @@ def _title(node: Any) -> str:
 
 
 class _Hooks(TorchFunctionMode):
-    """Notes whether a hook is registered on a tensor, or another memory put in its place: what is ``seen`` of those."""
+    """Records in ``seen`` whether forward registers a hook on a tensor, or assigns to `tensor.data`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Consecutive layers of a trace as a graph of their own."""
+"""Extracts consecutive layers of a trace as a separate graph."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from coordd_torch.pipeline.trace import Trace
 __all__ = ["VALUE", "Cut"]
 
 VALUE = "%"
-"""Begins the names of all values that layers give, and of no input, though a layer and an input may share a name."""
+"""Prefix of the names of all values that layers compute; inputs have none, as a layer and an input may share a name."""
 
 _ANYWHERE = -1
 
 
 class Cut:
-    """The layers from `first` to `last` (included) of a trace, and what crosses their borders."""
+    """The layers from `first` to `last` (included) of a trace, with their inputs and outputs."""
 
     def __init__(self, trace: Trace, first: int, last: int) -> None:
         self._trace = trace
@@ -36,7 +36,10 @@ class Cut:
         self._given = [] if self.is_last else [node for node in self._own if not later.isdisjoint(node.users)]
 
     def _reach(self, ends: list[fx.Node]) -> list[fx.Node]:
-        """What the nodes need that is not among them, in order; what anybody can compute is followed to its inputs."""
+        """Returns the outside nodes that these nodes need, in graph order.
+
+        A node that every stage can compute for itself is followed to its inputs.
+        """
         own = set(self._own)
         found: set[fx.Node] = set()
         open_ = list(ends)
@@ -52,12 +55,12 @@ class Cut:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the model's inputs that are read."""
+        """The names of the model inputs that the layers read."""
         return tuple(self._trace.inputs[node] for node in self._outside if node.op == "placeholder")
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """The names of the values of earlier layers that are read."""
+        """The names of the values of earlier layers that the layers read."""
         return tuple(VALUE + node.name for node in self._outside if node in self._trace.layer)
 
     @cached_property
@@ -79,7 +82,7 @@ class Cut:
         return {id(tensor) for tensor in used if tensor is not None}
 
     def constants(self, root: nn.Module, known: nn.Module) -> Iterator[tuple[str, Any]]:
-        """What the graph names and a module lacks."""
+        """Yields the attributes that the graph names and the module `known` lacks."""
         for path in self._attributes():
             if attribute(known, path) is None:
                 yield path, attribute(root, path)
@@ -88,7 +91,7 @@ class Cut:
         return [str(node.target) for node in self._outside if node.op == "get_attr"]
 
     def graph(self) -> fx.Graph:
-        """The graph: its arguments are `inputs`, then `reads`; its result `writes`, or the leaves of the output."""
+        """Builds the graph: it takes `inputs`, then `reads`, and returns `writes` or the leaves of the model output."""
         graph = fx.Graph()
         new: dict[fx.Node, fx.Node] = {}
         border = [node for node in self._outside if node.op == "placeholder"]

@@ -1,4 +1,4 @@
-"""Tracing with torch.export what cannot be traced otherwise: operators of ATen, guarded by shapes."""
+"""Tracing with torch.export of models that torch.fx cannot trace: ATen operators, guarded by shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from coordd_torch.pipeline.twin import Stand
 
 __all__ = ["trace"]
 
-# It prints the graph of what it gives up, tells which sizes it fixes, and what it cannot find; the error says the rest.
+# torch.export prints the graph that it abandons, the sizes that it fixes, and the values that it cannot find; the error
+# contains the rest.
 _TALKERS = (
     "torch._export.non_strict_utils",
     "torch.fx.experimental.symbolic_shapes",
@@ -41,16 +42,16 @@ _IDLE = {"aten.detach_.default", "aten._assert_tensor_metadata.default"}
 
 
 def trace(model: nn.Module, call: Call, norms: Collection[str], *, number: int = 0) -> Trace:
-    """Exports the model in its present mode, with all dimensions open that the model leaves open.
+    """Exports the model in its current mode, with all dimensions dynamic that the model leaves dynamic.
 
     Args:
         model: without data, as from `bare`.
         call: the arguments.
-        norms: the paths of the modules that are to be called as such.
-        number: of the trace; no other one of this model has it.
+        norms: the paths of the modules that stay module calls.
+        number: of the trace; unique among the traces of this model.
 
     Raises:
-        Exception: what torch.export raises.
+        Exception: any exception that torch.export raises.
     """
     for refuse in (refuse_backward_hooks, refuse_own_forwards):
         refuse(model, lambda path: path not in norms)
@@ -66,7 +67,7 @@ def trace(model: nn.Module, call: Call, norms: Collection[str], *, number: int =
         refuse_change(model, call)
         whole = called_whole(model, call)
         with opaque(stand.model, whole), warnings.catch_warnings(), known(), untouched() as drawn:
-            warnings.simplefilter("ignore")  # they are about exported programs that are saved
+            warnings.simplefilter("ignore")  # they concern saved exported programs
             program = torch.export.export(stand.model, args, kwargs, dynamic_shapes=open_, strict=False)
             refuse_luck(drawn=drawn())
     module = _tidied(program, norms)
@@ -79,7 +80,7 @@ def trace(model: nn.Module, call: Call, norms: Collection[str], *, number: int =
 
 
 def _name_keywords(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Gives `forward` a parameter for each keyword that it takes as ``**kwargs``: torch.export would count it twice."""
+    """Gives `forward` a parameter for each keyword passed as ``**kwargs``: torch.export would count it twice."""
     forward = model.forward
     known = inspect.signature(forward).parameters
     if not any(known[name].kind is inspect.Parameter.VAR_KEYWORD for name in known) or set(kwargs) <= set(known):
@@ -95,7 +96,7 @@ def _name_keywords(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _tidied(program: ExportedProgram, norms: Collection[str]) -> fx.GraphModule:
-    """The graph without what only watches."""
+    """Returns the graph without nodes that only check or detach, and with normalisation as module calls."""
     module: fx.GraphModule = program.module(check_guards=False)
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten.detach_.default:  # of a constant
@@ -108,10 +109,10 @@ def _tidied(program: ExportedProgram, norms: Collection[str]) -> fx.GraphModule:
 
 
 def _rename_constants(module: fx.GraphModule, model: nn.Module, number: int) -> None:
-    """Gives what is no part of the model a name of this trace: each trace calls its first constant the same.
+    """Renames constants that are not part of the model, because each trace uses the same name for its first constant.
 
     Raises:
-        LostError: a constant has no data, as it is none.
+        LostError: a value was exported as a constant without data, because it is not a constant.
     """
     new: dict[str, str] = {}
     for node in module.graph.nodes:
@@ -135,7 +136,7 @@ def _number_values(graph: fx.Graph) -> None:
 
     The numbers of torch.export differ between ranks. They count sizes that were computed and dropped, and some sizes
     are computed only while another thread refers to the local variables of this thread's frames. The daemon thread does
-    so for a moment, when it tells other ranks where this rank is.
+    so briefly when it reports this rank's stack to other ranks.
     """
     computed = [node for node in graph.nodes if node.op.startswith("call_")]
     taken = {node.name for node in graph.nodes} - {node.name for node in computed}
@@ -150,14 +151,14 @@ def _number_values(graph: fx.Graph) -> None:
 
 
 def _reader(node: fx.Node) -> str:
-    """The first operator that reads a value, with the line of forward that calls it if that is known."""
+    """Returns the first operator that reads a value, with the line of forward that calls it if known."""
     user = next(iter(node.users))
     lines = user.meta.get("stack_trace", "").strip().splitlines()[-2:]
     return " ".join([f"{user.name!r}:", *map(str.strip, lines)])
 
 
 class _Guards:
-    """Tells whether inputs have the shapes, types and devices that a trace was made for."""
+    """Callable that checks whether inputs have the shapes, dtypes and devices that a trace was made for."""
 
     def __init__(self, program: ExportedProgram, graph: fx.Graph, names: tuple[str, ...]) -> None:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]

@@ -1,4 +1,4 @@
-"""Why a model cannot be cut: the line of the user's code, and the value there."""
+"""Errors that explain why a model cannot be cut: the line of the user's code, and the value there."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _HEAD = 300
 
 
 class NoExampleError(ArgumentError):
-    """A way to make a graph that needs an example of a batch, and there is none."""
+    """A capture method needs an example batch, and there is none."""
 
     def __init__(self) -> None:
         super().__init__("it needs a batch (`example=`)")
 
 
 class DataDependentError(TraceError):
-    """A forward that does something else for other values of a tensor.
+    """A forward whose control flow depends on the values of a tensor.
 
     Attributes:
         module: the path of the module whose forward does so; empty for the model itself.
     """
 
     def __init__(self, value: str, use: str, module: str) -> None:
-        """Composes the text of an expression, and what forward does with its value."""
+        """Composes the message from an expression and forward's use of its value."""
         super().__init__(f"the value of `{value}` {use}, and is known with data only")
         self.module = module
 
     def remedy(self, cuts: Sequence[str] | None) -> str:
-        """Says what to do, if stages may begin at these modules; None for any."""
+        """Suggests a fix, given the modules where stages may begin; None for any module."""
         inside = [cut for cut in cuts or () if cut.startswith(self.module + ".")] if self.module else []
         move = "move that line, with the layers that it chooses between, into a module of its own"
         if inside:
@@ -55,10 +55,10 @@ class DataDependentError(TraceError):
 
 
 class CaptureError(ArgumentError):
-    """A model of which no graph can be made.
+    """No graph can be made of a model.
 
     Attributes:
-        places: for each way that was tried ``file:line in function``, or nothing if none of the user's lines was seen.
+        places: for each method that was tried ``file:line in function``; empty if no line of the user's code was found.
     """
 
     def __init__(self, text: str, places: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ class CaptureError(ArgumentError):
     def composed(
         cls, model: nn.Module, errors: Sequence[tuple[str, Exception]], *, cuts: Sequence[str] | None = None
     ) -> Self:
-        """Tells of the errors of all ways that were tried; of one way at one place once."""
+        """Lists the errors of all methods that were tried; one error per method and line."""
         name = type(model).__name__
         if (found := _data_dependent(errors)) is not None:
             what = repr(found.module) if found.module else "the model itself"
@@ -96,7 +96,7 @@ class CaptureError(ArgumentError):
 
 
 def _data_dependent(errors: Sequence[tuple[str, Exception]]) -> DataDependentError | None:
-    """The error of the first way, if what prevents it prevents all others, too: at the same line."""
+    """Returns the error of the first method, if the same line stops all other methods, too."""
     first = errors[0][1]
     if not isinstance(first, DataDependentError):
         return None
@@ -108,7 +108,7 @@ def _data_dependent(errors: Sequence[tuple[str, Exception]]) -> DataDependentErr
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line that is neither PyTorch's nor this package's."""
+    """Returns the innermost line outside of PyTorch and this package."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

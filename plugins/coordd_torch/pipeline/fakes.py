@@ -1,4 +1,4 @@
-"""Values that torch.export loses: it would take them for constants, which have no data."""
+"""Keeps values known to torch.export that it would otherwise take for constants without data."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SHOWN: Any = torch.Tensor
 
 @contextmanager
 def known() -> Iterator[None]:
-    """Has torch.export know what tensors are that PyTorch copies without telling it."""
+    """Makes torch.export track tensors that PyTorch copies without dispatching to the tracer."""
     plain = _EXPORT.FakeTensorMode
-    _EXPORT.FakeTensorMode = _Fakes  # it makes its mode itself, and takes none
+    _EXPORT.FakeTensorMode = _Fakes  # torch.export creates its own mode and accepts none
     try:
         with _DataAsDetached():
             yield
@@ -31,11 +31,11 @@ def known() -> Iterator[None]:
 
 
 class _Fakes(FakeTensorMode):
-    """Computes without data, and keeps what `torch.arange` and the like return known to the tracer.
+    """Fake tensor mode that keeps the results of `torch.arange` and similar functions known to the tracer.
 
-    They return the tensor that was traced only if nothing else refers to it by then, and otherwise a copy. A thread
-    that looks at the stack of this one, as a profiler does, and the daemon when another rank waits for this one, refers
-    to all local variables for a moment.
+    These functions return the traced tensor only if no other reference to it exists at that time, and a copy otherwise.
+    A thread that inspects this thread's stack briefly refers to all local variables: a profiler does, and so does the
+    daemon when another rank waits for this one.
     """
 
     def __torch_dispatch__(
@@ -48,15 +48,15 @@ class _Fakes(FakeTensorMode):
 
 
 def _hand_on(source: torch.Tensor, copy: torch.Tensor) -> None:
-    """Lets a copy be for the tracer what its source is, unless the tracer sees it: then no tracer is found here."""
-    key = torch._C._TorchDispatchModeKey.PROXY  # noqa: SLF001 - nothing else tells the tracer of a torch.export
+    """Registers a copy with the tracer as equal to its source; does nothing if the tracer itself records the copy."""
+    key = torch._C._TorchDispatchModeKey.PROXY  # noqa: SLF001 - no public way to get the tracer of torch.export
     mode = torch._ops._get_dispatch_mode_pre_dispatch(key)  # noqa: SLF001 - as above
     if mode is not None and not source.requires_grad and source in mode.tracer.tensor_tracker:
         mode.tracer.tensor_tracker.setdefault(copy, mode.tracer.tensor_tracker[source])
 
 
 class _DataAsDetached(TorchFunctionMode):
-    """Has forward read `tensor.detach()` where it reads `tensor.data`, which is such a copy, and has no gradient."""
+    """Makes forward read `tensor.detach()` instead of `tensor.data`, which is such a copy without gradient."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SHOWN.data.__get__:

@@ -1,4 +1,4 @@
-"""A short text that tells batches of PyTorch's tensors from each other."""
+"""A short fingerprint that distinguishes batches of PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["fingerprint", "told"]
 
 
 def told(inputs: Any, targets: Any) -> dict[str, str]:
-    """What `coordd.pipeline.accord.Accord` compares of a batch."""
+    """Returns the properties of a batch that `coordd.pipeline.accord.Accord` compares."""
     rows = str(lengths((inputs, targets))).strip("[]")
     return {"rows": rows, "inputs": fingerprint(inputs), "targets": fingerprint(targets)}
 
 
 def fingerprint(values: Any) -> str:
-    """Makes a short text of some of the values of a batch: of each tensor three rows, the first, middle and last."""
+    """Returns a fingerprint of a batch: of each tensor it uses the first, middle and last row."""
     leaves = (_some(leaf) for leaf in pytree.tree_leaves(values))
     return accord.fingerprint(leaf for leaf in leaves if leaf is not ...)
 
 
 def _some(leaf: Any) -> Any:
-    """Some bytes of a tensor, nothing (``...``) of one that has none at hand; all else as it is."""
+    """Returns some bytes of a tensor, ``...`` if the tensor is empty or not strided, and any other leaf unchanged."""
     if isinstance(leaf, torch.dtype):
         return str(leaf)
     if not isinstance(leaf, torch.Tensor):

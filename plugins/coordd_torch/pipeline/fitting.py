@@ -1,4 +1,4 @@
-"""Training over epochs, with a line for each."""
+"""Training loop over epochs, with one line of progress for each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["History", "fit", "screen"]
 
 @dataclass
 class History:
-    """What came of each epoch: the mean loss over its rows, and that of the validation data, if there are any.
+    """Results of each epoch: the mean loss over its rows, and that of the validation data, if there are any.
 
     With ``loss_reduction="sum"`` it is the sum over all rows that the epoch was trained with.
     """
@@ -30,16 +30,16 @@ class History:
 
 
 class Trainable(Protocol):
-    """What is trained.
+    """Interface of the trained object.
 
     Attributes:
-        epochs: how many it was trained for; each has an order of rows of its own.
+        epochs: number of epochs trained so far; it selects the row order of the next one.
     """
 
     epochs: int
 
     def train_batch(self, x: Any, y: Any) -> float:
-        """Takes a step, and returns the mean loss."""
+        """Runs one training step, and returns the mean loss."""
         ...
 
     def eval_batch(self, x: Any, y: Any) -> float:
@@ -66,18 +66,18 @@ def fit(
     """Trains over epochs.
 
     Args:
-        pipe: what is trained.
+        pipe: the trained object.
         x: inputs of all rows.
         y: targets of all rows.
-        epochs: how often the rows are gone through.
-        batch_size: rows of a step; the last step of an epoch has what is left.
-        validation_data: inputs and targets whose loss is found after each epoch.
-        shuffle: whether rows come in another order in each epoch, the same on all ranks.
+        epochs: number of passes over the rows.
+        batch_size: rows of a step; the last step of an epoch has the remaining rows.
+        validation_data: inputs and targets whose loss is computed after each epoch.
+        shuffle: whether each epoch uses a new row order, the same on all ranks.
         seed: of these orders.
-        least: rows that a batch must have; the rest of an epoch is left out if it has fewer.
-        least_evaluated: the same of a batch of the validation data.
-        ended: is asked before the first step and after each whether to end there; of an epoch that is not complete
-            nothing is returned.
+        least: minimum number of rows of a batch; a smaller rest of an epoch is skipped.
+        least_evaluated: the same for batches of the validation data.
+        ended: called before the first step and after each step; if it returns True, training stops. The history does
+            not include an incomplete epoch.
         console: where progress is shown; None for nowhere.
         summed: whether losses are sums over rows.
 
@@ -139,14 +139,14 @@ def _parts(rows: int, size: int, least: int) -> Iterator[slice]:
 
 
 def screen() -> Console:
-    """Makes what progress can be shown on."""
-    from rich.console import Console  # takes memory, which others may lack
+    """Creates the console for progress output."""
+    from rich.console import Console  # imported here to save memory where it is not used
 
     return Console()
 
 
 def _shown(parts: list[slice], title: str, console: Console | None) -> Iterator[slice]:
-    """Shows a bar on a terminal, which goes away when it is full."""
+    """Shows a progress bar on a terminal, and removes it at the end."""
     if console is None or not console.is_terminal:
         yield from parts
         return

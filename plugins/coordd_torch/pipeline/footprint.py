@@ -1,4 +1,4 @@
-"""What layers keep for their backward passes, and what would enter a stage at each cut: bytes, nothing twice."""
+"""Activation memory of layers, and memory that enters a stage at each cut, in bytes; shared memory counts once."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["Footprint", "address"]
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; that of its views is the same."""
+    """Returns the start address of a tensor's memory; its views have the same."""
     return tensor.untyped_storage().data_ptr()
 
 
 @dataclass
 class _Piece:
-    """Memory that layers pass on.
+    """Memory that one layer passes to later layers.
 
     Attributes:
         size: bytes.
-        made: the layer whose result it is.
+        made: the layer that computes it.
         last: the last layer that reads it.
-        keeper: the first layer that keeps it; None if none does.
+        keeper: the first layer that saves it for backward; None if none does.
     """
 
     size: int
@@ -35,18 +35,18 @@ class _Piece:
 
 
 class Footprint:
-    """Follows the values from layer to layer.
+    """Memory of the values that pass from layer to layer.
 
-    Memory that several layers keep counts for the first of them. If a cut comes between these, the stage behind has a
-    copy of its own, which is what enters there.
+    Memory that several layers save counts for the first of them. If a cut lies between them, the later stage has its
+    own copy, which counts as entering there.
     """
 
     def __init__(self, reads: Sequence[Iterable[str]], inputs: Iterable[Any]) -> None:
-        """Knows the model.
+        """Starts before the first layer.
 
         Args:
-            reads: for each layer the names of the values that it takes.
-            inputs: of the model, which are there anyway.
+            reads: for each layer the names of the values that it reads.
+            inputs: of the model, which do not count.
         """
         self._last = {name: at for at, names in enumerate(reads) for name in names}
         self._there = {address(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
@@ -54,15 +54,15 @@ class Footprint:
         self._living: dict[int, _Piece] = {}
 
     def crosses(self, name: str, at: int) -> bool:
-        """Whether a value is still read behind a layer."""
+        """Returns whether a layer after this one reads a value."""
         return self._last.get(name, -1) > at
 
     def note(self, at: int, saved: Mapping[int, int], outputs: Mapping[str, Any]) -> int:
-        """Takes a layer in, in order.
+        """Adds a layer; layers must be added in order.
 
         Args:
             at: its number.
-            saved: what it keeps, but for its own tensors: bytes by address.
+            saved: the tensors it saves, without its parameters and buffers: bytes by address.
             outputs: its values.
 
         Returns:
@@ -82,7 +82,7 @@ class Footprint:
         return kept
 
     def entering(self, at: int) -> int:
-        """Bytes that a stage keeps which begins behind a layer, besides the activations of its layers."""
+        """Returns the bytes that a stage starting after this layer keeps, besides the activations of its layers."""
         crossing = (piece for piece in self._pieces if piece.made <= at < piece.last)
         return sum(piece.size for piece in crossing if piece.keeper is None or piece.keeper <= at)
 

@@ -1,4 +1,4 @@
-"""Tracing a model's own forward, with its layers as leaves: shapes stay open, and layers do as they like."""
+"""Tracing of a model's own forward with torch.fx: layers are leaves and are not traced, shapes stay dynamic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SET = ("data", "grad", "requires_grad")
 
 
 class _Proxy(fx.Proxy):
-    """A value that knows `x += y` from `x = x + y`, and tells what it is where data are needed."""
+    """A proxy that distinguishes `x += y` from `x = x + y`, and names its expression where data are needed."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SET:
@@ -56,7 +56,7 @@ for _name in _NAMES:
 
 
 class _Tracer(fx.Tracer):
-    """Traces through open modules only, called as in a given call."""
+    """Tracer that traces only through modules outside the layers, with the arguments of a given call."""
 
     def __init__(self, units: frozenset[str], call: Call, dynamic: frozenset[str]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Tracer(fx.Tracer):
         self._modes = _modes()
         self.output = pytree.tree_structure(0)
 
-    proxy_buffer_attributes = True  # what forward does to a buffer must be in the graph
+    proxy_buffer_attributes = True  # writes to buffers must be in the graph
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
@@ -76,7 +76,7 @@ class _Tracer(fx.Tracer):
         return node
 
     def _differs(self, modes: tuple[int, ...]) -> bool:
-        """Whether these are not those of the call; nothing but training cares for gradients."""
+        """Returns whether the modes differ from those of the call; gradient modes matter in training only."""
         return modes != self._modes if self.root.training else modes[0] != self._modes[0]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002 - fx's own signature
@@ -111,7 +111,7 @@ class _Tracer(fx.Tracer):
 
 
 def _modes() -> tuple[int, ...]:
-    """How many blocks of autocast there are around this, on or off, and whether there are gradients."""
+    """Returns the nesting depth of autocast, whether gradients are enabled, and whether inference mode is."""
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return depth, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -122,7 +122,7 @@ def _needs_data(proxy: fx.Proxy, use: str) -> DataDependentError:
 
 
 def _written(node: Any, depth: int = 3) -> str:
-    """A value as the expression that it comes from, what lies deep in it as its name only."""
+    """Formats a value as its expression; deeply nested values appear by name only."""
     if not isinstance(node, fx.Node):
         return repr(node)
     if depth == 0 or not node.op.startswith("call_"):
@@ -132,16 +132,17 @@ def _written(node: Any, depth: int = 3) -> str:
 
 
 def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool) -> Trace:
-    """Traces the model in its present mode.
+    """Traces the model in its current mode.
 
     Args:
         model: without data, as from `bare`.
         units: the paths of the layers.
-        call: the arguments; tensors stay open, and floats where they can, other leaves become constants.
-        example: whether the leaves of the call are real ones, with which the graph is tried; else all of them are open.
+        call: the arguments; tensors stay dynamic, and so do floats where possible; other leaves become constants.
+        example: whether the leaves of the call are real, so that the graph is tried with them; otherwise all are
+            dynamic.
 
     Raises:
-        Exception: whatever stops the tracing, or a trial's failure.
+        Exception: any exception that stops the tracing, or the failure of the trial.
     """
     for refuse in (refuse_backward_hooks, refuse_own_forwards):
         refuse(model, lambda path: not _within(path, units))
@@ -150,20 +151,20 @@ def trace(model: nn.Module, units: frozenset[str], call: Call, *, example: bool)
     tensors = frozenset(name for name, leaf in call.values.items() if isinstance(leaf, torch.Tensor))
     open_ = frozenset(name for name, leaf in call.values.items() if isinstance(leaf, torch.Tensor | float))
     if open_ != tensors:
-        with suppress(Exception):  # forward decides over something by a float
+        with suppress(Exception):  # the control flow of forward depends on a float
             return _trace(model, units, call, open_, example=True)
     return _trace(model, units, call, tensors, example=True)
 
 
 def _within(path: str, units: frozenset[str]) -> bool:
-    """Whether a module is a unit or lies in one."""
+    """Returns whether a module is a unit or lies in one."""
     names = path.split(".")
     return any(".".join(names[:count]) in units for count in range(1, len(names) + 1))
 
 
 def _trace(model: nn.Module, units: frozenset[str], call: Call, dynamic: frozenset[str], *, example: bool) -> Trace:
     tracer, again = (_Tracer(units, call, dynamic) for _ in range(2))
-    root = bare(model)  # a copy, for forward may keep what it computes
+    root = bare(model)  # a copy, as forward may store computed values
     with torch.enable_grad(), untouched() as drawn:
         graph = tracer.trace(root)
         _restore(root, model)
@@ -172,7 +173,7 @@ def _trace(model: nn.Module, units: frozenset[str], call: Call, dynamic: frozens
     if told := difference(root, graph, second):
         raise InconstantError(f"forward does not do the same each time it is called: {told}")
     for node in graph.nodes:
-        if node.op == "get_attr" and attribute(model, node.target) is None:  # a constant that tracing has found
+        if node.op == "get_attr" and attribute(model, node.target) is None:  # a constant found by tracing
             setattr(model, node.target, attribute(tracer.root, node.target))
     fixed = {name: leaf for name, leaf in call.values.items() if name not in dynamic}
     found = Trace(model, graph, call.names, tracer.output, model.training, fixed)
@@ -186,15 +187,15 @@ def _trace(model: nn.Module, units: frozenset[str], call: Call, dynamic: frozens
 
 
 def _restore(root: nn.Module, model: nn.Module) -> None:
-    """Makes buffers tensors again that were written to in place, and are values of the trace since then."""
+    """Replaces traced values in buffers, left there by in-place writes, with tensors again."""
     for path, module in root.named_modules():
-        for name, value in list(module._buffers.items()):  # noqa: SLF001 - what is no tensor is told nowhere else
+        for name, value in list(module._buffers.items()):  # noqa: SLF001 - no public accessor
             if isinstance(value, fx.Proxy) and _written_buffer(value.node) == (f"{path}.{name}" if path else name):
                 setattr(module, name, torch.empty_like(model.get_submodule(path).get_buffer(name)))
 
 
 def _written_buffer(node: Any) -> str:
-    """The path of the buffer that a value is after it was written to; nothing if the value is another one."""
+    """Returns the path of the buffer whose in-place update is this value; an empty string for any other value."""
     while isinstance(node, fx.Node) and node.op.startswith("call_") and _writes(node.target):
         node = node.args[0]
     return str(node.target) if isinstance(node, fx.Node) and node.op == "get_attr" else ""

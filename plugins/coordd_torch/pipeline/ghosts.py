@@ -1,8 +1,8 @@
-"""Parameters without values, which code that initialises them cannot tell from real ones.
+"""Meta-device initialisation: parameters without data that initialisation code cannot tell from real ones.
 
-A *ghost* is a tensor on the meta device in the place of a real one. Random numbers drawn for a ghost come from the
-generator that the real one would have used, so that the stream of numbers stays in step; they are *lent* to the ghost
-until the next one's turn comes, for some initialisers look at what they have drawn, and draw again.
+A *ghost* is a tensor on the meta device in place of a real one. Random numbers for a ghost are drawn from the generator
+that the real tensor would use, so that the generator's state stays the same. The drawn values stay available ("lent")
+until the next parameter is initialised, because some initialisers read the values they have drawn, and draw again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _READING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 _OVERWRITING = frozenset({torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_})
 _INDEXING = frozenset({torch.ops.aten.index, torch.ops.aten.index_put_})
 _CPU = torch.device("cpu")
-_unmasked = torch._C.DisableTorchFunction  # noqa: SLF001 - how PyTorch's own code looks behind a guise
+_unmasked = torch._C.DisableTorchFunction  # noqa: SLF001 - disables torch function modes, as PyTorch's own code does
 _Layout = tuple[torch.dtype, int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 
 class UnreadableError(ArgumentError):
-    """Values are asked for that this rank does not hold."""
+    """The builder reads values that this rank does not hold."""
 
     def __init__(self, labels: Iterable[str]) -> None:
         super().__init__(
@@ -46,20 +46,20 @@ class UnreadableError(ArgumentError):
 
 
 class Ghosts(TorchDispatchMode):
-    """While `entered`, the parameters and buffers that this thread makes are numbered, and are ghosts unless kept.
+    """Dispatch mode that numbers this thread's new parameters and buffers, and makes ghosts of all but the kept ones.
 
-    Only one is entered at a time in a process. Parameters are numbered when they are made, buffers when they are
+    Only one can be entered at a time per process. Parameters are numbered when they are made, buffers when they are
     registered, in one sequence.
 
     Attributes:
-        made: by number what was made; ghosts in the place of those that are kept.
+        made: the numbered tensors; kept ones are represented by meta tensors.
     """
 
     def __init__(self, kept: Collection[int], *, draw: bool) -> None:
-        """Decides what will be real.
+        """Selects the real tensors.
 
         Args:
-            kept: the numbers of those that are real.
+            kept: the numbers of the tensors that are real.
             draw: whether random numbers are drawn for ghosts.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,17 +70,17 @@ class Ghosts(TorchDispatchMode):
         self._owners: dict[int, str] = {}
         self._guise = _Guise(self)
         self._plain_new: Any = None
-        self._turns: set[StorageWeakRef] = set()  # the storages of parameters
+        self._turns: set[StorageWeakRef] = set()  # storages of parameters
         self._sources: dict[StorageWeakRef, frozenset[int]] = {}
         self._homes: dict[StorageWeakRef, torch.device] = {}
         self._lent: dict[StorageWeakRef, tuple[_Layout, torch.Tensor]] = {}
 
     @contextmanager
     def entered(self) -> Iterator[Self]:
-        """Has this thread make ghosts in a block; nothing of it stays, wherever an error or a signal comes."""
+        """Makes this thread create ghosts inside the block; all patches are undone on exit, also after an error."""
         with ExitStack() as leaving:
             leaving.callback(self._lent.clear)
-            # Copying a module makes parameters, too, which no hook of PyTorch's shows before they have been registered.
+            # Copying a module makes parameters, too; PyTorch's hooks report these only when they are registered.
             leaving.callback(setattr, nn.Parameter, "__new__", nn.Parameter.__dict__["__new__"])
             self._plain_new = nn.Parameter.__dict__["__new__"]
             nn.Parameter.__new__ = staticmethod(self._new)  # type: ignore[method-assign,assignment]
@@ -90,11 +90,11 @@ class Ghosts(TorchDispatchMode):
             yield leaving.enter_context(self)
 
     def sources(self, tensor: torch.Tensor) -> frozenset[int]:
-        """Tells by number from which parameters and buffers a tensor's values were computed; itself included."""
+        """Returns the numbers of the parameters and buffers that a tensor's values depend on, including itself."""
         return self._sources.get(_storage(tensor), frozenset())
 
     def ghost(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes the ghost of a tensor: of the same layout and sources, with the same generator."""
+        """Creates the ghost of a tensor, with the same layout, sources and home device."""
         if tensor.is_meta:
             return tensor
         ghost = tensor.to("meta")
@@ -103,18 +103,18 @@ class Ghosts(TorchDispatchMode):
         return ghost
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Finds the values of a tensor: its own, or what it has been lent."""
+        """Returns a tensor with values: itself if it is real, or its lent values; None if there are none."""
         if not tensor.is_meta:
             return tensor
         layout, lent = self._lent.get(_storage(tensor), (None, None))
         return lent if layout == _layout(tensor) else None
 
     def home(self, ghost: torch.Tensor) -> torch.device:
-        """Tells the device of what a ghost stands for."""
+        """Returns the device of the tensor that a ghost replaces."""
         return self._homes.get(_storage(ghost), _CPU)
 
     def matched(self, target: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes ready what is assigned to ``target.data``: PyTorch takes a ghost for a ghost only, and real for real.
+        """Prepares an assignment to ``target.data``: PyTorch accepts only a ghost for a ghost, and real for real.
 
         Raises:
             UnreadableError: the target is real, and the tensor has no values.
@@ -129,7 +129,7 @@ class Ghosts(TorchDispatchMode):
         return UnreadableError(self._label(number) for number in numbers)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carries out one operation: with values where all that it needs are there, else on ghosts."""
+        """Runs one operation: with values if all that it needs are available, otherwise on ghosts."""
         kwargs = kwargs or {}
         with _unmasked():
             tensors = _tensors((args, kwargs))
@@ -163,7 +163,7 @@ class Ghosts(TorchDispatchMode):
         return self._outline(func, args, kwargs)
 
     def _index(self, func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
-        """How many elements a mask selects is known by the mask alone, but not on the meta device."""
+        """Runs an indexing operation whose result size depends on the values of a mask, which the meta device lacks."""
         args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
         result = func(*args, **kwargs)
         self._forget(written)
@@ -177,7 +177,7 @@ class Ghosts(TorchDispatchMode):
             return self._haunt(func, args, kwargs)
         if not all(tensor.is_meta for tensor in written):
             raise self._refusal(_tensors((args, kwargs)))
-        # How many numbers are drawn depends on the layout only, never on probabilities or means that are not known.
+        # The number of random values depends only on the layout, not on probabilities or means, which may be unknown.
         args_, kwargs_ = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
         func(*args_, **kwargs_)
         self._forget(written)
@@ -245,7 +245,7 @@ class Ghosts(TorchDispatchMode):
             return self._number(buffer if len(self.made) in self._kept else self.ghost(buffer))
 
     def _elsewhere(self) -> bool:
-        """Other threads make parameters of their own in the meantime; modes are a thread's, but not what is patched."""
+        """Returns whether another thread is calling: modes are per thread, but patched functions are process-wide."""
         return threading.get_ident() != self._thread
 
     def _number(self, made: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ class Ghosts(TorchDispatchMode):
 
 
 class _Guise(TorchFunctionMode):
-    """Shows ghosts as what they stand for: some initialisers leave out what says that it is on the meta device."""
+    """Makes ghosts report the device of the tensors that they replace, as some initialisers skip meta tensors."""
 
     def __init__(self, ghosts: Ghosts) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Memory that the C library keeps although nobody uses it."""
+"""Memory that the C library keeps although it is free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["give_back"]
 
 
 def give_back() -> None:
-    """Gives freed memory back to the operating system, where the C library knows how (glibc)."""
+    """Returns freed memory to the operating system, where the C library supports it (glibc's `malloc_trim`)."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""What users attach to single modules: hooks, and a `forward` of the instance's own. A trace would lose some of it."""
+"""Hooks on single modules and per-instance `forward` functions, some of which a trace would lose."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ __all__ = ["LostError", "has_own_forward", "is_plain", "refuse_backward_hooks", 
 
 
 class LostError(RuntimeError):
-    """A trace of the model would lose something that changes what is computed."""
+    """A trace would lose something that changes the model's results."""
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a call of the module is a call of its class's `forward`, and nothing else."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001 - nothing else tells
+    """Returns whether calling the module only calls its class's `forward`."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001 - no public accessor
     return not any(hooks) and not _has_backward_hooks(module) and not has_own_forward(module)
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether `forward` was replaced for this instance alone, often by a function that still refers to the module."""
+    """Returns whether `forward` was replaced on this instance, often by a function that still refers to the module."""
     return "forward" in vars(module)
 
 
 def refuse_backward_hooks(model: nn.Module, traced: Callable[[str], bool]) -> None:
-    """Refuses backward hooks of modules that are traced through: they belong to calls that the trace does not have.
+    """Rejects backward hooks of modules that are traced through: they belong to module calls, which the trace lacks.
 
     Args:
-        model: the whole of it.
-        traced: tells of a module's path whether its call is traced through.
+        model: the whole model.
+        traced: returns for a module's path whether its call is traced through.
 
     Raises:
-        LostError: there are some.
+        LostError: there is such a hook.
     """
     found = [repr(path) for path, module in model.named_modules() if traced(path) and _has_backward_hooks(module)]
     if found:
@@ -43,12 +43,12 @@ def refuse_backward_hooks(model: nn.Module, traced: Callable[[str], bool]) -> No
 
 
 def refuse_own_forwards(model: nn.Module, traced: Callable[[str], bool]) -> None:
-    """Refuses modules whose instance has a `forward` of its own, if they are traced through.
+    """Rejects modules that are traced through and whose instance has its own `forward`.
 
-    A trace is of a copy of the model; a function that was put in the place of `forward` refers to the original.
+    The trace uses a copy of the model, but a function that replaces `forward` refers to the original.
 
     Raises:
-        LostError: there are some.
+        LostError: there is such a module.
     """
     found = [repr(path) for path, module in model.named_modules() if traced(path) and has_own_forward(module)]
     if found:

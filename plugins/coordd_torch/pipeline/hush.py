@@ -1,4 +1,4 @@
-"""Keeping one thread from writing to stderr for a while, and no other: the daemon's warnings must get through."""
+"""Silences stderr for one thread only, because the daemon's warnings must stay visible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["hushed"]
 
 @contextlib.contextmanager
 def hushed(*loggers: str) -> Iterator[None]:
-    """Drops what this thread writes to `sys.stderr`, and what these loggers say."""
+    """Drops this thread's writes to `sys.stderr`, and all messages of these loggers."""
     silent = [logger for logger in map(logging.getLogger, loggers) if not logger.disabled]
     for logger in silent:
         logger.disabled = True
@@ -28,7 +28,7 @@ def hushed(*loggers: str) -> Iterator[None]:
 
 
 class _Others(io.TextIOBase):
-    """The stream for all threads but the one that has made this."""
+    """The stream for all threads except the one that creates this object."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,6 +1,6 @@
-"""A batch as the model's forward takes it: named leaves.
+"""A batch as named leaves, in the way the model's forward takes it.
 
-A batch is a tuple (positional arguments), a mapping (keyword arguments, if forward takes them), or the one argument. A
+A batch is a tuple (positional arguments), a mapping (keyword arguments, if forward takes them), or the only argument. A
 leaf is named after the argument and its path in it: ``input_ids``, ``batch_image``, ``x_0``.
 """
 
@@ -28,7 +28,7 @@ class Call:
 
     Attributes:
         names: of the leaves.
-        leaves: tensors, numbers, None, whatever.
+        leaves: tensors, numbers, None or any other object.
         spec: the structure of ``(args, kwargs)``.
     """
 
@@ -42,17 +42,17 @@ class Call:
         return dict(zip(self.names, self.leaves, strict=True))
 
     def arguments(self, leaves: Sequence[Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments, with other leaves if any are given."""
+        """Returns the positional and keyword arguments, with other leaves if given."""
         args, kwargs = pytree.tree_unflatten(self.leaves if leaves is None else leaves, self.spec)
         return args, kwargs
 
     def without_leaves(self) -> Call:
-        """How the arguments are passed, without keeping them."""
+        """Returns the structure of the call without its values."""
         return Call(self.names, (), self.spec)
 
     @classmethod
     def bound(cls, model: nn.Module, batch: Any) -> Call:
-        """Takes a batch apart.
+        """Flattens a batch into named leaves.
 
         Raises:
             ArgumentError: the model's forward takes other arguments.
@@ -68,7 +68,7 @@ class Call:
 
     @classmethod
     def assumed(cls, model: nn.Module) -> Call:
-        """Each argument without a default is one leaf; there is no example of it."""
+        """Creates a call without an example: each argument without a default is one leaf."""
         signature = inspect.signature(model.forward)
         plain = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
         needed = [
@@ -80,7 +80,7 @@ class Call:
 
 
 def only(model: nn.Module, batch: Any) -> Any:
-    """The one argument that a batch is for a model that is a chain; several of a tuple are one argument.
+    """Returns the single argument that a batch is for a chain model; a tuple of several elements is one argument.
 
     Raises:
         ArgumentError: the model's forward takes other arguments.
@@ -109,9 +109,10 @@ def _arguments(model: nn.Module, batch: Any) -> inspect.BoundArguments:
 
 
 def _uncached(model: nn.Module, arguments: inspect.BoundArguments) -> inspect.BoundArguments:
-    """Asks a model of `transformers` for no cache of keys and values, unless the batch says something else.
+    """Disables the key/value cache of a `transformers` model, unless the batch sets `use_cache`.
 
-    It returns one by default, which serves generation only; from all stages it would have to travel to the last.
+    The model returns one by default, which only serves generation; all stages would have to send theirs to the last
+    one.
     """
     kinds = {name: parameter.kind for name, parameter in arguments.signature.parameters.items()}
     rest = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), None)
@@ -134,7 +135,7 @@ def _knows(signature: inspect.Signature, batch: Mapping[Any, Any]) -> bool:
 
 
 def _name(parameters: list[inspect.Parameter], path: pytree.KeyPath) -> str:
-    """The argument's name, then the keys on the way to the leaf, as one identifier."""
+    """Returns the argument's name, followed by the keys on the path to the leaf, as one identifier."""
     kind, argument, *rest = (_key(key) for key in path)
     if kind == 0:
         kinds = [parameter.kind for parameter in parameters]
@@ -149,7 +150,7 @@ def _name(parameters: list[inspect.Parameter], path: pytree.KeyPath) -> str:
 
 
 def _tried(name: str) -> Iterator[str]:
-    """The name, and what is added where two leaves would have the same."""
+    """Yields the name, then the name with numbers, which are used where two leaves have the same name."""
     yield name
     yield from (f"{name}_{number}" for number in itertools.count(2))
 

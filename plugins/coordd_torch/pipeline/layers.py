@@ -1,12 +1,12 @@
-"""The layers of a traced model: which nodes stay together.
+"""Assigns the nodes of a traced model to layers.
 
-Its one rule: layers are numbered in topological order, so any run of consecutive layers can be a stage.
+Layers are numbered in topological order, so any run of consecutive layers can be a stage.
 
-A *unit* is a module that is a layer of its own: an item of a ModuleList, ModuleDict or Sequential, and any module that
-holds no such list. Modules on the way to units are open: what they themselves compute goes with the unit before it.
+A *unit* is a module that is one layer: an item of a ModuleList, ModuleDict or Sequential, and any module that holds no
+such list. Modules that contain units are open: the nodes that they compute themselves belong to the unit before.
 
-With `cuts` a module is open if one of these lies inside it, and a unit otherwise; a layer then has all units from one
-cut to the next.
+With `cuts` a module is open if one of the cuts lies inside it, and a unit otherwise; a layer then has all units from
+one cut to the next.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _REPEATED = re.compile(r"@(\d+)$")
 
 
 def units(model: nn.Module, depth: int = 1) -> frozenset[str]:
-    """The paths of the modules that are layers.
+    """Returns the paths of the modules that are layers.
 
     Args:
-        model: the model; it is no unit itself.
+        model: the model; it is not a unit itself.
         depth: how many levels of lists are opened: with 1 a block of a transformer is one layer, with 2 the items of
             lists inside blocks are layers, with 0 the model's children are.
     """
@@ -43,12 +43,12 @@ def units(model: nn.Module, depth: int = 1) -> frozenset[str]:
 
 
 def units_between(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
-    """The paths of the modules that are called as a whole where a stage may begin at `cuts` only."""
+    """Returns the paths of the modules that are called as a whole if a stage may begin only at `cuts`."""
     return frozenset(_between(model, "", cuts))
 
 
 def first_names(model: nn.Module, cuts: Sequence[str]) -> list[str]:
-    """The modules that `cuts` names, by the first of the names that each has in the model.
+    """Returns, for each module in `cuts`, the first of its names in the model.
 
     Raises:
         ArgumentError: the model has no such module, or `cuts` is empty.
@@ -74,7 +74,7 @@ def _between(module: nn.Module, prefix: str, cuts: Sequence[str]) -> Iterator[st
 
 
 def _begun(keys: Sequence[str], cuts: Sequence[str], starts: AbstractSet[int]) -> set[int]:
-    """Which units are the first of each call of a module at which a stage may begin.
+    """Returns the first unit of each call of a module at which a stage may begin.
 
     Raises:
         ArgumentError: one of these modules is never called, or has nothing to compute in a stage of its own.
@@ -96,12 +96,12 @@ def _begun(keys: Sequence[str], cuts: Sequence[str], starts: AbstractSet[int]) -
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether it can be called; a ModuleList only holds others."""
+    """Returns whether the module can be called; a ModuleList only holds other modules."""
     return type(module).forward is not nn.Module.forward or has_own_forward(module)
 
 
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The module's children under all of their names; `named_children` tells one name of each."""
+    """Returns the module's children under all their names; `named_children` lists one name of each."""
     found = module.named_modules(remove_duplicate=False)
     return [(name, child) for name, child in found if name and "." not in name]
 
@@ -127,19 +127,19 @@ def _holds_list(module: nn.Module) -> bool:
 
 
 class Layering:
-    """The layers of all traces of one model: of training and evaluation, of this shape and that.
+    """The layers of all traces of one model, in training and evaluation mode and for all input shapes.
 
-    The first trace says what the layers are. In the others a unit that is known goes to its layer, and what is new to
-    them goes with what is before it, so that a cut is the same in all.
+    The first trace defines the layers. In later traces a known unit goes to its layer, and new nodes go to the layer of
+    the nodes before them, so that a cut is the same in all traces.
 
     Attributes:
         units: the paths of the modules that are units.
-        names: of the layers, each that of its first unit.
+        names: of the layers, each named after its first unit.
         calls: for each layer its units, as in `names`.
     """
 
     def __init__(self, known: frozenset[str], cuts: Sequence[str] | None = None) -> None:
-        """Begins without any trace.
+        """Starts without a trace.
 
         Args:
             known: the paths of the modules that are units.
@@ -153,10 +153,10 @@ class Layering:
         self._moved: list[int] = []
 
     def assign(self, trace: Trace) -> dict[fx.Node, int]:
-        """The layer of each node; what every stage can compute for itself from the inputs alone has none.
+        """Returns the layer of each node; nodes that every stage can compute from the inputs alone have none.
 
         Raises:
-            ArgumentError: this is not the first trace, and a cut would separate a writer in place from a reader.
+            ArgumentError: this is not the first trace, and a cut would separate an in-place writer from a reader.
         """
         first = not self.names
         found = self._walk(trace.graph, free(trace.root, trace.graph, trace.aliases), learn=first)
@@ -180,7 +180,7 @@ class Layering:
             if node in cheap or node.op in {"placeholder", "get_attr", "output"}:
                 continue
             inputs = max((found.get(each, 0) for each in node.all_input_nodes), default=0)
-            if writes_state(node):  # torch.export moves these to the end; they belong to what they write
+            if writes_state(node):  # torch.export moves these to the end; they belong to the written value
                 found[node] = inputs
                 continue
             key = self._key(node)
@@ -190,7 +190,7 @@ class Layering:
         return found
 
     def _key(self, node: fx.Node) -> str:
-        """The unit's path, with the number of its call from the second on."""
+        """Returns the unit's path, with the number of the call from the second call on."""
         for scope, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
             if path in self.units:
                 again = _REPEATED.search(scope)
@@ -198,7 +198,7 @@ class Layering:
         return ""
 
     def _settle(self, starts: set[int], spans: Sequence[tuple[int, int]]) -> None:
-        """Numbers the layers anew, without those that are empty or joined to the one before."""
+        """Renumbers the layers, without those that are empty or merged with the one before."""
         keys = list(self._index) or ["model"]
         if self._cuts is not None:
             starts = {min(starts), *_begun(keys, self._cuts, starts)}

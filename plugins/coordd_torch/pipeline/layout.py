@@ -1,4 +1,4 @@
-"""Which layers of a captured model make which stage, and what follows from that."""
+"""Assignment of a captured model's layers to stages, and the resulting dataflow and parameter sharing."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Layout:
 
         Args:
             captured: the model.
-            stages: how many there are to be.
-            config: how.
-            profile: of its layers, where the split depends on what they cost.
-            memory: what a stage holds, and may hold.
+            stages: number of stages.
+            config: how the model is split.
+            profile: of its layers, if the split depends on their cost.
+            memory: memory model and limit of a stage.
 
         Raises:
-            ArgumentError: it cannot be split like this; the text says why, and what can be done.
+            ArgumentError: the model cannot be split like this; the message gives the reason and a remedy.
         """
         try:
             return cls(captured, cls._spans(captured, stages, config, profile=profile, memory=memory))
@@ -82,7 +82,7 @@ class Layout:
         return (profile or _unmeasured(captured, config)).split(stages, by=config.split, memory=memory)
 
     def flows(self, microbatches: Iterable[Mapping[str, Any]], *, training: bool) -> tuple[tuple[int, int], ...]:
-        """Which stage's results which later stage takes, of any of these inputs.
+        """Returns the pairs (sending stage, receiving stage) for any of these inputs.
 
         Raises:
             CaptureError: the model cannot be traced with them.
@@ -97,12 +97,12 @@ class Layout:
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that several stages have, and these stages."""
+        """The parameters that several stages have, with these stages."""
         return graph.tied(self.captured.table, self._stage_of_layer)
 
     @cached_property
     def shared(self) -> frozenset[int]:
-        """The stages that have parameters which others have, too."""
+        """The stages that share a parameter with another stage."""
         return frozenset(stage for stages in self.tied.values() for stage in stages)
 
     @cached_property
@@ -123,19 +123,19 @@ class Layout:
         return [stage for stage, span in enumerate(self.spans) for _ in span]
 
     def module(self, stage: int, model: nn.Module) -> StageModule:
-        """The layers of a stage, with the parameters that they have in a model like the captured one."""
+        """Returns the layers of a stage, with their parameters from a model like the captured one."""
         span = self.spans[stage]
         return StageModule(model, self.captured.traces, span.start, span.stop - 1)
 
     def names(self, stages: Iterable[int]) -> set[str]:
-        """All names of the parameters and buffers that some stages have; their constants are no part of the model."""
+        """Returns all names of the parameters and buffers of some stages; constants are not part of the model."""
         held, known = set(stages), _names(self.captured.model)
         return {name for name, holders in self.holders.items() if name in known and not held.isdisjoint(holders)}
 
     def route(
         self, stage: int, inputs: Mapping[str, Any], flows: Iterable[tuple[int, int]], *, training: bool
     ) -> dict[int, Sequence[str]]:
-        """Says for inputs like these the names of the values that each later stage of the flows gets from a stage."""
+        """Returns the names of the values that a stage sends to each later stage of the flows, for these inputs."""
         trace = self.captured.traces.find(inputs, training=training)
         writes = self._cut(trace, stage).writes
         found: dict[int, Sequence[str]] = {}
@@ -156,7 +156,7 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def _unmeasured(captured: Captured, config: PipelineConfig) -> Profile:
-    """What is known of the layers without running them."""
+    """Returns a profile without measurements: sizes of parameters only."""
     sizes = {name: parameter.nbytes for name, parameter in captured.model.named_parameters()}
     loads = [Load(parameters=sum(sizes[key] for key in layer.parameters)) for layer in captured.table]
     names = tuple(layer.name for layer in captured.table)

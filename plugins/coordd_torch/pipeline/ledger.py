@@ -1,9 +1,9 @@
-"""Gradients of weights that are put off: a backward pass in two where layers know their halves themselves.
+"""Deferred weight gradients: splits the backward pass of layers whose two halves are known.
 
-The backward pass of a linear layer or of a convolution is two products: the gradient with the weight, for which earlier
-layers wait, and the gradient with what has entered, for which nobody does before the optimizer. So such a layer does
-the first, and notes what the second needs; whoever pays its debts adds the second to the weight's gradient. Nothing is
-gone through twice, and no more is kept meanwhile than the two factors.
+The backward pass of a linear layer or of a convolution consists of two products: the gradient times the weight, which
+earlier layers wait for, and the gradient times the input, which only the optimizer needs. Such a layer computes the
+first product and records the factors of the second; `pay` later adds the second to the weight's gradient. No graph is
+traversed twice, and only the two factors are kept in between.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Debt(NamedTuple):
-    """What a layer's parameters are owed the gradients of: what has entered it, and the gradient of what has left."""
+    """Factors of a deferred weight gradient: a layer's input, and the gradient of its output."""
 
     layer: _Layer
     entered: Tensor
@@ -32,10 +32,10 @@ class Debt(NamedTuple):
 
 
 class Ledger:
-    """Has the layers of a stage note their debts."""
+    """The deferred weight gradients of a stage's layers."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Finds the layers that can; those of exactly these types, for others compute who knows what."""
+        """Finds the layers that can be split: only these exact types, as subclasses may compute something else."""
         layers = [_Linear(each, self) for each in module.modules() if type(each) is nn.Linear]
         convolutions = [each for each in module.modules() if type(each) in _CONVOLUTIONS]
         self._layers = [*layers, *(_Convolution(each, self) for each in convolutions if _is_plain(each))]
@@ -43,11 +43,11 @@ class Ledger:
         weights = {layer.module.weight for layer in self._layers if layer.module.weight.requires_grad}
         trained = [each.numel() for each in module.parameters() if each.requires_grad]
         self.suffices = sum(each.numel() for each in weights) > _LEAST * sum(trained)
-        """Whether these layers have most of what is trained."""
+        """Whether these layers have most of the trained parameters."""
 
     @contextmanager
     def able(self) -> Iterator[None]:
-        """Has layers compute, meanwhile, what can be gone back through without their weights."""
+        """Replaces the forward of the layers inside the block, so that their backward pass can be split."""
         for layer in self._layers:
             vars(layer.module)["forward"] = layer.forward
         try:
@@ -58,7 +58,7 @@ class Ledger:
 
     @contextmanager
     def noting(self) -> Iterator[list[Debt]]:
-        """Notes debts, where otherwise gradients of weights are computed at once; checkpoints may compute anew."""
+        """Collects deferred weight gradients instead of computing them at once; checkpoints may recompute meanwhile."""
         debts: list[Debt] = []
         self._debts = debts
         try:
@@ -68,14 +68,14 @@ class Ledger:
             self._debts = None
 
     def note(self, debt: Debt) -> bool:
-        """Takes a debt, if it is the time for it."""
+        """Records a deferred weight gradient inside `noting`; returns whether it was recorded."""
         if self._debts is not None:
             self._debts.append(debt)
         return self._debts is not None
 
 
 def pay(debts: list[Debt]) -> None:
-    """Adds what is owed to the gradients of weights, and forgets it bit by bit."""
+    """Computes the deferred weight gradients and accumulates them, and frees each entry as soon as it is done."""
     with torch.no_grad():
         for layer, entered, gradient in reversed(debts):
             layer.accumulate(entered.to(gradient.dtype), gradient)
@@ -90,7 +90,7 @@ class _Layer(ABC):
         self.ledger = ledger
 
     def forward(self, x: Tensor) -> Tensor:
-        """Stands in for the module's own, which computes the same."""
+        """Replaces the module's own forward, and computes the same."""
         weight, bias = self.module.weight, self.module.bias
         own = weight.requires_grad and all(each is None or _is_plain_leaf(each) for each in (weight, bias))
         if own and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -100,7 +100,7 @@ class _Layer(ABC):
         return found
 
     def accumulate(self, x: Tensor, gradient: Tensor) -> None:
-        """Adds to the gradients of the parameters."""
+        """Accumulates the gradients of the parameters."""
         weight, bias = self.module.weight, self.module.bias
         if weight.grad is None:
             weight.grad = self.outer(x, gradient).to(weight.dtype)
@@ -112,23 +112,23 @@ class _Layer(ABC):
 
     @abstractmethod
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What the layer computes."""
+        """Computes the layer's output."""
 
     @abstractmethod
     def inner(self, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of the input."""
+        """Computes the gradient of the input."""
 
     @abstractmethod
     def outer(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """That of the weight."""
+        """Computes the gradient of the weight."""
 
     def add_outer(self, total: Tensor, x: Tensor, gradient: Tensor) -> None:
-        """Adds it."""
+        """Adds the gradient of the weight to `total`."""
         total.add_(self.outer(x, gradient))
 
     @abstractmethod
     def total(self, gradient: Tensor) -> Tensor:
-        """That of the bias."""
+        """Computes the gradient of the bias."""
 
 
 class _Linear(_Layer):
@@ -143,7 +143,7 @@ class _Linear(_Layer):
 
     def add_outer(self, total: Tensor, x: Tensor, gradient: Tensor) -> None:
         if total.dtype == x.dtype:
-            total.addmm_(_rows(gradient).t(), _rows(x))  # the product itself is never there
+            total.addmm_(_rows(gradient).t(), _rows(x))  # the product is never stored
         else:
             super().add_outer(total, x, gradient)
 
@@ -153,7 +153,7 @@ class _Linear(_Layer):
 
 class _Convolution(_Layer):
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found: Tensor = self.module._conv_forward(x, weight, bias)  # noqa: SLF001 - what its forward() is
+        found: Tensor = self.module._conv_forward(x, weight, bias)  # noqa: SLF001 - its forward() calls this
         return found
 
     def inner(self, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class _Convolution(_Layer):
 
 
 class _Halved(torch.autograd.Function):
-    """A layer; outside of the time when debts are noted, and for gradients of gradients, as any other."""
+    """A layer as an autograd function; outside of `noting`, and for double backward, it acts like the plain layer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer) -> Tensor:
@@ -198,13 +198,13 @@ class _Halved(torch.autograd.Function):
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether a convolution pads with zeros only, and as many on either side."""
+    """Returns whether a convolution pads with zeros, equally on both sides."""
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
 def _is_plain_leaf(parameter: Tensor) -> bool:
-    """Whether a parameter is nothing that is computed, and nobody wants to see its gradients as they come."""
-    return parameter.is_leaf and not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # noqa: SLF001 - nothing else tells
+    """Returns whether a parameter is a leaf without gradient hooks."""
+    return parameter.is_leaf and not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # noqa: SLF001 - no public accessor
 
 
 def _rows(tensor: Tensor) -> Tensor:

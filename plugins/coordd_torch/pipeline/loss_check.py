@@ -1,15 +1,15 @@
-"""Finds out whether a loss can be computed microbatch by microbatch, before a gradient of it is used.
+"""Checks whether a loss can be computed microbatch by microbatch, before its gradient is used.
 
 A pipeline adds up the losses of microbatches: their mean, each weighted by its rows or by ``weight=``, or, with
-``loss_reduction="sum"``, their sum. That is the loss of the batch only if the loss is such a mean or sum over rows.
-Let ``a`` and ``b`` be parts of the rows of a batch, and ``p`` the weight of ``a`` among both. Then for all rows of a
+``loss_reduction="sum"``, their sum. That equals the loss of the batch only if the loss is such a mean or sum over rows.
+Let ``a`` and ``b`` be parts of the rows of a batch, and ``p`` the weight of ``a`` in both. Then for all rows of a
 
     gradient of loss(a and b) = p * gradient of loss(a)
 
-where ``p`` is 1 for a sum. The check measures that factor, with outputs that no graph of the model leads to, so no
-parameter gets a gradient. It leaves random number generators, targets and the buffers of the loss as they are.
+where ``p`` is 1 for a sum. The check measures that factor with detached outputs, so no parameter gets a gradient. It
+does not change random number generators, targets or the buffers of the loss.
 
-It is made in some runs (`coordd.pipeline.loss_check`).
+`coordd.pipeline.loss_check` decides which runs are checked.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from coordd_torch.pipeline.luck import untouched
 __all__ = ["LossCheck"]
 
 Dimensions = Callable[[Any], Sequence[int | None] | None]
-"""For inputs of the model the dimension of each leaf of its output that has the rows, if that is known."""
+"""For inputs of the model the row dimension of each leaf of its output, if that is known."""
 
 _NOISE, _NOISE_16 = 5e-3, 5e-2
-"""How far gradients may differ by rounding, in proportion to them, also in TF32; and gradients of 16 bits."""
+"""Largest relative rounding difference of gradients, also in TF32; the second value is for 16-bit gradients."""
 
 _EXACT, _EXACT_16 = 1e-5, 1e-2
-"""How far the factor may be off in any case."""
+"""Relative error of the factor that is always accepted; the second value is for 16-bit gradients."""
 
 _CHOICES = "or set PipelineConfig(loss_reduction='microbatch'), which trains the mean of the losses of microbatches"
 
 
 @dataclass
 class _Sample:
-    """Some rows of a batch: the leaves of the model's output for them, their targets, and how much they count."""
+    """Some rows of a batch: the leaves of the model's output for them, their targets, and their weight."""
 
     leaves: list[Any]
     targets: Any
@@ -58,13 +58,13 @@ class _Sample:
 
 @dataclass
 class _Found:
-    """What the check has measured of one leaf of the output.
+    """Result of the check for one leaf of the output.
 
     Attributes:
-        factors: of each part; None if its gradient is zero, which tells nothing.
-        rest: how far the gradient of all rows is from those of the parts times their factors, in proportion.
-        noise: how large that may be.
-        exact: how exact factors are at best.
+        factors: of each part; None if its gradient is zero, which gives no information.
+        rest: relative difference between the gradient of all rows and the gradients of the parts times their factors.
+        noise: largest value of `rest` that rounding explains.
+        exact: relative error of a factor that is always accepted.
     """
 
     factors: list[float | None]
@@ -73,7 +73,7 @@ class _Found:
     exact: float
 
     def fits(self, shares: Sequence[float]) -> bool:
-        """Says whether parts count by these shares, as far as rounding lets one see."""
+        """Returns whether the parts count by these shares, up to rounding."""
         return not self.rest > self.noise and all(
             factor is None or abs(factor - share) <= share * max(self.rest, self.exact)
             for factor, share in zip(self.factors, shares, strict=True)
@@ -98,13 +98,13 @@ class LossCheck(loss_check.LossCheck):
         weighted: bool,
         dimensions: Dimensions,
     ) -> None:
-        """Prepares it.
+        """Creates the check.
 
         Args:
             loss: of an output and targets.
-            reduction: what the loss is said to be; with None, a warning says if it cannot be checked.
-            weighted: whether `weight=` says how much microbatches count.
-            dimensions: which dimensions of an output have the rows; asked before a loss is refused.
+            reduction: the declared reduction of the loss; if None, a warning is logged when the loss cannot be checked.
+            weighted: whether `weight=` gives the weight of microbatches.
+            dimensions: returns the row dimensions of an output; called before a loss is rejected.
         """
         super().__init__(weighted=weighted, wanted=reduction != "microbatch", declared=reduction is not None)
         self._loss = loss
@@ -115,7 +115,7 @@ class LossCheck(loss_check.LossCheck):
         """Checks the loss with the output of a microbatch.
 
         Raises:
-            ArgumentError: the loss is no such mean or sum over rows; the text says what to do.
+            ArgumentError: the loss is not such a mean or sum over rows; the message suggests a fix.
         """
         if not (self._active and batch.weight(microbatch)):
             return
@@ -123,7 +123,7 @@ class LossCheck(loss_check.LossCheck):
             self._attempt(lambda: self._checked(microbatch, output, batch))
 
     def _checked(self, microbatch: int, output: Any, batch: Batch) -> bool:
-        """Says whether something was found out."""
+        """Returns whether the check had a result."""
         leaves, structure = pytree.tree_flatten(output)
         part = batch.parts[microbatch]
         count = part.stop - part.start
@@ -161,7 +161,7 @@ class LossCheck(loss_check.LossCheck):
         return bool(measured) and all(part.amount for part in parts)
 
     def _gradients(self, sample: _Sample, structure: Any) -> tuple[list[Tensor | None], float]:
-        """The gradient of the loss with respect to each leaf of the output, and the loss.
+        """Returns the gradient of the loss with respect to each leaf of the output, and the loss.
 
         Raises:
             UnclearError: the loss raises an error, or draws random numbers.
@@ -175,7 +175,7 @@ class LossCheck(loss_check.LossCheck):
             with self._spared(), untouched() as drawn:
                 copied = [
                     leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves
-                ]  # losses may write to it
+                ]  # the loss may write to them
                 given = pytree.tree_unflatten(copied, structure)
                 loss = self._loss(given, pytree.tree_map(_copied, sample.targets))
                 if loss.requires_grad and places:
@@ -191,11 +191,11 @@ class LossCheck(loss_check.LossCheck):
         return found, float(loss.detach())
 
     def _spared(self) -> AbstractContextManager[None]:
-        """Has a loss with buffers write to copies of them."""
+        """Makes a loss with buffers write to copies of them."""
         return borrowed(copies(every(self._loss))) if isinstance(self._loss, nn.Module) else nullcontext()
 
     def _refuse_rowless(self, gradients: Sequence[Tensor | None], with_rows: Sequence[bool]) -> None:
-        """Raises if the loss depends on something that has no rows, such as a loss that the model itself finds."""
+        """Raises if the loss depends on an output without rows, such as a loss that the model computes itself."""
         for gradient, has_rows in zip(gradients, with_rows, strict=True):
             if gradient is not None and not has_rows and bool(gradient.any()):
                 raise UnclearError(
@@ -204,10 +204,10 @@ class LossCheck(loss_check.LossCheck):
                 )
 
     def _confirm(self, both: _Sample, whole: Sequence[Tensor | None], structure: Any, batch: Batch) -> None:
-        """Looks once more, before a loss is refused.
+        """Repeats the measurement before a loss is rejected.
 
         Raises:
-            UnclearError: the loss is another one each time, or rows lie in another dimension than the first.
+            UnclearError: the loss is not deterministic, or the rows are not in the first dimension.
         """
         again, _ = self._gradients(both, structure)
         for one, other in zip(whole, again, strict=True):
@@ -219,7 +219,7 @@ class LossCheck(loss_check.LossCheck):
                 raise UnclearError("the output has its rows in another dimension than the first")
 
     def _told(self, found: _Found) -> str:
-        """Says what is wrong with the loss, and what to do."""
+        """Explains what is wrong with the loss, and how to fix it."""
         summed = all(factor and abs(factor - 1) <= max(found.rest, found.exact) for factor in found.factors)
         if found.rest > found.noise and not self._weighted:
             return (
@@ -252,7 +252,7 @@ class LossCheck(loss_check.LossCheck):
 
 
 def _sample(leaves: Sequence[Any], with_rows: Sequence[bool], batch: Batch, part: slice, rows: slice) -> _Sample:
-    """Takes rows of a microbatch, of which the output has these leaves."""
+    """Takes rows of a microbatch whose output has these leaves."""
     chosen = slice(part.start + rows.start, part.start + rows.stop)
     taken = [_copied(leaf[rows] if has_rows else leaf) for leaf, has_rows in zip(leaves, with_rows, strict=True)]
     targets = pytree.tree_map(_copied, batch.targets_of(chosen))
@@ -260,7 +260,7 @@ def _sample(leaves: Sequence[Any], with_rows: Sequence[bool], batch: Batch, part
 
 
 def _joined(first: _Sample, second: _Sample, with_rows: Sequence[bool]) -> _Sample:
-    """Puts rows together; of what has none, the second one's counts."""
+    """Concatenates rows; leaves without rows are taken from the second sample."""
     leaves = [
         torch.cat([one, other]) if has_rows else other
         for one, other, has_rows in zip(first.leaves, second.leaves, with_rows, strict=True)
@@ -274,7 +274,7 @@ def _joined(first: _Sample, second: _Sample, with_rows: Sequence[bool]) -> _Samp
 
 
 def _measured(gradient: Tensor, parts: Sequence[tuple[Tensor | None, float]], samples: Sequence[_Sample]) -> _Found:
-    """Finds by what a gradient of all rows is that of each part multiplied; each part comes with its loss."""
+    """Computes the factor between the gradient of all rows and that of each part; each part comes with its loss."""
     small = gradient.element_size() < 4
     whole = gradient.float() if small else gradient
     factors: list[float | None] = []

@@ -1,4 +1,4 @@
-"""The generators of random numbers that a program has whether it likes or not."""
+"""State of the process-wide random number generators: Python, NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["untouched"]
 
 @contextmanager
 def untouched() -> Iterator[Callable[[], bool]]:
-    """Leaves all of them as they were; what it gives says whether numbers have been drawn meanwhile."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - it is what models and builders may use
+    """Restores the state of all generators on exit; the yielded function returns whether numbers were drawn."""
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - models and builders may use it
     before = _states()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:

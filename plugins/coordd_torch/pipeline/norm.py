@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model whose parameters lie on many ranks, each counted once."""
+"""Norm of all gradients of a model whose parameters lie on many ranks; each gradient counts once."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["clip"]
 def clip(
     mine: Iterable[torch.Tensor], others: Iterable[torch.Tensor], most: float, operations: Operations, *, name: str
 ) -> float:
-    """Scales gradients down so that the norm of all of them is at most so much.
+    """Scales gradients down so that their total norm over all ranks is at most `most`.
 
     Args:
         mine: gradients that this rank counts.
-        others: those that another rank counts; they are scaled along.
+        others: gradients that another rank counts; they are scaled, too.
         most: the largest norm.
         operations: of the daemon; all ranks call this at the same time.
         name: of the reduction.
 
     Returns:
-        the norm before.
+        the norm before scaling.
     """
     counted = list(mine)
     square = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in counted)

@@ -1,6 +1,7 @@
-"""The state of optimizers by the names of their parameters: saved by stage, loaded at any number of stages or without.
+"""Optimizer state by parameter name: saved per stage, loaded with any number of stages or for the plain model.
 
-Tensors lie in ``optimizer-<k>-of-<n>.safetensors``; numbers and the settings of the groups in its notes, as JSON.
+Tensors are in ``optimizer-<k>-of-<n>.safetensors``; numbers and the settings of the groups are in its metadata, as
+JSON.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ def save_optimizer(
     optimizer: torch.optim.Optimizer | None,
     names: Mapping[str, torch.Tensor],
 ) -> None:
-    """Saves the state of one stage's optimizer; before the manifest is written, like the stage's weights.
+    """Saves the state of one stage's optimizer; call it before the manifest is written, as for the stage's weights.
 
     Args:
-        folder: is made if need be.
+        folder: is created if needed.
         stage: its number, from 0.
-        stages: how many there are.
-        optimizer: of which those parameters are saved that are named; none where a stage has no parameters.
-        names: the parameters by their names in the whole model; what a lower stage saves is left out.
+        stages: number of stages.
+        optimizer: its state is saved for the named parameters; None where a stage has no parameters.
+        names: the parameters by their names in the whole model; leave out parameters that a lower stage saves.
 
     Raises:
-        ArgumentError: the state or the settings hold something that is neither a tensor nor plain.
+        ArgumentError: the state or the settings contain values other than tensors and JSON values.
     """
     called = {id(parameter): name for name, parameter in names.items()}
     tensors: dict[str, torch.Tensor] = {}
@@ -65,14 +66,14 @@ def save_optimizer(
 
 
 def load_optimizer(folder: str | Path, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]) -> None:
-    """Gives an optimizer what `read_optimizer` reads for it."""
+    """Loads the state that `read_optimizer` returns into an optimizer."""
     optimizer.load_state_dict(read_optimizer(folder, optimizer, names))
 
 
 def read_optimizer(
     folder: str | Path, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Reads the state and the settings that the parameters of an optimizer had, which is not changed.
+    """Reads the saved state and settings of an optimizer's parameters; the optimizer is not changed.
 
     Args:
         folder: of the checkpoint.
@@ -80,11 +81,11 @@ def read_optimizer(
         names: its parameters by their names in the whole model.
 
     Returns:
-        the state as the optimizer's own `load_state_dict` takes it.
+        the state in the form of the optimizer's own `load_state_dict`.
 
     Raises:
-        ArgumentError: the checkpoint is not complete, has no state of an optimizer, or that of one of another kind, or
-            not of these parameters; or they had different settings and are now in one group.
+        ArgumentError: the checkpoint is incomplete, has no optimizer state, or state of another type of optimizer or of
+            other parameters; or parameters with different saved settings are now in one group.
     """
     folder = Path(folder)
     saved = _Saved(folder)
@@ -109,11 +110,11 @@ def read_optimizer(
 
 
 class _Saved:
-    """What a checkpoint knows of optimizers.
+    """Optimizer state in a checkpoint.
 
     Attributes:
-        kinds: names of the classes of the optimizers that were saved.
-        settings: by name of a parameter the settings of its group.
+        kinds: names of the classes of the saved optimizers.
+        settings: maps the name of each parameter to the settings of its group.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,11 +134,11 @@ class _Saved:
                 self.settings |= dict.fromkeys(group["names"], group["settings"])
 
     def name(self, name: str) -> str:
-        """The name by which a parameter was saved; what is tied has several."""
+        """Returns the name under which a parameter was saved; a tied one has several."""
         return self._aliases.get(name, name)
 
     def states(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Reads what these parameters had."""
+        """Reads the state of these parameters."""
         states = {name: dict(self._plain.get(name, {})) for name in names}
         places = {key: file for key, file in self._places.items() if key.rpartition(".")[0] in states}
         for key, tensor in archive.stream(self._folder, places):
@@ -146,7 +147,7 @@ class _Saved:
         return states
 
     def shared(self, names: Sequence[str], group: Mapping[str, Any]) -> dict[str, Any]:
-        """Finds the settings that all these parameters had, in the types that the group has now."""
+        """Returns the settings that all these parameters had, converted to the types that the group has now."""
         settings = self.settings[names[0]] if names else {}
         others = [name for name in names if self.settings[name] != settings]
         if others:

@@ -1,4 +1,4 @@
-"""The gradients of a model in one piece, and how far those of its stages are from them."""
+"""Gradients of the unsplit model, and their distance from the gradients of its stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coordd_torch.pipeline.stage import Loss
 __all__ = ["Gradients", "distance", "gradients"]
 
 Gradients = Mapping[str, Tensor | None]
-"""By the names of parameters, a tied one under all of its names; None where nothing leads to one."""
+"""By parameter name, a tied parameter under all its names; None for a parameter without gradient."""
 
 
 def gradients(
@@ -28,30 +28,31 @@ def gradients(
     loss: Loss,
     shares: Sequence[tuple[slice, float]],
 ) -> Gradients:
-    """Finds the gradients of a batch, all of whose rows a model gets at a time.
+    """Computes the gradients of a batch with the unsplit model, on all rows at once.
 
-    Where it normalises rows by others, microbatches have other gradients than the batch, so it gets one by one.
+    If the model normalises rows with batch statistics, the gradients of microbatches differ from those of the batch, so
+    it runs microbatch by microbatch.
 
     Args:
-        model: in one piece, which is changed.
-        inputs: of it.
+        model: unsplit; it is changed.
+        inputs: of the model.
         targets: of the loss.
         run: calls the model.
-        loss: of what the model gives, and targets.
-        shares: the microbatches, and how much of the batch each one's loss is.
+        loss: of the model's output and targets.
+        shares: the microbatches, and the share of each one's loss in that of the batch.
     """
     if not model.training:
-        model.train()  # else what is not in training is so on purpose
+        model.train()  # otherwise modules in evaluation mode are so on purpose
     model.zero_grad()
     for part, share in shares if _mixes(model) else [(slice(None), 1.0)]:
         if share:
-            own = pytree.tree_map_only(torch.Tensor, torch.clone, taken(inputs, part))  # it may write to them
+            own = pytree.tree_map_only(torch.Tensor, torch.clone, taken(inputs, part))  # the model may write to them
             (loss(run(model, own), taken(targets, part)) * share).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def distance(mine: Gradients, others: Gradients) -> float:
-    """Finds the largest difference of one gradient's values, of those that the first ones name."""
+    """Returns the largest absolute difference of gradient values, over the parameters in `mine`."""
     return max((_distance(gradient, others[name]) for name, gradient in mine.items()), default=0.0)
 
 
@@ -65,5 +66,5 @@ def _distance(one: Tensor | None, other: Tensor | None) -> float:
 
 
 def _mixes(model: nn.Module) -> bool:
-    norm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - what all of them are
+    norm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - their base class
     return any(isinstance(module, norm) and module.training for module in model.modules())

@@ -1,4 +1,4 @@
-"""A model trained in stages, each on ranks of its own: ``cd.Pipeline``."""
+"""Pipeline-parallel training of a model, each stage on its own ranks: ``cd.Pipeline``."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def _several(pipeline: Pipeline) -> AbstractContextManager[None]:
-    return pipeline._accord.several()  # noqa: SLF001 - it is ours
+    return pipeline._accord.several()  # noqa: SLF001 - same module
 
 
 class Pipeline:
-    """Trains a model whose layers are dealt out to the ranks.
+    """A model whose layers are distributed over the ranks for training.
 
-    All ranks make it alike, and call its methods together with the same batches.
+    All ranks create it with the same arguments, and call its methods together with the same batches.
 
     Attributes:
-        layout: which layers make which stage.
-        stages: those of this rank, by number.
-        epochs: how many `fit` has gone through, also before what was loaded was saved.
-        spans: when this rank computed or changed what in the last run, in seconds since it began.
+        layout: the layers of each stage.
+        stages: this rank's stages, by number.
+        epochs: number of epochs run by `fit`, including those before a loaded checkpoint was saved.
+        spans: the actions of this rank in the last run, with start and end in seconds since the run began.
     """
 
     @collective_method("Pipeline", namespace=True)
@@ -95,21 +95,23 @@ class Pipeline:
         """Splits a model.
 
         Args:
-            model: unchanged; or a function that builds it, so that no rank ever has all of it in memory.
+            model: unchanged; or a function that builds it, so that no rank ever holds the whole model in memory.
             config: how it is split and trained.
-            optimizer: makes the optimizer of a stage's parameters, frozen ones included; it gets no names of them.
-            loss: of an output and targets, the mean over their rows, or what ``loss_reduction`` and `weight` say; the
-                first steps check that. Nothing in it is trained.
-            example: inputs as in `train_batch`, for models that can be captured or measured only with some.
-            example_targets: their targets, for the loss to be measured, too.
-            scaler: of losses, for training in fp16; it is the pipeline's from now on, and alike on all ranks.
-            weight: says of a microbatch's inputs and targets how much its loss counts: the number of what it is the
-                mean of, such as that of valid tokens; by default as much as it has rows.
+            optimizer: makes the optimizer of a stage's parameters, frozen ones included; it receives no parameter
+                names.
+            loss: of an output and targets, the mean over their rows, or as ``loss_reduction`` and `weight` define; the
+                first steps check that. It must not have trainable parameters.
+            example: inputs as in `train_batch`, for models that need them to be captured or measured.
+            example_targets: their targets, so that the loss is measured, too.
+            scaler: of losses, for training in fp16; owned by the pipeline from now on, with equal settings on all
+                ranks.
+            weight: returns the weight of a microbatch's loss from its inputs and targets: the number of items that it
+                is the mean of, such as the valid tokens; by default the number of rows.
 
         Raises:
             ArgumentError: the model cannot be split like this.
             MismatchError: on all ranks: they have different models, initial values, losses or weights of microbatches;
-                it lists what differs.
+                it lists the differences.
             RefusedError: another rank has raised an error here.
             NotInitializedError: `init` was not called.
         """
@@ -128,7 +130,7 @@ class Pipeline:
         scaler: torch.amp.GradScaler | None,
         weight: Weigh | None,
     ) -> None:
-        """Splits a model, as part of a call of all ranks."""
+        """Splits a model, as part of a collective call."""
         self.config = config or PipelineConfig()
         check_fixed(loss)
         check_makes_optimizer(optimizer)
@@ -187,30 +189,31 @@ class Pipeline:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those of this rank's stages."""
+        """The optimizers of this rank's stages."""
         return [stage.optimizer for stage in self.stages.values() if stage.optimizer is not None]
 
     def train_batch(self, x: Any, y: Any) -> float:
-        """Takes one step, or, with a schedule whose weights are stale, one for each microbatch (``pipedream``).
+        """Runs one optimizer step, or one per microbatch for a schedule with stale weights (``pipedream``).
 
         Args:
-            x: inputs of the model: one argument, a tuple of them, or a dict of keyword arguments; tensors have equally
-                many rows.
-            y: what the loss compares the output with.
+            x: inputs of the model: one argument, a tuple of them, or a dict of keyword arguments; all tensors have the
+                same number of rows.
+            y: targets of the loss.
 
         Returns:
-            the loss, on every rank: its mean over all rows, or by `weight`; with ``loss_reduction="sum"`` its sum.
+            the loss, on every rank: its mean over all rows, or weighted by `weight`; with ``loss_reduction="sum"`` its
+                sum.
 
         Raises:
             ArgumentError: ranks were given different batches, inputs and targets have different numbers of rows, or the
-                losses of microbatches do not add up to that of the batch: the text says what to do.
-            PeerError: something went wrong in another rank's stage.
+                losses of microbatches do not add up to that of the batch; the message suggests a fix.
+            PeerError: another rank's stage failed.
         """
         self._run(x, y, training=True)
         return self._loss()
 
     def eval_batch(self, x: Any, y: Any) -> float:
-        """Finds the loss without training, on every rank."""
+        """Computes the loss without training, on every rank."""
         self._run(x, y, training=False)
         return self._loss()
 
@@ -218,7 +221,7 @@ class Pipeline:
         """Returns the model's output for all rows, on every rank.
 
         Raises:
-            ArgumentError: a tensor of the output has its rows in another dimension than the first.
+            ArgumentError: the row dimension of an output tensor is unknown or has the wrong size.
         """
         mine = self._run(x, None, training=False, keep=True)
         found: dict[int, Any] = {}
@@ -242,24 +245,24 @@ class Pipeline:
         leave: bool = False,
         verbose: bool = True,
     ) -> History:
-        """Trains over epochs, and shows on rank 0 how far it is.
+        """Trains over epochs, and shows the progress on rank 0.
 
         Args:
             x: inputs of all rows, on all ranks the same.
             y: targets of all rows.
-            epochs: how often the rows are gone through.
+            epochs: number of passes over the rows.
             batch_size: rows of a step.
-            validation_data: inputs and targets whose loss is found after each epoch.
-            shuffle: whether rows come in another order in each epoch.
-            leave: whether to end after the step in which a rank gets SIGTERM, be it the first, as `leaving` then says
-                again.
-            verbose: whether something is shown.
+            validation_data: inputs and targets whose loss is computed after each epoch.
+            shuffle: whether each epoch uses a new row order.
+            leave: whether to stop after the step in which a rank receives SIGTERM, even the first one; `leaving` then
+                still returns True.
+            verbose: whether progress is shown.
 
         Returns:
             the losses of each complete epoch.
 
         Raises:
-            ArgumentError: inputs and targets do not fit together, or are too few.
+            ArgumentError: inputs and targets do not match, or have too few rows.
         """
         return self._fit(
             x,
@@ -288,52 +291,52 @@ class Pipeline:
 
     @collective_method("save")
     def save(self, _: CollectiveCall, folder: str | Path) -> None:
-        """Saves weights and the state of optimizers, to be loaded at any number of stages, or into the plain model.
+        """Saves weights and optimizer state, to be loaded with any number of stages or into the plain model.
 
         Args:
-            folder: that all ranks see; use another one for each step.
+            folder: shared by all ranks; use a different one for each step.
         """
         self._saving.save(Path(folder), epochs=self.epochs)
 
     @collective_method("load")
     def load(self, _: CollectiveCall, folder: str | Path, *, optimizer: bool = True) -> None:
-        """Loads what `save` has saved, at whatever number of stages; all ranks do, or none.
+        """Loads a checkpoint of `save`, written with any number of stages; either all ranks load it or none does.
 
         Args:
             folder: of the checkpoint.
-            optimizer: whether the state of optimizers is loaded, too, which must be of the same kind then.
+            optimizer: whether the optimizer state is loaded, too; the optimizers must then be of the same type.
 
         Raises:
-            ArgumentError: on all ranks: the checkpoint is not complete, or of another model or optimizer.
+            ArgumentError: on all ranks: the checkpoint is incomplete, or of another model or optimizer.
         """
         self.epochs = self._saving.load(Path(folder), optimizer=optimizer)
 
     def record(self, path: str | Path | None = None) -> Recording:
-        """Gathers what each rank did when in the last training step, beside what was to be expected; all ranks call it.
+        """Gathers the actions of all ranks in the last training step, and a prediction; all ranks call it.
 
-        If nothing was trained yet, it is the last run of another kind.
+        If no training step was run yet, it takes the last run of another kind.
 
-        That is what the layers' measured times lead to, if the split has measured them. Else it is what would have
-        happened if every pass had taken as long as its stage's passes took in the mean, and no message any time.
+        The prediction uses the measured times of the layers, if the split measured them. Otherwise it assumes that each
+        pass takes the mean time of its stage's passes, and that messages take no time.
 
         Args:
             path: where rank 0 writes it: a picture (``.svg``, ``.png``), or a ``.json`` for ``coordd plan --measured``.
 
         Returns:
-            the recording; as a text it says in a line what was measured and predicted.
+            the recording; its text form is one line with the measurement and the prediction.
 
         Raises:
-            ArgumentError: nothing was run yet, or the file is neither.
+            ArgumentError: nothing was run yet, or the file has another suffix.
         """
         costs = None if self._profile is None else self._profile.costs(self.layout.spans)
         return record(path, self._ran, costs, self._operations, name=f"{self._name}.record")
 
     @untouched()
     def verify_parity(self, x: Any, y: Any) -> float:
-        """Finds the gradients of a batch in stages, and of all its rows at a time by the model itself: how far apart?
+        """Returns the largest difference between the stages' gradients and those of the unsplit model on all rows.
 
-        Nothing is changed, but each rank has the whole model in memory for a moment. Dropout should be off. A model
-        with batch normalisation, which a microbatch's rows share, gets microbatches instead.
+        Nothing is changed, but each rank temporarily holds the whole model in memory. Dropout should be off. A model
+        with batch normalisation, whose statistics are those of a microbatch, runs microbatch by microbatch instead.
 
         Args:
             x: as in `train_batch`.
@@ -359,7 +362,7 @@ class Pipeline:
         return float(self._operations.allreduce(found, name=f"{self._name}.parity", op=ReduceOp.MAX).result()[0])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of this rank's stages, under the names that they have in the model."""
+        """Returns the parameters and buffers of this rank's stages, by their names in the model."""
         found: dict[str, torch.Tensor] = {}
         for stage in self.stages.values():
             found |= stage.module.state_dict()
@@ -375,7 +378,8 @@ class Pipeline:
 
         settings = self._replica_settings
         where = "before or after the passes of the pipeline"
-        # From the moment when the ranks agree the others may wait to receive from this one, whatever interrupts it.
+        # Once the ranks have agreed, other ranks may be waiting to receive from this one, so any error here must be
+        # reported.
         with self._engine.telling(where, self._rank, known=self._accord.has_told):
             self._accord.check(call, prepare, parts=settings.texts() if training and step else settings.nothing)
             if training and step:
@@ -390,7 +394,7 @@ class Pipeline:
             return {microbatch: output for stage in self.stages.values() for microbatch, output in stage.end().items()}
 
     def _prepared(self, x: Any, y: Any, *, training: bool, step: bool, keep: bool) -> tuple[Batch, Plan]:
-        """Cuts a batch, and plans what is done with it."""
+        """Cuts a batch, and plans its passes."""
         if training and not torch.is_grad_enabled():
             raise ArgumentError(
                 "gradients are switched off here (torch.no_grad()), so nothing can be trained or verified"
@@ -490,7 +494,7 @@ class Pipeline:
         )
 
     def _gathered(self, stage: int, rows: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """What all replicas of a stage have, of statistics that they collect."""
+        """Gathers the batch statistics of all replicas of a stage."""
         ranks = self._sketch.placement[stage]
         if len(ranks) == 1 or not rows:
             return [rows]

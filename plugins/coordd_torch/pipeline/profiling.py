@@ -1,8 +1,8 @@
-"""What a model's layers cost: each runs a few microbatches forward and backward, one layer after the other.
+"""Measures the cost of a model's layers: each runs a few microbatches forward and backward, one layer after the other.
 
-Nothing is changed, and no more than one layer's weights are made: what lies on the meta device is stood in for by
-random numbers of the same shapes, as the time of a layer seldom depends on its weights. Values go from layer to layer
-as they would from stage to stage, so that each layer has a graph of its own.
+The model is not changed, and only one layer's weights are allocated at a time: random numbers of the same shapes
+replace parameters on the meta device, as the time of a layer seldom depends on its weights. Values pass from layer to
+layer as they do from stage to stage, so each layer has its own graph.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from coordd_torch.pipeline.tying import copied
 __all__ = ["profile"]
 
 _ROUNDS = 5
-"""How often everything is done; the fastest counts, for nothing but the work itself makes it faster."""
+"""Number of measurements; the fastest counts, because disturbances can only slow down a run."""
 
 Finish = Callable[[Any], Tensor]
 
@@ -54,11 +54,11 @@ def profile(
     Args:
         captured: the model, with or without data.
         given: the inputs of one microbatch, by name.
-        config: how values travel, and whether activations are computed anew.
-        finish: makes of the output what is gone back from: the loss.
+        config: the compression of values, and whether activations are recomputed.
+        finish: computes the loss from the output, for the backward pass.
 
     Raises:
-        Exception: whatever the layers raise.
+        Exception: any exception that a layer raises.
     """
     device = next((leaf.device for leaf in given.values() if isinstance(leaf, Tensor)), torch.device("cpu"))
     groups = graph.condense(captured.table, copied(captured.table, config.reuse))
@@ -86,7 +86,7 @@ def profile(
 
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Has all modules in training mode for a while."""
+    """Puts all modules into training mode inside the block."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.train()
@@ -97,7 +97,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 class _Clocked(nn.Module):
-    """Takes the time of a layer, without that of putting other tensors in the place of its own."""
+    """Measures the time of a layer, without the time of replacing its tensors."""
 
     def __init__(self, layer: StageModule, finish: Finish | None) -> None:
         super().__init__()
@@ -123,14 +123,14 @@ class _Bench:
         self._tensors = {f"layer.{name}": _stand_in(tensor, device) for name, tensor in own}
 
     def warm(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int]]:
-        """Runs the layer before its time is taken: what it gives, and what it keeps, in bytes by address."""
+        """Runs the layer before it is measured; returns its outputs, and the tensors it saves, in bytes by address."""
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
             saved[address(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        self._run(_entered(values)[1])  # the first run of a stage is not like the others: it copies what it reads
+        self._run(_entered(values)[1])  # a stage's first run differs: it copies its inputs
         with saved_tensors_hooks(note, lambda tensor: tensor):
             outputs = self._run(_entered(values)[1])
         for tensor in self._tensors.values():
@@ -139,7 +139,7 @@ class _Bench:
         return left, saved
 
     def pace(self, values: Mapping[str, Any]) -> _Pace:
-        """Finds how long its passes take."""
+        """Measures the time of the layer's passes."""
         return _Pace(*map(min, zip(*(self._once(values) for _ in range(_ROUNDS)), strict=True)))
 
     def _run(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class _Bench:
 
 
 def _entered(values: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
-    """Values as they enter a stage, and the leaves that have their gradients."""
+    """Returns the leaves that receive gradients, and the values as they enter a stage."""
     leaves: list[Tensor] = []
 
     def entered(tensor: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy; of what has no data, numbers that neither grow nor vanish from layer to layer."""
+    """Copies a tensor; for one without data, creates values that keep activations from growing or vanishing."""
     if not tensor.is_meta:
         return _leaf(tensor.detach().clone().requires_grad_(tensor.requires_grad))
     made = torch.ones_like(tensor, device=device, requires_grad=False)
@@ -195,7 +195,7 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _packing(values: Mapping[str, Any], compress: str | None) -> tuple[float, int]:
-    """How long values take into a frame and out of it, and how large that is."""
+    """Returns the time to pack values into a frame and unpack them, in seconds, and the size of the frame in bytes."""
     codec = TorchCodec()
     times = []
     for _ in range(_ROUNDS):

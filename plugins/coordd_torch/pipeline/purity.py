@@ -1,4 +1,4 @@
-"""Which nodes of a graph anybody can compute: they need no parameters, no chance and no state."""
+"""Finds the nodes of a graph that every stage can compute itself: they use no parameters, random numbers or state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUERIES = {"dim", "numel", "size"}
 
 
 def attribute(root: nn.Module, path: str) -> Any:
-    """What lies at a dotted path, or None."""
+    """Returns the object at a dotted path, or None."""
     found: Any = root
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -27,10 +27,10 @@ def attribute(root: nn.Module, path: str) -> Any:
 
 
 def free(root: nn.Module, graph: fx.Graph, aliases: Aliases) -> set[fx.Node]:
-    """The nodes that depend on the model's inputs and constants alone: sizes, positions, masks.
+    """Returns the nodes that depend only on the model's inputs and constants, such as sizes, positions and masks.
 
-    Every rank has the inputs, so what these give is computed again by each stage that needs it, and never travels. What
-    they write to in place must be theirs alone.
+    Every rank has the inputs, so each stage recomputes the nodes it needs, and their values are never sent. If a node
+    writes in place, all aliases of that memory must be such nodes.
     """
     barred: set[fx.Node] = set()
     while True:
@@ -62,7 +62,7 @@ def _given(root: nn.Module, node: fx.Node) -> bool:
 
 
 def _repeatable(root: nn.Module, node: fx.Node) -> bool:
-    """Whether the node gives the same each time, and changes nothing."""
+    """Returns whether the node is deterministic and has no side effects."""
     target = node.target
     if node.op == "call_method":
         return target in _QUERIES
@@ -77,7 +77,7 @@ def _repeatable(root: nn.Module, node: fx.Node) -> bool:
 
 
 def _all_repeatable(root: nn.Module, node: fx.Node) -> bool:
-    """The same for all nodes of the graph that a higher-order operator such as `no_grad`'s runs."""
+    """Returns whether this holds for all nodes of the graph that a higher-order operator runs, as for `no_grad`."""
     bodies = [attribute(root, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
     graphs = [body.graph for body in bodies if isinstance(body, fx.GraphModule)]
     return bool(graphs) and all(

@@ -1,7 +1,7 @@
-"""What ranks that train the same parameters must have in common: replicas of a stage, and stages with tied parameters.
+"""Settings that must be equal on ranks that train the same parameters: replicas, and stages with tied parameters.
 
-Their gradients are added up, but each rank changes its own copy. With another optimizer, another learning rate or
-another value to begin with, copies drift apart, and nothing fails. Stages with no parameters in common may differ.
+Their gradients are summed, but each rank updates its own copy. With different optimizers, learning rates or initial
+values the copies diverge without an error. Stages without common parameters may differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Texts = dict[str, str]
 
 
 class ReplicaSettings:
-    """Writes down optimizers, hyperparameters and values of one rank's stages, for others to be compared with."""
+    """Optimizers, hyperparameters and values of one rank's stages as text, for comparison between ranks."""
 
     def __init__(
         self,
@@ -29,13 +29,13 @@ class ReplicaSettings:
         held: Mapping[int, Mapping[str, nn.Parameter]],
         optimizers: Mapping[int, torch.optim.Optimizer | None],
     ) -> None:
-        """Prepares it.
+        """Stores the stages to compare.
 
         Args:
             placement: for each stage the ranks that have it.
             tied: names of the parameters that several stages have.
             held: for each stage of this rank its parameters by name.
-            optimizers: of these stages; of the parameters that no earlier one has.
+            optimizers: of these stages; each parameter is in the optimizer of the first stage that has it.
         """
         self._replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
         self._tied = sorted(tied)
@@ -45,17 +45,17 @@ class ReplicaSettings:
 
     @property
     def nothing(self) -> list[None]:
-        """As many places as `texts` has, without a text."""
+        """As many None entries as `texts` has elements."""
         return [None] * (len(self._replicated) + len(self._tied))
 
     def texts(self) -> list[_Texts | None]:
-        """For each stage with replicas and each tied parameter what to compare; None for what another rank has."""
+        """Returns the text for each stage with replicas and each tied parameter; None if this rank does not have it."""
         names = {id(value): name for mine in self._held.values() for name, value in mine.items()}
         found = [self._stage(stage, names) if stage in self._held else None for stage in self._replicated]
         return found + [self._parameter(name) for name in self._tied]
 
     def settle(self) -> None:
-        """Notes that all ranks have compared values, which is done before the first step only."""
+        """Marks the values as compared; they are compared before the first step only."""
         self._compared = True
 
     def _stage(self, stage: int, names: Mapping[int, str]) -> _Texts:
@@ -74,7 +74,7 @@ class ReplicaSettings:
         return found
 
     def _parameter(self, name: str) -> _Texts | None:
-        """What a tied parameter is trained with."""
+        """Returns the settings with which a tied parameter is trained."""
         value = next((mine[name] for mine in self._held.values() if name in mine), None)
         if value is None:
             return None
@@ -95,7 +95,7 @@ class ReplicaSettings:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> _Texts:
-    """Those that are numbers, texts or the like; a tensor of one number is as good as a number."""
+    """Returns the hyperparameters of plain types; a tensor with one element counts as a number."""
     plain = {
         key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for key, value in group.items()

@@ -1,4 +1,4 @@
-"""The rows of a batch: what each microbatch has of all tensors in it."""
+"""Rows of a batch, which are divided among microbatches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["dimension_of", "joined", "lengths", "rows_of", "taken"]
 
 
 def rows_of(values: Any) -> int:
-    """Finds how many rows a batch has: the first dimension of all its tensors that have one.
+    """Returns the number of rows of a batch: the first dimension of all its tensors that have one.
 
     Raises:
         ArgumentError: there is no such tensor, or they differ.
@@ -29,15 +29,15 @@ def rows_of(values: Any) -> int:
 
 
 def joined(parts: Sequence[Any], rows: Sequence[int], dimensions: Sequence[int | None] | None = None) -> Any:
-    """Puts the outputs of microbatches together again: tensors by their rows, all else in lists.
+    """Joins the outputs of microbatches: tensors along their rows, all other leaves as lists.
 
     Args:
         parts: the output of each.
         rows: how many rows each has.
-        dimensions: for each leaf of an output the one that has the rows, or None if none has; by default the first.
+        dimensions: for each leaf of an output its row dimension, or None if it has none; by default the first.
 
     Raises:
-        ArgumentError: a tensor has no dimension that is that of the rows.
+        ArgumentError: the row dimension of a tensor is unknown or has the wrong size.
     """
     paths, structure = pytree.tree_flatten_with_path(parts[0])
     leaves = zip(*(pytree.tree_leaves(part) for part in parts), strict=True)
@@ -61,7 +61,7 @@ def _joined(path: str, leaves: Sequence[Any], rows: Sequence[int], dimension: in
 
 
 def dimension_of(one: Any, other: Any, rows: tuple[int, int]) -> int | None:
-    """The dimension of a tensor that is as large as there are rows, given what came of two numbers of them."""
+    """Returns the only dimension that is as large as the number of rows, given the outputs for two numbers of rows."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return None
     pairs = zip(one.shape, other.shape, strict=False)
@@ -70,11 +70,11 @@ def dimension_of(one: Any, other: Any, rows: tuple[int, int]) -> int | None:
 
 
 def lengths(values: Any) -> list[int]:
-    """Lists the first dimensions of all tensors that have one, each once."""
+    """Returns the distinct first dimensions of all tensors that have one, sorted."""
     leaves = pytree.tree_leaves(values)
     return sorted({len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()})
 
 
 def taken(values: Any, part: slice | torch.Tensor) -> Any:
-    """Takes some rows of all tensors that have rows."""
+    """Selects rows of all tensors that have rows."""
     return pytree.tree_map(lambda leaf: leaf[part] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, values)

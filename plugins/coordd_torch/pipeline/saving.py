@@ -1,4 +1,4 @@
-"""The checkpoints of a pipeline: its ranks save together, and all of them load, or none does."""
+"""Checkpoints of a pipeline: its ranks save together, and either all of them load or none does."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["Saving"]
 
 
 class Saving:
-    """Writes what the stages of this rank have, and reads it."""
+    """Saves and loads the stages of this rank."""
 
     def __init__(
         self, stages: Mapping[int, TorchStage], layout: Layout, plan: Plan, operations: Operations, *, name: str
     ) -> None:
-        """Prepares it.
+        """Prepares saving.
 
         Args:
             stages: of this rank.
             layout: of all stages.
-            plan: says which ranks have which stage.
+            plan: assigns stages to ranks.
             operations: of the daemon.
             name: of the exchange between ranks.
         """
@@ -42,13 +42,13 @@ class Saving:
         self._rank = operations.daemon.world.rank
         self._name = name
         self._aliases = aliases(layout.captured.model)
-        self._savers: dict[str, int] = {}  # by name the lowest stage that has it, in whose file it is saved
+        self._savers: dict[str, int] = {}  # name -> lowest stage that has it, whose file it is saved in
         for number in range(plan.stages):
             for key in layout.module(number, layout.captured.model).state_dict():
                 self._savers.setdefault(key, number)
 
     def save(self, folder: Path, *, epochs: int) -> None:
-        """Saves weights, the state of optimizers, and how many steps and epochs there were."""
+        """Saves weights, optimizer state, and the number of steps and epochs."""
         stages = self._plan.stages
         for number, stage in self._stages.items():
             if self._plan.placement[number][0] == self._rank:
@@ -64,7 +64,7 @@ class Saving:
         self._operations.barrier().result()
 
     def load(self, folder: Path, *, optimizer: bool) -> int:
-        """Loads all of it, and returns the number of epochs; nothing is changed before all ranks have read theirs.
+        """Loads a checkpoint, and returns the number of epochs; nothing changes before all ranks have read their part.
 
         Raises:
             ArgumentError: on all ranks, if one of them cannot load its part.

@@ -1,4 +1,4 @@
-"""Loss scaling in a pipeline: one scale on all ranks, and steps that all of them skip, or none."""
+"""Loss scaling in a pipeline: one scale on all ranks, and either all ranks skip a step or none does."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["Scaling"]
 
 
 class Scaling:
-    """A `torch.amp.GradScaler` of which each rank has one like it.
+    """A `torch.amp.GradScaler` kept equal on all ranks.
 
-    What one rank finds in its gradients, all must enter into their scalers, also those that have no gradients. So each
-    has a *ballot* besides: a parameter of nobody's, whose gradient is infinite if the step is to be skipped.
+    All ranks must pass the same result to their scalers, also ranks without gradients. So each has a *ballot* besides:
+    a dummy parameter, whose gradient is infinite if the step is to be skipped.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        """Takes a scaler, which is nobody else's from now on.
+        """Takes ownership of a scaler.
 
         Args:
-            scaler: may be a disabled one, which changes nothing.
+            scaler: may be disabled, and then changes nothing.
         """
         self._scaler = scaler
         self._ballot = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
@@ -30,7 +30,7 @@ class Scaling:
 
     @property
     def scale(self) -> float:
-        """By which losses are multiplied."""
+        """Factor that losses are multiplied by."""
         return float(self._scaler.get_scale())
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -39,17 +39,17 @@ class Scaling:
         return found
 
     def unscale(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Divides the gradients of optimizers, but for those that have none."""
-        self.scaled(self._ballot.detach())  # or a rank that never scales a loss would have no scale
+        """Divides gradients by the scale; optimizers without gradients are skipped."""
+        self.scaled(self._ballot.detach())  # initialises the scale on ranks that never scale a loss
         for optimizer in optimizers:
             if any(value.grad is not None for group in optimizer.param_groups for value in group["params"]):
                 self._scaler.unscale_(optimizer)
 
     def update(self, *, finite: bool) -> None:
-        """Changes the scale after a step.
+        """Updates the scale after a step.
 
         Args:
-            finite: whether all gradients of all ranks are; the same on all of them.
+            finite: whether all gradients of all ranks are finite; the same on all ranks.
         """
         self._ballot.grad = torch.full_like(self._ballot, 0.0 if finite else math.inf)
         self._scaler.unscale_(self._vote)

@@ -1,4 +1,4 @@
-"""What happens to the gradients of a rank between its last backward pass and its step, whatever stages it has."""
+"""Finalises the gradients of a rank between its last backward pass and its optimizer step, for all its stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Settling"]
 
 
 class Settling:
-    """Completes gradients, takes the scale of the loss out of them, and clips them: once for each step."""
+    """Completes, unscales and clips gradients, once per step."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class Settling:
         operations: Operations,
         name: str,
     ) -> None:
-        """Prepares it.
+        """Stores the parameters and settings.
 
         Args:
-            complete: waits until gradients are those of all ranks.
-            counted: the parameters whose gradients this rank counts.
-            others: those that another rank counts.
+            complete: waits until gradients are reduced over all ranks.
+            counted: the parameters whose gradients this rank counts in the norm.
+            others: the parameters that another rank counts.
             optimizers: of this rank.
-            clip_norm: the largest norm of all gradients together; None for any.
+            clip_norm: the largest norm of all gradients together; None for no limit.
             scaling: of the loss, if there is any.
             operations: of the daemon.
             name: of the reduction.
@@ -58,7 +58,7 @@ class Settling:
         self._settled = False
 
     def settle(self) -> bool:
-        """Makes gradients what a step uses, the first time; says whether the step is to be taken: on all ranks or none.
+        """Finalises gradients on the first call of a step; returns whether all ranks take the step or all skip it.
 
         All ranks call it for the same step.
         """

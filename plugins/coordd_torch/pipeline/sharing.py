@@ -1,4 +1,4 @@
-"""What several ranks have, replicas of a stage and stages that are tied: values at the start, then gradients."""
+"""Synchronises parameters that several ranks have (replicas, tied stages): initial values, then gradients."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _Pending = tuple[Handle[Any], Callable[[Any], Any]]
 def align(
     tensors: Mapping[str, torch.Tensor], owners: Mapping[str, Sequence[int]], operations: Operations, *, name: str
 ) -> None:
-    """Gives all ranks the values of the first that has a parameter or buffer.
+    """Broadcasts each shared parameter or buffer from the first rank that has it.
 
     Args:
         tensors: of this rank by name; a name is the same on all ranks that have it.
         owners: for each name these ranks.
         operations: of the daemon.
-        name: begins the names of the broadcasts.
+        name: prefix of the names of the broadcasts.
     """
     handles = []
     for key, tensor in tensors.items():
@@ -42,7 +42,7 @@ def align(
 
 
 class Sharing:
-    """Adds the gradients of a rank's parameters up over all ranks that have them."""
+    """Sums the gradients of a rank's parameters over all ranks that have them."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class Sharing:
         *,
         name: str,
     ) -> None:
-        """Prepares it.
+        """Stores the shared parameters.
 
         Args:
             held: for each stage of this rank its parameters by name; a name is the same on all ranks that have it.
             owners: for each name these ranks.
             operations: of the daemon.
-            name: begins the names of the reductions.
+            name: prefix of the names of the reductions.
         """
         self._held = {stage: [key for key in mine if len(owners[key]) > 1] for stage, mine in held.items()}
         self._parameters = {key: mine[key] for stage, mine in held.items() for key in self._held[stage]}
@@ -69,7 +69,7 @@ class Sharing:
         self._pending: list[_Pending] = []
 
     def start(self, stage: int) -> None:
-        """Begins with a stage's gradients, but for those that another stage of this rank has still to add to."""
+        """Starts to reduce a stage's gradients, except those that another stage of this rank will still add to."""
         for key in self._held[stage]:
             left = self._open.get(key) or sum(key in mine for mine in self._held.values())
             self._open[key] = left - 1
@@ -77,7 +77,7 @@ class Sharing:
                 self._submit(key, self._parameters[key])
 
     def finish(self) -> None:
-        """Waits until the gradients are those of all ranks."""
+        """Waits until the gradients are reduced over all ranks."""
         pending, self._pending = self._pending, []
         _finish(pending)
 
@@ -92,10 +92,10 @@ class Sharing:
         )
 
         def land(result: np.ndarray | None) -> None:
-            if result is not None:  # None: nobody has a gradient, and the optimizer is to leave the parameter alone
+            if result is not None:  # None: no rank has a gradient, so the optimizer skips the parameter
                 parameter.grad = back(result)
 
-        # Without a gradient it takes part only if another rank has one.
+        # Without a gradient this rank takes part only if another rank has one.
         self._pending.append((self._operations.submit(request, array, filler=idle), land))
 
 

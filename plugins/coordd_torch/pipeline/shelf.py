@@ -1,7 +1,7 @@
-"""What a graph has saved for its backward pass, where one can let go of a part of it.
+"""Releases saved tensors of a graph between the two halves of a split backward pass.
 
-Between the two halves of a split backward pass the second half's nodes hold on to the whole graph below them, and so to
-activations that only the first half needed: what goes into a GELU, what comes out of a softmax, masks of dropout.
+In between, the nodes of the second half keep the whole graph below them alive, and so activations that only the first
+half needs: inputs of a GELU, outputs of a softmax, masks of dropout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coordd_torch.pipeline.attic import Attic, Stowed, fetched
 __all__ = ["Shelf", "strangers"]
 
 _SHOWN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001 - nowhere else
-"""Whether this PyTorch says who gives back what a node has saved."""
+"""Whether this PyTorch exposes the unpack hook of a saved tensor."""
 
 
 class _Slot:
@@ -30,19 +30,19 @@ class _Slot:
     __slots__ = ("kept", "version")
 
     def __init__(self, tensor: Tensor, attic: Attic | None) -> None:
-        own = tensor.detach()  # with its graph, it would keep itself alive
+        own = tensor.detach()  # detached, as with its graph it would keep itself alive
         self.kept: Stowed | None = attic.stow(own) if attic else own
         self.version = _version(self.kept)
 
 
 class Shelf:
-    """Has the tensors that a graph saves while it is built."""
+    """Storage of the tensors that a graph saves while it is built."""
 
     def __init__(self, attic: Attic | None = None) -> None:
-        """Makes an empty one.
+        """Creates empty storage.
 
         Args:
-            attic: where the tensors wait meanwhile, if not where they are.
+            attic: where the tensors are offloaded to, if they do not stay in place.
         """
         self._attic = attic
         self._clearing = False
@@ -50,16 +50,17 @@ class Shelf:
         self._needed = threading.local()  # an engine thread for each device
 
     def filling(self) -> saved_tensors_hooks:
-        """Returns a context in which what is saved comes here."""
+        """Returns a context in which saved tensors are stored here."""
         if self._attic:
             self._attic.begin()
         return saved_tensors_hooks(lambda tensor: _Slot(tensor, self._attic), self._tensor)
 
     @contextmanager
     def clearing(self, needed: Iterable[Node]) -> Iterator[None]:
-        """Lets go afterwards of what nodes use meanwhile, but for those nodes that are needed again.
+        """Releases on exit the tensors used inside the block, except those of nodes that are needed again.
 
-        Where PyTorch does not say that nobody else may come back for it, as a checkpoint does, nothing is let go.
+        If PyTorch does not expose unpack hooks, nothing is released, as other code, such as a checkpoint, may still
+        need it.
         """
         with ExitStack() as stack:
             for node in needed:
@@ -98,9 +99,9 @@ class Shelf:
 
 
 def strangers(node: Node) -> Iterator[Callable[..., Any]]:
-    """Finds the hooks that give back what a node has saved elsewhere than on a shelf; they may compute it first.
+    """Yields the hooks that return a node's saved tensors from elsewhere than a shelf; they may compute them first.
 
-    An older PyTorch does not show them.
+    An older PyTorch does not expose them.
     """
     for name in _saved(type(node)) if _SHOWN else ():
         found = getattr(node, name) or ()
@@ -116,5 +117,5 @@ def _saved(kind: type[Node]) -> tuple[str, ...]:
 
 
 def _version(kept: Stowed) -> int:
-    """Counts the changes in place, as PyTorch does; of a tensor in the attic nobody else has the memory."""
+    """Returns PyTorch's count of in-place writes; 0 for an offloaded tensor, whose memory is not shared."""
     return kept._version if isinstance(kept, Tensor) else 0  # noqa: SLF001 - as PyTorch does

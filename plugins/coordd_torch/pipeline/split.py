@@ -1,18 +1,18 @@
-"""A backward pass in two: first the gradients of a stage's inputs, for which another rank waits, later the parameters'.
+"""Split backward pass: first the gradients of a stage's inputs, which another rank waits for, later the parameters'.
 
-Both passes would go through the same nodes of the graph, and compute all that lies between them twice. But where the
-ways to the inputs and to the parameters part, each node has a half for either::
+Two plain passes would traverse the same nodes of the graph, and compute everything between them twice. But where the
+paths to the inputs and to the parameters diverge, each node has one half for each::
 
     output ─▶ MatMul ─▶ GELU ─▶ MatMul ─▶ input        first pass: along the line
                 │ T               │ T                   second: from each node that the line passes, down
               weight            weight
 
-The first pass keeps the gradients that arrive at the nodes where a way branches off; the second starts there, from one
-node after the other, and takes the branches. Nothing is computed twice, sums are formed in the same order as in one
-pass, and saved tensors that the second does not need are freed.
+The first pass keeps the gradients that arrive at the nodes where a path branches off; the second starts there, one node
+after the other, and follows the branches. Nothing is computed twice, sums are formed in the same order as in one pass,
+and saved tensors that the second pass does not need are freed.
 
-That holds for branches of their own. What several nodes lead to (a weight used twice) is done in the first pass; only
-where one way leads to such a parameter and to another one, it is gone along in both.
+This holds for separate branches. Parameters that several nodes lead to (a weight used twice) are done in the first
+pass; only a path that leads both to such a parameter and to another one is followed in both passes.
 """
 
 from __future__ import annotations
@@ -32,20 +32,23 @@ from coordd_torch.pipeline.shelf import Shelf, strangers
 __all__ = ["Graph", "SplitBackward", "obstacle", "walk"]
 
 Graph = dict[Node, list[Node]]
-"""All nodes of a graph with those that they lead to; each comes before these."""
+"""All nodes of a graph with their children, in topological order: each node comes before its children."""
 
 _INDIVISIBLE = {"CheckpointFunctionBackward": "a reentrant checkpoint", "CompiledFunctionBackward": "torch.compile"}
-"""What can be gone through only once, and only as a whole."""
+"""Nodes that can run backward only once, and only as a whole."""
 
 
 @dataclass
 class _Kept:
-    """The gradients that arrived at a node. Its hook knows them and not the node, which would never be freed then."""
+    """The gradients that arrived at a node.
+
+    Its hook refers to them and not to the node, which would never be freed otherwise.
+    """
 
     gradients: tuple[Tensor | None, ...] | None = None
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        """Keeps them the first time; the second time, gives them back, as other hooks have seen to them already."""
+        """Stores the gradients on the first call; returns them on the second, as other hooks have processed them."""
         if self.gradients is None:
             self.gradients = gradients
             return None
@@ -54,7 +57,7 @@ class _Kept:
 
 @dataclass
 class _Branch:
-    """What leads from a node to parameters that only it leads to."""
+    """The path from a node to the parameters that only this node leads to."""
 
     node: Node
     leaves: list[Tensor]
@@ -74,14 +77,14 @@ class SplitBackward:
         shelf: Shelf | None = None,
         graph: Graph | None = None,
     ) -> None:
-        """Finds out what is to be done in which pass.
+        """Assigns the work to the two passes.
 
         Args:
-            roots: of the graph, to which there is no `obstacle`.
+            roots: of the graph, which has no `obstacle`.
             gradients: of the roots.
-            inputs: the leaves whose gradients the first pass finds.
-            shelf: has what the graph has saved.
-            graph: from `walk`, if that was done before.
+            inputs: the leaves whose gradients the first pass computes.
+            shelf: has the saved tensors of the graph.
+            graph: from `walk`, if already computed.
         """
         graph = graph or walk(roots)
         self._inputs = [leaf for leaf in inputs if leaf.requires_grad and _accumulator(leaf) in graph]
@@ -105,7 +108,7 @@ class SplitBackward:
         self._roots, self._inputs, self._early, self._again = [], [], [], []
 
     def second(self) -> None:
-        """Accumulates the gradients of all other parameters; the graph is freed bit by bit."""
+        """Accumulates the gradients of all other parameters; the graph is freed branch by branch."""
         if self._own:
             _run(self._rest, self._own)
         self._rest.clear()
@@ -123,9 +126,9 @@ class SplitBackward:
 
 
 def obstacle(graph: Iterable[Node]) -> str | None:
-    """Names what keeps a graph's backward pass from being split; None if nothing does.
+    """Returns what prevents splitting a graph's backward pass; None if nothing does.
 
-    A checkpoint that is not reentrant would be computed anew by each part of the pass.
+    A non-reentrant checkpoint would be recomputed by each of the passes.
     """
     for node in graph:
         if node.name() in _INDIVISIBLE:
@@ -136,7 +139,7 @@ def obstacle(graph: Iterable[Node]) -> str | None:
 
 
 def walk(roots: Iterable[GradientEdge]) -> Graph:
-    """Finds the graph that begins at some edges; that takes as long as some of its operators."""
+    """Returns the graph that starts at some edges; this takes as long as some of its operators."""
     children: Graph = {}
     finished: list[Node] = []
     waiting = [(root.node, False) for root in roots]
@@ -163,7 +166,7 @@ def _accumulator(leaf: Tensor) -> Node:
 
 
 def _toward(targets: set[Node], graph: Graph) -> set[Node]:
-    """Returns the nodes that lead to a target, and the targets."""
+    """Returns the targets and the nodes that lead to one."""
     found = set(targets)
     for node, children in reversed(graph.items()):
         if not found.isdisjoint(children):
@@ -176,11 +179,11 @@ _ROOT: Any = object()
 
 
 def _sorted(graph: Graph, toward: set[Node], roots: list[Node]) -> tuple[list[_Branch], list[Tensor], list[Tensor]]:
-    """Sorts the leaves that are no inputs.
+    """Sorts the leaves that are not inputs.
 
     Returns:
-        those that one node on the way to the inputs leads to, by node; those that have nothing to do with the inputs;
-        and those of the first pass.
+        the leaves that only one node on the path to the inputs leads to, by node; the leaves unrelated to the inputs;
+            and the leaves of the first pass.
     """
     owners: dict[Node, Any] = dict.fromkeys(roots, _ROOT)
     leaves: dict[Any, list[Tensor]] = {}
@@ -193,5 +196,5 @@ def _sorted(graph: Graph, toward: set[Node], roots: list[Node]) -> tuple[list[_B
             leaves.setdefault(owner, []).append(node.variable)
     own, early = leaves.pop(_ROOT, []), leaves.pop(_SEVERAL, [])
     for owner in [owner for owner in leaves if isinstance(owner, BackwardCFunction)]:
-        early += leaves.pop(owner)  # functions in Python compute both halves each time they run
+        early += leaves.pop(owner)  # Python functions compute both halves in each run
     return [_Branch(node, leaves[node]) for node in graph if node in leaves], own, early

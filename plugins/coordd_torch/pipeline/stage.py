@@ -1,4 +1,4 @@
-"""One stage of a model on this rank: what the engine has it do, done with PyTorch."""
+"""One stage of a model on this rank: implements the engine's stage interface with PyTorch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = ["Loss", "TorchStage", "check_fixed", "check_step", "check_weight"]
 Loss = Callable[[Any, Any], torch.Tensor]
 Rows = dict[str, torch.Tensor]
 Route = Callable[[Mapping[str, Any]], dict[int, Sequence[str]]]
-"""Says for a microbatch's inputs the names of the values that each later stage gets."""
+"""Returns, for a microbatch's inputs, the names of the values that each later stage receives."""
 
 
 class TorchStage(BaseStage):
-    """What `coordd.pipeline.engine.Stage` asks for.
+    """PyTorch implementation of `coordd.pipeline.engine.Stage`.
 
     Attributes:
         module: the stage's layers.
@@ -57,19 +57,19 @@ class TorchStage(BaseStage):
         compress: str | None = None,
         check: LossCheck | None = None,
     ) -> None:
-        """Puts the parts together.
+        """Creates the stage from its parts.
 
         Args:
             module: the stage's layers.
             boundary: their part of each microbatch's graph.
-            reduce: starts to add its gradients up over the ranks that share them.
+            reduce: starts to sum its gradients over the ranks that share them.
             optimizer: of their parameters.
             loss: of the last stage: of a microbatch's output and targets, its mean.
-            route: which later stage gets what.
+            route: which values each later stage receives.
             versions: of the weights, where there are several.
-            settle: is called before a step, completes the gradients, and says whether the step is to be taken.
-            gather: makes of statistics of batch normalisation those of all replicas.
-            compress: the form in which gradients travel, ``"bf16"`` or ``"int8"``; None for as they are.
+            settle: called before a step; completes the gradients, and returns whether the step is taken.
+            gather: gathers the statistics of batch normalisation of all replicas.
+            compress: the form in which gradients are sent, ``"bf16"`` or ``"int8"``; None for unchanged.
             check: of the loss.
         """
         super().__init__(reduce=reduce, versions=versions)
@@ -91,11 +91,11 @@ class TorchStage(BaseStage):
 
     @property
     def steps(self) -> int:
-        """How many there were."""
+        """Number of steps so far."""
         return self._boundary.step
 
     def resume(self, steps: int) -> None:
-        """Goes on with weights that were put in the place of its own, after so many steps."""
+        """Continues with loaded weights, after this number of steps."""
         self._boundary.step = steps
         if self.versions is not None:
             self.versions.clear()
@@ -113,11 +113,11 @@ class TorchStage(BaseStage):
         """Prepares a run.
 
         Args:
-            batch: that is gone through.
-            halved: the microbatches whose backward pass is in two.
-            training: whether it is gone back.
-            keep: whether the last stage keeps its outputs, and finds no loss.
-            scaling: of the loss, before it is gone back from.
+            batch: the batch of the run.
+            halved: the microbatches whose backward pass is split.
+            training: whether there is a backward pass.
+            keep: whether the last stage keeps its outputs, and computes no loss.
+            scaling: of the loss, before the backward pass.
             checked: whether the loss may be checked.
         """
         self._batch = batch
@@ -134,10 +134,10 @@ class TorchStage(BaseStage):
         self.module.train(training)
 
     def end(self) -> dict[int, Any]:
-        """Leaves the layers as they were, but for what was trained, and lets go of the batch.
+        """Restores the modes of the layers, and releases the batch.
 
         Returns:
-            what the last stage was asked to keep: its output by microbatch.
+            the outputs that the last stage has kept, by microbatch.
         """
         self.module.restore()
         if self._checking is not None:
@@ -147,7 +147,7 @@ class TorchStage(BaseStage):
         return outputs or {}
 
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
-        """Takes a microbatch through; the last stage finds its loss.
+        """Runs a microbatch forward; the last stage computes its loss.
 
         Raises:
             ArgumentError: the loss is not one number, or does not add up to that of the batch.
@@ -167,29 +167,29 @@ class TorchStage(BaseStage):
             self._boundary.forget()
 
     def backward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
-        """Takes a microbatch back."""
+        """Runs a microbatch backward."""
         with uncast(self._codec.device):
             self._return(microbatch, self._boundary.backward(microbatch, self._gradients(microbatch, given)))
 
     def backward_input(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
-        """Does the part of it that earlier stages wait for."""
+        """Runs the part of the backward pass that earlier stages wait for."""
         with uncast(self._codec.device):
             self._return(microbatch, self._boundary.backward_input(microbatch, self._gradients(microbatch, given)))
 
     def backward_weight(self, microbatch: int) -> None:
-        """Does the rest."""
+        """Runs the rest of the backward pass."""
         with uncast(self._codec.device):
             self._boundary.backward_weight(microbatch)
 
     def step(self) -> None:
-        """Lets the optimizer step, unless all ranks skip the step, and forgets the gradients."""
+        """Runs the optimizer step, unless all ranks skip it, and clears the gradients."""
         self.advance()
         taken = self._settle()
         self._boundary.statistics.update(self._gather(self._boundary.statistics.take()))
         self._boundary.step += 1
         if self.optimizer is not None:
             parameters = list(self.module.parameters())
-            # Graphs of other microbatches are gone back with the weights that they were made with, which are kept.
+            # Graphs of other microbatches run backward with the weights of their forward pass, which are kept.
             with _unsafe_preserve_version_counter(tuple(parameters)):
                 if taken:
                     attic = self._boundary.attic
@@ -199,11 +199,11 @@ class TorchStage(BaseStage):
 
     @property
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Those of a run that has not stepped, by parameter."""
+        """The gradients of a run without step, by parameter."""
         return {name: parameter.grad for name, parameter in self.module.named_parameters()}
 
     def forget(self) -> None:
-        """Gives up what such a run has left: statistics, and gradients, which the rank's other stages may have, too."""
+        """Drops the statistics and gradients of such a run; other stages of the rank may share these gradients."""
         self._boundary.statistics.take()
         self.module.zero_grad()
 
@@ -231,7 +231,7 @@ class TorchStage(BaseStage):
 
 
 def check_fixed(loss: Loss) -> None:
-    """Raises if a loss has something to train.
+    """Rejects a loss with trainable parameters.
 
     Raises:
         ArgumentError: it has parameters that no optimizer has.
@@ -245,10 +245,10 @@ def check_fixed(loss: Loss) -> None:
 
 
 def check_weight(config: PipelineConfig, weight: object) -> None:
-    """Raises if microbatches are to be weighted, and their losses added up as they are.
+    """Rejects weights of microbatches together with summed losses.
 
     Raises:
-        ArgumentError: they are.
+        ArgumentError: both are given.
     """
     if weight is not None and config.loss_reduction == "sum":
         raise ArgumentError(
@@ -258,7 +258,7 @@ def check_weight(config: PipelineConfig, weight: object) -> None:
 
 
 def check_makes_optimizer(optimizer: Any) -> None:
-    """Raises if an optimizer is given in place of a function that makes one.
+    """Rejects an optimizer in place of a function that makes one.
 
     Raises:
         ArgumentError: it cannot be called.
@@ -271,12 +271,12 @@ def check_makes_optimizer(optimizer: Any) -> None:
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raises if an optimizer computes losses itself while it steps.
+    """Rejects an optimizer that computes losses itself during a step.
 
     Raises:
         ArgumentError: its `step` cannot be called without a closure.
     """
-    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()  # a scheduler wraps its own
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()  # schedulers wrap `step`
     if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters):
         raise ArgumentError(
             f"{type(optimizer).__name__} computes the loss several times in a step, by a closure, and a stage has only "
@@ -295,6 +295,6 @@ def _checked(loss: Any) -> torch.Tensor:
 
 
 def _nothing(output: Any) -> torch.Tensor:
-    """A loss whose gradient is zero: that of a microbatch without weight, whose mean is of nothing and no number."""
+    """Returns a loss with zero gradient, for a microbatch of weight zero, whose mean would be NaN."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     return torch.stack([leaf.mul(0).sum() for leaf in leaves]).sum() if leaves else torch.zeros((), device="cpu")

@@ -1,4 +1,4 @@
-"""One stage of a model: the layers from one to another, with their own parameters and nothing else."""
+"""One stage of a model: a range of consecutive layers with only their own parameters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from coordd_torch.pipeline.views import ALIASED
 __all__ = ["OUTPUT", "StageModule"]
 
 OUTPUT = "output"
-"""The name of what the last stage gives: the model's output, in its own structure."""
+"""The name of the last stage's result: the model's output, in its own structure."""
 
 
 @dataclass(eq=False)
 class _Program:
-    """What a stage runs for one trace."""
+    """The code that a stage runs for one trace."""
 
     cut: Cut
     run: Callable[..., Any]
@@ -43,8 +43,8 @@ class _Program:
 class StageModule(nn.Module):
     """Consecutive layers of a model.
 
-    It shares parameters, buffers and modules with the model it was made from, under the names they have there: those of
-    its layers only, a tied parameter under all of its names.
+    It shares parameters, buffers and modules with the model it was made from, under the names they have there: only
+    those of its layers, a tied parameter under all of its names.
     """
 
     def __init__(self, model: nn.Module, traces: Traces, first: int, last: int) -> None:
@@ -59,31 +59,32 @@ class StageModule(nn.Module):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The model's inputs that it reads, in the mode and for shapes as at the capture."""
+        """The model inputs that the stage reads, in the mode and for the shapes of the capture."""
         return self._program(self._traces.first).cut.inputs
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The values of earlier stages that it reads, likewise."""
+        """The values of earlier stages that the stage reads, likewise."""
         return self._program(self._traces.first).cut.reads
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The values that it gives to later stages, likewise."""
+        """The values that the stage sends to later stages, likewise."""
         return self._program(self._traces.first).cut.writes
 
     def interface(self, values: Mapping[str, Any]) -> Cut:
-        """What it reads and writes for these inputs of the model, in its present mode."""
+        """Returns what the stage reads and writes for these inputs of the model, in its current mode."""
         return self._program(self._traces.find(values, training=self.training)).cut
 
     def forward(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the layers.
 
         Args:
-            values: all inputs of the model, as `Captured.inputs` names them, and what the stage reads of others.
+            values: all inputs of the model, as `Captured.inputs` names them, and the values that the stage reads from
+                others.
 
         Returns:
-            What it gives by name; of the last stage, the model's output is ``"output"``.
+            The results by name; of the last stage, the model's output is ``"output"``.
 
         Raises:
             ArgumentError: a value is missing.
@@ -102,19 +103,23 @@ class StageModule(nn.Module):
         return given
 
     def train(self, mode: bool = True) -> StageModule:
-        """Sets the mode; what was in evaluation mode from the start, in a model in training, is frozen and stays so."""
+        """Sets the mode of all modules that are not frozen.
+
+        A module that was in evaluation mode when the stage was made, in a model in training mode, is frozen and stays
+        so.
+        """
         super().train(mode)
         for module, trains in self._modes if self._trains else ():
             module.training = mode and trains
         return self
 
     def restore(self) -> None:
-        """Leaves the layers in the modes in which they were when the stage was made."""
+        """Restores the modes that the layers had when the stage was made."""
         for module, trains in self._modes:
             module.training = trains
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StageModule:
-        """Keeps tied parameters tied where they are made anew, as by `to_empty`."""
+        """Keeps tied parameters tied when they are replaced, as by `to_empty`."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -128,7 +133,7 @@ class StageModule(nn.Module):
         if trace not in self._programs:
             cut = Cut(trace, *self._span)
             _add_constants(self, trace, cut)
-            # The generated code names what it needs as attributes of the module that runs it.
+            # The generated code refers to attributes of the module that runs it.
             run = type(fx.GraphModule(self, cut.graph())).forward
             self._programs[trace] = _Program(cut, run, trace.output)
             if len(self._programs) > KEPT:
@@ -137,10 +142,10 @@ class StageModule(nn.Module):
 
 
 class _Received:
-    """What a stage takes, guarded against being written to: whoever computes it again needs it as it is.
+    """A stage's received values, protected against in-place writes, because a recomputation needs them unchanged.
 
-    And microbatches of inputs are parts of one tensor, which is the user's, and a change of one counts as one of all.
-    What the first run writes to is copied in every run; in the first everything is.
+    Also, microbatches of inputs are slices of one tensor, the user's, and a write to one counts as a write to all. The
+    first run copies all values; later runs copy the values that the first run wrote to.
     """
 
     def __init__(self, program: _Program, values: Mapping[str, Any]) -> None:
@@ -154,10 +159,10 @@ class _Received:
         self._aliased = {name: set(values.get(name + ALIASED, ())) for name in program.cut.reads}
 
     def note(self, program: _Program) -> None:
-        """Remembers, after the first run, what was written to.
+        """Records after the first run which values were written to.
 
         Raises:
-            ArgumentError: it is one of several views of one memory, of which the others were to see it, and cannot.
+            ArgumentError: one is a view of memory that another value shares, which would not see the write.
         """
         if program.written is None:
             told = zip(program.takes, map(versions, self.values), self._versions, strict=True)
@@ -193,12 +198,12 @@ def _furnish(stage: nn.Module, model: nn.Module, cut: Cut) -> None:
                 _owner(stage, _join(path, name)).register_parameter(name, parameter)
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if id(buffer) in wanted:
-                persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001 - the only place that tells
+                persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001 - no public accessor
                 _owner(stage, _join(path, name)).register_buffer(name, buffer, persistent=persistent)
 
 
 def _add_constants(stage: nn.Module, trace: Trace, cut: Cut) -> None:
-    """Adds tensors that are no part of the model's state, and the bodies of higher-order operators."""
+    """Adds tensors that are not part of the model's state, and the bodies of higher-order operators."""
     for path, value in cut.constants(trace.root, known=stage):
         name = path.rpartition(".")[2]
         if isinstance(value, nn.Module):
@@ -214,13 +219,13 @@ def _add_constants(stage: nn.Module, trace: Trace, cut: Cut) -> None:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether it is a tensor that a trace holds itself; parameters and buffers lie there without data."""
+    """Returns whether the value is a tensor that the trace owns; its parameters and buffers have no data."""
     plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter | FakeTensor)
     return plain and not value.is_meta
 
 
 def _owner(root: nn.Module, path: str) -> nn.Module:
-    """The module that an attribute belongs to, made if it does not exist."""
+    """Returns the module that an attribute belongs to, and creates it if it does not exist."""
     found = root
     for name in path.split(".")[:-1]:
         if not hasattr(found, name):

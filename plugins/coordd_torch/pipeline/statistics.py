@@ -1,7 +1,7 @@
-"""Batch and instance normalisation where a batch comes in pieces: one update of the statistics a step, by all of it.
+"""Batch and instance normalisation with microbatches: one update of the running statistics per step.
 
-Each microbatch is normalised by its own mean and variance, as in every pipeline. But the running statistics would be
-updated for each, which ages them as many steps, and would never see how far the microbatches' means lie apart.
+Each microbatch is normalised by its own mean and variance, as in every pipeline. But updating the running statistics
+per microbatch would age them by that number of steps, and would ignore how far the microbatches' means lie apart.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from coordd.errors import ArgumentError
 
 __all__ = ["DeferredStatistics", "Norm"]
 
-_Batch = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - what all of them are
-Norm = nn.modules.batchnorm._NormBase  # noqa: SLF001 - these, and those of instance normalisation
+_Batch = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - the base class
+Norm = nn.modules.batchnorm._NormBase  # noqa: SLF001 - also of instance normalisation
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class DeferredStatistics:
-    """Collects what the microbatches of a step have for statistics, of each layer that keeps them.
+    """The statistics of a step's microbatches, for each layer with running statistics.
 
-    A layer that is called several times in a microbatch is updated as often a step, as by a whole batch. Statistics
-    are merged in fp64 and pairwise, as Chan, Golub and LeVeque (1979) do; the running variance is the unbiased one.
+    A layer that is called several times per microbatch is updated as often per step as by a whole batch. Statistics are
+    merged in fp64 and pairwise, as in Chan, Golub and LeVeque (1979); the running variance is the unbiased one.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Finds the layers of a module.
+        """Finds the normalisation layers of a module.
 
         Raises:
-            ArgumentError: a layer wants the batches of several ranks at a time, which do not come at a time.
+            ArgumentError: a layer needs the batches of several ranks at the same time, which a pipeline cannot provide.
         """
         self._rows: dict[str, Tensor] = {}
         self._calls: Counter[str] = Counter()
@@ -50,7 +50,7 @@ class DeferredStatistics:
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:
-        """Collects, while one microbatch goes through the module; at other times its layers are as they were made."""
+        """Collects statistics while one microbatch runs through the module; outside of it the layers are unchanged."""
         self._calls.clear()
         with ExitStack() as stack:
             for name, norm in self._norms.items():
@@ -62,10 +62,10 @@ class DeferredStatistics:
             yield
 
     def take(self) -> dict[str, Tensor]:
-        """Returns what was collected since the last time: for each layer and call a row of count, means, distances.
+        """Returns the statistics collected since the last call: per layer and call a row of count, means and distances.
 
-        Distances are sums of squared distances from the mean, or of rows' own variances. Replicas of a stage give each
-        other theirs.
+        Distances are sums of squared distances from the mean, or, for instance normalisation, of rows' own variances.
+        The replicas of a stage exchange these rows.
         """
         rows, self._rows = self._rows, {}
         return rows
@@ -75,7 +75,7 @@ class DeferredStatistics:
         """Updates the running statistics once for all calls.
 
         Args:
-            parts: what each replica's `take` has returned, in the same order on all of them.
+            parts: the results of `take` of all replicas, in the same order on all of them.
         """
         total: dict[str, Tensor] = {}
         for part in parts:
@@ -86,7 +86,7 @@ class DeferredStatistics:
 
     def _before(self, own: dict[str, Any], norm: Any, _args: Any) -> None:
         if norm.training:
-            # With a momentum of one, the layer itself puts the microbatch's statistics into what it takes for its own.
+            # With a momentum of one, the layer itself stores the microbatch's statistics in its temporary buffers.
             own |= {name: getattr(norm, name) for name in (*_BUFFERS, "momentum")}
             norm.running_mean = torch.zeros_like(norm.running_mean)
             norm.running_var = torch.zeros_like(norm.running_var)
@@ -112,7 +112,7 @@ class DeferredStatistics:
 
 
 def _pools(norm: Any) -> bool:
-    """Whether the variance is one of all rows together; instance normalisation takes the mean of each row's own."""
+    """Returns whether the variance is over all rows together; instance normalisation averages each row's own."""
     return isinstance(norm, _Batch)
 
 

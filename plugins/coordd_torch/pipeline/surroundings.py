@@ -1,4 +1,4 @@
-"""What a forward pass depends on besides its values: random numbers and autocast. A second pass finds them again."""
+"""RNG and autocast state of a forward pass, restored for its recomputation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def seed_for(seed: int, step: int, stage: int, microbatch: int) -> int:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seeds the generators for a while; afterwards they go on where they were."""
+    """Seeds the generators inside the block; afterwards they continue where they were."""
     with _forked(device):
         torch.manual_seed(seed)
         yield
@@ -29,10 +29,10 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def casting() -> Iterator[None]:
-    """Computes with autocast as it is, but with weights cast anew.
+    """Keeps the current autocast mode, but casts weights again.
 
-    Autocast keeps the weights that it has cast until its outermost block ends. Around a whole step, or several, they
-    would be those before the optimizer changed them, or of another version.
+    Autocast caches cast weights until its outermost block ends. If that block encloses a step, the cache would hold
+    weights from before the optimizer's update, or of another version.
     """
     torch.clear_autocast_cache()
     try:
@@ -43,7 +43,7 @@ def casting() -> Iterator[None]:
 
 @contextmanager
 def uncast(device: torch.device) -> Iterator[None]:
-    """Computes without autocast: a backward pass has the types of its forward pass, and none is to be cast again."""
+    """Disables autocast: a backward pass uses the dtypes of its forward pass, and casts nothing again."""
     with ExitStack() as stack:
         for kind in _kinds(device):
             if torch.is_autocast_enabled(kind):
@@ -52,13 +52,13 @@ def uncast(device: torch.device) -> Iterator[None]:
 
 
 class Surroundings:
-    """Those of the moment when it is made."""
+    """The RNG and autocast state at the time of creation."""
 
     def __init__(self, device: torch.device) -> None:
-        """Notes them.
+        """Saves the state.
 
         Args:
-            device: on which is computed.
+            device: the device of the computation.
         """
         self._device = device
         self._chance = torch.get_rng_state()
@@ -67,7 +67,7 @@ class Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Has them again for a while; afterwards the generators go on where they were."""
+        """Restores the saved state inside the block; afterwards the generators continue where they were."""
         with _forked(self._device), ExitStack() as stack:
             torch.set_rng_state(self._chance)
             if self._chance_there is not None:
@@ -85,7 +85,7 @@ def _forked(device: torch.device) -> Any:
 
 
 def _kinds(device: torch.device) -> list[str]:
-    """The kinds of devices on which something is computed for a device."""
+    """Returns the device types used in computations for a device."""
     return list(dict.fromkeys(["cpu", device.type]))
 
 

@@ -1,4 +1,4 @@
-"""One graph of a model: for training or evaluation, for some shapes."""
+"""One graph of a model, for training or evaluation mode and for some shapes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def _always(_values: Mapping[str, Any]) -> bool:
 
 @dataclass(eq=False)
 class Trace:
-    """A graph, and for which calls it holds.
+    """A graph, with the calls that it is valid for.
 
     Attributes:
         root: has the modules and tensors that the graph's nodes name; its parameters hold no data.
         graph: one placeholder for each of `names`; its output is the list of the leaves of the model's output.
         names: of the inputs.
         output: the structure of the model's output.
-        training: the mode that it holds for; None for both.
-        fixed: the inputs that are no tensors, and are constants of the graph.
-        shapes: tells whether it holds for inputs of these shapes.
-        tried: with which types of inputs it was tried beside the model; None if it is for such only.
-        together: pairs of nodes between which no cut may be.
+        training: the mode that it is valid for; None for both.
+        fixed: the inputs that are not tensors, and are constants of the graph.
+        shapes: returns whether it is valid for inputs of these shapes.
+        tried: the input types for which it was compared with the model; None if it needs no such trial.
+        together: pairs of nodes that no cut may separate.
         layer: the layer of each node; see `Layering.assign`.
     """
 
@@ -49,7 +49,7 @@ class Trace:
 
     @cached_property
     def aliases(self) -> Aliases:
-        """What is written to in place."""
+        """The groups of nodes that share memory written in place."""
         return Aliases(self.graph)
 
     @cached_property
@@ -61,11 +61,11 @@ class Trace:
 
     @cached_property
     def layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return 1 + max(self.layer.values(), default=0)
 
     def holds(self, names: tuple[str, ...], values: Mapping[str, Any], *, training: bool) -> bool:
-        """Whether the model would do the same for these inputs in this mode."""
+        """Returns whether the trace is valid for these inputs in this mode."""
         return (
             self.training in {None, training}
             and names == self.names

@@ -1,4 +1,4 @@
-"""All traces of one model: each mode and each kind of inputs gets its own when it first appears."""
+"""All traces of one model: each mode and each kind of inputs gets its own trace when it first appears."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from coordd_torch.pipeline.twin import Stand, bare
 __all__ = ["KEPT", "Traces"]
 
 KEPT = 256
-"""So many traces, and so many kinds of inputs, are remembered."""
+"""Maximum number of traces, and of kinds of inputs, that are kept."""
 
 FX, EXPORT, SEQUENTIAL = "fx", "export", "sequential"
 
 
 class Traces:
-    """The traces of one model, and what makes new ones; holds no data of the model's.
+    """The traces of one model, and the code that makes new ones; holds no data of the model.
 
     Attributes:
-        way: how the model is traced: ``sequential``, ``fx`` or ``export``.
-        first: the trace that says what the layers are.
-        found: all of them.
+        way: the capture method: ``sequential``, ``fx`` or ``export``.
+        first: the trace that defines the layers.
+        found: all traces.
         closed: why the model's lists of layers could not be opened, if only its direct children are layers.
     """
 
@@ -52,7 +52,7 @@ class Traces:
         self._model = model
         self._norms = norms
         self.found: list[Trace] = []
-        self._by_kind: dict[tuple[Any, ...], Trace] = {}  # those that came last, the last one last
+        self._by_kind: dict[tuple[Any, ...], Trace] = {}  # in order of use, the latest last
         self._calls: dict[tuple[str, ...], Call] = {}
         self._made = 0
         self.closed: CaptureError | None = None
@@ -65,15 +65,15 @@ class Traces:
 
     @property
     def calls(self) -> Mapping[int, Sequence[str]]:
-        """For each layer the modules that are called in it."""
+        """For each layer the modules that it calls."""
         return self._layering.calls
 
     @classmethod
     def of_chain(cls, model: nn.Module, parts: Sequence[str], *, cuts: Sequence[str] | None) -> Traces:
-        """Calls the parts one after another, whatever the inputs are.
+        """Creates the trace that calls the parts one after another, for any inputs.
 
         Raises:
-            ArgumentError: no part begins where `cuts` says.
+            ArgumentError: no part begins at one of the `cuts`.
         """
         plain = bare(model)
         return cls(plain, SEQUENTIAL, Layering(frozenset(parts), cuts), chain(plain, parts))
@@ -82,14 +82,14 @@ class Traces:
     def of_model(
         cls, model: nn.Module, call: Call, *, example: bool, depth: int, cuts: Sequence[str] | None = None
     ) -> Traces:
-        """Traces any model; as the last resort with its direct children as layers, whatever they hold.
+        """Traces any model; as the last resort with its direct children as layers, regardless of their contents.
 
         Raises:
             ArgumentError: no stage can begin at one of the `cuts`.
-            CaptureError: neither torch.fx nor torch.export could.
+            CaptureError: neither torch.fx nor torch.export can trace it.
         """
         plain = bare(model)
-        if not plain.training:  # layers are those of training, in which alone gradients matter
+        if not plain.training:  # training mode defines the layers, as only there gradients matter
             plain.train()
         norms = tracking(plain)
         errors: list[tuple[str, Exception]] = []
@@ -100,7 +100,7 @@ class Traces:
         for way, known in tried:
             try:
                 first = _traced(way, plain, known, norms, call, example=example)
-            except Exception as error:  # noqa: BLE001 - user code, fx and export raise whatever they like
+            except Exception as error:  # noqa: BLE001 - user code, fx and export raise any exception
                 errors.append((way, error))
             else:
                 traces = cls(plain, way, Layering(known, cuts), first, norms)
@@ -111,7 +111,7 @@ class Traces:
         raise CaptureError.composed(model, errors, cuts=cuts) from errors[-1][1]
 
     def call(self, batch: Any) -> dict[str, Any]:
-        """A batch as the values that stages take; it tells how such a batch is passed to the model, too.
+        """Returns a batch as the values that stages take, and records how such a batch is passed to the model.
 
         Raises:
             ArgumentError: the model does not take it.
@@ -123,10 +123,10 @@ class Traces:
         return call.values
 
     def find(self, values: Mapping[str, Any], *, training: bool) -> Trace:
-        """The trace for these inputs, made if there is none yet.
+        """Returns the trace for these inputs, and makes it if there is none yet.
 
         Raises:
-            ArgumentError: nobody asked `call` how a batch of this kind is passed to the model.
+            ArgumentError: `call` was never called with a batch of this kind.
             CaptureError: the model cannot be traced with them.
         """
         if self.way == SEQUENTIAL:
@@ -148,7 +148,7 @@ class Traces:
         return found
 
     def imagined(self, batch: Any, rows: int, run: Callable[[nn.Module, Any], Any]) -> Any:
-        """What the model returns in evaluation for such a batch of so many rows: shapes and types, no data.
+        """Returns the model's output in evaluation mode for such a batch with `rows` rows: shapes and dtypes, no data.
 
         Args:
             batch: as it is given to the model.
@@ -167,14 +167,14 @@ class Traces:
             return run(stand.model, pytree.tree_unflatten(list(stand.leaves), structure))
 
     def learn(self, call: Call) -> None:
-        """Remembers how such a batch is passed to the model."""
+        """Records how such a batch is passed to the model."""
         self._calls.setdefault(call.names, call.without_leaves())
 
     def _stands(self, trace: Trace, call: Call) -> bool:
-        """Whether a trace that was made without an example does what the model does with these types of inputs.
+        """Returns whether a trace that was made without an example matches the model for these types of inputs.
 
         Raises:
-            ArgumentError: it does, but the layers are not those that it needs.
+            ArgumentError: it does, but a cut separates nodes that these inputs need together.
         """
         types = (call.names, *map(type, call.leaves))
         if trace.tried is None or types in trace.tried:
@@ -203,7 +203,7 @@ class Traces:
         return self._same_in_both_modes(trace, call) or self._add(trace)
 
     def _same_in_both_modes(self, trace: Trace, call: Call) -> Trace | None:
-        """The trace of the other mode, if it is the same: layers that are leaves know their mode by themselves."""
+        """Returns the trace of the other mode, if the graphs are equal: layers that are leaves handle their mode."""
         for other in self.found if self.way == FX else ():
             fits = other.holds(call.names, call.values, training=other.training is True)
             if fits and str(other.graph) == str(trace.graph):
@@ -215,7 +215,7 @@ class Traces:
         trace.layer = self._layering.assign(trace)
         self.found.append(trace)
         if len(self.found) > KEPT:
-            del self.found[1]  # the first says what the layers are
+            del self.found[1]  # the first defines the layers
         return trace
 
 
@@ -226,7 +226,7 @@ def _with_rows(leaf: Any, rows: int) -> Any:
 
 
 def _kind(leaf: Any) -> tuple[Any, ...]:
-    """What a trace may depend on."""
+    """Returns the properties of an input that a trace may depend on."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)
@@ -251,8 +251,8 @@ def _traced(
 
 
 def _exact() -> AbstractContextManager[None]:
-    """Traces know no autocast, wherever they are made: it casts what they compute, as it does in the model itself.
+    """Disables autocast during tracing: it applies to the stages' operators at run time, as in the model itself.
 
-    And it keeps weights that it has cast, so that a second run of the model would not do what the first one did.
+    Autocast also caches cast weights, so a second run of the model would run other operators than the first.
     """
     return uncast(torch.device("cuda"))

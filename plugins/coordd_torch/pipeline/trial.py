@@ -1,7 +1,7 @@
-"""Running a graph without data, beside the model itself: does it do the same, and what does it write to in place?
+"""Fake execution of a traced graph next to the model: compares their operators and finds in-place writes.
 
-A traced forward may have taken another branch than it does for tensors, or have kept what it should do anew each time,
-such as noise. Then the operators that run are not the same ones.
+A traced forward may have taken another branch than it takes for real tensors, or may have frozen a value that it should
+compute on each call, such as noise. Then the graph and the model run different operators.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _HANDED_ON = ("aten::lift_fresh", "aten::detach", "aten::alias", "prim::")
 
 
 def versions(value: Any) -> list[int]:
-    """How often each tensor of a value was written to."""
+    """Returns how often each tensor of a value was written in place."""
     return [tensor._version for tensor in tensors_in(value)]  # noqa: SLF001 - autograd's own counter
 
 
 class TrialError(RuntimeError):
-    """The traced graph does not do what the model does, so it must have taken another branch."""
+    """The traced graph differs from the model, so the trace must have taken another branch."""
 
 
 class Trial:
-    """One run of a graph on tensors that have no data."""
+    """One run of a graph on fake tensors, which have no data."""
 
     def __init__(self, trace: Trace, call: Call) -> None:
         self._trace = trace
@@ -47,20 +47,22 @@ class Trial:
         self._stand = Stand(trace.root, call.leaves)
 
     def run(self) -> list[tuple[fx.Node, fx.Node]]:
-        """Pairs of nodes between which no cut may be: what is written to in place, and who reads it after that.
+        """Runs the model and the graph, compares them, and returns pairs of nodes that no cut may separate.
+
+        The first node of a pair is a value that is written in place (for a parameter or buffer, the node that writes
+        it); the second is the last node that reads the value after the write. The list is empty for a model with
+        layers that depend on tensor data, which cannot run on fake tensors.
 
         Raises:
-            TrialError: the graph runs other operators, or gives other shapes, types or another structure.
-            Exception: what the graph raises where the model does not.
-
-        Nothing is found out about a model with layers that need to see data.
+            TrialError: the graph runs other operators, or returns other shapes, dtypes or another structure.
+            Exception: the graph's own error, if the graph fails where the model does not.
         """
         args, kwargs = self._call.arguments(self._stand.leaves)
         with self._stand.mode, torch.set_grad_enabled(self._stand.model.training):
             try:
                 with _Record() as wanted_calls:
                     wanted = self._stand.model(*args, **kwargs)
-            except Exception:  # noqa: BLE001 - a layer that looks at its data; nothing can be told without
+            except Exception:  # noqa: BLE001 - a layer depends on tensor data, so the model cannot be compared
                 return []
             walk = _Walk(self._stand.model, self._trace.graph)
             with _Record() as found_calls:
@@ -69,7 +71,7 @@ class Trial:
             if wanted_call != found_call:
                 raise TrialError(f"the model calls {wanted_call} where its trace calls {found_call}")
         expected, structure = pytree.tree_flatten(wanted)
-        # A layer that is called as a whole may return a structure, which is one value of the graph.
+        # A leaf module may return a structure, which is one value in the graph.
         leaves, built = pytree.tree_flatten(pytree.tree_unflatten(found, self._trace.output))
         shown, given = list(map(_shown, expected)), list(map(_shown, leaves))
         if structure != built or shown != given:
@@ -81,10 +83,12 @@ class Trial:
 
 
 def refuse_change(model: nn.Module, call: Call) -> None:
-    """Refuses a model that runs other operators, or with other numbers, when it is called again.
+    """Rejects a model that runs other operators, or operators with other scalar arguments, on a second call.
+
+    A model that depends on tensor data cannot be checked and is accepted.
 
     Raises:
-        InconstantError: it does; nothing is found out about one that needs to see data.
+        InconstantError: the two calls differ.
     """
     stand = Stand(model, call.leaves)
     args, kwargs = call.arguments(stand.leaves)
@@ -108,12 +112,12 @@ def _shown(leaf: Any) -> str:
 
 
 class _Record(TorchDispatchMode):
-    """Notes the operators that run, but for those that only hand on a constant.
+    """Records the operators that run, except operators that only pass a constant on.
 
     Attributes:
-        names: of the operators, and whether gradients are wanted there.
-        told: the same with the numbers that they are given.
-        done: whether what is recorded came to its end.
+        names: the operators' names, each marked if gradients are disabled there.
+        told: the same with the operators' scalar and string arguments.
+        done: whether the recorded call completed; set by the caller.
     """
 
     def __init__(self) -> None:
@@ -135,7 +139,7 @@ class _Record(TorchDispatchMode):
 
 
 class _Walk(fx.Interpreter):
-    """Watches the version counters of all values while a graph runs."""
+    """Interpreter that runs a graph and compares the version counters of all values before and after each node."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
         super().__init__(model, garbage_collect_values=False, graph=graph)

@@ -1,4 +1,4 @@
-"""A copy of a model without its data: for tracing, again and again, where nobody has the whole model any more."""
+"""Copies of a model without data, so that a process that no longer holds the whole model can trace it repeatedly."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ __all__ = ["Stand", "bare"]
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are on the device `meta`, tied as they are; other tensors are copied."""
+    """Returns a copy with parameters and buffers on the `meta` device; ties stay, other tensors are deep-copied."""
     return _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 class Stand:
-    """A model and inputs that have shapes, types and devices, but no data, for one trace."""
+    """A model and its inputs as fake tensors for one trace: shapes, dtypes and devices, but no data."""
 
     def __init__(self, model: nn.Module, leaves: tuple[Any, ...]) -> None:
-        """Takes the model from `bare` and makes its tensors look as if they lay where the inputs lie."""
+        """Creates the fake tensors of a model from `bare` and of its inputs, on the inputs' device.
+
+        The device is the CPU if the inputs have none, or more than one.
+        """
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(tracked_fakes=[]))
         devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Modules that have the same weights because the user names them, not because the model holds them in common."""
+"""Weight tying by name: modules that the user declares to share weights, though the model does not share them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["check_statistics", "copied", "tied"]
 
 
 def tied(model: nn.Module | Callable[[], nn.Module], reuse: Reuse) -> nn.Module | Callable[[], nn.Module]:
-    """Gives modules under one key the parameters of the first of them, in a model or in what a function builds.
+    """Makes all modules under one key use the parameters of the first, in a model or in the model a function builds.
 
     Raises:
-        ArgumentError: there is no such module, or they have no parameter of a name and a shape in common.
+        ArgumentError: a named module does not exist, or two modules have no parameter with the same name and shape.
     """
     if not isinstance(reuse, Mapping):
         return model
@@ -28,7 +28,7 @@ def tied(model: nn.Module | Callable[[], nn.Module], reuse: Reuse) -> nn.Module 
 
 
 def copied(layers: Sequence[Layer], reuse: Reuse) -> list[str]:
-    """Names the modules that a cut may separate from their other calls."""
+    """Returns the names of the modules whose calls a cut may separate."""
     if not isinstance(reuse, Mapping):
         return list(reuse)
     known = {layer.module for layer in layers}
@@ -36,14 +36,14 @@ def copied(layers: Sequence[Layer], reuse: Reuse) -> list[str]:
 
 
 def check_statistics(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> None:
-    """Refuses normalisation of which several stages would track the statistics, each those of its own calls.
+    """Rejects a normalisation layer whose running statistics several stages would track, each from its own calls.
 
     Args:
-        model: the whole of it.
-        holders: the stages that have each parameter or buffer.
+        model: the whole model.
+        holders: the stages that hold each parameter or buffer, by its name.
 
     Raises:
-        ArgumentError: there is one; names it and the stages.
+        ArgumentError: the model has such a layer; the message names it and the stages.
     """
     for name, module in model.named_modules():
         stages = holders.get(f"{name}.running_mean", ()) if isinstance(module, Norm) else ()
@@ -75,7 +75,7 @@ def _tie(model: nn.Module, reuse: Mapping[str, Sequence[str]]) -> nn.Module:
 
 
 def _share(first: nn.Module, other: nn.Module) -> int:
-    """Has a module take the parameters of another one that are like its own; says how many."""
+    """Replaces parameters of `other` by those of `first` with the same name and shape; returns how many."""
     given = dict(first.named_parameters(remove_duplicate=False))
     count = 0
     for prefix, module in other.named_modules(remove_duplicate=False):

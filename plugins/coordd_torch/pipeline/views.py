@@ -1,4 +1,7 @@
-"""Tensors that share memory where they are given, and arrive apart: who writes to one of them must be told."""
+"""Detection of tensors that share memory in the sending stage but arrive as separate tensors.
+
+The receiving stage must know them, because it may write to one of them in place.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,20 @@ from torch.utils import _pytree as pytree
 __all__ = ["ALIASED", "aliased", "tensors_in"]
 
 ALIASED = " is aliased"
-"""Ends the name of the value that tells of another one which of its tensors share memory."""
+"""Suffix of the name of the value that lists which tensors of another value share memory."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a value in order."""
+    """Returns the tensors of a value in pytree order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def aliased(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """For each value of which tensors overlap with others, in it or in another value, the numbers of these tensors.
+    """Returns, for each value with tensors that overlap other tensors, the indices of these tensors.
 
-    One tensor in several places is one, and arrives as one. What lies between the first and the last element of a
-    tensor is taken to be its own: columns of one matrix overlap.
+    The keys are the values' names with the suffix `ALIASED`. The other tensor may be in the same value or in another
+    one. The same tensor in several places counts once, and arrives as one tensor. A tensor is assumed to own all
+    memory between its first and its last element, so columns of one matrix overlap.
     """
     places: dict[int, list[tuple[str, int]]] = {}
     extents: list[tuple[int, int, int]] = []

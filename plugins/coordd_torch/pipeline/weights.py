@@ -1,4 +1,4 @@
-"""The weights of a stage as something of which older versions can be kept."""
+"""The weights of a stage, in the form that `coordd.pipeline.versions` needs to stash older versions."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["Weights"]
 
 
 class Weights:
-    """The `coordd.pipeline.versions.Weights` of PyTorch: parameters, whose memory is put in and out of them."""
+    """PyTorch implementation of `coordd.pipeline.versions.Weights`: swaps the memory of parameters."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
 
     def held(self) -> list[torch.Tensor]:
-        """The memory of each."""
+        """Returns the memory of each parameter."""
         return [parameter.data for parameter in self._parameters]
 
     def put(self, values: Sequence[torch.Tensor]) -> None:
-        """Puts memory in place."""
+        """Makes the parameters use the given memory."""
         for parameter, data in zip(self._parameters, values, strict=True):
             parameter.data = data
 
     def renew(self) -> None:
-        """Copies what is there into new memory."""
+        """Copies the parameters into new memory; memory from `held` keeps the old values."""
         self.put([data.clone() for data in self.held()])

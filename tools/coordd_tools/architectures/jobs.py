@@ -1,4 +1,4 @@
-"""Starts the jobs: one for as many architectures as it survives, then another one for the rest."""
+"""Starts the jobs: each runs architectures until one of them ends it, and the next job runs the rest."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one architecture.
+    """Result of one architecture.
 
     Attributes:
         name: of the architecture.
-        stages: how many, each on a rank of its own.
+        stages: number of stages, one for each rank.
         given: ``built`` or ``builder``.
-        outcome: ``match``, or one of ``differs``, ``refused``, ``error`` and ``job failed`` with what was said.
-        layers: how many were found; 0 if none were.
+        outcome: ``match``, or one of ``differs``, ``refused``, ``error`` and ``job failed`` with the message.
+        layers: number of layers found; 0 if none.
         way: how the model was captured.
-        seconds: to make the pipeline and to train.
+        seconds: to create the pipeline and train.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Result:
 
 
 def results(names: Sequence[str], stages: Sequence[int], *, seconds: float) -> Iterator[Result]:
-    """Yields the results as they come.
+    """Yields each result when its architecture has finished.
 
     Args:
         names: of the architectures.
         stages: each is the number of ranks of a job.
-        seconds: what an architecture may take before its job is ended.
+        seconds: time limit for one architecture, after which its job is terminated.
     """
     for size in stages:
         open_ = [(name, given) for name in names for given in GIVEN]
@@ -64,19 +64,15 @@ def results(names: Sequence[str], stages: Sequence[int], *, seconds: float) -> I
 
 
 def _job(tasks: Sequence[tuple[str, str]], size: int, seconds: float) -> Iterator[Result]:
-    """Yields the results of a job until it has done all of its tasks, or has died of one, or hangs in it."""
+    """Yields the results of a job until all tasks are done, or a task kills the job or hangs."""
     with tempfile.TemporaryDirectory(prefix="coordd-architectures-") as directory:
         Path(directory, "tasks.json").write_text(json.dumps(tasks))
         found = Path(directory, "found.jsonl")
         found.touch()
         worker = [sys.executable, "-m", "coordd_tools.architectures.worker", directory]
         command = Launcher.find().command(worker, size=size, cores=len(os.sched_getaffinity(0)))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         log = Path(directory, "log")
-        with (
-            log.open("w") as stream,
-            subprocess.Popen(command, env=environment, stdout=stream, stderr=stream) as process,
-        ):
+        with log.open("w") as stream, _started(command, stream) as process:
             done = 0
             since = time.monotonic()
             while True:
@@ -90,8 +86,6 @@ def _job(tasks: Sequence[tuple[str, str]], size: int, seconds: float) -> Iterato
                 if ended or late:
                     break
                 time.sleep(_LOOK_SECONDS)
-            if late:
-                process.terminate()
         if done < len(tasks):
             why = f"nothing came for {seconds:.0f} s" if late else log.read_text()[-_TAIL:]
             yield Result(tasks[done][0], size, tasks[done][1], f"job failed: {why}")
@@ -99,7 +93,7 @@ def _job(tasks: Sequence[tuple[str, str]], size: int, seconds: float) -> Iterato
 
 @contextmanager
 def _started(command: Sequence[str], stream: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts the launcher, which is gone afterwards, and its ranks with it."""
+    """Starts the launcher; on exit, ends it and its ranks."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, stdout=stream, stderr=stream) as process:
         try:

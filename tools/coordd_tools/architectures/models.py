@@ -40,15 +40,15 @@ _SEQ2SEQ: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture.
+    """An architecture to train.
 
     Attributes:
         name: of the class, or of timm's model.
         package: that publishes it.
-        build: makes the model; its weights follow from the state of PyTorch's random generator.
-        batch: makes the keyword arguments of so many rows.
-        loss: of what the model returns.
-        dtype: of weights and inputs; some kernels have no double precision.
+        build: creates the model; its weights depend on the state of PyTorch's random generator.
+        batch: creates the model's keyword arguments for a number of rows.
+        loss: computes the loss from the model's output.
+        dtype: of weights and inputs; some kernels do not support double precision.
     """
 
     name: str
@@ -60,18 +60,18 @@ class Architecture:
 
 
 def _of(module: str, name: str) -> Any:
-    """What a package publishes under a name; it is imported only when it is needed."""
+    """Returns an attribute of a package, which is imported only when needed."""
     return getattr(import_module(module), name)
 
 
 def _own(output: Any, _: Any) -> torch.Tensor:
-    """The loss that the model computes from the labels among its inputs."""
+    """Returns the loss that the model computes from the labels among its inputs."""
     found: torch.Tensor = output.loss
     return found
 
 
 def _square(output: Any, _: Any) -> torch.Tensor:
-    """For models that compute no loss."""
+    """Returns the mean square of the output, for models that compute no loss."""
     found: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
     return found.square().mean()
 
@@ -86,7 +86,7 @@ def _words(rows: int) -> Batch:
 
 
 def _masked(rows: int) -> Batch:
-    """Rows of different lengths."""
+    """Returns rows of different lengths, with a mask."""
     seen = torch.arange(8) < 8 - torch.arange(rows)[:, None] % 3
     return _words(rows) | {"attention_mask": seen.long()}
 
@@ -148,7 +148,7 @@ def _transformers(name: str, config: str, batch: Callable[[int], Batch], **setti
 
 
 def _single(name: str, config: str, batch: Callable[[int], Batch], **settings: Any) -> Architecture:
-    """One in single precision: the experts' kernel has no other for CPUs."""
+    """Returns a single-precision architecture: on CPUs, the experts' kernel supports no other dtype."""
     return replace(_transformers(name, config, batch, **settings), dtype=torch.float32)
 
 
@@ -312,4 +312,4 @@ _MODELS = (
 )  # fmt: skip
 
 ARCHITECTURES = {each.name: each for each in _MODELS}
-"""By name, in the order of the list."""
+"""The architectures by name, in the order of `_MODELS`."""

@@ -1,4 +1,4 @@
-"""A rank of a job: trains each architecture in stages and in one process, and compares."""
+"""One rank of a job: trains each architecture in stages and in one process, and compares the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def main(directory: str) -> None:
-    """Does the tasks of a directory, and has rank 0 write a line for each."""
+    """Runs the tasks of a directory; rank 0 writes a line for each."""
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     cd.init()
@@ -45,7 +45,7 @@ def main(directory: str) -> None:
 
 
 def _common(outcomes: list[str]) -> str:
-    """What all ranks say, or the first that is not a match."""
+    """Returns the common outcome of all ranks, or the outcome of each rank."""
     kinds = {each.partition(":")[0] for each in outcomes}
     if len(kinds) == 1:
         return outcomes[0]
@@ -57,19 +57,19 @@ def _tried(architecture: Architecture, *, built: bool) -> dict[str, Any]:
         return compared(architecture, built=built)
     except ArgumentError as error:
         return {"outcome": f"refused: {error}"}
-    except Exception as error:  # noqa: BLE001 - told in the table
+    except Exception as error:  # noqa: BLE001 - reported in the table
         return {"outcome": f"error: {type(error).__name__}: {error}"}
 
 
 def compared(architecture: Architecture, *, built: bool) -> dict[str, Any]:
-    """Trains an architecture both ways, in as many stages as there are ranks, and returns what came of it on this rank.
+    """Trains an architecture in one stage per rank and in one process, and returns this rank's comparison.
 
     Args:
-        architecture: that is trained.
-        built: whether the pipeline gets the model itself, and not a function that builds it.
+        architecture: the architecture to train.
+        built: whether the pipeline gets the model itself, not a function that builds it.
 
     Raises:
-        ArgumentError: the pipeline refuses it.
+        ArgumentError: the pipeline rejects it.
     """
 
     def build() -> nn.Module:
@@ -101,7 +101,7 @@ def compared(architecture: Architecture, *, built: bool) -> dict[str, Any]:
 
 
 def _step(architecture: Architecture, model: nn.Module, batch: dict[str, Any]) -> float:
-    """A step of plain SGD with the same microbatches."""
+    """Takes a step of plain SGD with the same microbatches; returns the loss."""
     rows, total = _rows(batch), 0.0
     model.zero_grad()
     for part in cut(rows, _MICROBATCHES):

@@ -1,4 +1,4 @@
-"""Lets ``python -m coordd_tools.bench`` start the command line."""
+"""Runs the command line for ``python -m coordd_tools.bench``."""
 
 from coordd_tools.bench.cli import main
 

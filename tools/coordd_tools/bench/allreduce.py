@@ -1,7 +1,7 @@
-"""In-place sums of one tensor, over sizes from 4 bytes up.
+"""Benchmark of in-place sums of one tensor, for sizes from 4 bytes up.
 
-A call lasts as long as on its slowest rank. The 4-byte row is the latency, from submit to result. The rate is the
-tensor's bytes over the time of the call (algorithm bandwidth); what crosses the wire is 2 (n - 1) / n times that.
+The time of a call is that of its slowest rank. The 4-byte row is the latency, from submit to result. The rate is the
+tensor's bytes over the time of the call (algorithm bandwidth); the bus bandwidth is 2 (n - 1) / n times that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def report(joined: Sequence[tuple[Block, ...]]) -> Report:
-    """Makes the report of a run over sizes."""
+    """Builds the report of a run over sizes."""
     calls = by_subject(joined, _slowest)
     rates = {(size, engine): [int(size) / second for second in calls[size, engine]] for size, engine in calls}
     cpus = by_subject(joined, lambda row: [sum(block.cpu_seconds / block.calls for block in row) / len(row)])
@@ -41,5 +41,5 @@ def report(joined: Sequence[tuple[Block, ...]]) -> Report:
 
 
 def _slowest(row: tuple[Block, ...]) -> list[float]:
-    """Takes each call's time on the rank that it took longest."""
+    """Returns each call's time on its slowest rank."""
     return [max(call) for call in zip(*(block.seconds for block in row), strict=True)]

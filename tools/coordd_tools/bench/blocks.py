@@ -1,4 +1,4 @@
-"""Blocks: the raw readings, as each rank takes them and as the parent joins them."""
+"""Blocks: the raw readings of each rank, and how the parent combines them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["Block", "by_subject", "join"]
 
 @dataclass(frozen=True)
 class Block:
-    """What one rank read while one engine ran a few calls in a row.
+    """Readings of one rank while one engine ran a few consecutive calls.
 
     Attributes:
-        subject: what was run: a model, a size in bytes, a phase.
-        engine: who ran it.
+        subject: the workload: a model, a size in bytes, a phase.
+        engine: the engine that ran it.
         seconds: wall time of each call.
         cpu_seconds: CPU time of the process, all its threads, over the whole block.
-        switches: how often its threads went to sleep in that time.
-        peak_bytes: the most memory that it had, where that was watched.
-        allocated_bytes: the most that the C library had allocated at a time, where that was watched.
-        gradient_bytes: what the model's gradients take, where there is a model.
+        switches: number of times its threads went to sleep in that time.
+        peak_bytes: peak memory of the process, where it was sampled.
+        allocated_bytes: peak of the memory allocated by the C library, where it was sampled.
+        gradient_bytes: size of the model's gradients, where there is a model.
     """
 
     subject: str
@@ -34,26 +34,26 @@ class Block:
 
     @property
     def calls(self) -> int:
-        """How many calls were timed."""
+        """Number of timed calls."""
         return len(self.seconds)
 
     def divided(self, parts: float) -> Block:
-        """Returns the times of one part, where each call did so many."""
+        """Returns the times of one part, where each call consisted of several."""
         return replace(
             self, seconds=tuple(second / parts for second in self.seconds), cpu_seconds=self.cpu_seconds / parts
         )
 
     @property
     def mean_seconds(self) -> float:
-        """Wall time a call."""
+        """Mean wall time of a call."""
         return sum(self.seconds) / self.calls
 
 
 def join(by_rank: Sequence[Sequence[Block]]) -> list[tuple[Block, ...]]:
-    """Puts the ranks' readings of the same block side by side.
+    """Groups the ranks' readings of the same block.
 
     Raises:
-        ValueError: the ranks did not run the same blocks in the same order; some may have had no calls in one.
+        ValueError: the ranks did not run the same blocks in the same order; a rank may have no calls in a block.
     """
     joined = list(zip(*by_rank, strict=True))
     for row in joined:

@@ -1,4 +1,4 @@
-"""The engines, by name: what each benchmark compares, and what each engine needs installed."""
+"""The engines by name: which ones each benchmark compares, and which modules each needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENGINES = {
         *("torch-gpipe", "torch-1f1b", "torch-interleaved", "torch-zb", "torch-zb-v"),
     ),
 }
-"""The engines that can take part in each benchmark; with ``sets`` it is coordd in two states."""
+"""The engines available for each benchmark; for ``sets`` they are two states of coordd."""
 
 _BY_REQUEST = frozenset({"ddp-view", "sketch", "coordd-negotiated", "coordd-window", "memory"})
 _WHERE_INSTALLED = frozenset({"horovod"})
@@ -42,7 +42,7 @@ _TENSORFLOW_NEEDS = ("tensorflow", "keras", "mpi4py")
 
 
 def defaults(noun: str) -> tuple[str, ...]:
-    """The engines that a benchmark compares unless told otherwise; Horovod joins where it is installed."""
+    """Returns the engines that a benchmark compares by default; Horovod only if it is installed."""
     return tuple(
         name
         for name in ENGINES[noun]
@@ -51,7 +51,7 @@ def defaults(noun: str) -> tuple[str, ...]:
 
 
 def missing(engines: Sequence[str], noun: str = "") -> list[str]:
-    """Lists the modules that these engines need for a benchmark and that are not installed; imports none of them."""
+    """Returns the modules that these engines need for a benchmark and that are not installed; imports none of them."""
     if noun == "tf":
         return [module for module in _TENSORFLOW_NEEDS if not _installed(module)]
     needed = [*_ALL_NEED, *(module for name in engines for module in _NEEDS.get(name, ()))]
@@ -61,5 +61,5 @@ def missing(engines: Sequence[str], noun: str = "") -> list[str]:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is not there
+    except ModuleNotFoundError:  # the parent package is not installed
         return False

@@ -55,14 +55,14 @@ _NOUNS: dict[str, ModuleType] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one benchmark; returns the exit code, which is not zero when a rank fails."""
+    """Runs one benchmark; returns the exit code, which is not zero if a rank fails."""
     options = _parser().parse_args(arguments)
     errors = Console(stderr=True)
     engines = options.engines or catalogue.defaults(options.noun)
     if gone := catalogue.missing(engines, options.noun):
         errors.print(f"bench: not installed: {', '.join(gone)}; install it, or leave its engine out with --engines")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks end, too
     try:
         document = _measure(options.make(options, engines), options.ranks, errors)
     except GroupError as error:
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     title = f"{options.noun}, {options.ranks} ranks on {document.machine['usable_threads']} cores"
-    wide = Console(width=max(_WIDTH, Console().width))  # a narrow terminal may wrap a number, but never crop it
+    wide = Console(width=max(_WIDTH, Console().width))  # a narrow terminal may wrap a number, but never crops it
     wide.print(render(document.report, _NOUNS[options.noun].COLUMNS, title=title))
     if options.json:
         document.write(options.json)
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(job: Job, ranks: int, errors: Console) -> Document:
-    """Starts the groups, one after the other, and makes the document of what they found."""
+    """Runs the groups, one after the other, and builds the document of their results."""
     launcher = Launcher.find()
     started = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     host = machine()
@@ -147,7 +147,7 @@ def _noun(
     *,
     rounds: int,
 ) -> argparse.ArgumentParser:
-    """Adds one benchmark with the arguments that all have."""
+    """Adds one benchmark with the arguments that all benchmarks have."""
     parser = nouns.add_parser(name, help=about, description=about)
     parser.set_defaults(make=make)
     known = catalogue.ENGINES[name]
@@ -204,7 +204,7 @@ def _pipeline_job(options: argparse.Namespace, engines: tuple[str, ...]) -> Job:
 
 
 def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Reads a list such as ``gpt,mlp``."""
+    """Returns a parser for a list such as ``gpt,mlp``."""
 
     def read(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(text.split(",")))
@@ -216,7 +216,7 @@ def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def _file(text: str) -> Path:
-    """Reads the name of a file to write; minutes later would be too late to find that its folder is missing."""
+    """Parses the name of the output file; checks now that its folder exists, not after minutes of measuring."""
     path = Path(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"'{path.parent}' is not a folder")
@@ -224,7 +224,7 @@ def _file(text: str) -> Path:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Reads a list such as ``4,64K,16M``, in bytes."""
+    """Parses a list such as ``4,64K,16M``, in bytes."""
     shifts = {"K": 10, "M": 20, "G": 30}
     sizes = tuple(
         int(size.rstrip("KMG")) << shifts.get(size[-1:], 0) if size.rstrip("KMG").isdigit() else 0
@@ -236,7 +236,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _at_least(fewest: int) -> Callable[[str], int]:
-    """Reads a whole number that is not too small."""
+    """Returns a parser for a whole number with a minimum."""
 
     def read(text: str) -> int:
         if not text.isdigit() or int(text) < fewest:

@@ -1,4 +1,4 @@
-"""The JSON document that ``--json`` writes: the job, the machine, every figure, every ratio."""
+"""The JSON document that ``--json`` writes: the job, the machine, all figures and ratios."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from coordd_tools.bench.report import Figure, Report
 __all__ = ["SCHEMA", "Document"]
 
 SCHEMA = 1
-"""Grows when a reader of the document would have to change."""
+"""Version of the format; increases when readers of the document must change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One run, with all that is needed to repeat and judge it; ``started`` is in UTC (ISO 8601)."""
+    """One run, with everything needed to repeat and judge it; ``started`` is in UTC (ISO 8601)."""
 
     command: Sequence[str]
     started: str
@@ -33,7 +33,7 @@ class Document:
     report: Report
 
     def plain(self) -> dict[str, Any]:
-        """The document as JSON knows it."""
+        """Returns the document as JSON-compatible values."""
         return {
             "schema": SCHEMA,
             "bench": self.job.noun,
@@ -50,12 +50,12 @@ class Document:
         }
 
     def write(self, path: Path) -> None:
-        """Writes the document, indented, for people too."""
+        """Writes the document as indented JSON."""
         path.write_text(json.dumps(self.plain(), indent=1, ensure_ascii=False) + "\n")
 
 
 def _flat(figure: Figure) -> dict[str, Any]:
-    """Lifts a figure's summary to its own level."""
+    """Flattens a figure: moves the fields of its summary to the top level."""
     row: dict[str, Any] = dataclasses.asdict(figure)
     summary: dict[str, Any] = row.pop("summary")
     return row | summary

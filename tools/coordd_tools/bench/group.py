@@ -1,6 +1,6 @@
-"""A group: ranks that the MPI launcher starts for one job, watched until the last one is gone.
+"""A group: ranks that the MPI launcher starts for one job, watched until the last one exits.
 
-The job goes in and the blocks come out through a directory of the group's own; standard output carries the progress.
+Job and blocks are exchanged through files in a directory of the group; standard output carries the progress.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GRACE_SECONDS = 5.0
 
 
 class GroupError(RuntimeError):
-    """The launcher is missing or a rank failed; ``code`` is what to exit with."""
+    """The launcher is missing or a rank failed; ``code`` is the exit code of the command."""
 
     def __init__(self, text: str, *, code: int = 1) -> None:
         super().__init__(text)
@@ -36,14 +36,14 @@ class GroupError(RuntimeError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """The MPI launcher: ``path`` to it, and the ``version`` that it states."""
+    """The MPI launcher: its ``path`` and the ``version`` that it reports."""
 
     path: str
     version: str
 
     @classmethod
     def find(cls) -> Launcher:
-        """Takes the ``mpirun`` beside the interpreter, else the first one on the path.
+        """Returns the ``mpirun`` beside the interpreter, else the first one on the path.
 
         Raises:
             GroupError: there is none.
@@ -55,7 +55,7 @@ class Launcher:
         return cls(path, said.stdout.partition("\n")[0].strip())
 
     def command(self, worker: Sequence[str], *, size: int, cores: int) -> list[str]:
-        """Composes the command that starts ``size`` ranks; only Open MPI has, and needs, the flags."""
+        """Returns the command that starts ``size`` ranks; only Open MPI has, and needs, the flags."""
         flags = ["-n", str(size)]
         if "Open MPI" in self.version:
             flags += ["--bind-to", "none"]
@@ -68,13 +68,13 @@ def run(launcher: Launcher, job: Job, *, size: int, tell: Callable[[Progress], N
     """Runs one job on ``size`` ranks and returns each rank's blocks.
 
     Args:
-        launcher: what starts them.
-        job: what they do.
-        size: how many there are.
+        launcher: starts the ranks.
+        job: what the ranks run.
+        size: number of ranks.
         tell: called with each progress message of rank 0.
 
     Raises:
-        GroupError: a rank failed; what it printed went to standard error.
+        GroupError: a rank failed; its output went to standard error.
     """
     with tempfile.TemporaryDirectory(prefix="coordd-bench-") as directory:
         Path(directory, "job.json").write_text(jobs.dumps(job))
@@ -94,7 +94,7 @@ def run(launcher: Launcher, job: Job, *, size: int, tell: Callable[[Progress], N
 
 @contextmanager
 def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Starts the launcher; whatever happens inside, it is gone afterwards, and its ranks with it."""
+    """Starts the launcher; on exit, ends it and its ranks."""
     environment = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ) | {"OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed engine has its bytecode; a checkout gets it here
     with subprocess.Popen(

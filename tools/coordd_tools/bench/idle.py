@@ -1,6 +1,6 @@
-"""What an initialised engine costs while nothing is submitted: CPU time and wake-ups of the busiest rank.
+"""Cost of an idle initialized engine: CPU time and wake-ups of the busiest rank while nothing is submitted.
 
-The row ``mpi`` is the floor: the same process with PyTorch imported and MPI started, and nothing else.
+The row ``mpi`` is the floor: the same process with only PyTorch imported and MPI started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLUMNS = (
 
 
 def report(joined: Sequence[tuple[Block, ...]]) -> Report:
-    """Makes the report of a run of idle processes."""
+    """Builds the report of a run of idle processes."""
     cpus = by_subject(joined, lambda row: [max(block.cpu_seconds / block.mean_seconds for block in row)])
     wakeups = by_subject(joined, lambda row: [max(block.switches / block.mean_seconds for block in row)])
     found = [*figures("cpu_percent", cpus, scale=100), *figures("wakeups_per_second", wakeups)]

@@ -1,4 +1,4 @@
-"""The machine: what a reader must know of the host to judge the figures."""
+"""Describes the machine, for a reader to judge the figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
-    """Lists Python's version and those of the packages that are installed."""
+    """Returns the versions of Python and of the installed packages."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:

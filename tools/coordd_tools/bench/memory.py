@@ -1,7 +1,7 @@
-"""What an engine adds to a rank's memory at its peak, during training steps, beside a rank that exchanges nothing.
+"""Benchmark of an engine's peak memory per rank during training steps, relative to a rank without exchange.
 
-Memory is the proportional set size: pages that several processes map count for each by its share, so what ranks have in
-common counts once. It is sampled; a peak shorter than the time between two samples may be missed.
+Memory is the proportional set size: a page that several processes map counts for each by its share, so shared memory
+counts once. It is sampled; a peak shorter than the time between two samples may be missed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def report(joined: Sequence[tuple[Block, ...]]) -> Report:
-    """Makes the report of a run of process groups, one for each engine and model."""
+    """Builds the report of a run of process groups, one for each engine and model."""
     peaks = by_subject(joined, lambda row: [statistics.mean(block.peak_bytes for block in row)])
     weights = {row[0].subject: row[0].gradient_bytes for row in joined}
     floors = {model: statistics.median(found) for (model, engine), found in peaks.items() if engine == FLOOR}

@@ -1,10 +1,10 @@
-"""The order in which engines take their turns.
+"""The order in which engines run in a round.
 
     round   0    1    2    3    4    5
     turns  ABC  CBA  BCA  ACB  CAB  BAC
 
-Engines alternate in short blocks, so that a machine that gets slower does so for all of them; and the order changes
-from round to round, so that no engine always runs on the caches that the same other one left behind.
+Engines alternate in short blocks, so that a machine that becomes slower affects all of them; and the order changes
+from round to round, so that no engine always runs with the caches that the same other engine left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def turns(engines: Sequence[T], round_number: int) -> list[T]:
-    """Orders the engines for one round; three engines see all six orders in six rounds."""
+    """Returns the engines in the order of one round; three engines see all six orders in six rounds."""
     if not engines:
         return []
     shift = round_number // 2 % len(engines)

@@ -1,13 +1,14 @@
-"""A model in stages: what a step takes with each engine, what its schedule would take at best, and the memory.
+"""Benchmark of a model in stages: each engine's step time, the ideal time of its schedule, and its memory.
 
-A reading is one block: the wall time a step of the slowest rank. The ideal is that of the schedule with stages that are
-all alike, with messages that take no time, and with as many cores as ranks; but where there are fewer, they cannot do
-more than all compute all the time. Forward and backward take what they do in one piece in the same round, and half of
-backward is for the weights.
+A reading is one block: the wall time of a step on the slowest rank. The ideal assumes equal stages, messages that take
+no time, and as many cores as ranks; with fewer cores, it is at least the time in which all cores compute without a
+pause. Forward and backward take as long as for the whole model in one process in the same round, and half of backward
+computes the weight gradients.
 
-Memory is that of the fullest rank, in fresh processes and after the first steps. ``+ MiB`` is its proportional set size
-at the peak, less that before the engine was started: with the engine's code, weights, and what the heap loses.
-``step MiB`` is what was allocated at the peak and not when the stages were ready: gradients, activations, frames.
+Memory is that of the rank with the most, in fresh processes and after the first steps. ``+ MiB`` is its proportional
+set size at the peak, minus that before the engine was started: it includes the engine's code, weights, and heap
+overhead. ``step MiB`` is the memory allocated at the peak, minus that when the stages were ready: gradients,
+activations, frames.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["COLUMNS", "FLOOR", "IDEAL", "PEER", "ideal", "report"]
 FLOOR = "none"
 PEER = "torch-1f1b"
 IDEAL = "ideal"
-"""The subject of the blocks that say what an engine's schedule would take."""
+"""The subject of the blocks with the ideal times of the engines' schedules."""
 
 COLUMNS = (
     *spread("step ms", "step_ms"),
@@ -46,14 +47,14 @@ Row = tuple[Block, ...]
 
 
 def ideal(schedule: str, ranks: int, microbatches: int, *, whole: tuple[float, float], cores: int) -> float:
-    """Seconds of a step.
+    """Returns the ideal seconds of a step.
 
     Args:
         schedule: its name.
-        ranks: how many there are.
+        ranks: number of ranks.
         microbatches: of a step.
         whole: seconds of a forward and of a backward pass of the whole model and batch.
-        cores: that the ranks share.
+        cores: number of cores that the ranks share.
     """
     plan = find(schedule).plan(ranks, microbatches)
     forward, backward = (seconds / plan.stages / microbatches for seconds in whole)
@@ -62,7 +63,7 @@ def ideal(schedule: str, ranks: int, microbatches: int, *, whole: tuple[float, f
 
 
 def report(joined: Sequence[Row]) -> Report:
-    """Makes the report of a run: of the group with all engines, and of each one's own, which has no calls."""
+    """Builds the report of a run: the group with all engines, and each engine's memory group, which has no calls."""
     timed = [row for row in joined if row[0].subject != IDEAL and any(block.calls for block in row)]
     ideals = by_subject([row for row in joined if row[0].subject == IDEAL], lambda row: row[0].seconds)
     walls = by_subject(timed, lambda row: [max(block.mean_seconds for block in row if block.calls)])

@@ -1,4 +1,4 @@
-"""The report: every figure with its spread, and every ratio that matters."""
+"""The report: all figures with their spread, and the ratios of interest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Figure", "Ratio", "Report", "Summary", "figures", "ratios"]
 
 @dataclass(frozen=True)
 class Summary:
-    """The middle and the spread of ``n`` readings."""
+    """Median, 10th and 90th percentile of ``n`` readings."""
 
     median: float
     p10: float
@@ -20,10 +20,10 @@ class Summary:
 
     @classmethod
     def of(cls, readings: Sequence[float]) -> Summary:
-        """Summarises readings; percentiles are interpolated.
+        """Summarizes readings; percentiles are interpolated.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are no readings.
         """
         if not readings:
             raise ValueError("no readings to summarise")
@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A figure's median over the same figure's of another engine; ``None`` where that other one is not positive."""
+    """A figure's median over that of another engine; ``None`` if the latter is not positive."""
 
     subject: str
     engine: str
@@ -54,29 +54,29 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Report:
-    """All that one run found."""
+    """All figures and ratios of one run."""
 
     figures: tuple[Figure, ...]
     ratios: tuple[Ratio, ...]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Every ``(subject, engine)``, subjects together, both in first-seen order."""
+        """Returns every ``(subject, engine)``, grouped by subject, both in first-seen order."""
         seen = dict.fromkeys((figure.subject, figure.engine) for figure in self.figures)
         subjects = list(dict.fromkeys(subject for subject, _ in seen))
         return sorted(seen, key=lambda row: subjects.index(row[0]))
 
     def summary(self, subject: str, engine: str, name: str) -> Summary | None:
-        """Looks a figure up; ``None`` where the engine has no such figure."""
+        """Returns a figure's summary; ``None`` if the engine has no such figure."""
         return next((f.summary for f in self.figures if (f.subject, f.engine, f.name) == (subject, engine, name)), None)
 
     def ratio(self, subject: str, engine: str, name: str, *, against: str) -> float | None:
-        """Looks a ratio up; ``None`` where it was not formed or means nothing."""
+        """Returns a ratio; ``None`` if it was not computed or is undefined."""
         wanted = (subject, engine, name, against)
         return next((r.value for r in self.ratios if (r.subject, r.engine, r.name, r.against) == wanted), None)
 
 
 def figures(name: str, readings: Mapping[tuple[str, str], Sequence[float]], *, scale: float = 1.0) -> list[Figure]:
-    """Makes one figure of each engine's readings, multiplied by ``scale``."""
+    """Returns one figure for each engine's readings, multiplied by ``scale``."""
     return [
         Figure(subject, engine, name, Summary.of([scale * reading for reading in rounds]))
         for (subject, engine), rounds in readings.items()
@@ -84,7 +84,7 @@ def figures(name: str, readings: Mapping[tuple[str, str], Sequence[float]], *, s
 
 
 def ratios(found: Iterable[Figure], name: str, *, against: str) -> list[Ratio]:
-    """Divides each engine's median by that of one engine, subject by subject."""
+    """Divides each engine's median by that of one engine, for each subject."""
     named = [figure for figure in found if figure.name == name]
     divisors = {figure.subject: figure.summary.median for figure in named if figure.engine == against}
     return [

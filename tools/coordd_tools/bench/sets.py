@@ -1,7 +1,7 @@
-"""What one process set can do while another one waits for a rank of its own that does not come.
+"""Benchmark of one process set while another one waits for a missing rank.
 
-The first half of the ranks adds up tensors as fast as it can. In the other half nothing happens (``idle``), or all but
-one rank have submitted an operation, and wait (``stalled``). A block's rate is that of its slowest rank.
+The first half of the ranks sums tensors as fast as it can. In the other half nothing happens (``idle``), or all ranks
+but one have submitted an operation and wait (``stalled``). A block's rate is that of its slowest rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def report(joined: Sequence[tuple[Block, ...]]) -> Report:
-    """Makes the report of a run over sizes; who is not in the first half has no calls to tell of."""
+    """Builds the report of a run over sizes; ranks outside of the first half have no calls."""
     seconds = by_subject(joined, lambda row: [max(block.mean_seconds for block in row if block.calls)])
     cpus = by_subject(joined, lambda row: [max(block.cpu_seconds / block.calls for block in row if block.calls)])
     calls = {key: [1 / second for second in found] for key, found in seconds.items()}

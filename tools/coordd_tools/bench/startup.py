@@ -1,7 +1,7 @@
-"""From a fresh interpreter to an initialised engine, phase by phase, on the slowest rank.
+"""Benchmark of startup: from a fresh interpreter to an initialized engine, phase by phase, on the slowest rank.
 
-``init`` is what the engine adds: importing it and initialising it, where PyTorch is imported and MPI started already.
-So it is the difference between a script with the engine and one without, free of the noise of two such seconds.
+``init`` is the time that the engine adds: its import and initialization after PyTorch is imported and MPI started.
+So it is the difference between a script with the engine and one without, without the noise of two startup times.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def report(joined: Sequence[tuple[Block, ...]]) -> Report:
-    """Makes the report of a run of fresh process groups."""
+    """Builds the report of a run of fresh process groups."""
     starts = by_subject(joined, lambda row: [max(block.mean_seconds for block in row)])
     found = figures("start_ms", starts, scale=1e3)
     cpus = by_subject(joined, lambda row: [max(block.cpu_seconds for block in row)])

@@ -1,7 +1,8 @@
-"""Training steps: what they take, and what the exchange adds to them.
+"""Benchmark of training steps: their time, and the overhead of the gradient exchange.
 
-A reading is one block: the wall time a step of the slowest rank, and the CPU time a step, mean over ranks. The
-overhead is paired: each round's step less the same round's step without exchange, so drift between rounds drops out.
+A reading is one block: the wall time of a step on the slowest rank, and the CPU time of a step, averaged over ranks.
+The overhead is paired: each round's step time minus that of the same round without exchange, which cancels drift
+between rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PEER = "ddp"
 
 
 def columns(peer: str) -> tuple[Column, ...]:
-    """The columns of a table beside this peer."""
+    """Returns the columns of a table that compares with this peer."""
     return (
         *spread("step ms", "step_ms"),
         Column(f"÷ {peer}", "step_ms", against=peer),
@@ -36,12 +37,12 @@ COLUMNS = columns(_PEER)
 
 
 def report(joined: Sequence[tuple[Block, ...]]) -> Report:
-    """Makes the report of a run over models, beside PyTorch's own."""
+    """Builds the report of a run over models, compared with PyTorch DDP."""
     return report_beside(_PEER, joined)
 
 
 def report_beside(peer: str, joined: Sequence[tuple[Block, ...]]) -> Report:
-    """Makes the report of a run over models, beside this peer."""
+    """Builds the report of a run over models, compared with this peer."""
     walls = by_subject(joined, lambda row: [max(block.mean_seconds for block in row)])
     cpus = by_subject(joined, lambda row: [sum(block.cpu_seconds / block.calls for block in row) / len(row)])
     found = [
@@ -60,7 +61,7 @@ def report_beside(peer: str, joined: Sequence[tuple[Block, ...]]) -> Report:
 
 
 def _over_floor(walls: Mapping[tuple[str, str], Sequence[float]]) -> dict[tuple[str, str], list[float]]:
-    """Takes each round's floor off the same round of every other engine."""
+    """Subtracts each round's floor from the same round of every other engine."""
     return {
         (model, engine): [wall - floor for wall, floor in zip(rounds, walls[model, FLOOR], strict=True)]
         for (model, engine), rounds in walls.items()

@@ -1,4 +1,4 @@
-"""Tables: a report as the terminal shows it, one row per subject and engine."""
+"""Tables: renders a report for the terminal, one row per subject and engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING = "-"
 
 @dataclass(frozen=True)
 class Column:
-    """One column: something of a figure's summary, or its ratio ``against`` an engine."""
+    """One column: a value of a figure's summary, or its ratio ``against`` an engine."""
 
     title: str
     figure: str
@@ -27,7 +27,7 @@ class Column:
     show: Literal["median", "spread", "n"] = "median"
 
     def text(self, report: Report, subject: str, engine: str) -> str:
-        """Writes the cell of one row; a dash where there is nothing to say."""
+        """Returns the text of one row's cell; a dash if there is no value."""
         if self.against:
             ratio = report.ratio(subject, engine, self.figure, against=self.against)
             return _NOTHING if ratio is None else f"{ratio:.2f}"
@@ -40,12 +40,12 @@ class Column:
 
 
 def spread(title: str, figure: str) -> tuple[Column, Column]:
-    """Makes the columns of a figure's median and of its percentiles."""
+    """Returns the columns of a figure's median and percentiles."""
     return Column(title, figure), Column("p10..p90", figure, show="spread")
 
 
 def render(report: Report, columns: Sequence[Column], *, title: str) -> Table:
-    """Draws the table of a report."""
+    """Renders the table of a report."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("", no_wrap=True)
     table.add_column("engine", no_wrap=True)
@@ -61,7 +61,7 @@ def render(report: Report, columns: Sequence[Column], *, title: str) -> Table:
 
 
 def digits(value: float) -> str:
-    """Writes a number with three significant digits, but no more than three behind the point."""
+    """Formats a number with three significant digits, but at most three decimals."""
     if value == 0:
         return "0"
     places = min(3, max(0, 2 - math.floor(math.log10(abs(value)))))
@@ -69,7 +69,7 @@ def digits(value: float) -> str:
 
 
 def size_text(size: int) -> str:
-    """Writes a number of bytes in the largest binary unit that divides it."""
+    """Formats a number of bytes in the largest binary unit, up to MiB, that divides it."""
     for unit, shift in (("MiB", 20), ("KiB", 10)):
         if size and size % (1 << shift) == 0:
             return f"{size >> shift} {unit}"

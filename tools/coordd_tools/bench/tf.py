@@ -1,4 +1,4 @@
-"""Training steps of TensorFlow: what they take, and what the exchange adds to them; read as those of `step`."""
+"""Benchmark of TensorFlow training steps: their time, and the overhead of the gradient exchange; as in `step`."""
 
 from __future__ import annotations
 

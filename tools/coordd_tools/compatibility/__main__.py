@@ -1,7 +1,7 @@
-"""Writes ``docs/horovod-compatibility.md`` from Horovod's names and the code itself.
+"""Writes ``docs/horovod-compatibility.md`` from Horovod's names and from the code.
 
-Run as ``python -m coordd_tools.compatibility docs/horovod-compatibility.md``; with ``--check`` it only fails on a stale
-page.
+Run as ``python -m coordd_tools.compatibility docs/horovod-compatibility.md``; with ``--check`` it writes nothing and
+fails if the page is stale.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ different.
 
 
 def row(name: Name, modules: Sequence[str]) -> str:
-    """Writes one name, which all of the modules have, as a row of a Markdown table."""
+    """Returns the row of a Markdown table for one name, which all of the modules have."""
     called = name.name if name.signature is None else f"{name.name}({name.signature.removeprefix('self, ')})"
     verdict, why = judge(name, modules)
     return line([f"`{called.replace('(self)', '()')}`", verdict, why])
 
 
 def page(surface: Sequence[Part]) -> str:
-    """Writes the whole page."""
+    """Returns the whole page, in Markdown."""
     parts = [_HEAD]
     for part in surface:
         parts.append(f"\n## {part.title}\n")
@@ -57,5 +57,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0"}  # else it tells of this machine
+    os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0"}  # else it logs machine details
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What Horovod has alike for every framework, with the signatures of 0.28; data only."""
+"""The names that Horovod has for every framework, with the signatures of 0.28; data only."""
 
 from __future__ import annotations
 

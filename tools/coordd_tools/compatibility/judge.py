@@ -1,4 +1,4 @@
-"""Compares a name of Horovod's with what there is here: the judgement on one row of the table."""
+"""Compares a Horovod name with coordd's counterpart and returns the judgement for one row of the table."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TAKEN = ("same", "better")
 
 
 class Judgement(NamedTuple):
-    """What is to be said of a name.
+    """The judgement on a name.
 
     Attributes:
         verdict: ``same``, ``better``, ``differs``, ``refused`` or ``missing``.
-        why: in what, in words.
+        why: the differences or the reason, in words.
     """
 
     verdict: str
@@ -35,7 +35,7 @@ class Judgement(NamedTuple):
 
 @cache
 def horovod(module: str) -> Any:
-    """Imports a module of Horovod's as the drop-in has it."""
+    """Imports a Horovod module as the drop-in provides it."""
     sys.path.insert(0, str(FOLDER))
     try:
         return import_module(module)
@@ -44,10 +44,10 @@ def horovod(module: str) -> Any:
 
 
 def ours(name: str, module: str) -> Any:
-    """Returns what the drop-in has under a name; None if it has nothing.
+    """Returns the drop-in's object for a name; None if there is none.
 
-    The methods of an optimizer or a tape are those of the class that the function mixes in, and what a process set has
-    is asked of one.
+    Methods of an optimizer or a tape are looked up in the class that the function mixes in, and attributes of a process
+    set in the global process set.
     """
     first, *rest = name.split(".")
     found = getattr(horovod(module), first, None)
@@ -61,7 +61,7 @@ def ours(name: str, module: str) -> Any:
 
 
 def signature(name: Name, module: str) -> Signature:
-    """Reads the signature that Horovod has; defaults are those of the drop-in, where they are names."""
+    """Returns Horovod's signature; defaults that are names have the drop-in's values."""
     (function,) = ast.parse(f"def f({name.signature}): ...").body
     space: dict[str, Any] = {}
     exec(compile(ast.Module([function], []), name.name, "exec"), dict(vars(horovod(module))), space)  # noqa: S102 - our own table
@@ -69,7 +69,7 @@ def signature(name: Name, module: str) -> Signature:
 
 
 def differences(theirs: Signature, here: Signature) -> list[str]:
-    """Lists what a call that Horovod takes would stumble over here; one sentence each, empty if all is well."""
+    """Lists why a call that Horovod accepts would fail or differ here, one phrase each; empty for no difference."""
     own = here.parameters
     takes_any = {parameter.kind for parameter in own.values()}
     order = [name for name, parameter in own.items() if parameter.kind in _POSITIONAL]
@@ -92,7 +92,7 @@ def differences(theirs: Signature, here: Signature) -> list[str]:
 
 
 def judge(name: Name, modules: Sequence[str]) -> Judgement:
-    """Judges one name, by all of several modules: what one of them lacks, the judgement tells."""
+    """Judges one name in several modules; a module where the name is not ``same`` or ``better`` decides."""
     judgements = [_judge_in(name, module) for module in modules]
     return next((each for each in judgements if each.verdict not in _TAKEN), judgements[0])
 

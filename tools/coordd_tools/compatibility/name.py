@@ -1,4 +1,4 @@
-"""What is said of one name of Horovod's, and the names that belong together."""
+"""The table's entry for one Horovod name, and parts: names that belong together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 __all__ = ["BF16", "FACTORS", "PROCESS_SET", "Name", "Part"]
 
-# What many signatures, or many judgements, have in common.
+# Parts of text that many signatures or notes share.
 PROCESS_SET = "process_set=global_process_set"
 FACTORS = "prescale_factor=1.0, postscale_factor=1.0"
 BF16 = "bf16 too; 16-bit values are added in fp32; sums of integers wrap, averages truncate"
@@ -18,11 +18,11 @@ class Name(NamedTuple):
 
     Attributes:
         name: with its owner, as in ``ProcessSet.ranks``.
-        signature: the parameters, as Python writes them; None if it is not called.
-        better: what coordd does that Horovod does not.
-        note: what else is to be said.
-        refused: why it is not there at all.
-        differs: which calls are taken otherwise, where no signature tells.
+        signature: the parameters in Python syntax; None if it is not callable.
+        better: what coordd does and Horovod does not.
+        note: other remarks.
+        refused: why coordd does not have the name at all.
+        differs: which calls behave differently in ways that the signature does not show.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Name(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Names that one module has, or several have alike.
+    """Names of one module, or names that several modules share.
 
     Attributes:
-        title: what the page calls it.
-        modules: each is asked for every name.
-        tables: the names, by what they are for.
+        title: the heading on the page.
+        modules: every name is looked up in each of them.
+        tables: the names, grouped by purpose.
     """
 
     title: str
@@ -48,5 +48,5 @@ class Part(NamedTuple):
 
     @property
     def names(self) -> list[Name]:
-        """All of them."""
+        """All names of the part."""
         return [name for names in self.tables.values() for name in names]

@@ -1,4 +1,4 @@
-"""The public names of `horovod.tensorflow` 0.28, with their signatures, and in what coordd is better; data only."""
+"""The public names of `horovod.tensorflow` 0.28, with their signatures and coordd's improvements; data only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Ten thousand ranks in one thread: what the tree of coordinators costs, in virtual time.
+"""Ten thousand ranks in one thread: the cost of the tree of coordinators, in virtual time.
 
-The network is a model; what handles the messages is real (`Foreman`, `Coordinator`, `Member`, the wire format). Each
-time that such an object is at work the clock is read, and the time goes to the account of the rank that it belongs to.
+The network is a model; the code that handles messages is real (`Foreman`, `Coordinator`, `Member`, the wire format).
+The CPU time of each such object is measured and charged to the rank to which it belongs.
 Start it with ``python -m coordd_tools.scale --ranks 10000 --tensors 1000``.
 """

@@ -1,4 +1,4 @@
-"""Ranks that do exactly the same: they share one real `Member`, whose work is measured once and charged to each."""
+"""Ranks that behave identically: they share one real `Member`, whose work is measured once and charged to each."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _CACHE = 4096
 
 
 def measured(action: Callable[[], object]) -> float:
-    """Says how many seconds of this thread's time an action takes; other processes do not count."""
+    """Returns the CPU seconds of this thread that an action takes; other processes do not count."""
     started = time.thread_time()
     action()
     return time.thread_time() - started
 
 
 class Crowd:
-    """Some ranks with the same tensors, in the same reports."""
+    """A group of ranks with the same tensors in the same reports."""
 
     def __init__(self, setting: Setting, kind: int) -> None:
-        """Makes the member; crowds of different ``kind`` cut their tensors at different places."""
+        """Creates the shared `Member`; each ``kind`` of crowd splits its tensors into reports at other places."""
         self._member = Member(0, cache_capacity=_CACHE)
         self._requests = [_tensor(number) for number in range(setting.tensors)]
         first = setting.tensors // (setting.cuts + kind) if setting.cuts > 1 else setting.tensors
@@ -44,11 +44,11 @@ class Crowd:
 
     @property
     def cuts(self) -> int:
-        """How many reports a step has."""
+        """The number of reports per step."""
         return len(self._bounds) - 1
 
     def announce(self, step: int, cut: int, seen: int) -> tuple[Report, float]:
-        """Says what a rank has to report that has seen a plan."""
+        """Returns the report of a rank that has seen plan ``seen``, and the CPU seconds it took to make."""
         if (step, cut) not in self._said:
             entries = [
                 Entry(request, _ARRAY, Handle(request.name), site=_SITE)
@@ -62,7 +62,7 @@ class Crowd:
         return (report if report.seen == seen else msgspec.structs.replace(report, seen=seen)), seconds
 
     def follow(self, plan: Plan) -> float:
-        """Carries a plan out, the data in no time."""
+        """Follows a plan and returns the CPU seconds; data moves instantly."""
         if plan.sequence not in self._costs:
             found: list[Due] = []
             self._costs[plan.sequence] = measured(lambda: found.append(self._member.follow(plan)))
@@ -73,7 +73,7 @@ class Crowd:
         return self._costs[plan.sequence]
 
     def answered(self, sequence: int) -> int:
-        """How many tensors have been released by the time of a plan."""
+        """Returns the number of tensors released up to and including a plan."""
         return self._answered[sequence]
 
 

@@ -1,4 +1,4 @@
-"""The network: every message takes the latency of a hop, and its bytes go out and come in one after the other."""
+"""The network: each message takes the latency of a hop; a rank's bytes are serialised on its way out and in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ __all__ = ["Account", "Fabric"]
 
 @dataclass
 class Account:
-    """What one rank has had to do."""
+    """One rank's messages, bytes and busy time.
+
+    Attributes:
+        heard: messages received.
+        said: messages sent.
+        heard_bytes: bytes received.
+        said_bytes: bytes sent.
+        busy: seconds of the rank's time.
+    """
 
     heard: int = 0
     said: int = 0
@@ -23,20 +31,20 @@ class Account:
 
     @property
     def messages(self) -> int:
-        """All of them."""
+        """Messages received and sent."""
         return self.heard + self.said
 
     @property
     def bytes(self) -> int:
-        """All of them."""
+        """Bytes received and sent."""
         return self.heard_bytes + self.said_bytes
 
 
 class Fabric:
-    """Carries bytes between ranks, and keeps the accounts."""
+    """Carries bytes between ranks, and keeps their accounts."""
 
     def __init__(self, setting: Setting, agenda: Agenda, deliver: Callable[[int, int, bytes], None]) -> None:
-        """Starts with silence.
+        """Starts with an empty network.
 
         Args:
             setting: latency and bandwidth.
@@ -51,7 +59,7 @@ class Fabric:
         self.accounts = [Account() for _ in range(setting.ranks)]
 
     def send(self, sender: int, receiver: int, data: bytes, *, at: float) -> None:
-        """Puts bytes on their way at a time."""
+        """Sends bytes at a time."""
         seconds = len(data) / self._setting.bandwidth
         sent = self._out[sender] = max(at, self._out[sender]) + seconds
         come = self._in[receiver] = max(sent + self._setting.latency, self._in[receiver] + seconds)
@@ -62,6 +70,6 @@ class Fabric:
         self._agenda.at(come, lambda: self._deliver(receiver, sender, data))
 
     def settle(self) -> list[Account]:
-        """Closes the accounts, and opens new ones."""
+        """Returns the accounts so far and starts new ones."""
         closed, self.accounts = self.accounts, [Account() for _ in self.accounts]
         return closed

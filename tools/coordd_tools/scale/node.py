@@ -1,4 +1,4 @@
-"""One rank's daemon in virtual time: it hears what has arrived, says what is due, and is busy as long as that took."""
+"""One rank's daemon in virtual time: receives messages, sends replies, and is busy as long as that took."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _REMEMBERED = 8
 
 
 class Readings:
-    """What has been read: for ranks without a hub, who do nothing else, a message is read once and charged to each."""
+    """Decoded messages by their bytes: ranks without a hub share one decoding, whose time is charged to each."""
 
     def __init__(self) -> None:
         self._read: dict[bytes, tuple[Message, float]] = {}
 
     def once(self, data: bytes) -> tuple[Message, float]:
-        """Reads bytes, or remembers how long that took."""
+        """Decodes bytes, or returns the message and the CPU seconds of the first decoding."""
         if data not in self._read:
             self._read[data] = self.anew(data)
         return self._read[data]
 
     def anew(self, data: bytes) -> tuple[Message, float]:
-        """Reads bytes; equal messages share one object, for the memory of ten thousand ranks is not here."""
+        """Decodes bytes anew; equal messages share one object, to save memory with ten thousand ranks."""
         started = time.thread_time()
         message = wire.decode(data)
         seconds = time.thread_time() - started
@@ -40,11 +40,11 @@ class Readings:
 
 
 def _nothing(_message: Message, _at: float) -> None:
-    """Is told something that nobody waits for."""
+    """Ignores a message."""
 
 
 class Node:
-    """A daemon of its own, or one of a crowd."""
+    """The daemon of one rank, which may share its `Member` with a crowd."""
 
     def __init__(  # noqa: PLR0913 - what is around it
         self,
@@ -73,22 +73,22 @@ class Node:
         self._due = float("inf")
 
     def arrive(self, sender: int, data: bytes) -> None:
-        """Gets a message."""
+        """Receives a message."""
         self._mail.append((sender, data))
         self._wake(self._agenda.now)
 
     def greet(self, hello: Hello) -> None:
-        """Says hello."""
+        """Sends a hello."""
         self._words.append(lambda: (hello, 0.0))
         self._wake(self._agenda.now)
 
     def report(self, step: int, cut: int) -> None:
-        """Announces some tensors."""
+        """Announces the tensors of one report."""
         self._words.append(lambda: self.crowd.announce(step, cut, self.seen))
         self._wake(self._agenda.now)
 
     def _wake(self, time: float) -> None:
-        """Has a cycle run as soon as this rank is free."""
+        """Schedules a cycle for the time when this rank is free."""
         due = max(time, self._free)
         if due < self._due:
             self._due = due
@@ -108,7 +108,7 @@ class Node:
             self._as_hub(due, spent, self._hub, own, mail)
 
     def _plainly(self, now: float, own: Iterable[tuple[Message, float]], mail: Iterable[tuple[int, bytes]]) -> None:
-        """Is a rank that nobody reports to."""
+        """Runs a cycle of a rank that has no children."""
         for message, _ in own:
             now = self._send([(self.post.parent, message)], now)
         for _, data in mail:
@@ -119,7 +119,7 @@ class Node:
     def _as_hub(
         self, now: float, spent: float, hub: Hub, own: list[tuple[Message, float]], mail: list[tuple[int, bytes]]
     ) -> None:
-        """Reads, hears and decides for real."""
+        """Runs a cycle of a rank with a real hub, whose CPU time is measured."""
         self._recall(data for _, data in mail)
         read = []
         for sender, data in mail:
@@ -142,7 +142,7 @@ class Node:
         self._end(done)
 
     def _recall(self, mail: Iterable[bytes]) -> None:
-        """Lets the wire format remember what this rank has read lately, and nothing that another rank has."""
+        """Restores the wire format's cache to the messages that this rank decoded recently, and no other rank's."""
         wire.forget()
         for data in mail:
             if data in self._known:
@@ -151,7 +151,7 @@ class Node:
                 self._known = [*self._known, data][-_REMEMBERED:]
 
     def _send(self, out: Outgoing, now: float) -> float:
-        """Writes messages, each once, and sends them; returns when that is done."""
+        """Encodes each message once and sends it; returns the time when that is done."""
         last: Message | None = None
         data = b""
         for rank, message in out:
@@ -163,7 +163,7 @@ class Node:
         return now
 
     def _obey(self, message: Message, now: float) -> float:
-        """Carries out what it is told; returns when that is done."""
+        """Carries out a received message; returns the time when that is done."""
         self.told(message, now)
         if isinstance(message, Plan):
             self.seen = message.sequence

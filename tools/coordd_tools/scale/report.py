@@ -1,4 +1,4 @@
-"""The figures of a run, for people and for programs."""
+"""The figures of a run, as tables for people and as a document for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["document", "levels", "phases"]
 
 
 def phases(found: Sequence[Phase]) -> Table:
-    """What rank 0 had to do in each phase, and how long it took."""
+    """Returns a table of each phase: its duration, and rank 0's messages, bytes and busy time."""
     table = Table("phase", "out at all ranks", "rank 0: messages", "bytes", "busy", title="phases")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -33,7 +33,7 @@ def phases(found: Sequence[Phase]) -> Table:
 
 
 def levels(setting: Setting, phase: Phase) -> Table:
-    """What the ranks at each distance from rank 0 had to do in one phase, at most."""
+    """Returns a table of one phase: per distance from rank 0, the maximum messages, bytes and busy time of a rank."""
     table = Table(
         "hops", "ranks", "hearing others", "messages", "bytes", "busy", title=f"{phase.name}: most at one rank"
     )
@@ -57,7 +57,7 @@ def _by_level(setting: Setting, phase: Phase) -> list[tuple[int, int, Account]]:
 
 
 def document(setting: Setting, found: Sequence[Phase]) -> dict[str, Any]:
-    """Everything, for ``--json``."""
+    """Returns all settings and figures, for ``--json``."""
     return {
         "setting": dataclasses.asdict(setting),
         "phases": [

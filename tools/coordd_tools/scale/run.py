@@ -1,4 +1,4 @@
-"""One run: the ranks meet, negotiate everything for the first time, and then repeat that a few times."""
+"""One run: the ranks connect, negotiate all tensors for the first time, and then repeat that a few times."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PATIENCE = 1e4
 
 @dataclass(frozen=True)
 class Phase:
-    """What one phase took.
+    """The figures of one phase.
 
     Attributes:
-        name: of the phase.
-        seconds: virtual time until the last rank had what it waited for, after the last rank had begun.
+        name: the name of the phase.
+        seconds: virtual time from the last rank's start of the phase to the last rank's end of it.
         accounts: by rank.
     """
 
@@ -43,11 +43,11 @@ class Run:
     """A job in virtual time."""
 
     def __init__(self, setting: Setting, *, progress: Callable[[str, int], None]) -> None:
-        """Puts the ranks up.
+        """Creates the ranks.
 
         Args:
             setting: what is simulated.
-            progress: called with the name of a phase and how many ranks are through.
+            progress: called with the name of a phase and the number of ranks that have finished it.
         """
         self._setting = setting
         self._progress = progress
@@ -71,7 +71,7 @@ class Run:
         ]
 
     def phases(self) -> Iterator[Phase]:
-        """Goes through the phases, one by one."""
+        """Runs the phases, one by one."""
         with _undisturbed():
             yield self._start()
             for step in range(self._setting.steps + 1):
@@ -109,7 +109,7 @@ class Run:
         return self._until("cold" if step == 0 else f"steady {step}", complete, begin + last)
 
     def _until(self, name: str, ends: Callable[[Node, Message], bool], begin: float) -> Phase:
-        """Lets time pass until nothing happens any more; all ranks must have got what ends the phase."""
+        """Runs until no event is left; all ranks must have received a message that ends the phase."""
         times: dict[int, float] = {}
 
         def watch(node: Node) -> Callable[[Message, float], None]:
@@ -130,7 +130,7 @@ class Run:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keeps Python from looking for garbage among the objects of all ranks and charging it to one."""
+    """Disables garbage collection, which would scan the objects of all ranks and charge the time to one."""
     gc.collect()
     gc.disable()
     try:

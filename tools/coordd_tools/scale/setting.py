@@ -1,4 +1,4 @@
-"""What is simulated: the job, the tree, the network, and who is late."""
+"""The simulated job: its ranks, the tree, the network, and the stragglers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["Setting"]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """All that a run depends on, but for the speed of this machine.
+    """All inputs of a run, apart from the speed of this machine.
 
     Attributes:
-        ranks: how many.
-        hosts: on how many hosts they are, the first ranks on the first host.
-        tensors: how many each rank announces in a step.
+        ranks: the number of ranks.
+        hosts: the number of hosts; the first ranks are on the first host.
+        tensors: the number of tensors that each rank announces in a step.
         fan_in: the setting of this name.
         latency: seconds that a message takes from one rank to another.
-        bandwidth: bytes a second that a rank sends, and that it receives.
-        postage: seconds of a rank's time for each message that it sends or receives, beside what is measured.
-        cuts: how many reports a rank's tensors come in; every fourth rank cuts elsewhere.
+        bandwidth: bytes per second that a rank sends, and that it receives.
+        postage: seconds of a rank's time for each message that it sends or receives, in addition to measured time.
+        cuts: the number of reports for a rank's tensors; ranks of up to four kinds split them differently.
         gap: seconds between two of these reports.
-        stragglers: how many ranks are late.
-        delay: seconds that they are late.
-        steps: how many steps follow the first.
+        stragglers: the number of late ranks.
+        delay: seconds by which they are late.
+        steps: the number of steps after the first.
         seed: chooses the stragglers.
     """
 
@@ -47,12 +47,12 @@ class Setting:
 
     @cached_property
     def posts(self) -> list[Post]:
-        """The tree."""
+        """The posts of the tree, by rank."""
         return tree([f"node{rank * self.hosts // self.ranks:05d}" for rank in range(self.ranks)], self.fan_in)
 
     @cached_property
     def depths(self) -> list[int]:
-        """How many hops each rank is away from rank 0."""
+        """The number of hops from each rank to rank 0."""
         found = [0] * self.ranks
         for post in self.posts[1:]:  # a parent is a lower rank
             found[post.rank] = found[post.parent] + 1

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and in which order."""
+"""Virtual time: a queue of actions, ordered by time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Action = Callable[[], None]
 
 
 class Agenda:
-    """Actions by the time at which they are due; those of the same time in the order in which they were entered."""
+    """A queue of actions by due time; actions of the same time run in the order of their insertion."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -21,15 +21,15 @@ class Agenda:
         self._tie = count()
 
     def at(self, time: float, action: Action) -> None:
-        """Enters an action."""
+        """Schedules an action at a time, or now if that has passed."""
         heapq.heappush(self._due, (max(time, self.now), next(self._tie), action))
 
     def after(self, delay: float, action: Action) -> None:
-        """Enters an action that is due after some seconds."""
+        """Schedules an action after some seconds."""
         self.at(self.now + delay, action)
 
     def run(self, *, limit: float) -> bool:
-        """Carries out everything; says whether it came to an end before a time."""
+        """Runs all actions until ``limit`` seconds; returns whether none is left."""
         while self._due and self.now < limit:
             self.now, _, action = heapq.heappop(self._due)
             self.events += 1

@@ -1,4 +1,4 @@
-"""A look inside the protocol's objects: are all caches the same, and is nothing left behind?"""
+"""Inspects protocol objects: whether all response caches are equal, and whether any state is left at the end."""
 # ruff: noqa: SLF001 - looking inside is what this file is for
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ Content = tuple[Request, ...]
 
 
 class Caches:
-    """What the coordinator's cache held after each plan."""
+    """The contents of the coordinator's response cache after each plan."""
 
     def __init__(self) -> None:
         self._after: dict[int, Content] = {}
 
     def record(self, coordinator: Coordinator, sequence: int) -> None:
-        """Notes the coordinator's cache after a plan."""
+        """Records the coordinator's cache after a plan."""
         self._after[sequence] = _content(coordinator._negotiator._cache)
 
     def names(self, sequence: int, slots: Iterable[Iterable[int]]) -> frozenset[str]:
-        """What slots held after a plan, by name."""
+        """Returns the names of the tensors in slots of the cache after a plan."""
         return frozenset(self._after[sequence][slot].name for group in slots for slot in group)
 
     def compare(self, member: Member, sequence: int) -> None:
-        """Insists that a member that has followed the plan has the same."""
+        """Checks that the cache of a member that has followed a plan equals the coordinator's.
+
+        Raises:
+            Violation: the caches differ.
+        """
         own, common = _content(member._cache), self._after[sequence]
         demand(own == common, f"after plan {sequence} rank {member.rank} has the cache {own}, the coordinator {common}")
 
@@ -43,20 +47,20 @@ def _content(cache: ResponseCache) -> Content:
 
 
 def mentioned(coordinator: Coordinator, report: Report) -> set[str]:
-    """The names of which a report speaks, as the coordinator understands it at present."""
+    """Returns the names of the tensors in a report, as the coordinator's present cache decodes it."""
     cache = coordinator._negotiator._cache
     hits = {cache.request(slot).name for slot in bits(int.from_bytes(report.hits, "little"))}
     return hits | {told.request.name for told in report.fresh}
 
 
 def told(member: Member, report: Report) -> list[Entry]:
-    """The entries of which a member's report speaks."""
+    """Returns the entries in a member's report."""
     hits = [member._cache.request(slot).name for slot in bits(int.from_bytes(report.hits, "little"))]
     return [member.table.find(name) for name in [*hits, *(told.request.name for told in report.fresh)]]
 
 
 def leftovers(coordinator: Coordinator) -> dict[str, int]:
-    """Counts what the coordinator still holds, by the name of the table."""
+    """Counts the entries that the coordinator still holds, by the name of the table."""
     mind = coordinator._negotiator
     return {
         "announced": mind._roll.slots.bit_count(),

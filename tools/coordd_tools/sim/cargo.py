@@ -1,4 +1,4 @@
-"""Values by which every result of a collective shows where it has come from, and what the result must be."""
+"""Values for simulated collectives that identify their origin, and the results they must have."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FIRST = 11
 
 
 def fill(array: np.ndarray, key: int, rank: int) -> None:
-    """Fills an array with small whole numbers that differ by operation, rank and place.
+    """Fills an array with small integers that differ by operation, rank and position.
 
-    Sums of sixty-four of them are exact in sixteen bits. Gradients for Adasum are equal on all ranks, and so is their
-    adaptive sum.
+    Sums of sixty-four of them are exact in sixteen bits. Gradients for Adasum are equal on all ranks, and therefore so
+    is their adaptive sum.
     """
     first = (key * 5 + rank * 3) % _FIRST
     array[...] = np.arange(first, first + array.size).reshape(array.shape) % (_FIRST + array.size % 2)
@@ -27,13 +27,13 @@ def fill(array: np.ndarray, key: int, rank: int) -> None:
 def expected(
     request: Request, inputs: Mapping[int, np.ndarray], rank: int, splits: Mapping[int, Sequence[int]] | None = None
 ) -> np.ndarray:
-    """Says what an operation must give to a rank.
+    """Returns the result that an operation must have on a rank.
 
     Args:
-        request: what the ranks do.
-        inputs: by rank, ascending, what each has submitted; those that have joined have none.
-        rank: that gets the result.
-        splits: the rows that each rank has for each, for an alltoall.
+        request: the operation.
+        inputs: by rank, ascending, the submitted arrays; joined ranks have none.
+        rank: the rank that gets the result.
+        splits: for an alltoall, by rank, the number of rows it has for each member.
     """
     match request.kind:
         case Kind.ALLREDUCE:

@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 Run = TypeVar("Run")
 _CONFIDENCE = 3.0
-"""No failure in N runs bounds the rate of failures by 3/N, with 95 % confidence."""
+"""With no failure in N runs, the failure rate is at most 3/N with 95 % confidence (rule of three)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def _many(seeds: range, run: Callable[[int], Run], tell: Callable[[Sequence[Run]
 
 
 def _conclude(count: int, seconds: float) -> None:
-    """Says what it means that all runs went well."""
+    """Prints the bound on the failure rate after successful runs."""
     print(
         f"{count} seeds in {seconds:.1f} s ({count / seconds:.0f}/s): no invariant was violated, so at most one run in "
         f"{count / _CONFIDENCE:.0f} would be (95 %)"
@@ -88,7 +88,7 @@ def _conclude(count: int, seconds: float) -> None:
 
 
 def _summarize_moves(outcomes: Sequence[Moved]) -> None:
-    """Says what was moved."""
+    """Prints how much was moved."""
     print(
         f"{sum(run.buckets for run in outcomes)} buckets, {sum(run.words for run in outcomes)} occurrences of locked "
         f"buckets, {sum(run.turns for run in outcomes)} turns of ranks"
@@ -96,7 +96,7 @@ def _summarize_moves(outcomes: Sequence[Moved]) -> None:
 
 
 def _summarize(outcomes: Sequence[Outcome]) -> None:
-    """Says what was tried."""
+    """Prints how much was simulated, and how many runs had each switch."""
     print(
         f"{sum(run.submissions for run in outcomes)} tensors, {sum(run.messages for run in outcomes)} messages, "
         f"{sum(run.plans for run in outcomes)} plans, {sum(run.seconds for run in outcomes) / 3600:.1f} virtual hours"

@@ -1,8 +1,8 @@
-"""The data plane alone, drawn from one seed: process sets that overlap, buckets of every kind, and words between them.
+"""Simulates the data plane alone, from one seed: overlapping process sets, buckets of all kinds, votes between them.
 
-Real `Flights` on real planes, all ranks in one thread. Every rank gets the same buckets in the same order, as plans
-bring them, and words on locked buckets in an order of its own; some ranks are slow for a while. A rank that finds
-nothing to do sleeps until it is rung. If all sleep before the end, they wait for each other: that is found at once.
+Real `Flights` on real planes, all ranks in one thread. Every rank gets the same buckets in the same order, as from
+plans, and votes on locked buckets in an order of its own; some ranks are slow for a while. A rank with nothing to do
+sleeps until its wake-up. If all ranks sleep before the end, they wait for each other: this is found at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_TURNS = 20_000
 
 @dataclass(frozen=True)
 class Moved:
-    """What a run was."""
+    """The summary of a run."""
 
     seed: int
     ranks: int
@@ -47,7 +47,7 @@ class Moved:
 
 
 class _Result:
-    """A handle: what one rank gets of one tensor."""
+    """A handle: the result of one tensor on one rank."""
 
     submitted = 0.0
 
@@ -59,7 +59,7 @@ class _Result:
         self._array = array
 
     def land(self, value: np.ndarray, _: object) -> None:
-        """Compares the result, and spoils the memory, as the next step of a program does."""
+        """Checks the result, and overwrites the memory, as the next step of a program does."""
         demand(not self.done, f"{self.name} ends twice on rank {self._rank}")
         self.done = True
         wanted = self.job.wanted(self._rank)
@@ -83,12 +83,12 @@ class _Result:
 
     @property
     def untouched(self) -> bool:
-        """Whether the memory is as the program has left it."""
+        """Whether the memory is as the program left it, after the result."""
         return bool((self._array == _SPOILT).all())
 
 
 class _Job:
-    """One tensor that its members bring, and what each of them must get."""
+    """One tensor, with its input on each member and the results that they must get."""
 
     def __init__(self, rng: Random, key: int, request: Request, length: int) -> None:
         self.request = request
@@ -103,11 +103,11 @@ class _Job:
             fill(array, key, 0 if request.op is ReduceOp.ADASUM else rank)
 
     def wanted(self, rank: int) -> np.ndarray:
-        """What a rank must get."""
+        """Returns the result that a rank must get."""
         return expected(self.request, self.inputs, rank, self.splits)
 
     def entry(self, rank: int, place: Callable[[np.ndarray], np.ndarray]) -> Entry:
-        """A rank's tensor, with memory of its own."""
+        """Returns a rank's entry, with memory of its own."""
         request = self.request
         array = place(self.inputs[rank])
         entry = Entry(request, array, _Result(self, rank, array))
@@ -126,7 +126,7 @@ def _divided(rng: Random, rows: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A bucket as plans bring it: of a set, or of all."""
+    """A negotiated bucket; ``members`` is empty for the set of all ranks."""
 
     members: tuple[int, ...]
     jobs: tuple[_Job, ...]
@@ -134,7 +134,7 @@ class _Planned:
 
 @dataclass(frozen=True)
 class _Word:
-    """One occurrence of a locked bucket: what moves, and who gives an invalid word."""
+    """One iteration of a locked bucket: its tensors, and the ranks that vote invalid."""
 
     lock: int
     index: int
@@ -144,7 +144,7 @@ class _Word:
 
 
 class _Author:
-    """Draws what is to be moved."""
+    """Draws the buckets and votes of a run."""
 
     def __init__(self, rng: Random, size: int) -> None:
         self._rng = rng
@@ -154,7 +154,7 @@ class _Author:
         self.large = rng.choice((0.0, 0.0, 0.0, 0.05))
 
     def buckets(self) -> list[_Planned]:
-        """Sometimes one set has many in a row, so that they wait for each other."""
+        """Draws negotiated buckets; sometimes many of one set in a row, so that they wait for each other."""
         found: list[_Planned] = []
         rows = self._rng.randint(30, 60) if self._rng.random() < _LONG else self._rng.randint(1, 9)
         for _ in range(rows):
@@ -164,7 +164,7 @@ class _Author:
         return found
 
     def words(self) -> list[list[_Word]]:
-        """By line, in the order in which every rank gives them."""
+        """Draws the votes: for each locked bucket, in the order in which every rank casts them."""
         lines: list[list[_Word]] = [[] for _ in range(self._rng.randint(0, 3))]
         for lock in range(5, 5 + self._rng.randint(1, 2)):
             for index, line in enumerate(lines):
@@ -203,7 +203,7 @@ class _Author:
 
 
 class _Rank:
-    """One rank: what it is yet to hear, and what it has in flight; the `Outcomes` of its flights."""
+    """One rank: its pending buckets and votes, and its operations in flight; the `Outcomes` of its flights."""
 
     def __init__(self, world: _World, rank: int) -> None:
         self.rank = rank
@@ -218,21 +218,21 @@ class _Rank:
         self._idle = False
 
     def begin(self, plane: Any) -> None:
-        """Takes its data plane."""
+        """Takes the rank's data plane."""
         self.plane = plane
         self.flights = Flights(plane, self)
 
     def wake(self) -> None:
-        """Is rung."""
+        """Is called as the wake-up."""
         self.awake = True
 
     @property
     def heard_all(self) -> bool:
-        """Whether nothing more will be started here."""
+        """Whether nothing more will be started on this rank."""
         return not self._buckets and not self._lines
 
     def turn(self) -> None:
-        """Hears of something, or drives what is in flight; sleeps, a turn later, if there is nothing to do."""
+        """Starts something, or advances operations in flight; sleeps, one turn later, if there is nothing to do."""
         if not self.heard_all and self._rng.random() < 0.5:
             self.hear()
         elif self._idle and not self.flights.nod_off():
@@ -243,7 +243,7 @@ class _Rank:
         self._idle = not all(self.flights.advance() for _ in range(turns))
 
     def hear(self) -> None:
-        """Gets the next buckets, or a word to give."""
+        """Starts the next buckets, or casts a vote."""
         self.awake = True
         self.flights.wake_up()
         lines = [line for line in self._lines if line]
@@ -272,7 +272,7 @@ class _Rank:
         return Bucket(sequence, request, jobs[0].sizes, entries, slot=slot)
 
     def _place(self, array: np.ndarray) -> np.ndarray:
-        """A copy, sometimes in common memory."""
+        """Returns a copy, sometimes in shared memory."""
         commons = self.plane._commons  # noqa: SLF001 - as a framework's gradients get there
         if commons is None or array.size == 0 or self._rng.random() < 0.7:
             return array.copy()
@@ -282,17 +282,17 @@ class _Rank:
         return found
 
     def landed(self, entries: Sequence[Entry]) -> None:
-        """Is told that results have arrived."""
+        """Ignores that results have arrived."""
 
     def settled(self, word: Locked, *, moved: bool) -> None:
-        """Is told what has come of a word."""
+        """Checks the outcome of a vote."""
         unwilling = self._world.word(word).unwilling
         demand(
             moved == (not unwilling), f"rank {self.rank} hears that {word} has moved: {moved}, unwilling: {unwilling}"
         )
 
     def look_back(self) -> None:
-        """Insists that everything has ended, and that no rank has written to this one's memory afterwards."""
+        """Checks that everything has ended, and that no rank has written to this rank's memory afterwards."""
         refused = {job.key for line in self._world.lines for word in line if word.unwilling for job in word.jobs}
         for result in self._results:
             if result.job.key in refused:
@@ -328,11 +328,11 @@ class _World:
             rank.begin(plane)
 
     def word(self, word: Locked) -> _Word:
-        """What was planned of a word."""
+        """Returns the drawn iteration that a vote belongs to."""
         return self._words[word.lock, word.index, word.occurrence]
 
     def run(self) -> int:
-        """Gives turns to ranks until all is done; says how many."""
+        """Gives turns to ranks until all is done; returns the number of turns."""
         turns = 0
         for rank in self._chosen():
             turns += 1
@@ -347,7 +347,7 @@ class _World:
         return turns
 
     def _chosen(self) -> Iterator[_Rank]:
-        """Whose turn it is, until all sleep and have heard everything; some ranks are slow for a while."""
+        """Yields the rank of each turn until all sleep and have started everything; some ranks are slow for a while."""
         turns = 0
         while True:
             if turns % 64 == 0:
@@ -364,10 +364,10 @@ class _World:
 
 
 def move(seed: int) -> Moved:
-    """Moves what a seed stands for.
+    """Runs the data plane from a seed.
 
     Raises:
-        Violation: a result is wrong, or does not come.
+        Violation: a result is wrong or missing.
     """
     world = _World(Random(seed))  # noqa: S311 - a repeatable source is the point
     try:

@@ -1,4 +1,4 @@
-"""The data plane, as far as the protocol can tell: a bucket moves when all its members have started it."""
+"""The data plane as the protocol sees it: a bucket moves when all its members have started it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MEAN = 3e-4
 
 
 class Cargo(NamedTuple):
-    """What is in a bucket when it starts; its entries hold other things later, for ranks use them again.
+    """The contents of a bucket when it starts; its entries hold other data later, because ranks reuse them.
 
-    Who has joined has the names, but has made nothing of it.
+    A joined rank has the names, but no submissions.
     """
 
     made: list[Submission]
@@ -30,7 +30,7 @@ class Cargo(NamedTuple):
 
 
 class Exchange:
-    """Where buckets meet: under their sequence numbers, and only with their like."""
+    """Matches the buckets of all ranks by sequence number, and checks that they are equal."""
 
     def __init__(self, agenda: Agenda, rng: Random, ledger: Ledger, *, fusion_bytes: int) -> None:
         self._agenda = agenda
@@ -61,7 +61,7 @@ class Exchange:
             self._move(bucket.sequence)
 
     def inspect(self, what: str, rank: int, bucket: Bucket, others: Sequence[Cargo]) -> Cargo:
-        """Insists that a bucket is what it should be, and the same on other ranks; returns what is in it."""
+        """Checks that a bucket is legal, and the same on other ranks; returns its contents."""
         made = submissions(bucket)
         mine = Cargo(made, tuple(entry.request.name for entry in bucket.entries), bucket.sizes, bucket.absent)
         if made and not any(other.made for other in others):
@@ -76,13 +76,13 @@ class Exchange:
         return mine
 
     def move(self, made: Iterable[Submission]) -> None:
-        """Notes what is carried out, which happens once."""
+        """Records submissions as carried out; each of them may be carried out once."""
         for one in made:
             demand(one not in self._moved, f"{one!r} is carried out twice")
             self._moved.add(one)
 
     def crash(self, rank: int) -> None:
-        """Loses a rank: what it was to send on may be missing elsewhere, even where it had done its own part."""
+        """Removes a rank: its data may be missing on other ranks, even if it had finished its own part."""
         self._dead.add(rank)
 
     def _move(self, sequence: int) -> None:
@@ -97,7 +97,7 @@ class Exchange:
             self._agenda.after(self._rng.expovariate(1 / _MEAN), partial(arrive, rank))
 
     def _inspect(self, what: str, bucket: Bucket, made: list[Submission]) -> None:
-        """What is fused must be alike, and no more than allowed."""
+        """Checks that fused submissions have equal attributes, and no more bytes than allowed."""
         first = made[0].part.request
         alike = (first.kind, first.dtype, first.op, first.prescale, first.postscale, first.members)
         for one in made:
@@ -113,7 +113,7 @@ class Exchange:
 
 
 def submissions(bucket: Bucket) -> list[Submission]:
-    """What is in a bucket."""
+    """Returns the submissions in a bucket."""
     return [entry.handle for entry in bucket.entries if isinstance(entry.handle, Submission)]
 
 

@@ -1,4 +1,4 @@
-"""The coordinator of the simulated job, and a watch on what goes in and comes out."""
+"""The coordinator of the simulated job, with checks on its input and output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Hub"]
 
 
 class Hub(Coordinator):
-    """The real `Coordinator`, which is watched."""
+    """The real `Coordinator`, with checks."""
 
     def __init__(self, settings: Settings, trace: Trace, ledger: Ledger, caches: Caches) -> None:
         super().__init__(
@@ -35,7 +35,7 @@ class Hub(Coordinator):
         self._is_star = settings.is_star
 
     def hear(self, voice: int, message: Message | Lost, *, now: float) -> None:
-        """Takes a message in."""
+        """Receives a message."""
         if isinstance(message, Report):
             self._watch(voice, message)
             if self._is_star:
@@ -46,7 +46,7 @@ class Hub(Coordinator):
         super().hear(voice, message, now=now)
 
     def turn(self, now: float) -> Outgoing:
-        """Returns what is to be sent."""
+        """Returns the messages to send."""
         out = super().turn(now)
         for voice, message in out:
             if voice:
@@ -71,7 +71,7 @@ class Hub(Coordinator):
             self.locks += 1
 
     def _watch(self, voice: int, report: Report) -> None:
-        """Who knows of a lock speaks of what is in it only after he has broken it."""
+        """Checks that a reporter that knows of a lock announces none of its tensors before breaking it."""
         number, names = self._lock
         if report.unlock == number:
             self._lock = (0, frozenset())

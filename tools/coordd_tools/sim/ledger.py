@@ -1,7 +1,7 @@
-"""What was submitted, what became of it, and whether that was right.
+"""Records every submission and its outcome, and checks that the outcome is right.
 
 The invariants are those of a coordination protocol: nothing is lost, nothing is carried out twice, a tensor is released
-only when all members have announced the same, and an error reaches exactly those whom it concerns, in the same words.
+only when all members have announced the same, and an error reaches exactly the affected ranks, with the same text.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LOCKED = "locked allreduce"
 
 
 class Violation(AssertionError):  # noqa: N818 - not an error of the program, but what it has found
-    """Something that must never happen."""
+    """An invariant of the protocol does not hold."""
 
 
 def demand(holds: object, text: str) -> None:
-    """Insists on an invariant.
+    """Checks an invariant.
 
     Raises:
         Violation: it does not hold.
@@ -41,7 +41,7 @@ def demand(holds: object, text: str) -> None:
 
 
 class Submission(Handle[object]):
-    """One tensor that one rank has submitted: its handle, which knows where it belongs."""
+    """The handle of one tensor that one rank has submitted; it knows its round."""
 
     __slots__ = ("duplicate", "entry", "ledger", "outcome", "part", "rank", "turn")
 
@@ -58,31 +58,31 @@ class Submission(Handle[object]):
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended badly."""
+        """Whether it ended with an error."""
         return isinstance(self.outcome, BaseException)
 
     @property
     def open(self) -> bool:
-        """Whether the coordinator may still wait for it: it has not heard yet of a failure that ends it on its rank."""
+        """Whether the coordinator may still wait for it: it is pending, or failed here with a `PeerError`."""
         return self.outcome is self or isinstance(self.outcome, PeerError)
 
     def reuse(self, entry: Entry) -> None:
-        """Brings the entry of an earlier submission in place of a new one, as plugins do with gradients."""
+        """Reuses the entry of an earlier submission in place of a new one, as plugins do with gradients."""
         entry.request, entry.site, entry.filler = self.entry.request, self.entry.site, self.entry.filler
         entry.handle = self
         self.entry = entry
 
     def resolve(self, result: object) -> None:
-        """Ends well; the ledger has a look at it."""
+        """Completes the submission; the ledger checks the outcome."""
         self.ledger.settle(self, result)
         super().resolve(result)
 
     def fail(self, error: BaseException) -> None:
-        """Ends badly; the ledger has a look at it."""
+        """Fails the submission; the ledger checks the outcome."""
         self.ledger.settle(self, error)
         super().fail(error)
         if not self.turn.free:
-            self.error()  # the script hears of it at once
+            self.error()  # the script learns of the error at once
 
     def __repr__(self) -> str:
         return f"round {self.turn.number} ({self.turn.name}) on rank {self.rank}"
@@ -108,11 +108,11 @@ class Ledger:
         self._condemned: set[str] = set()
 
     def submit(self, rank: int, turn: Round, *, duplicate: bool = False) -> Submission:
-        """Enters a submission."""
+        """Records a submission."""
         made = Submission(self, rank, turn, duplicate=duplicate)
         self.submissions.append(made)
         if not duplicate:
-            if not self.failed:  # after that, data may still be on its way to an entry whose handle has failed
+            if not self.failed:  # after a failure, data may still be on its way to an entry whose handle has failed
                 made.reuse(self._entries.setdefault((rank, turn.name), made.entry))
             again = turn.free and rank in self._by_round[turn] and not self._by_round[turn][rank].open
             demand(again or rank not in self._by_round[turn], f"{made!r} was submitted twice: the simulator is wrong")
@@ -121,12 +121,12 @@ class Ledger:
         return made
 
     def report(self, rank: int, entries: Iterable[Entry], *, seen: int) -> None:
-        """Notes what a report of this rank holds, and when it was written."""
+        """Records the contents of a report of this rank, and the last plan it had seen."""
         told = [entry.handle for entry in entries]
         self._reported[rank].append((seen, [made for made in told if isinstance(made, Submission)]))
 
     def hear(self, rank: int) -> None:
-        """Notes that the coordinator has heard the next report of a rank; what a lock has overtaken does not count."""
+        """Records that the coordinator received a rank's next report; tensors overtaken by a lock do not count."""
         seen, told = self._reported[rank].popleft()
         for made in told:
             joins = made.part.request.kind is Kind.JOIN
@@ -134,27 +134,27 @@ class Ledger:
                 self._heard[made.turn].add(rank)
 
     def lock(self, number: int, names: frozenset[str]) -> None:
-        """Notes that a plan locks these names: what was announced of them in vain does not count any more."""
+        """Records that a plan locks names: their incomplete announcements do not count any more."""
         self._locks.append((number, names))
         for turn, ranks in self._heard.items():
             if turn.name in names and len(ranks) < len(turn.parts):
                 ranks.clear()
 
     def agree(self, turn: Round) -> None:
-        """Notes that all members have given their word on a round."""
+        """Records that all members have voted valid on a round."""
         self._heard[turn].update(turn.parts)
 
     def heard(self, turn: Round) -> bool:
-        """Says whether the coordinator has heard all members of a round, or that they have joined."""
+        """Returns whether the coordinator has received, from each member of a round, its announcement or its join."""
         return self._missing(turn) == ()
 
     def _missing(self, turn: Round) -> tuple[int, ...]:
-        """The members that the coordinator has not heard."""
+        """Returns the members from which the coordinator has received neither an announcement nor a join."""
         joined = self._heard[turn.join] if turn.join is not None else set()
         return tuple(sorted(({*turn.members} - self._heard[turn]) | (turn.absent - joined)))
 
     def settle(self, made: Submission, outcome: object) -> None:
-        """Judges how a submission ended."""
+        """Checks how a submission ended."""
         shown = repr(outcome) if outcome is None or isinstance(outcome, BaseException) else "data"
         demand(made.outcome is made, f"{made!r} ended twice, then with {shown}")
         made.outcome = outcome
@@ -180,7 +180,7 @@ class Ledger:
             demand(made.turn.void == (outcome is None), f"{made!r} ended with {shown}, void is {made.turn.void}")
 
     def _quarrel(self, made: Submission, error: MismatchError) -> None:
-        """A mismatch must be real, and told in the same words everywhere."""
+        """Checks that a mismatch is real, and that its text is the same on all ranks."""
         turn = made.turn
         wanted = "root rank" if turn.quarrel == ROOTLESS else turn.quarrel
         demand(error.attribute == wanted, f"{made!r} has {error!r}; in truth it is {turn.quarrel or 'well'!r}")
@@ -188,11 +188,11 @@ class Ledger:
         demand(str(error) == text, f"{made!r} was told {str(error)!r}, another rank {text!r}")
         if turn.quarrel != "process set":
             demand(self.heard(turn), f"{made!r} was refused before all members had announced it")
-            expected = quarrel_text(turn)  # Horovod's words come before it
+            expected = quarrel_text(turn)  # Horovod's text comes before it
             demand(text.endswith(expected), f"{made!r} was told {text!r} in place of {expected!r}")
 
     def judge(self, plan: Plan) -> None:
-        """Insists that what a plan fails because ranks wait for each other is between ranks that do."""
+        """Checks that operations a plan fails as deadlocked belong to ranks that really wait for each other."""
         failed = [response for response in plan.responses if response.attribute == "order"]
         if not (failed or plan.unmatched) or self.failed:
             return
@@ -203,13 +203,13 @@ class Ledger:
         for response in failed:
             name, told = response.request.name, {*response.recipients}
             missing = {*(response.request.members or self.waits.ranks)} - told
-            owed = len(told) == 1 and not told & blocked  # a rank that comes after the verdict, which it has not heard
+            owed = len(told) == 1 and not told & blocked  # a rank that submits after the decision, unaware of it
             true = (told & blocked and missing & blocked) or (owed and name in self._condemned)
             demand(true, f"{name!r} fails on {told}; in truth {blocked or 'no'} ranks wait for each other")
             self._condemned.add(name)
 
     def _pending(self, turn: Turn) -> set[int] | None:
-        """The ranks whose part of a round, or message, waits; None if a rank has carried it out, or done its own."""
+        """Returns the ranks whose part of a round or message is pending; None if one of them has completed its part."""
         if not isinstance(turn, Round):
             return None if turn in self.ended else {turn.members[-1]}
         told = self._by_round[turn]
@@ -218,11 +218,11 @@ class Ledger:
         return {rank for rank, made in told.items() if made.outcome is made}
 
     def stalled(self, report: StallReport, *, exact: bool) -> None:
-        """A stall report must name those that the coordinator has not heard.
+        """Checks that a stall report names the ranks whose announcements the coordinator has not received.
 
         Args:
-            report: what it says.
-            exact: nobody else, either; foremen, however, may still hold what a rank has said.
+            report: its contents.
+            exact: whether it may name no other rank; below foremen, which may still hold reports, it may.
         """
         for waiting in report.waiting:
             if waiting.operation == LOCKED:
@@ -241,15 +241,15 @@ class Ledger:
         return any(turn.quarrel == "process set" for turn in self._by_round if turn.name == name)
 
     def _fails(self, name: str) -> bool:
-        """Whether what the coordinator has heard of a name may have been taken back by a refusal, or a verdict."""
+        """Whether a refusal or a deadlock may have withdrawn announcements of a name from the coordinator."""
         return any(turn.free or turn.refusers for turn in self._by_round if turn.name == name)
 
     def waiting(self) -> str:
-        """Lists what is in flight."""
+        """Lists the submissions in flight."""
         return ", ".join(f"{made!r}" for made in self.submissions if made.outcome is made) or "nothing is in flight"
 
     def close(self, *, dead: Iterable[int], fatal: bool) -> None:
-        """Looks back when all is over: every submission of a live rank has ended, alike on all members."""
+        """Checks at the end that every submission of a live rank has ended, in the same way on all members."""
         for made in self.submissions:
             demand(made.rank in dead or made.outcome is not made, f"{made!r} never ended")
         for receipt in self.receipts:
@@ -257,6 +257,6 @@ class Ledger:
         if not fatal:
             for turn, told in self._by_round.items():
                 kinds = {type(made.outcome).__name__ for made in told.values()}
-                if turn.free and turn.refusers:  # ranks may have waited for each other before the refusal came
+                if turn.free and turn.refusers:  # ranks may have waited for each other before the refusal arrived
                     kinds.discard("RefusedError")
                 demand(len(kinds) <= 1, f"round {turn.number} ({turn.name}) ended differently: {kinds}")

@@ -1,4 +1,4 @@
-"""Sends and receives of simulated ranks: a message comes some time after it was sent, those of a pair in order."""
+"""Sends and receives of simulated ranks; messages arrive some time after their send, in order for each pair."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Letter", "Mailbag", "Receipt", "Routes"]
 
 _USUAL, _LATE = 1e-3, 3.0
 _LATENESS = 0.2
-"""So many messages are under way for longer than it takes a rank to say that it is blocked."""
+"""Fraction of messages that are in flight for longer than a rank takes to report that it is blocked."""
 
 
 @dataclass(frozen=True, eq=False)
 class Letter:
-    """A message from one rank to another, which has a name of its own.
+    """A message from one rank to another, with a unique name.
 
-    A ``large`` one is sent only when the receiver takes it.
+    A ``large`` message is sent only when the receiver takes it.
     """
 
     name: str
@@ -37,20 +37,20 @@ class Letter:
 
 @dataclass(frozen=True)
 class Part:
-    """What one end of a message waits for: that the other one does its part."""
+    """One end of a message, which waits until the other end does its part."""
 
     letter: Letter
     outgoing: bool
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that it concerns; the one that waits comes last."""
+        """The two ranks; the waiting one comes last."""
         ends = (self.letter.sender, self.letter.receiver)
         return ends[::-1] if self.outgoing else ends
 
 
 class Receipt(Handle[object]):
-    """A receive of one rank, or the send of a large message."""
+    """The handle of a receive, or of the send of a large message."""
 
     __slots__ = ("_ledger", "handle", "number", "peer", "rank", "turn")
 
@@ -59,22 +59,22 @@ class Receipt(Handle[object]):
         self.turn = Part(letter, outgoing)
         self.peer, self.rank = self.turn.members
         self.handle = self
-        self.number = 0  # of a send
+        self.number = 0  # the number of a send
         self._ledger = ledger
         ledger.receipts.append(self)
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended badly."""
+        """Whether it ended with an error."""
         return self._error is not None
 
     def resolve(self, result: object) -> None:
-        """Ends well: the other end has done its part."""
+        """Completes it; checks that the other end has done its part."""
         demand(self.turn in self._ledger.ended, f"{self!r} came, but was not sent, or was sent, but did not come")
         super().resolve(result)
 
     def fail(self, error: BaseException) -> None:
-        """Ends badly: ranks have waited for each other, or one has failed."""
+        """Fails it; checks that ranks wait for each other, or that a rank has failed or left."""
         true = is_deadlock(error) or (isinstance(error, PeerError) and self._ledger.failed)
         gone = isinstance(error, ShutdownError) and error.ranks == (self.peer,) and self.peer in self._ledger.gone
         demand(true or (gone and self.turn not in self._ledger.ended), f"{self!r} failed with {error!r}")
@@ -82,7 +82,7 @@ class Receipt(Handle[object]):
 
 
 class Routes:
-    """Carries messages between ranks, and back that they are taken."""
+    """Carries messages between ranks, and the notices that they were taken."""
 
     def __init__(self, agenda: Agenda, rng: Random, ledger: Ledger) -> None:
         self._agenda = agenda
@@ -92,12 +92,12 @@ class Routes:
         self.bags: dict[int, Mailbag] = {}
 
     def send(self, letter: Letter) -> None:
-        """Puts a message on its way."""
+        """Sends a message."""
         self.ledger.ended.add(Part(letter, outgoing=False))
         self._carry(letter.sender, letter.receiver, lambda: self.bags[letter.receiver].arrive(letter))
 
     def take(self, letter: Letter) -> None:
-        """Lets the sender of a large message know that the receiver has taken it."""
+        """Notifies the sender of a large message that the receiver has taken it."""
         if letter.large:
             self.ledger.ended.add(Part(letter, outgoing=True))
             self._carry(letter.receiver, letter.sender, lambda: self.bags[letter.sender].note_taken(letter))
@@ -110,10 +110,10 @@ class Routes:
 
 
 class Mailbag:
-    """What one rank sends and receives."""
+    """The sends and receives of one rank."""
 
     def __init__(self, rank: int, routes: Routes, *, wake: Callable[[], None]) -> None:
-        """Starts with nothing under way; ``wake`` has the rank look when a message has come."""
+        """Starts with nothing in flight; ``wake`` makes the rank check its messages when one has arrived."""
         self._routes = routes
         self._wake = wake
         self._come: deque[Letter] = deque()
@@ -132,7 +132,7 @@ class Mailbag:
 
     @property
     def wanted(self) -> list[Any]:
-        """The receives for which nothing has come."""
+        """The receives whose message has not arrived."""
         return [*self._wanted.values()]
 
     @property
@@ -142,25 +142,25 @@ class Mailbag:
 
     @property
     def letters(self) -> list[Any]:
-        """All of these."""
+        """All pending receives and sends."""
         return [*self.wanted, *self.offered]
 
     @property
     def unclaimed(self) -> list[tuple[int, int]]:
-        """The large messages that have come, and for which no receive has begun, by sender and number."""
+        """The large messages that have arrived before their receive, by sender and number."""
         return sorted((letter.sender, number) for letter, number in self._early.items() if letter.large)
 
     @property
     def sent(self) -> list[tuple[int, int]]:
-        """How many messages this rank has sent, by receiver."""
+        """The numbers of messages that this rank has sent, by receiver."""
         return sorted(self._sent.items())
 
     def heard(self, sender: int) -> int:
-        """How many messages of a rank have come."""
+        """Returns the number of messages delivered from a rank."""
         return self._heard[sender]
 
     def send(self, letter: Letter, receipt: Receipt | None) -> None:
-        """Sends; a large message has a receipt."""
+        """Sends a message; a large message has a receipt."""
         self._sent[letter.receiver] += 1
         self._routes.send(letter)
         if receipt is not None:
@@ -169,7 +169,7 @@ class Mailbag:
             self._end()
 
     def receive(self, receipt: Receipt) -> None:
-        """Begins to receive."""
+        """Starts a receive."""
         letter = receipt.turn.letter
         if letter in self._early:
             del self._early[letter]
@@ -180,17 +180,17 @@ class Mailbag:
             self._end()
 
     def arrive(self, letter: Letter) -> None:
-        """Gets a message, which the rank has yet to look at."""
+        """Queues an arriving message until the next `deliver`."""
         self._come.append(letter)
         self._wake()
 
     def note_taken(self, letter: Letter) -> None:
-        """Gets word that the receiver has taken a message."""
+        """Queues the notice that the receiver has taken a message."""
         self._taken.append(letter)
         self._wake()
 
     def deliver(self) -> bool:
-        """Looks at what has come; says whether there was anything."""
+        """Processes arrived messages and notices; returns whether there were any."""
         moved = bool(self._come or self._taken)
         while self._come:
             letter = self._come.popleft()
@@ -207,7 +207,7 @@ class Mailbag:
         return moved
 
     def give_up(self, peer: int, name: str, number: int) -> list[Receipt]:
-        """Drops receives for which nothing has come, or the send of a number, and returns them."""
+        """Removes and returns the pending receives of a name from a peer, or, given a number, the pending send."""
         where = self._offered if number else self._wanted
         found = [
             letter for letter, each in where.items() if (each.peer, each.name, each.number) == (peer, name, number)
@@ -216,20 +216,20 @@ class Mailbag:
 
     @property
     def traffic(self) -> Traffic | None:
-        """What ranks that exchange messages with this one have to know when it leaves."""
+        """The counts that ranks which exchange messages with this one need when it leaves; None if there were none."""
         if not (self._sent or self._heard):
             return None
         early = sorted((letter.sender, number) for letter, number in self._early.items())
         return Traffic(tuple(self.sent), tuple(sorted(self._heard.items())), tuple(early))
 
     def old(self, now: float) -> tuple[int, ...]:
-        """The ranks at the other ends of what has been under way for a second, once each."""
+        """Returns the peers of sends and receives that have been pending for a second, each peer once."""
         found = {each.peer for each in self.letters if each.submitted <= now - 1.0} - self._asked
         self._asked |= found
         return tuple(sorted(found))
 
     def follow(self, plan: Plan, member: Member) -> bool:
-        """Fails what a plan says that will not be sent or taken; says whether the script's wait may be over by that."""
+        """Fails sends and receives that a plan gives up; returns whether the script's wait may have ended by that."""
         self._left |= {left.rank: left.traffic for left in plan.left}
         failed = False
         for each in plan.unmatched:
@@ -243,7 +243,7 @@ class Mailbag:
         return failed
 
     def _end(self) -> None:
-        """Fails what ranks that have left take no part in."""
+        """Fails sends and receives whose peer has left without its part."""
         for receipt in [each for each in self.letters if each.peer in self._left]:
             traffic = self._left[receipt.peer]
             heard = dict(traffic.heard).get(receipt.rank, 0)
@@ -256,13 +256,13 @@ class Mailbag:
                 receipt.fail(ShutdownError(receipt.name, (receipt.peer,)))
 
     def drop(self, sender: int, number: int) -> None:
-        """Forgets a message that has failed where it comes from."""
+        """Forgets an arrived message whose send has failed at its sender."""
         for letter in [each for each, count in self._early.items() if (each.sender, count) == (sender, number)]:
             del self._early[letter]
             self._routes.ledger.ended.discard(Part(letter, outgoing=False))
 
     def clear(self) -> list[Receipt]:
-        """Drops all."""
+        """Removes and returns all pending receives and sends."""
         found = self.letters
         self._wanted, self._offered = {}, {}
         return found

@@ -1,6 +1,6 @@
-"""Common memory, bells and lanes of simulated ranks: the real ones, but in the memory of one process, and without time.
+"""Shared memory, wake-ups and lanes of simulated ranks: the real ones, but in one process, and without time.
 
-A rank that sleeps is woken as in reality: by the bell of its board, or by what arrives on its lane.
+A sleeping rank is woken as in reality: through its board, or by a message that arrives on its lane.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from coordd.transport.segments import Heap
 __all__ = ["LEAST_TAGS", "lent", "planes"]
 
 LEAST_TAGS = 1 << 15
-"""MPI promises no more."""
+"""The smallest number of tags that MPI guarantees."""
 
 
 class _Board(Board):
-    """A board in this process's memory; ``wake`` is called in place of the bell."""
+    """A board in this process's memory; its wake-up calls ``wake``."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.memory = np.frombuffer(mmap.mmap(-1, BOARD_WORDS * 8), np.uint8)  # only what is touched takes memory
+        self.memory = np.frombuffer(mmap.mmap(-1, BOARD_WORDS * 8), np.uint8)  # only touched pages take memory
         self.words = self.memory[:FIRST_INLINE].data.cast("q")
         self.blocks: list[np.ndarray] = []
         self._wake = wake
 
     def ring(self, what: int = FOR_ALL) -> None:
-        """Wakes the owner if it sleeps and is to be woken for that."""
+        """Wakes the owner if it sleeps and waits for such an event."""
         if self.words[ASLEEP] >= what:
             self._wake()
 
     def close(self) -> None:
-        """Does nothing: the memory is the process's."""
+        """Does nothing: the memory belongs to the process."""
 
 
 class _Heap(Heap):
@@ -47,12 +47,12 @@ class _Heap(Heap):
         self._blocks = blocks
 
     def allocate(self, size: int) -> np.ndarray:
-        """Returns a new block, all zero."""
+        """Returns a new block, zeroed."""
         self._blocks.append(np.zeros(size, np.uint8))
         return self._blocks[-1][:]
 
     def locate(self, array: np.ndarray) -> tuple[int, int] | None:
-        """Finds the block in which an array lies, and the offset in bytes."""
+        """Returns the number of the block that contains an array, and the offset in bytes; None if no block does."""
         start = array.__array_interface__["data"][0]
         for number, block in enumerate(self._blocks):
             first = block.__array_interface__["data"][0]
@@ -62,7 +62,7 @@ class _Heap(Heap):
 
 
 class _Commons(Commons):
-    """One rank's view of a simulated host."""
+    """One rank's view of the shared memory of a simulated host."""
 
     def __init__(self, ranks: Sequence[int], rank: int, boards: Sequence[_Board]) -> None:
         super().__init__(ranks, rank, boards)
@@ -70,23 +70,23 @@ class _Commons(Commons):
         self.heap = _Heap(self._memories[rank])
 
     def block(self, rank: int, number: int) -> np.ndarray:
-        """Returns a neighbour's block."""
+        """Returns a block of another rank of the host."""
         return self._memories[rank][number]
 
 
 def planes(
     hosts: Sequence[str], *, shared: bool, chunk: int, wake: Sequence[Callable[[], None]]
 ) -> tuple[list[Plane], LocalWorld]:
-    """Makes the data planes of all ranks.
+    """Creates the data planes of all ranks.
 
     Args:
         hosts: the host of every rank.
-        shared: whether ranks of a host have common memory; if not, all data takes the lane.
-        chunk: bytes in which large tensors travel.
-        wake: for every rank, what is called when it is rung, or when something arrives for it.
+        shared: whether ranks of a host have shared memory; if not, all data takes the lane.
+        chunk: bytes per piece of a large tensor.
+        wake: for every rank, the function to call for its wake-up, or when a message arrives for it.
 
     Returns:
-        the planes, and the lanes between them.
+        The planes, and the lanes between them.
     """
     world = LocalWorld(len(hosts))
     boards = [_Board(each) for each in wake] if shared else []
@@ -101,7 +101,7 @@ def planes(
 
 
 def lent(plane: Plane) -> int:
-    """How many blocks of common memory a rank's operations hold."""
+    """Returns the number of blocks of shared memory that a rank's operations hold."""
     commons = plane._commons  # noqa: SLF001 - looking inside is what this is for
     if not isinstance(commons, _Commons):
         return 0

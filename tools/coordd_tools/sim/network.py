@@ -1,4 +1,4 @@
-"""The control channel's network: a star or a tree around rank 0 that delays, but keeps the order of each link."""
+"""The control channel's network: a star or tree around rank 0 with delays, and with messages in order on each link."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Link = tuple[int, int]
 
 
 class Network:
-    """Carries messages as bytes between ranks; those of different links overtake each other."""
+    """Carries encoded messages between ranks; messages of different links overtake each other."""
 
     def __init__(
         self, agenda: Agenda, rng: Random, *, spikes: bool, deliver: Callable[[int, int, Message | Lost], None]
@@ -30,7 +30,7 @@ class Network:
 
         Args:
             agenda: the clock.
-            rng: chance.
+            rng: the random generator.
             spikes: whether some messages take a hundred times as long as usual.
             deliver: called with the receiver, the sender and the message.
         """
@@ -43,7 +43,7 @@ class Network:
         self._cut: dict[Link, float] = {}
 
     def send(self, sender: int, receiver: int, message: Message) -> None:
-        """Puts a message on its way; a rank that is gone sends nothing."""
+        """Sends a message; a rank whose link is closed sends nothing."""
         link = (sender, receiver)
         if link in self._cut:
             return
@@ -53,7 +53,7 @@ class Network:
         self._agenda.at(time, partial(self._arrive, link, time, decode(data)))
 
     def close(self, rank: int, neighbours: Iterable[int], *, crashed: bool) -> None:
-        """Closes all links of a rank: after a crash, part of what was under way is lost."""
+        """Closes all links of a rank; after a crash, some messages in flight are lost."""
         for peer in neighbours:
             link = (rank, peer)
             if link in self._cut:

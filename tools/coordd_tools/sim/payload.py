@@ -1,8 +1,8 @@
-"""The bytes of a simulated job: what the protocol starts moves on real flights, planes and boards, beside the job.
+"""The data of a simulated job: operations that the protocol starts also run on real flights, planes and boards.
 
-The protocol's time is that of `Exchange` and `Words`; here a rank drives what it has in flight whenever it has a cycle,
-and all go on until the end when the job is over. So data is often late, and much is in flight at once. Nothing of this
-changes what the job does, for chance has a source of its own here.
+The protocol's time is that of `Exchange` and `Words`; here a rank advances its operations in flight whenever it has a
+cycle, and all ranks continue to the end when the job is over. So data is often late, and much of it is in flight at
+once. This never changes the job, because it has a random generator of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Payload"]
 
 _NUMBERINGS = ((2, 1), (2, 2), (3, 4), (16, 16))
 _MOST_TURNS = 100_000
-_ALIKE = {Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST}  # all get the same
+_ALIKE = {Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST}  # all ranks get the same
 
 
 class _Result:
@@ -43,7 +43,7 @@ class _Result:
         self._turn = turn
 
     def land(self, value: np.ndarray, _: object) -> None:
-        """Compares the result; a rank that has joined gets none."""
+        """Checks the result; a joined rank gets none."""
         self._payload.landed += 1
         if self._turn is not None and not self._payload.right(self._turn, self._rank, value):
             wanted = self._payload.wanted(self._turn, self._rank)
@@ -59,7 +59,7 @@ class _Result:
 
 
 class _Rank:
-    """What one rank has in flight; the `Outcomes` of its flights."""
+    """The operations in flight of one rank; the `Outcomes` of its flights."""
 
     def __init__(self, payload: Payload, rank: int) -> None:
         self.rank = rank
@@ -68,20 +68,20 @@ class _Rank:
         self._payload = payload
 
     def begin(self, flights: Flights) -> None:
-        """Takes its flights."""
+        """Takes the rank's flights."""
         self.flights = flights
 
     def wake(self) -> None:
-        """Is rung."""
+        """Is called as the wake-up."""
         self.awake = True
 
     def advance(self) -> None:
-        """Drives what is in flight; sleeps if nothing has moved."""
+        """Advances operations in flight; sleeps if none has progressed."""
         self.flights.wake_up()
         self.awake = self.flights.advance() or self.flights.nod_off()
 
     def entry(self, entry: Entry) -> Entry:
-        """An entry like that of the protocol, with data."""
+        """Returns a copy of one of the protocol's entries, with data."""
         made = entry.handle
         if not isinstance(made, Submission):
             return Entry(entry.request, entry.array.copy(), _Result(self._payload, self.rank, None))
@@ -92,15 +92,15 @@ class _Rank:
         return found
 
     def bucket(self, bucket: Bucket) -> Bucket:
-        """A bucket like that of the protocol, with data."""
+        """Returns a copy of one of the protocol's buckets, with data."""
         entries = tuple(self.entry(entry) for entry in bucket.entries)
         return Bucket(bucket.sequence, bucket.request, bucket.sizes, entries, bucket.absent, bucket.slot)
 
     def landed(self, entries: Sequence[Entry]) -> None:
-        """Is told that results have arrived."""
+        """Ignores that results have arrived."""
 
     def settled(self, word: Locked, *, moved: bool) -> None:
-        """Is told what has come of a word: the same on all ranks."""
+        """Checks that the outcome of a vote is the same on all ranks."""
         key = (word.lock, word.index, word.occurrence)
         first = self._payload.moved.setdefault(key, moved)
         demand(moved == first, f"rank {self.rank} hears that {key} has moved: {moved}, others hear {first}")
@@ -110,11 +110,11 @@ class Payload:
     """The data plane of all ranks."""
 
     def __init__(self, rng: Random, hosts: Sequence[str]) -> None:
-        """Puts it up.
+        """Creates the data planes.
 
         Args:
-            rng: chance.
-            hosts: of every rank.
+            rng: the random generator.
+            hosts: the host of every rank.
         """
         self.landed = 0
         self.moved: dict[tuple[int, int, int], bool] = {}
@@ -129,33 +129,33 @@ class Payload:
             rank.begin(Flights(plane, rank))
 
     def numbering(self) -> Numbering:
-        """Makes the numbering of a rank, with so few slots that they are used again and again."""
+        """Returns the numbering of a rank, with so few slots that they are reused all the time."""
         groups, depth = self._numbering
         return Numbering(groups=groups, depth=depth)
 
     def start(self, rank: int, bucket: Bucket) -> None:
-        """Starts a negotiated bucket on a rank; no broadcast from outside its set, which no real script can have."""
+        """Starts a negotiated bucket on a rank; ignores a broadcast from outside its set: no real script has one."""
         request = bucket.request
         if request.kind is Kind.BROADCAST and request.members and request.root not in request.members:
             return
         self._ranks[rank].flights.start(self._ranks[rank].bucket(bucket))
 
     def give(self, rank: int, word: Locked) -> None:
-        """Gives a rank's word."""
+        """Casts a rank's vote."""
         bucket = None if word.bucket is None else self._ranks[rank].bucket(word.bucket)
         self._ranks[rank].flights.give(Locked(word.lock, word.index, word.occurrence, bucket))
 
     def advance(self, rank: int) -> None:
-        """Drives what a rank has in flight, in some of its cycles."""
+        """Advances a rank's operations in flight, in some of its cycles."""
         if self._ranks[rank].flights and self._rng.random() < 0.5:
             self._ranks[rank].advance()
 
     def stop(self, rank: int) -> None:
-        """Throws away what a rank has in flight, which has crashed or knows of a failure."""
+        """Drops the operations in flight of a rank that has crashed or knows of a failure."""
         self._ranks[rank].flights.clear()
 
     def close(self, *, failed: bool) -> None:
-        """Goes on until everything has landed; after a failure, as far as it can."""
+        """Advances all ranks until everything is complete; after a failure, as far as possible."""
         for rank in self._ranks:
             rank.awake = True
         for _ in range(_MOST_TURNS):
@@ -172,7 +172,7 @@ class Payload:
         demand(not mail._sent and not mail._wanted, "messages have no sender, or no receiver")  # noqa: SLF001 - looking inside
 
     def brought(self, turn: Round, rank: int) -> np.ndarray:
-        """What a rank brings to a round."""
+        """Returns the array that a rank contributes to a round."""
         part = turn.parts[rank]
         array = np.zeros(part.request.shape, dtype_of(part.request.dtype))
         if not part.filler:
@@ -180,12 +180,12 @@ class Payload:
         return array
 
     def right(self, turn: Round, rank: int, value: np.ndarray) -> bool:
-        """Whether a rank has got what it must."""
+        """Returns whether a rank's result is right."""
         kind = turn.parts[rank].request.kind
         return kind in {Kind.BARRIER, Kind.JOIN} or np.array_equal(value, self.wanted(turn, rank))
 
     def wanted(self, turn: Round, rank: int) -> np.ndarray:
-        """What a rank must get."""
+        """Returns the result that a rank must get."""
         key = (turn, -1 if turn.parts[rank].request.kind in _ALIKE else rank)
         if key not in self._wanted:
             self._wanted[key] = self._worked_out(turn, rank)
@@ -210,7 +210,7 @@ class Payload:
 
 
 def _splits(turn: Round, rank: int) -> list[int]:
-    """The rows that a rank has for each member in an alltoall."""
+    """Returns the rows that a rank has for each member in an alltoall."""
     shape = turn.parts[rank].request.shape
     count = len(turn.parts) + len(turn.absent)
     rows = shape[0] if shape else 0

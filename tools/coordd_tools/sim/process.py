@@ -1,4 +1,4 @@
-"""One simulated rank: the real `Member`, and around it what the daemon does, in virtual time."""
+"""One simulated rank: the real `Member`, and the work of its daemon and main thread in virtual time."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Process:
     """A daemon and its main thread; its steps are those of `coordd.daemon`, without threads and sockets."""
 
     def __init__(self, rank: int, setting: Setting, hub: Hub | None) -> None:
-        """Makes a rank; it lives from `start` on.
+        """Creates a rank, which starts with `start`.
 
         Args:
             rank: its number.
-            setting: what is around it.
-            hub: the coordinator, on rank 0; a foreman, where others report to this rank.
+            setting: the environment of the rank.
+            hub: the coordinator on rank 0; a foreman on other ranks that have children.
         """
         self.rank = rank
         self.member = Member(
@@ -95,19 +95,19 @@ class Process:
         self.bag = Mailbag(rank, setting.routes, wake=lambda: self._wake(0.0))
         self._blocks = _Watch(self) if setting.swarm.blocks else None
 
-    # What happens to a rank.
+    # Events of a rank.
 
     def start(self) -> None:
-        """Says hello."""
+        """Sends a hello."""
         self.tell(Hello("1", "same", 1000 + self.rank, "host"))
 
     def arrive(self, sender: int, message: Message | Lost) -> None:
-        """Gets a message."""
+        """Receives a message."""
         self._mail.append((sender, message))
         self._wake(self._setting.rng.uniform(0, _WINDOW))
 
     def crash(self) -> None:
-        """Dies without a word."""
+        """Crashes without sending anything."""
         if not self.closed and not self.member.stopped:
             self._note("crashes")
             self.crashed = self.closed = True
@@ -118,16 +118,16 @@ class Process:
             self._setting.network.close(self.rank, self._neighbours, crashed=True)
 
     def crash_when_leaving(self) -> None:
-        """Dies after it has said goodbye, while others may still need it."""
+        """Crashes after the rank has said goodbye, while other ranks may still need it."""
         self.doomed = True
 
     def freeze(self, seconds: float) -> None:
-        """Stands still, as after SIGSTOP, and goes on as if nothing had been."""
+        """Stops for some seconds, as after SIGSTOP, and then continues."""
         self._note(f"stands still for {seconds:.3f} s")
         self._frozen_until = self._setting.agenda.now + seconds
 
     def raise_error(self) -> None:
-        """Has an exception in its script."""
+        """Raises an exception in the script."""
         if self.failure is None and not self.closed and not self.member.stopped:
             self._note("fails")
             self.raised = True
@@ -136,10 +136,10 @@ class Process:
             self._inbox.append(lambda: self._report_failure(failure))
             self._wake(0.0)
 
-    # What the program asks for.
+    # Requests of the program.
 
     def submit(self, turn: Round, *, duplicate: bool = False) -> Submission:
-        """Submits this rank's part of a round; fails it at once if the job has failed."""
+        """Submits this rank's part of a round; it fails at once if the job has failed."""
         made = self._setting.ledger.submit(self.rank, turn, duplicate=duplicate)
         made.submitted = self._setting.agenda.now
         if self.failure is not None:
@@ -151,7 +151,7 @@ class Process:
         return made
 
     def busy(self, name: str) -> bool:
-        """Says whether a submission under this name would be a duplicate now."""
+        """Returns whether a submission under this name would be a duplicate now."""
         waiting = [*self.member.table, *(item for item in self._inbox if isinstance(item, Entry))]
         return self.failure is None and any(entry.request.name == name for entry in waiting)
 
@@ -161,7 +161,7 @@ class Process:
         return self._beside > 0 and not self.closed
 
     def submit_beside(self, turns: Sequence[tuple[float, Round]]) -> list[Made]:
-        """Has another thread submit rounds, each after some seconds; returns the list that they will be in."""
+        """Submits rounds on another thread, each after some seconds; returns the list that will contain them."""
         made: list[Made] = []
         self._beside += len(turns)
 
@@ -180,7 +180,7 @@ class Process:
         return made
 
     def exchange(self, letter: Letter) -> Receipt | None:
-        """Sends a message, or begins to receive it; None if that ends at once, for it is small."""
+        """Sends or starts to receive a message; returns None for the send of a small one, which needs no wait."""
         outgoing = letter.sender == self.rank
         receipt = None
         if letter.large or not outgoing:
@@ -191,7 +191,7 @@ class Process:
         return receipt
 
     def _begin(self, what: Letter | Receipt) -> None:
-        """Begins to send or to receive, as the daemon does."""
+        """Starts a send or a receive, as the daemon does."""
         if self._blocks is not None and self._blocks.told:
             self._blocks.note_news(self._setting.agenda.now)
         if isinstance(what, Letter):
@@ -206,7 +206,7 @@ class Process:
             self._blocks.note_wait(self._setting.agenda.now)
 
     def refuse(self, refused: Refused) -> None:
-        """Says that this rank has left a collective call by an exception, or refuses its part of an operation."""
+        """Reports that this rank has left a collective call by an exception, or refuses its part of an operation."""
         self._inbox.append(refused)
         self._wake(0.0)
 
@@ -221,7 +221,7 @@ class Process:
     # The daemon.
 
     def _wake(self, delay: float) -> None:
-        """Has a cycle run soon."""
+        """Schedules a cycle after some seconds."""
         agenda = self._setting.agenda
         due = max(agenda.now + delay, self._frozen_until)
         if due < self._due:
@@ -257,7 +257,7 @@ class Process:
     def _announce(self) -> None:
         items, self._inbox = self._inbox, []
         before: list[Entry] = []
-        for item in items:  # in the order in which they were left, as in the daemon
+        for item in items:  # in the order of submission, as in the daemon
             if isinstance(item, Entry):
                 before.append(item)
             elif isinstance(item, Refused | Heard):
@@ -275,7 +275,7 @@ class Process:
             self._start(item)
 
     def _start(self, item: Work) -> None:
-        """Does what is neither announced nor refused."""
+        """Starts an item that is neither announced nor refused."""
         if isinstance(item, Letter | Receipt):
             self._begin(item)
         elif not isinstance(item, Entry | Refused | Heard):
@@ -289,7 +289,7 @@ class Process:
             entry.handle.fail(_peer_error(self.failure))
 
     def _wake_to_look(self) -> None:
-        """Has a cycle run when it is time to look whether the script is blocked."""
+        """Schedules a cycle for the next check of pending messages, or of whether the script is blocked."""
         if self.bag.letters and self.failure is None:
             self._wake(1.0)
         if self._blocks is None or self.failure is not None:
@@ -320,12 +320,12 @@ class Process:
 
     @property
     def moving(self) -> bool:
-        """Whether data is on the way; words of other ranks may never come."""
+        """Whether data is on its way; votes of other ranks may never come."""
         words = self._setting.words
         return bool(self._active or self._queue or any(not words.missing(word) for word in self._open))
 
     def tell(self, message: Message) -> None:
-        """Sends to the coordinator."""
+        """Sends a message to the coordinator."""
         self._note(f"says {message}")
         if self._hub is not None:
             self._hub.hear(self.rank, message, now=self._setting.agenda.now)
@@ -416,7 +416,7 @@ class Process:
             entry.finish(entry.array)
 
     def _watch(self) -> None:
-        """Asks what the others do when something has waited too long."""
+        """Sends an overdue notice when an operation has waited too long."""
         oldest = self._stall.oldest(self.member.table)
         swarm = self._setting.swarm
         if not (swarm.stall or swarm.polling) or self.failure is not None or oldest is None:
@@ -424,13 +424,13 @@ class Process:
         now = self._setting.agenda.now
         waited = now - oldest
         if self._stall.overdue(waited):
-            if swarm.polling:  # else somebody has waited, and that must do
+            if swarm.polling:  # otherwise a waiting thread has already hurried the daemon, and that must suffice
                 self._carry_out(self.member.unlock())
             self.tell(self._overdue(now, waited))
         self._wake(self._stall.remaining(waited) + 1e-6)
 
     def _overdue(self, now: float, waited: float) -> Overdue:
-        """What has waited too long; of what is locked only the data plane knows who is missing."""
+        """Returns the overdue operations; for locked ones only the data plane knows the missing ranks."""
         late = self._stall.late(self.member.table, now)
         words = {entry.request.name: word for word in self._open if word.bucket for entry in word.bucket.entries}
         locked = [Waiting(name, LOCKED, self._setting.words.missing(words[name])) for name in late if name in words]
@@ -439,7 +439,7 @@ class Process:
     # The main thread.
 
     def _resume(self) -> None:
-        """Goes on with the program if nothing that it waits for is in flight."""
+        """Continues the program if every operation that it waits for is done."""
         self._note_waits()
         if self._program is None or self._awaited is None or not all(made.poll() for made in self._awaited):
             return
@@ -462,18 +462,18 @@ class Process:
 
     @property
     def has_submitted(self) -> bool:
-        """Whether the script has left something for the daemon that it has not taken in yet."""
+        """Whether the script has submitted something that the daemon has not taken yet."""
         return any(isinstance(item, Entry | Letter | Receipt) for item in self._inbox)
 
     @property
     def waits_for(self) -> Made | None:
-        """What the script waits for, so that it goes on only after that; it does not where it polls."""
+        """The operation for which the script blocks; None if it does not wait, or polls."""
         if self._awaited is None or self._setting.swarm.polling:
             return None
         return next((made for made in self._awaited if not made.poll()), None)
 
     def _note_waits(self) -> None:
-        """Lets the ledger know what the script waits for, and the watch when that is something new."""
+        """Updates the ledger with the operation that the script waits for, and the block watch if it is a new one."""
         if self._blocks is None:
             return
         made = self.waits_for
@@ -485,7 +485,7 @@ class Process:
         self._setting.ledger.waits.begin(self.rank, made.turn if made is not None and not self._beside else None)
 
     def _break_off(self, awaited: list[Made]) -> None:
-        """Has an exception end a wait, as that of a signal's handler, if it has not ended yet."""
+        """Ends a wait by an exception, as from a signal handler, unless it has ended."""
         if self._awaited is not awaited or all(made.poll() for made in awaited) or self.closed:
             return
         if (frozen := self._frozen_until - self._setting.agenda.now) > 0:
@@ -540,7 +540,7 @@ class Process:
             receipt.fail(_peer_error(failure))
 
     def _part(self) -> None:
-        """Ends once all is done; what does not come any more, because a rank died after its goodbye, is given up."""
+        """Ends the process once all operations are done, or after a while, if a rank has died after its goodbye."""
         now = self._setting.agenda.now
         self._parting = now + _FAREWELL if self._parting is None else self._parting
         if (self._active or self._queue or self._open) and now < self._parting:
@@ -551,7 +551,7 @@ class Process:
         self._close()
 
     def _close(self) -> None:
-        """Ends the process; what is still in its inbox fails."""
+        """Ends the process; items in its inbox fail."""
         self.closed = True
         self._note("ends")
         for item in self._inbox:
@@ -564,7 +564,7 @@ class Process:
 
 
 class _Watch(BlockWatch):
-    """The real `BlockWatch`, but for what it finds out by a look at the threads of a process."""
+    """The real `BlockWatch`, without the inspection of a process's threads."""
 
     def __init__(self, process: Process) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""What the main thread of a simulated rank does: computes, submits, waits, leaves."""
+"""The main thread of a simulated rank: computes, submits, waits, leaves."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TRIES = 200
 
 Made = Submission | Receipt
 Pause = float | list[Made] | tuple[Made, float]
-"""Seconds of computing, what the thread waits for, or that and the seconds after which an exception ends the wait."""
+"""Seconds of computing, operations to wait for, or an operation and the seconds until an exception ends the wait."""
 
 
 class Worker(Protocol):
-    """What the program may ask of its daemon."""
+    """The requests that a program may make of its daemon."""
 
     rank: int
 
@@ -36,23 +36,23 @@ class Worker(Protocol):
         ...
 
     def submit(self, turn: Round, *, duplicate: bool = False) -> Submission:
-        """Submits this rank's part of a round; fails it at once if the job has failed."""
+        """Submits this rank's part of a round; it fails at once if the job has failed."""
         ...
 
     def busy(self, name: str) -> bool:
-        """Says whether a submission under this name would be a duplicate now."""
+        """Returns whether a submission under this name would be a duplicate now."""
         ...
 
     def exchange(self, letter: Letter) -> Receipt | None:
-        """Sends a message, or begins to receive it; None if that ends at once, for it is small."""
+        """Sends or starts to receive a message; returns None for the send of a small one, which needs no wait."""
         ...
 
     def submit_beside(self, turns: Sequence[tuple[float, Round]]) -> list[Made]:
-        """Has another thread submit rounds, each after some seconds; returns the list that they will be in."""
+        """Submits rounds on another thread, each after some seconds; returns the list that will contain them."""
         ...
 
     def refuse(self, refused: Refused) -> None:
-        """Says that this rank has left a collective call by an exception, or refuses its part of an operation."""
+        """Reports that this rank has left a collective call by an exception, or refuses its part of an operation."""
         ...
 
     def say_goodbye(self) -> None:
@@ -77,13 +77,13 @@ def program(worker: Worker, setting: Setting) -> Iterator[Pause]:
     for order in orders[last_step : last_step + 1]:
         yield from _step(worker, setting, order[:last_round], mine)
     yield from _exchange(worker, setting)
-    if not last_round:  # who leaves in the middle of a step does not wait: others might, for what he has not submitted
+    if not last_round:  # a rank that leaves within a step must not wait: ranks might wait for its missing tensors
         yield [*mine.values()]
     worker.say_goodbye()
 
 
 def _exchange(worker: Worker, setting: Setting) -> Iterator[Pause]:
-    """Sends and receives what comes last, while others leave."""
+    """Runs the last sends and receives, while other ranks leave."""
     made: list[Made] = []
     for letter, waits in setting.scenes.last[worker.rank] if setting.scenes.last else ():
         yield setting.rng.expovariate(1 / _COMPUTE)
@@ -130,7 +130,7 @@ def _duplicate(worker: Worker, turn: Round, setting: Setting) -> Iterator[Pause]
 
 
 def _call(worker: Worker, setting: Setting, call: Call) -> Iterator[Pause]:
-    """Goes through a collective call; leaves it where this rank refuses it, or where something of it fails."""
+    """Runs a collective call; leaves it where this rank refuses it, or where one of its operations fails."""
     rng, made = setting.rng, dict[str, Submission]()
     members = call.rounds[0].parts[worker.rank].request.members
     refused = Refused(worker.rank, call.call, "refused it", members)
@@ -151,7 +151,7 @@ def _call(worker: Worker, setting: Setting, call: Call) -> Iterator[Pause]:
 
 
 def _cross(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]:
-    """Submits rounds in this rank's own order, up to the first that fails; then agrees with all to go on."""
+    """Submits rounds in this rank's own order, up to the first that fails; then agrees with all ranks to continue."""
     rng, made = setting.rng, list[Made]()
     order = scene.orders[worker.rank]
     yield from _refuse(worker, setting, scene)
@@ -178,20 +178,24 @@ def _cross(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]
 
 
 def _refuse(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]:
-    """Refuses what this rank refuses of a crossing."""
+    """Refuses this rank's part of a crossing, if it has one to refuse."""
     if name := scene.refused.get(worker.rank):
         yield setting.rng.expovariate(1 / _COMPUTE)
         worker.refuse(_refusal(worker, name, scene.members))
 
 
 def _hear(made: Sequence[Made]) -> None:
-    """Asks for the errors: only now the script knows of them, whenever they have come."""
+    """Reads the errors: only now the script knows of them, whenever they occurred."""
     for one in made:
         one.error()
 
 
 def _agree(worker: Worker, turn: Round) -> Iterator[Pause]:
-    """Repeats a barrier until it succeeds; a violation if it never does."""
+    """Repeats a barrier until it succeeds or a rank has failed.
+
+    Raises:
+        Violation: it does not succeed in `_TRIES` tries.
+    """
     for _ in range(_TRIES):
         agreed = worker.submit(turn)
         yield [agreed]

@@ -1,7 +1,7 @@
 """Parts of a script in which ranks refuse a call or an operation, or wait for operations in different orders.
 
-After ranks have waited for each other some of them have given up operations that others have yet to submit. So they
-agree again before they go on, as scripts must: they repeat a barrier of its own name until it succeeds.
+After a deadlock some ranks have given up operations that others have yet to submit. So all ranks synchronise before
+they continue, as real scripts must: they repeat a barrier of its own name until it succeeds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Members = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """A collective call: what its members submit, and which of them leave it by an error, after how many rounds."""
+    """A collective call: its rounds, and the members that leave it with an error, by the number of rounds before."""
 
     call: str
     members: Members
@@ -41,15 +41,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Each rank submits some rounds, sends and receives in an order of its own, and waits after some of them.
+    """Rounds, sends and receives that each rank issues in an order of its own, with waits after some of them.
 
     Attributes:
-        orders: by rank, its rounds and messages, and whether it waits for each before it goes on.
+        orders: by rank, its rounds and messages, and whether it waits for each before it continues.
         limits: by rank and round, seconds after which an exception breaks the wait off.
-        threads: ranks of which another thread submits what comes after the first round.
-        agreement: the barrier that all repeat until it succeeds.
-        refused: by rank, the name of what it refuses instead of its rounds; empty for none.
-        members: the process set of what is refused.
+        threads: ranks on which another thread submits the rounds after the first.
+        agreement: the barrier that all ranks repeat until it succeeds.
+        refused: by rank, the name that it refuses instead of submitting it; ranks that refuse nothing are left out.
+        members: the process set of the refused operation.
     """
 
     orders: tuple[tuple[tuple[Round | Letter, bool], ...], ...]
@@ -65,14 +65,14 @@ Scene = Call | Crossing
 
 @dataclass(frozen=True)
 class Scenes:
-    """By step, what comes after it; and by rank, the messages with which it ends, some of them to ranks that leave."""
+    """The scenes by step they follow, and, by rank, the last messages of the job, some of them to ranks that leave."""
 
     after: dict[int, Scene] = field(default_factory=dict)
     last: tuple[tuple[tuple[Letter, bool], ...], ...] = ()
 
 
 def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
-    """Makes scenes up for a script; where ranks leave in the middle, or poll, there are none that need them all."""
+    """Draws scenes for a script; none if ranks leave early, and none with deadlocks if ranks poll."""
     if script.leavers:
         return Scenes()
     author = _Author(rng, size, sum(len(step) for step in script.steps) * 2 + 1000)
@@ -94,14 +94,14 @@ def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
 
 
 def _last(rng: Random, size: int) -> tuple[tuple[tuple[Letter, bool], ...], ...]:
-    """Has ranks send and receive before they leave; some never do their part."""
+    """Draws sends and receives for the time before ranks leave; some ends never do their part."""
     nothing = Round(-1, "", {}, "")
     written = _with_letters(rng, size, Crossing(((),) * size, {}, frozenset(), nothing))
     return tuple(tuple((each, waits) for each, waits in order if isinstance(each, Letter)) for order in written.orders)
 
 
 def _lettered(rng: Random, size: int, swarm: Swarm, found: dict[int, Scene]) -> dict[int, Scene]:
-    """Has ranks send and receive in crossings; where they poll nothing ends a receive that waits for ever."""
+    """Adds sends and receives to crossings, except where ranks poll: nothing would end an unmatched receive there."""
     if not (swarm.letters and swarm.blocks) or swarm.polling:
         return found
     crossings = {step: scene for step, scene in found.items() if isinstance(scene, Crossing)}
@@ -109,7 +109,7 @@ def _lettered(rng: Random, size: int, swarm: Swarm, found: dict[int, Scene]) -> 
 
 
 def _with_letters(rng: Random, size: int, crossing: Crossing) -> Crossing:
-    """Has ranks send and receive in between, but for those of which another thread submits; some never do."""
+    """Inserts sends and receives on ranks without a second submitting thread; some ends never do their part."""
     orders = [[*order] for order in crossing.orders]
     ranks = [rank for rank in range(size) if rank not in crossing.threads]
     for number in range(rng.randint(1, 4) if len(ranks) > 1 else 0):
@@ -123,7 +123,7 @@ def _with_letters(rng: Random, size: int, crossing: Crossing) -> Crossing:
 
 
 def with_refusals(rng: Random, script: Script) -> Script:
-    """Has ranks refuse their parts of some rounds of a script; not of joins, nor where the parts disagree."""
+    """Makes ranks refuse their parts of some rounds of a script, except joins and rounds with a mismatch."""
     changed: dict[Round, Round] = {}
     for turn in dict.fromkeys(chain.from_iterable(chain.from_iterable(script.orders))):
         if not turn.quarrel and turn.name[:4] != "join" and rng.random() < _REFUSED:
@@ -143,7 +143,7 @@ class _Author:
         self._calls = 0
 
     def call(self) -> Call:
-        """Draws a call; of a steady one the operations come several times under the same names."""
+        """Draws a call; in a steady call the operations are repeated under the same names."""
         self._calls += 1
         members = self._members()
         name = f"{self._calls}({members})" if members else str(self._calls)
@@ -161,7 +161,7 @@ class _Author:
         return Call(name, ranks, tuple(rounds), refusals)
 
     def crossing(self) -> Crossing:
-        """Draws rounds that ranks submit in any order, or in the same; some waits end, and some ranks have threads."""
+        """Draws rounds in equal or different orders by rank; some waits are broken off, some ranks have threads."""
         mark, known = self.number, self._rng.random() < 0.5
         rounds = [
             self._round(
@@ -183,7 +183,7 @@ class _Author:
         return self._partly_refused(found, rounds) if self._rng.random() < 0.3 else found
 
     def _partly_refused(self, crossing: Crossing, rounds: list[Round]) -> Crossing:
-        """Has a rank refuse one of its rounds, before it submits the others."""
+        """Makes one rank refuse one of the rounds, before it submits the others."""
         turn = self._rng.choice(rounds)
         refuser = self._rng.choice(turn.members)
         changed = replace(turn, refusers=frozenset([refuser]))
@@ -196,7 +196,7 @@ class _Author:
         return replace(crossing, orders=orders, limits=limits, refused={refuser: turn.name}, members=members)
 
     def joins(self) -> Crossing:
-        """Draws process sets, each of which some of its members join; none is the world, whose barrier comes after."""
+        """Draws process sets, each joined by some of its members; never all ranks, whose barrier comes after."""
         mark = self.number
         rounds: list[Round] = []
         chosen: dict[int, Round] = {}
@@ -215,11 +215,11 @@ class _Author:
         return Crossing(orders, {}, frozenset(), self._agreement(mark))
 
     def refusal(self) -> Crossing:
-        """Draws what some members refuse, and others announce."""
+        """Draws an operation that some members refuse and the others announce."""
         return self._rng.choices([self.group, self.refused_join, self.refused_elsewhere], [3, 1, 1])[0]()
 
     def group(self) -> Crossing:
-        """Draws a group of operations that some members refuse; without names, or steady. Its size may differ."""
+        """Draws a group of operations that some members refuse, unnamed or steady; its size may differ by rank."""
         mark, members = self.number, self._members()
         ranks = members or tuple(range(self._size))
         steady, alike = self._rng.random() < 0.5, self._rng.random() < 0.5
@@ -254,7 +254,7 @@ class _Author:
         return Crossing(orders, {}, frozenset(), self._agreement(mark), refused, members)
 
     def refused_elsewhere(self) -> Crossing:
-        """Draws an operation that a rank refuses with another process set than the one with which others submit it."""
+        """Draws an operation that one rank refuses with another process set than the other ranks submit it with."""
         mark, ranks = self.number, range(self._size)
         refuser, *common = self._rng.sample(ranks, 2)
         sets = [{refuser, *common, *self._rng.sample(ranks, self._rng.randrange(self._size))} for _ in range(2)]

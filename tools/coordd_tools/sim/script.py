@@ -1,4 +1,4 @@
-"""What the simulated ranks' training scripts do: rounds of named tensors, step by step."""
+"""The training scripts of the simulated ranks: rounds of named tensors, step by step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOTLESS = "root rank of nobody"
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank submits in a round, and from which line of its script."""
+    """One rank's submission in a round, and the line of its script that makes it."""
 
     request: Request
     line: int
@@ -34,10 +34,9 @@ class Part:
 class Round:
     """One use of a name: each member submits its part once.
 
-    ``quarrel`` is the attribute on which the parts disagree; empty if they agree. Ranks that are
-    ``absent`` have no part because they go over to ``join`` before. ``refusers`` refuse their part, or leave the
-    collective call of which it is part by an error; a round that is ``free`` need not be submitted by all ranks, which
-    wait in any order.
+    ``quarrel`` is the attribute on which the parts disagree; empty if they agree. ``absent`` ranks have no part,
+    because they join before it, with the round ``join``. ``refusers`` refuse their part, or leave the collective call
+    that contains it by an error. Not all ranks need to submit a ``free`` round, and they may wait in any order.
     """
 
     number: int
@@ -56,13 +55,13 @@ class Round:
 
     @property
     def void(self) -> bool:
-        """Whether nobody has anything."""
+        """Whether all parts are placeholders."""
         return all(part.filler for part in self.parts.values())
 
 
 @dataclass(frozen=True)
 class Script:
-    """All steps, the order in which each rank submits, and who leaves early: in which step, after how many rounds."""
+    """All steps, each rank's order of submission, and the ranks that leave early, by step and number of rounds."""
 
     steps: tuple[tuple[Round, ...], ...]
     orders: tuple[tuple[tuple[Round, ...], ...], ...]
@@ -70,12 +69,12 @@ class Script:
 
 
 def write(rng: Random, size: int, swarm: Swarm, *, steps: int) -> Script:
-    """Makes a script up."""
+    """Draws a script."""
     return _Author(rng, size, swarm).write(steps)
 
 
 def _layers(turns: list[Round]) -> list[list[Round]]:
-    """Splits a step so that no rank has the same name twice: in a step ranks submit in any order without waiting."""
+    """Splits a step so that no rank has a name twice: within a step ranks submit in any order without waiting."""
     layers: list[list[Round]] = [[]]
     for turn in turns:
         same = [
@@ -91,7 +90,7 @@ def _layers(turns: list[Round]) -> list[list[Round]]:
 
 
 class _Author:
-    """Draws one script; remembers how the tensors look at present."""
+    """Draws one script; remembers the present shape of the tensors."""
 
     def __init__(self, rng: Random, size: int, swarm: Swarm) -> None:
         self._rng = rng
@@ -120,7 +119,7 @@ class _Author:
         return Script(written, orders, self._leavers)
 
     def _uneven(self, orders: tuple[tuple[Round, ...], ...]) -> tuple[tuple[Round, ...], ...]:
-        """Makes a step in which ranks join, each after some of its rounds; not one in which they disagree."""
+        """Turns a step into one in which ranks join, each after some of its rounds, unless the step has a mismatch."""
         if any(turn.quarrel for order in orders for turn in order):
             return orders
         kept = [order[: self._rng.randint(0, len(order))] for order in orders]
@@ -132,7 +131,7 @@ class _Author:
         return tuple((*(rounds[turn] for turn in order), join) for order in kept)
 
     def _shrunk(self, turn: Round, kept: list[tuple[Round, ...]], join: Round) -> Round:
-        """The same round without those that have joined before; what one of them was to send cannot be had."""
+        """Returns the round without the ranks that joined before it; a broadcast whose root has joined fails."""
         absent = frozenset(rank for rank in turn.parts if turn not in kept[rank])
         parts = {rank: part for rank, part in turn.parts.items() if rank not in absent}
         request = next(iter(parts.values())).request
@@ -151,7 +150,7 @@ class _Author:
         return found + [self._round(self._tensor(f"noname.{self._number}", transient=True)) for _ in range(once)]
 
     def _order(self, step: tuple[Round, ...], rank: int) -> tuple[Round, ...]:
-        """A rank's own order."""
+        """Returns the order in which a rank submits a step."""
         mine = [turn for turn in step if rank in turn.parts]
         return tuple(self._rng.sample(mine, len(mine)) if self._swarm.reorder else mine)
 
@@ -176,11 +175,11 @@ class _Author:
         return Round(self._number, tensor.name, parts, quarrel)
 
     def _chance(self, usual: float) -> bool:
-        """Throws the dice; what makes a step differ from the one before is seldom in a steady run."""
+        """Draws a yes or no; in a steady run, a change from one step to the next is rare."""
         return self._rng.random() < usual * self._variety
 
     def _gradient(self, name: str) -> Request:
-        """A tensor as most training scripts have."""
+        """Returns a tensor as most training scripts have."""
         dtype = self._rng.choice(self._dtypes)
         return Request(Kind.ALLREDUCE, name, dtype, self._shape(Kind.ALLREDUCE))
 
@@ -207,7 +206,7 @@ class _Author:
         return () if len(members) == self._size else members
 
     def _own(self, tensor: Request) -> Request:
-        """A rank's own object; the first dimensions of an allgather differ."""
+        """Returns a request of one rank's own; the first dimensions of an allgather differ."""
         shape = tensor.shape
         if tensor.kind is Kind.ALLGATHER:
             shape = (self._rng.randint(0, 4), *shape[1:])
@@ -218,7 +217,7 @@ class _Author:
         return sum(request.name.encode()) + 1000 * other
 
     def _opposed(self, tensor: Request) -> dict[int, Request]:
-        """Two process sets with at least two common members, who do not agree on which of them it is."""
+        """Draws two process sets with at least two common members, which disagree on the tensor's set."""
         ranks = [rank for rank in range(self._size) if rank not in self._leavers]
         if len(ranks) < 3:
             return {}
@@ -237,7 +236,7 @@ class _Author:
         return msgspec.structs.replace(self._own(tensor), members=members)
 
     def _altered(self, request: Request, attribute: str) -> Request:
-        """The same request with another value of one attribute."""
+        """Returns the same request with another value of one attribute."""
         replace = msgspec.structs.replace
         match attribute:
             case "operation":

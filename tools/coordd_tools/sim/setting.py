@@ -1,4 +1,4 @@
-"""What a simulated rank finds around itself."""
+"""The environment of a simulated rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Setting", "Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The knobs of the simulated job."""
+    """The settings of the simulated job."""
 
     size: int
     cache_capacity: int
@@ -41,7 +41,7 @@ class Settings:
 
     @cached_property
     def posts(self) -> list[Post]:
-        """Who reports to whom."""
+        """The posts of the tree of coordinators, by rank."""
         return tree(self.places, self.fan_in)
 
     @property
@@ -51,12 +51,12 @@ class Settings:
 
     @property
     def is_star(self) -> bool:
-        """Whether all report to rank 0."""
+        """Whether all ranks report to rank 0."""
         return self.posts[0].is_star
 
     @classmethod
     def draw(cls, rng: Random, swarm: Swarm) -> Settings:
-        """Draws small caches, buckets and trees, so that their limits are met all the time."""
+        """Draws small caches, buckets and trees, so that their limits are reached all the time."""
         size = rng.randint(3, 9) if swarm.tree else rng.randint(2, 6)
         return cls(
             size=size,
@@ -75,7 +75,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Setting:
-    """The clock, chance, and everything that the ranks share."""
+    """The clock, the random generator, and all objects that the ranks share."""
 
     settings: Settings
     swarm: Swarm

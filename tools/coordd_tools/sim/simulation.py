@@ -1,4 +1,4 @@
-"""One run: everything is drawn from one seed, carried out in virtual time, and looked back upon."""
+"""One run: drawn from one seed, carried out in virtual time, and checked at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FREEZE = 1.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run was."""
+    """The summary of a run."""
 
     seed: int
     swarm: Swarm
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Simulation:
-    """A job of several ranks, all of it in this thread."""
+    """A job of several ranks, all in this thread."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Simulation:
         *,
         show: Callable[[str], None] | None = None,
     ) -> None:
-        """Puts the ranks up; nothing happens before `run`.
+        """Creates the ranks; nothing happens before `run`.
 
         Args:
-            settings: the knobs.
-            swarm: what can happen.
-            script: what the ranks do.
-            rng: chance.
+            settings: the job's settings.
+            swarm: the switches: which events can happen.
+            script: the rounds that the ranks submit.
+            rng: the random generator.
             show: called with each line of the trace.
         """
         self.agenda = Agenda()
@@ -105,7 +105,7 @@ class Simulation:
         ]
 
     def run(self) -> None:
-        """Lives through the job.
+        """Runs the job to its end.
 
         Raises:
             Violation: an invariant does not hold.
@@ -117,7 +117,7 @@ class Simulation:
         self._look_back()
 
     def _plan_faults(self) -> None:
-        """Chooses whom the faults strike, and when."""
+        """Draws the ranks and times of the faults."""
         horizon = 5e-3 * (1 + len(self._script.steps))
         for wanted, strike in (
             (self._swarm.crash, self._rng.choice((Process.crash, Process.crash_when_leaving))),
@@ -132,7 +132,7 @@ class Simulation:
             self.ranks[receiver].arrive(sender, message)
 
     def _look_back(self) -> None:
-        """Checks what holds when all is over."""
+        """Checks the invariants that hold at the end."""
         dead = [process.rank for process in self.ranks if process.crashed]
         culprits = [process.rank for process in self.ranks if process.crashed or process.raised]
         self.ledger.close(dead=dead, fatal=self.ledger.failed)
@@ -157,7 +157,7 @@ class Simulation:
 
 
 def simulate(seed: int, *, show: Callable[[str], None] | None = None, scenes: bool = True) -> Outcome:
-    """Runs the job that a seed stands for.
+    """Runs the job of a seed.
 
     Args:
         seed: everything is drawn from it.

@@ -1,7 +1,6 @@
-"""Which of the things that can happen do happen in one run.
+"""The switches of one run: which of the possible events happen in it.
 
-Swarm testing (Groce et al., ISSTA 2012): a run in which everything goes wrong at once hides more than one in which a
-random half does.
+Swarm testing (Groce et al., ISSTA 2012): a run with all faults at once hides more than a run with a random half.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ _LATE = {"calls": 0.25, "blocks": 0.8, "crossings": 0.8, "refusals": 0.4, "lette
 
 
 def aside(rng: Random) -> Random:
-    """Makes chance of its own from a source, without drawing from that."""
+    """Returns a random generator derived from the state of another, without drawing from that one."""
     return Random(rng.getstate()[1][1])  # noqa: S311 - repeatable, like all of it
 
 
 @dataclass(frozen=True)
 class Swarm:
-    """Switches; the first ones are a user's normal life, the others are faults."""
+    """Switches; the first are a user's normal life, the others are faults."""
 
     sets: bool = False
     shared_names: bool = False
@@ -57,20 +56,21 @@ class Swarm:
 
     @classmethod
     def draw(cls, rng: Random, *, scenes: bool = True) -> Swarm:
-        """Throws the dice: half of the switches are on, those that end the job seldom, some things more often.
+        """Draws the switches: half of them are on, those that end the job more rarely, some more often.
 
         Args:
-            rng: chance.
-            scenes: whether ranks may refuse what others submit, and wait for each other; without them all else is the
-                same.
+            rng: the random generator.
+            scenes: whether ranks may refuse what others submit, and wait for each other; without them all other
+                switches stay the same.
         """
-        side = aside(rng)  # so that the other switches of a seed stay what they were
+        side = aside(rng)  # so that the other switches of a seed stay the same
         late = {name: side.random() < chance and scenes for name, chance in _LATE.items()}
         old = [field.name for field in fields(cls) if field.name not in late]
         drawn = {name: rng.random() < _CHANCES.get(name, 0.5) for name in old}
-        # Ranks that contradict each other may also wait for each other, and get the one error or the other.
+        # Ranks that contradict each other may also wait for each other, and get either error.
         late["blocks"] = late["blocks"] and not drawn["contradiction"]
-        # What fails because a rank has left, or contradicts, may have been refused by another before, or after that.
+        # An operation that fails because a rank has left, or contradicts, may be refused by another rank before or
+        # after.
         late["refusals"] = late["refusals"] and not (drawn["contradiction"] or drawn["leave"])
         return cls(**drawn, **late)
 

@@ -1,4 +1,4 @@
-"""What happened, line by line, and a digest by which two runs can be compared."""
+"""The events of a run, line by line, and a digest that compares two runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Trace"]
 
 
 class Trace:
-    """Takes lines in; keeps their digest, and shows them if somebody looks."""
+    """Collects lines, computes their digest, and passes them to `show`."""
 
     def __init__(self, agenda: Agenda, show: Callable[[str], None] | None = None) -> None:
         """Starts empty.

@@ -1,4 +1,4 @@
-"""What a mismatch should be called: the simulator's own opinion, which the protocol's is compared with."""
+"""The error text of a mismatch as the simulator computes it, for comparison with the protocol's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["quarrel_text"]
 
 
 def quarrel_text(turn: Round) -> str:
-    """Composes the error of a round whose parts disagree: each value, who has it, and where it was submitted."""
+    """Returns the error text of a round whose parts disagree: each value, its ranks, and where they submitted it."""
     if turn.quarrel == ROOTLESS:
         root = next(iter(turn.parts.values())).request.root
         return f"broadcast of {turn.name!r} from rank {root}, which has joined and has nothing to send"

@@ -1,4 +1,4 @@
-"""For which operation each simulated script waits: the truth that a verdict on them is compared with."""
+"""The operation that each simulated script waits for: the truth with which the coordinator's decisions are compared."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ __all__ = ["Turn", "Waits"]
 
 
 class Turn(Protocol):
-    """What a script can wait for: a round, or a message to a rank, which comes last among the members."""
+    """An operation that a script can wait for: a round, or a message, whose peer comes last among the members."""
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that it concerns."""
+        """The ranks that take part."""
         ...
 
 
 class Waits:
-    """By rank, what its script waits for without a time limit, and what it has waited for until it was broken off.
+    """By rank, the operation that its script waits for without a time limit, and earlier waits that were broken off.
 
-    Of a wait that was broken off the coordinator has yet to hear; until then it does not know either what the rank has
-    submitted since.
+    A wait that was broken off stays here until the coordinator is notified; until then the coordinator does not know
+    either what the rank has submitted since.
     """
 
     def __init__(self) -> None:
@@ -31,33 +31,34 @@ class Waits:
         self._since: dict[int, set[Turn]] = {}
 
     def begin(self, rank: int, turn: Turn | None) -> None:
-        """Notes what a script waits for; with None that it does not, or that another thread of it may submit."""
+        """Records the operation that a script waits for; None if it does not wait, or another thread may submit."""
         if turn is None:
             self._now.pop(rank, None)
         else:
             self._now[rank] = turn
 
     def break_off(self, rank: int, *, told: bool) -> None:
-        """Notes that an exception has ended a wait; if the rank had told of it, the coordinator has yet to hear."""
+        """Records that an exception has ended a wait; ``told`` if the rank had reported it to the coordinator."""
         if (turn := self._now.pop(rank, None)) is not None and told:
             self._broken.setdefault(rank, []).append(turn)
 
     def submit(self, rank: int, turn: Turn) -> None:
-        """Notes that a rank has submitted its part of a round."""
+        """Records that a rank has submitted its part of a round."""
         if rank in self._broken:
             self._since.setdefault(rank, set()).add(turn)
 
     def heard(self, ranks: int) -> None:
-        """Notes that the coordinator has heard that ranks, a bit mask, are not blocked."""
+        """Records that the coordinator knows that ranks, a bit mask, are not blocked."""
         for rank in [rank for rank in self._broken if ranks >> rank & 1]:
             del self._broken[rank]
             self._since.pop(rank, None)
 
     def deadlocked(self, pending: Callable[[Turn], set[int] | None]) -> set[int]:
-        """Finds the ranks that will wait for ever.
+        """Returns the ranks that wait forever.
 
         Args:
-            pending: the ranks whose submission of a round waits, or receive; None if one has carried it out, or sent.
+            pending: returns the ranks whose submission or receive of a round is pending; None if one of them has
+                completed it.
         """
         missing: dict[int, set[int]] = {}
         for rank in {*self._now, *self._broken}:

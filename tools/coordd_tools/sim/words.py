@@ -1,4 +1,4 @@
-"""Where the words on locked buckets meet, and what comes of them: the data plane of a locked plan."""
+"""Collects the votes on locked buckets and decides their outcome: the data plane of a locked plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ Told = Callable[[Locked, bool], None]
 
 @dataclass
 class _Meeting:
-    """One occurrence: what each rank has said, what each has heard, who knows how it ends, and who has the result."""
+    """One iteration of a locked bucket.
+
+    Attributes:
+        given: by rank, its vote and the callback for the outcome.
+        heard: by rank, the ranks whose vote it has received.
+        ended: by rank that knows the outcome, whether the data moves.
+        landed: the ranks that have the result.
+        cargoes: the contents of the buckets of valid votes.
+    """
 
     given: dict[int, tuple[Locked, Told]] = field(default_factory=dict)
     heard: dict[int, set[int]] = field(default_factory=dict)
@@ -32,7 +40,7 @@ class _Meeting:
 
 
 class Words:
-    """Carries words from every rank to every other, late and in any order; data moves when all have heard all."""
+    """Carries votes from every rank to every other, late and in any order; data moves when all ranks have all votes."""
 
     def __init__(self, agenda: Agenda, rng: Random, ledger: Ledger, exchange: Exchange, *, size: int) -> None:
         self.locked = 0
@@ -48,7 +56,7 @@ class Words:
         self._dead: set[int] = set()
 
     def give(self, rank: int, word: Locked, told: Told) -> None:
-        """Gives a rank's word; if it is valid, ``told`` is called with the outcome, after the data has moved."""
+        """Casts a rank's vote; if it is valid, ``told`` is called with the outcome, after the data has moved."""
         key = (word.lock, word.index, word.occurrence)
         self._inspect(rank, word)
         meeting = self._meetings.setdefault(key, _Meeting())
@@ -61,16 +69,16 @@ class Words:
             self._agenda.after(delay, partial(self._arrive, meeting, rank, peer))
 
     def missing(self, word: Locked) -> tuple[int, ...]:
-        """The ranks that have given no word on this occurrence."""
+        """Returns the ranks that have not voted on this iteration."""
         given = self._meetings[word.lock, word.index, word.occurrence].given
         return tuple(rank for rank in self._ranks if rank not in given)
 
     def crash(self, rank: int) -> None:
-        """Loses a rank: some of what it has said does not arrive any more."""
+        """Removes a rank: some of its votes do not arrive any more."""
         self._dead.add(rank)
 
     def close(self) -> None:
-        """Looks back when all is over and nobody has failed: no word was waited for in vain."""
+        """Checks, after a run without failure, that every rank has voted and every valid vote has an outcome."""
         for key, meeting in self._meetings.items():
             missing = [rank for rank in self._ranks if rank not in meeting.given]
             demand(not missing, f"on {key} ranks {missing} never gave their word")
@@ -78,7 +86,7 @@ class Words:
             demand(valid == meeting.ended.keys(), f"on {key} ranks {valid} wanted to move, {meeting.ended} are told")
 
     def _inspect(self, rank: int, word: Locked) -> None:
-        """A word is given once, after the occurrence before it has landed on this rank; an invalid one is the last."""
+        """Checks that a rank votes once, after the previous iteration completed there, never after an invalid vote."""
         line = (rank, word.lock, word.index)
         before = self._last.get(line)
         demand(before is None or before.bucket is not None, f"rank {rank} gives {word} after an invalid word")
@@ -96,7 +104,7 @@ class Words:
         self._conclude(meeting, receiver)
 
     def _conclude(self, meeting: _Meeting, rank: int) -> None:
-        """Lets a rank that wants to move know what it can know."""
+        """Notifies a rank with a valid vote of the outcome, if it can be known."""
         if rank in meeting.ended or rank not in meeting.given or meeting.given[rank][0].bucket is None:
             return
         invalid = any(meeting.given[peer][0].bucket is None for peer in meeting.heard[rank])

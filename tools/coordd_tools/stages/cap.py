@@ -1,8 +1,8 @@
-"""A model that needs three times as much memory as a rank may have, on four ranks.
+"""A model that needs three times as much memory as a rank may have, trained on four ranks.
 
-What training it needs: its weights, as much again of gradients, and twice as much of AdamW's state. The cap is a third
-of that. It is the kernel's own (``RLIMIT_DATA``), set before anything is imported, and on all that a process has for
-itself: interpreter, libraries' data, stacks of threads, weights, gradients, state, activations, messages.
+Training needs memory for the weights, as much again for gradients, and twice as much for AdamW's state. The cap is a
+third of that. It is the kernel's own (``RLIMIT_DATA``), set before anything is imported, and covers all private data of
+a process: interpreter, libraries' data, thread stacks, weights, gradients, state, activations, messages.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from coordd_tools.stages.ranks import Outcome, attempt
 __all__ = ["PARTS", "STATE", "WIDTH", "Row", "layers_of", "measure"]
 
 PARTS, STATE, WIDTH = 3, 4, 2048
-"""The cap's part of what is needed, values for each parameter, and how wide the layers are."""
+"""The need divided by the cap, values per parameter, and the width of the layers."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train it.
+    """One way to train the model.
 
     Attributes:
-        way: which.
-        ranks: how many.
-        limit: bytes of data that each may have; 0 for any.
-        losses: of the steps; empty if it failed.
-        peaks: bytes that each rank had in memory at most, shared ones included.
-        failure: what was said at last, if it failed.
+        way: a description.
+        ranks: the number of ranks.
+        limit: bytes of data that each rank may have; 0 for no limit.
+        losses: the losses of the steps; empty if training failed.
+        peaks: peak resident bytes of each rank, shared ones included.
+        failure: the last line of stderr, if training failed.
     """
 
     way: str
@@ -42,15 +42,15 @@ class Row:
 
 
 def layers_of(need: int) -> int:
-    """How many layers need so many bytes to be trained."""
+    """Returns the number of layers whose training needs this many bytes."""
     return need // (STATE * 4 * WIDTH * WIDTH)
 
 
 def measure(need: int, ranks: int) -> Iterator[Row]:
-    """Trains it in one piece with any memory, in one piece under the cap, and in stages under the cap.
+    """Trains the model in one piece without a cap, in one piece under the cap, and in stages under the cap.
 
     Raises:
-        GroupError: what should have trained failed, or what should have failed trained.
+        GroupError: a run that should have trained failed, or a run that should have failed trained.
     """
     limit = need // PARTS
     yield _row("in one piece", 1, need, 0, fails=False)

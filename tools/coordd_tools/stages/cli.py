@@ -22,7 +22,7 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Makes one measurement and prints its figures; returns the exit code."""
+    """Runs one measurement and prints its figures; returns the exit code."""
     options = _parser().parse_args(arguments)
     errors, out = Console(stderr=True), Console(width=max(100, Console().width))
     try:

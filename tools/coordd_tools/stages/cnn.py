@@ -1,7 +1,7 @@
-"""The network of NKFlow's tables 1 and 2, and one that takes the same time and sends the same bytes without computing.
+"""The network of NKFlow's tables 1 and 2, and a stand-in with the same times and message sizes that does not compute.
 
-Layers that sleep for as long as real ones compute make a pipeline of more ranks than cores as fast as it would be with
-a core for each: schedule, messages and reductions are real, only the arithmetic is not.
+With layers that sleep for as long as real ones compute, a pipeline of more ranks than cores is as fast as with a core
+for each rank: schedule, messages and reductions are real, only the arithmetic is not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _REPEATS = 7
 
 @dataclass(frozen=True)
 class Took:
-    """What a layer takes for one microbatch, and what it makes.
+    """The times of a layer for one microbatch, and the size of its output and parameters.
 
     Attributes:
-        name: of it.
-        forward: seconds.
-        backward: seconds.
-        output: the shape of its result, without the rows.
-        parameters: how many there are.
+        name: the class of the layer.
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass.
+        output: the shape of its output, without the rows.
+        parameters: the number of parameters.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Took:
 
 
 def network() -> nn.Sequential:
-    """The paper's network (section 4.2), for images of 28 x 28 pixels; its softmax is part of the loss."""
+    """Returns the paper's network (section 4.2), for images of 28 x 28 pixels; its softmax is part of the loss."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),
@@ -58,7 +58,7 @@ def network() -> nn.Sequential:
 
 
 def calibrate(rows: int, *, repeats: int = _REPEATS) -> list[Took]:
-    """Measures each layer of the network on one thread: the shortest of some passes through it, and back."""
+    """Measures each layer of the network on one thread: the shortest of several forward and backward passes."""
     torch.set_num_threads(1)
     found: list[Took] = []
     x = torch.randn(rows, 1, SIDE, SIDE)
@@ -82,13 +82,13 @@ def _passes(layer: nn.Module, x: Tensor) -> tuple[float, float]:
 
 
 def stand_in(took: Sequence[Took]) -> nn.Sequential:
-    """Layers that sleep as long, give as many bytes to send, and have as many parameters."""
+    """Returns layers that sleep as long, have outputs of the same shape, and have as many parameters."""
     clock = _Clock()
     return nn.Sequential(*(_Asleep(each, clock) for each in took))
 
 
 class _Clock:
-    """Sleeps; what it oversleeps, because a core was taken, is taken off the next sleep."""
+    """A clock that sleeps; oversleeping, because a core was busy, shortens the next sleep."""
 
     def __init__(self) -> None:
         self._behind = 0.0
@@ -101,7 +101,7 @@ class _Clock:
 
 
 class _Asleep(nn.Module):
-    """Sleeps forward and backward."""
+    """A layer that sleeps in its forward and backward pass."""
 
     def __init__(self, took: Took, clock: _Clock) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Asleep(nn.Module):
 
 
 class _Sleep(torch.autograd.Function):
-    """Gives zeros that are there already: to fill memory is a core's work, which real layers do in their time."""
+    """Sleeps and returns cached zeros: filling memory takes a core's time, which for real layers is part of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Asleep) -> Tensor:

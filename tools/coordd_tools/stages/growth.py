@@ -1,7 +1,7 @@
-"""What a step adds to a rank's memory, with more and more microbatches of the same size.
+"""The memory that a step adds on a rank, by the number of microbatches of the same size.
 
-It is the peak of what is in memory during a step less what was there before it: activations, messages on their way,
-and what passes need for a moment. 1F1B keeps as many activations as stages follow, GPipe those of all microbatches.
+It is the peak memory during a step minus the memory before it: activations, messages in flight, and temporary memory of
+passes. 1F1B keeps as many activations as stages follow, GPipe those of all microbatches.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Row:
 
     Attributes:
         schedule: its name.
-        microbatches: how many.
-        peaks: bytes that a step adds on each rank.
+        microbatches: the number of microbatches.
+        peaks: by rank, the bytes that a step adds.
     """
 
     schedule: str

@@ -1,4 +1,4 @@
-"""What a process has in memory now, and had at most, as Linux tells it."""
+"""The present and peak memory of a process, as reported by Linux."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from pathlib import Path
 __all__ = ["RETURNED", "forget_peak", "peak", "resident", "shared"]
 
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Variables with which glibc gives the memory of a tensor back as soon as it is freed, so that it can be counted."""
+"""Variables that make glibc return the memory of a tensor as soon as it is freed, so that measurements see it."""
 
 
 def resident() -> int:
-    """Bytes that are in memory now, shared ones included."""
+    """Returns the resident bytes, shared ones included."""
     return _status("VmRSS")
 
 
 def shared() -> int:
-    """Those of them that lie in memory that other processes may have, too."""
+    """Returns the resident bytes of shared memory (``RssShmem``)."""
     return _status("RssShmem")
 
 
 def peak() -> int:
-    """The most that there ever were, or since `forget_peak`."""
+    """Returns the peak of the resident bytes, since the start or since `forget_peak`."""
     return _status("VmHWM")
 
 
 def forget_peak() -> None:
-    """Makes what is in memory now the peak."""
+    """Resets the peak to the present resident bytes."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -1,4 +1,4 @@
-"""Starts ranks that do one task, and reads what they found."""
+"""Starts ranks that run one task, and reads their result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIMIT_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a task ended: the exit code, what was said of an error, and what rank 0 found, if it came so far."""
+    """The result of a task: the exit code, its stderr, and rank 0's result, None if it wrote none."""
 
     code: int
     said: str
@@ -31,12 +31,12 @@ class Outcome:
 def attempt(
     task: str, size: int, settings: Mapping[str, Any], *, variables: Mapping[str, str] | None = None
 ) -> Outcome:
-    """Has ranks do a task, which may fail.
+    """Runs a task on ranks; it may fail.
 
     Args:
         task: the name of a module of `coordd_tools.stages.worker`.
-        size: how many ranks; a single one is started without a launcher.
-        settings: what the task takes; ``data_limit`` is the most bytes of memory that each rank may have.
+        size: the number of ranks; a single one is started without a launcher.
+        settings: arguments of the task; ``data_limit`` is the most bytes of memory that each rank may have.
         variables: added to the environment.
     """
     with tempfile.TemporaryDirectory(prefix="coordd-stages-") as directory:
@@ -53,10 +53,10 @@ def attempt(
 
 
 def run(task: str, size: int, settings: Mapping[str, Any], *, variables: Mapping[str, str] | None = None) -> Any:
-    """Has ranks do a task, and returns what they found.
+    """Runs a task on ranks and returns its result.
 
     Raises:
-        GroupError: a rank failed; the text ends with what it said.
+        GroupError: a rank failed; the text ends with the task's stderr.
     """
     outcome = attempt(task, size, settings, variables=variables)
     if outcome.code:

@@ -1,7 +1,7 @@
-"""How much faster the paper's network trains in stages and replicas, beside the ideal and the paper's own figures.
+"""The speed-up of the paper's network in stages and replicas, with the ideal and the paper's own figures.
 
 The paper: NKFlow (Zhong et al., Computer Science 51(12), 2024), table 2: batches of 1000 images in 10 microbatches.
-Each replica takes a batch of its own, so speed-ups are those of images a second.
+Each replica takes a batch of its own, so speed-ups are those of images per second.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["CASES", "MICROBATCHES", "PAPER", "ROWS", "Row", "ideal", "measure", 
 MICROBATCHES, ROWS = 10, 100
 CASES = tuple((stages, replicas) for replicas in (1, 2) for stages in (1, 2, 3))
 PAPER = {(1, 1): 1.00, (2, 1): 1.10, (3, 1): 1.13, (1, 2): 1.62, (2, 2): 1.98, (3, 2): 2.00}
-"""Speed-ups by stages and replicas: table 2."""
+"""Speed-ups of table 2, by stages and replicas."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train it.
+    """One way to train the network.
 
     Attributes:
-        stages: how many.
-        replicas: of each.
-        layers: of each stage.
-        ideal: seconds of a step by the schedule, if nothing but layers took time.
-        seconds: that a step took, the median.
+        stages: the number of stages.
+        replicas: the number of replicas of each stage.
+        layers: the number of layers of each stage.
+        ideal: seconds of a step in the simulator, where only layers take time.
+        seconds: the median of the measured seconds of a step.
     """
 
     stages: int
@@ -47,25 +47,25 @@ class Row:
 
     @property
     def efficiency(self) -> float:
-        """The part of the ideal throughput that is reached."""
+        """The fraction of the ideal throughput that is reached."""
         return self.ideal / self.seconds
 
     def speedup(self, base: Row) -> float:
-        """How many times as many images a second as in one stage on one rank."""
+        """Returns the ratio of images per second to those of one stage on one rank."""
         return self.replicas * base.seconds / self.seconds
 
     def limit(self, base: Row) -> float:
-        """What the schedule allows of that."""
+        """Returns the ideal speed-up of the schedule."""
         return self.replicas * base.ideal / self.ideal
 
 
 def stages_of(took: Sequence[Took], stages: int) -> tuple[range, ...]:
-    """Splits the layers so that the slowest stage is as fast as can be."""
+    """Splits the layers so that the slowest stage is as fast as possible."""
     return split([Load(each.forward, each.backward) for each in took], stages)
 
 
 def ideal(took: Sequence[Took], spans: Sequence[range], schedule: str) -> float:
-    """Seconds of a step, if each layer takes its time and nothing else takes any."""
+    """Returns the seconds of a step in which only the layers take time."""
     plan = find(schedule).plan(len(spans), MICROBATCHES)
     forward = [sum(took[layer].forward for layer in span) for span in spans]
     backward = [sum(took[layer].backward for layer in span) for span in spans]
@@ -79,11 +79,11 @@ def measure(
     """Trains the network in each way, one after the other.
 
     Args:
-        took: what its layers take.
+        took: the times of its layers.
         cases: numbers of stages and replicas.
-        schedule: of the stages.
-        steps: that are timed.
-        computed: whether layers compute, and do not sleep.
+        schedule: the schedule of the stages.
+        steps: the number of timed steps.
+        computed: whether layers compute instead of sleeping.
     """
     for stages, replicas in cases:
         spans = stages_of(took, stages)

@@ -1,6 +1,6 @@
-"""Starts one rank: reads the job, measures, leaves the blocks; a failure ends the whole group.
+"""Runs one rank: reads the job, measures, writes the blocks; a failure ends the whole group.
 
-No framework is imported here: the ``startup`` job still has to time that.
+This module imports no framework, because the ``startup`` job times that.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from coordd_tools.bench import jobs
 
 
 def main() -> int:
-    """Runs the job in the directory that the parent named."""
+    """Runs the job in the directory that the parent passed."""
     directory = Path(sys.argv[1])
     job = jobs.loads((directory / "job.json").read_text())
     try:
         _bind()
         importlib.import_module(f"coordd_tools.bench.worker.{job.noun}").measure(job, directory)
-    except BaseException:  # noqa: BLE001 - whatever it is, the other ranks would wait for this one for ever
+    except BaseException:  # noqa: BLE001 - the other ranks would wait for this one forever
         traceback.print_exc()
         _abort()
         return 1
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def _bind() -> None:
-    """Keeps this rank to its share of the cores, as `coordd run` does; all engines meet the same."""
+    """Binds this rank to its share of the cores, as `coordd run` does, so that all engines have equal conditions."""
     here = place("open-mpi" if "OMPI_COMM_WORLD_RANK" in os.environ else "hydra", os.environ)
     share = divide(cores_here(), here.local_rank, here.local_size, Wish(threads=1))
     if here.size > 1 and share.bound_to:
@@ -42,7 +42,7 @@ def _bind() -> None:
 
 
 def _abort() -> None:
-    """Ends all ranks, where MPI has been started; before that, the launcher does it when this one exits."""
+    """Ends all ranks if MPI has been started; before that, the launcher does it when this rank exits."""
     if mpi := sys.modules.get("mpi4py.MPI"):
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(1)

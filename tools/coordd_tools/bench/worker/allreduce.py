@@ -1,4 +1,4 @@
-"""Sums a tensor of each size with each engine, in alternating blocks, each in memory of its own."""
+"""Sums a tensor of each size with each engine, in alternating blocks; each engine has its own memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measure(job: AllreduceJob, directory: Path) -> None:
 
 
 def _size(job: AllreduceJob, size: int, engines: Sequence[Reducer], rank: Rank) -> Iterator[Block]:
-    """Yields the blocks of one size, all rounds."""
+    """Yields the blocks of one size for all rounds."""
     tensors = {engine.name: engine.tensor(size // torch.float32.itemsize) for engine in engines}
     calls = job.calls or max(_FEWEST, min(_MOST, _BLOCK_BYTES // size))
     for number in range(job.rounds):
@@ -48,11 +48,11 @@ def _size(job: AllreduceJob, size: int, engines: Sequence[Reducer], rank: Rank) 
             tensor = tensors[engine.name]
             reduce = engine.reducing(tensor, label=f"bench.{size}")
             tensor.fill_(1)
-            reduce()  # untimed: it warms the caches, and shows that the engine does the work
+            reduce()  # untimed: warms the caches, and gives a result to check
             if engine.exchanges and not bool(torch.all(tensor == rank.size)):
                 raise RuntimeError(
                     f"{engine.name} summed ones over {rank.size} ranks to {tensor.min():g}..{tensor.max():g}"
                 )
-            tensor.zero_()  # so that no number of sums overflows
+            tensor.zero_()  # so that repeated sums do not overflow
             rank.barrier()
             yield meter.read(reduce, calls, subject=str(size), engine=engine.name).divided(tensor.nbytes / size)

@@ -1,4 +1,4 @@
-"""The engines: coordd and its peers behind one small face, so that the benchmark treats them alike."""
+"""The engines: coordd and the libraries it is compared with, behind one interface for the benchmark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from coordd_tools.bench.worker.models import LEARNING_RATE
 from coordd_tools.bench.worker.sketch import Sketch
 
-if TYPE_CHECKING:  # importing MPI starts it, and who only wants to look an engine up need not be a rank
+if TYPE_CHECKING:  # importing MPI initialises it, and looking up an engine must not require a rank
     from coordd_tools.bench.worker.rank import Rank
 
 __all__ = ["REDUCERS", "TRAINERS", "Engine", "Reducer", "Trainer", "started"]
@@ -26,40 +26,40 @@ _PAST_CACHES = 128 << 20
 
 
 class Engine(Protocol):
-    """Something that exchanges data among ranks."""
+    """A library that exchanges data among ranks."""
 
     name: str
 
     def start(self, rank: Rank) -> None:
-        """Imports and initialises it on this rank."""
+        """Imports and initialises the library on this rank."""
 
     def stop(self) -> None:
-        """Ends it."""
+        """Shuts the library down."""
 
 
 class Trainer(Engine, Protocol):
-    """An engine that can train data-parallel; ``exchanges`` is false for the floor."""
+    """An engine for data-parallel training; ``exchanges`` is false for the baseline without communication."""
 
     exchanges: bool
 
     def prepare(self, model: nn.Module, *, label: str) -> tuple[nn.Module, Optimizer]:
-        """Wraps a model: what to call, and what to step. The label sets its tensor names apart."""
+        """Wraps a model; returns the module to call and the optimizer to step; ``label`` makes tensor names unique."""
 
 
 class Reducer(Engine, Protocol):
-    """An engine that can sum a tensor over all ranks, in place; ``exchanges`` is false for a bound."""
+    """An engine that sums a tensor over all ranks in place; ``exchanges`` is false without communication."""
 
     exchanges: bool
 
     def tensor(self, count: int) -> Tensor:
-        """Makes an fp32 tensor where this engine likes it best; a larger one counts by its part."""
+        """Returns an fp32 tensor in this engine's preferred memory; the time of a larger one counts in proportion."""
 
     def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:
-        """Returns the call that does it."""
+        """Returns a function that sums the tensor over all ranks, in place."""
 
 
 class _Nothing:
-    """No exchange: each rank trains for itself."""
+    """No communication: each rank trains on its own."""
 
     name = "none"
     exchanges = False
@@ -75,7 +75,7 @@ class _Nothing:
 
 
 class _Anywhere:
-    """Takes tensors wherever they are."""
+    """Accepts tensors in any memory."""
 
     exchanges = True
 
@@ -84,7 +84,7 @@ class _Anywhere:
 
 
 class _PlainMPI(_Anywhere):
-    """A blocking ``MPI_Allreduce`` in the caller's thread."""
+    """A blocking ``MPI_Allreduce`` in the calling thread."""
 
     name = "mpi"
 
@@ -102,10 +102,11 @@ class _PlainMPI(_Anywhere):
 
 
 class _Memory(_Anywhere):
-    """What memory allows: each rank reads and writes as many bytes as in a sum in common memory, all at once.
+    """The memory bandwidth bound: all ranks at once read and write as many bytes as in a sum in shared memory.
 
-    There each of n ranks reads its slice, 1/n, of n tensors, and writes it n times: one tensor read, one written. A
-    product in place does just that, with nobody to wait for; of more than caches hold, for memory is to be measured.
+    In such a sum each of n ranks reads its slice, 1/n, of n tensors, and writes it n times: one tensor read, one tensor
+    written. An in-place product does just that, without waiting for other ranks. The tensor exceeds the caches, because
+    memory is to be measured.
     """
 
     name = "memory"
@@ -125,7 +126,7 @@ class _Memory(_Anywhere):
 
 
 class _Gloo(_Anywhere):
-    """PyTorch's own: DDP and ``all_reduce`` over gloo."""
+    """PyTorch's own engine: DDP and ``all_reduce`` over gloo."""
 
     def __init__(self, name: str, *, view: bool = False) -> None:
         self.name = name
@@ -149,7 +150,7 @@ class _Gloo(_Anywhere):
 
 
 class _Hooked(_Anywhere):
-    """coordd and Horovod: the same public names, so the same code drives both."""
+    """coordd or Horovod: both have the same public names, so the same code drives both."""
 
     def __init__(self, name: str, module: str) -> None:
         self.name = name
@@ -178,7 +179,7 @@ class _Hooked(_Anywhere):
 
 
 class _Negotiated(_Hooked):
-    """coordd where no plan can be locked, because names come in an order that never repeats."""
+    """coordd without a locked plan: names come in an order that never repeats."""
 
     def reducing(self, tensor: Tensor, *, label: str) -> Callable[[], object]:
         api, rng = self._api, random.Random(label)  # noqa: S311 - equal on all ranks is the point
@@ -186,7 +187,7 @@ class _Negotiated(_Hooked):
 
 
 class _Window(_Hooked):
-    """coordd with a tensor that lies in memory which all ranks see, as gradients in their buckets do."""
+    """coordd with a tensor in memory that all ranks see, as gradients in their buckets are."""
 
     def tensor(self, count: int) -> Tensor:
         found: Tensor = self._api.empty_common(count)
@@ -219,7 +220,7 @@ E = TypeVar("E", bound=Engine)
 
 @contextmanager
 def started(engines: Sequence[E], rank: Rank) -> Iterator[Sequence[E]]:
-    """Starts all engines, in order, and stops them again, last one first."""
+    """Starts all engines in order, and stops them in reverse order."""
     with ExitStack() as running:
         for engine in engines:
             engine.start(rank)

@@ -1,4 +1,4 @@
-"""Initialises one engine and then does nothing."""
+"""Measures one engine that is initialised and then idle."""
 
 from __future__ import annotations
 

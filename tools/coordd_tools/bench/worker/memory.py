@@ -1,4 +1,4 @@
-"""Trains one model with one engine, and watches the process's memory meanwhile."""
+"""Trains one model with one engine and samples the memory of the process meanwhile."""
 
 from __future__ import annotations
 

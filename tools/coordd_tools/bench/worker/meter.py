@@ -1,4 +1,4 @@
-"""The meter: wall time of each call, and what the whole process used meanwhile, every thread of it."""
+"""Measures the wall time of each call, and the CPU time and context switches of the whole process, all threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ __all__ = ["read"]
 
 
 def read(call: Callable[[], object], calls: int, *, subject: str, engine: str) -> Block:
-    """Makes the calls, one after the other, and returns the readings as a block."""
+    """Makes the calls, one after the other, and returns the readings as a block.
+
+    Wall times are per call; CPU seconds and voluntary context switches are totals of all calls.
+    """
     clock = time.perf_counter
     seconds = []
     switches = _switches()
@@ -26,5 +29,5 @@ def read(call: Callable[[], object], calls: int, *, subject: str, engine: str) -
 
 
 def _switches() -> int:
-    """Counts how often a thread of this process has gone to sleep; each such time something woke it again."""
+    """Returns how often a thread of this process has gone to sleep; each sleep ended with a wake-up."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw

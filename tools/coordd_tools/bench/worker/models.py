@@ -1,4 +1,4 @@
-"""The models: bound by computing, by communication (two sizes), and by the number of gradients."""
+"""The benchmark's models: bound by compute, by communication (two sizes), or by the number of gradients."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Model:
     """A model to train.
 
     Attributes:
-        build: makes it, from torch's global random state.
-        batch: makes one rank's inputs and class labels.
-        steps: how many steps last about half a second on one core.
+        build: creates the model from torch's global random state.
+        batch: creates one rank's inputs and class labels.
+        steps: the number of steps that take about half a second on one core.
     """
 
     build: Callable[[], nn.Module]
@@ -80,7 +80,7 @@ class _GPT(nn.Module):
 
 
 def _stack(depth: int, width: int, activation: Callable[[], nn.Module]) -> nn.Module:
-    """Stacks equal layers, with a head of 10 classes."""
+    """Stacks ``depth`` equal layers and adds a head of 10 classes."""
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), activation())]
     return nn.Sequential(*layers, nn.Linear(width, 10))
 

@@ -1,4 +1,4 @@
-"""Trains the GPT in stages with each engine in alternating blocks; or with one, and watches the process's memory."""
+"""Trains the GPT in stages: several engines in alternating blocks, or one engine whose memory is sampled."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def measure(job: PipelineJob, directory: Path) -> None:
     """Measures all engines on this rank.
 
     Raises:
-        RuntimeError: an engine finds other losses than the others, so it did not do the work that was timed.
+        RuntimeError: an engine finds other losses than the first one, so it did not do the work that was timed.
     """
     torch.set_num_threads(1)
     rank = Rank.join(directory)
-    SGD([torch.zeros(1, requires_grad=True)])  # PyTorch's first optimizer imports a large part of it, for any engine
+    SGD([torch.zeros(1, requires_grad=True)])  # the first optimizer imports a large part of PyTorch, with any engine
     before = proportional_bytes()
     blocks: list[Block] = []
     with started([PIPELINES[name]() for name in job.engines], rank) as engines:
@@ -62,7 +62,7 @@ def _timed(job: PipelineJob, engines: Sequence[Staged], rank: Rank) -> Iterator[
     _compare(losses)
     for number in range(job.rounds):
         for engine in turns(engines, number):
-            engine.step(x, y)  # untimed: it brings this copy back into the caches
+            engine.step(x, y)  # untimed: brings this copy back into the caches
             rank.barrier()
             calls = 0 if engine.name == FLOOR and rank.number else job.steps
             yield meter.read(partial(engine.step, x, y), calls, subject="gpt", engine=engine.name)
@@ -70,7 +70,7 @@ def _timed(job: PipelineJob, engines: Sequence[Staged], rank: Rank) -> Iterator[
 
 
 def _ideals(job: PipelineJob, engines: Sequence[Staged], rank: Rank) -> Iterator[Block]:
-    """Yields what the engines' schedules would take, going by the last step in one piece."""
+    """Yields the time of each engine's schedule in the simulator, given the last step of the whole model on rank 0."""
     found = rank.comm.bcast(next((engine.seconds for engine in engines if engine.seconds), None))
     if found is None:
         return
@@ -82,7 +82,7 @@ def _ideals(job: PipelineJob, engines: Sequence[Staged], rank: Rank) -> Iterator
 
 
 def _watched(job: PipelineJob, engine: Staged, rank: Rank, before: int) -> Iterator[Block]:
-    """Yields one block, with what the process has more than before the engine started, and what steps allocate."""
+    """Yields one block: the growth of the process since before the engine started, and the steps' allocations."""
     x, y = batch(job.seed)
     engine.prepare(rank, seed=job.seed, microbatches=job.microbatches)
     ready = allocated_bytes()
@@ -99,7 +99,7 @@ def _watched(job: PipelineJob, engine: Staged, rank: Rank, before: int) -> Itera
 
 
 def _known(loss: float | None, rank: Rank) -> float:
-    """The loss, from the ranks that know it."""
+    """Returns the loss, from the ranks that know it."""
     losses: list[float | None] = rank.comm.allgather(loss)
     return next(found for found in losses if found is not None)
 

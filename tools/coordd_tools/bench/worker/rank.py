@@ -1,4 +1,4 @@
-"""A rank's own view of the group: who it is, how it waits for the others, and where it leaves what it found."""
+"""One rank of the benchmark: its number, barriers, consistency checks, progress reports and results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAP_SECONDS = 100e-6
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of the group; ``comm`` is its own duplicate, so no engine's messages meet the benchmark's."""
+    """One process of the benchmark; ``comm`` is a duplicate, so that messages of engines and benchmark do not mix."""
 
     number: int
     size: int
@@ -30,14 +30,14 @@ class Rank:
 
     @classmethod
     def join(cls, directory: Path) -> Rank:
-        """Takes rank and size from MPI, which importing it has started with ``MPI_THREAD_MULTIPLE``."""
+        """Reads rank and size from MPI; importing MPI has initialised it with ``MPI_THREAD_MULTIPLE``."""
         comm = MPI.COMM_WORLD.Dup()
         return cls(comm.Get_rank(), comm.Get_size(), comm, directory)
 
     def barrier(self) -> None:
-        """Waits for all ranks: asleep, for a spinning early rank would take the core of one that still measures.
+        """Waits for all ranks, sleeping: an early rank that spins would take the core of a rank that still measures.
 
-        Naps end at different times, so once all are here they leave together through a spinning barrier.
+        Naps end at different times, so after the sleeping barrier all ranks leave together through a spinning one.
         """
         request = self.comm.Ibarrier()
         while not request.Test():
@@ -48,18 +48,18 @@ class Rank:
         """Checks that all ranks have the same value.
 
         Raises:
-            RuntimeError: they do not; it says ``on`` what.
+            RuntimeError: values differ; the message names the subject ``on`` and the value of each rank.
         """
         values = self.comm.allgather(value)
         if len(set(values)) > 1:
             raise RuntimeError(f"ranks disagree on {on}: " + ", ".join(f"rank {r}: {v}" for r, v in enumerate(values)))
 
     def tell(self, message: Progress) -> None:
-        """Lets rank 0 report progress to the parent."""
+        """Prints progress for the parent process; rank 0 only."""
         if self.number == 0:
             print(message.line(), flush=True)
 
     def save(self, blocks: Sequence[Block]) -> None:
-        """Leaves this rank's blocks for the parent."""
+        """Writes this rank's blocks to a file for the parent process."""
         path = self.directory / f"blocks.{self.number}.json"
         path.write_text(json.dumps([dataclasses.asdict(block) for block in blocks]))

@@ -1,4 +1,4 @@
-"""Sums tensors in one process set, while another one is idle or waits for one of its ranks, in alternating blocks."""
+"""Sums tensors in one process set while another set is idle or waits for one of its ranks, in alternating blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["measure"]
 _BLOCK_BYTES = 64 << 20
 _FEWEST, _MOST = 10, 500
 _WARM = 10
-"""Untimed calls, after which what was to be learned of a state is learned, and a plan locked where one can be."""
+"""Untimed calls, after which the response cache knows the tensors and the plan is locked where it can be."""
 
 
 def measure(job: SetsJob, directory: Path) -> None:
@@ -44,7 +44,7 @@ def measure(job: SetsJob, directory: Path) -> None:
 
 
 class _Sets:
-    """The two halves of the ranks; the last rank is the one that does not come."""
+    """The two halves of the ranks; the last rank is the one that holds back its tensor."""
 
     def __init__(self, rank: Rank) -> None:
         import coordd.torch
@@ -58,7 +58,7 @@ class _Sets:
             os.mkfifo(self._door(rank.number))
 
     def block(self, size: int, state: str, calls: int) -> Block:
-        """Takes one block in a state of the other set; on ranks of that other set it has no calls."""
+        """Measures one block in a state of the other set; ranks of the other set return a block without calls."""
         stalled, rank = state == "stalled", self._rank
         if rank.number in self._busy.ranks:
             rank.barrier()
@@ -70,7 +70,7 @@ class _Sets:
         handle = self._submitted() if waits else None
         rank.barrier()
         if handle is None:
-            self._door(rank.number).read_bytes()  # asleep until somebody opens the other end
+            self._door(rank.number).read_bytes()  # sleeps until a rank opens the other end
             handle = self._submitted() if stalled else None
         if handle is not None:
             handle.result()

@@ -1,10 +1,11 @@
-"""Data-parallel training on one host with little more than the sums: a measure for an engine that also has to be safe.
+"""Minimal data-parallel training on one host, as a yardstick for an engine that also has to be safe.
 
-Gradients are views of memory that all ranks see. Hooks count them; a thread adds up its slice of each bucket that all
-have filled, a piece at a time, and writes the mean to everybody. Counters beside it say how far each rank is.
+Gradients are views of memory that all ranks see. Hooks count them; a thread reduces its slice of each bucket that all
+ranks have filled, one chunk at a time, and writes the mean to every rank. Shared counters show the progress of each
+rank.
 
-What is left out: names, shapes that differ, parameters without gradients, gradients that users replace, failures,
-stalls, several hosts, other types, other operations, and ranks that stop.
+Left out: names, shapes that differ, parameters without gradients, gradients that users replace, failures, stalls,
+several hosts, other types, other operations, and ranks that stop.
 """
 
 from __future__ import annotations
@@ -37,42 +38,42 @@ _ALIGNMENT = 16
 
 
 class Sketch:
-    """The engine."""
+    """The engine of this file."""
 
     name = "sketch"
     exchanges = True
 
     def start(self, rank: Rank) -> None:
-        """Takes the ranks' communicator."""
+        """Takes the communicator of the ranks."""
         self._comm = rank.comm
 
     def stop(self) -> None:
-        """Leaves its threads, which wait for ever, to the end of the process."""
+        """Does nothing: the threads wait forever and end with the process."""
 
     def prepare(self, model: nn.Module, *, label: str) -> tuple[nn.Module, Optimizer]:  # noqa: ARG002
-        """Moves the model's gradients into common memory."""
+        """Moves the model's gradients into shared memory."""
         return model, _SketchSGD(list(model.parameters()), self._comm)
 
 
 class _SketchSGD(SGD):
-    """Keeps its gradients where they are, and waits for the exchange before each step."""
+    """An SGD optimizer that keeps gradients in shared memory and waits for the exchange before each step."""
 
     def __init__(self, parameters: Sequence[Tensor], comm: MPI.Comm) -> None:
         super().__init__(parameters, lr=LEARNING_RATE)
         self._exchange = _Exchange(parameters, comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's signature
-        """Clears the gradients in place."""
+        """Zeroes the gradients in place."""
         super().zero_grad(set_to_none=False)
 
     def step(self, closure: Any = None) -> Any:
-        """Waits, then updates the parameters."""
+        """Waits for the exchange, then updates the parameters."""
         self._exchange.done.acquire()
         return super().step(closure)
 
 
 class _Exchange:
-    """The common memory, and the thread that works in it."""
+    """The shared memory, and the thread that reduces in it."""
 
     def __init__(self, parameters: Sequence[Tensor], comm: MPI.Comm) -> None:
         self._rank, self._size = comm.rank, comm.size
@@ -121,7 +122,7 @@ class _Exchange:
             self.done.release()
 
     def _wait(self, word: int, step: int) -> None:
-        """Waits until all ranks have counted so far: briefly awake, then in naps, for others may need this core."""
+        """Waits until all ranks have reached a step: spins briefly, then naps, as other ranks may need this core."""
         since = time.perf_counter()
         while any(counts[word] < step for counts in self._counts):
             if time.perf_counter() - since < _AWAKE_SECONDS:
@@ -130,7 +131,7 @@ class _Exchange:
                 time.sleep(_NAP_SECONDS)
 
     def _reduce(self, bucket: range) -> None:
-        """Averages this rank's slice, a piece at a time."""
+        """Averages this rank's slice of a bucket, one chunk at a time."""
         low = bucket.start + len(bucket) * self._rank // self._size
         high = bucket.start + len(bucket) * (self._rank + 1) // self._size
         for start in range(low, high, _PIECE):
@@ -143,7 +144,7 @@ class _Exchange:
 
 
 def _shared(comm: MPI.Comm, count: int, dtype: np.dtype[Any]) -> list[np.ndarray]:
-    """Makes arrays of zeros that all ranks see, one for each; they live as long as the process."""
+    """Returns zeroed arrays in shared memory, one per rank; they live as long as the process."""
     size = count * dtype.itemsize
     descriptor = nameless(size)
     arrays = [attach(pid, opened, size).view(dtype) for pid, opened in comm.allgather((os.getpid(), descriptor))]

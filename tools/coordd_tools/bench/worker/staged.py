@@ -1,7 +1,7 @@
-"""The engines of ``pipeline``: the bench's GPT in one piece, by ``cd.Pipeline``, and by PyTorch's own pipelines.
+"""The engines of ``pipeline``: the benchmark's GPT in one piece, with ``cd.Pipeline``, and with PyTorch's pipelines.
 
-All of them cut the model at the same places, for as many ranks and as many stages a rank: where the fullest rank has
-the least to do.
+All pipelines with equal numbers of ranks and of stages per rank cut the model at the same places: where the fullest
+rank has the least load.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class Staged(Protocol):
 
     name: str
     seconds: tuple[float, float] | None
-    """Those of the last step's forward and backward part, where it is done in one piece here."""
+    """The last step's forward and backward seconds, where this rank runs the model in one piece."""
 
     def start(self, rank: Rank) -> None:
-        """Imports and initialises it on this rank."""
+        """Imports and initialises the engine on this rank."""
 
     def stop(self) -> None:
-        """Ends it."""
+        """Shuts the engine down."""
 
     def prepare(self, rank: Rank, *, seed: int, microbatches: int) -> None:
-        """Makes the stages of this rank."""
+        """Creates this rank's stages."""
 
     def step(self, x: Tensor, y: Tensor) -> float | None:
-        """Trains on a batch; the loss before, where this rank knows it."""
+        """Trains on a batch; returns the loss before the update, or None where this rank does not know it."""
 
 
 class _Whole:
@@ -93,7 +93,7 @@ class _Whole:
 
 
 class _Ours:
-    """``cd.Pipeline``."""
+    """``cd.Pipeline`` with one schedule."""
 
     seconds: tuple[float, float] | None = None
 
@@ -122,7 +122,7 @@ class _Ours:
 
 
 class _Theirs:
-    """``torch.distributed.pipelining`` over gloo."""
+    """``torch.distributed.pipelining`` over gloo, with one schedule."""
 
     seconds: tuple[float, float] | None = None
 
@@ -133,7 +133,7 @@ class _Theirs:
         self._several = several
 
     def start(self, rank: Rank) -> None:
-        self._api: Any = importlib.import_module("torch.distributed.pipelining")  # its memory is this engine's
+        self._api: Any = importlib.import_module("torch.distributed.pipelining")  # its memory counts for this engine
         if not dist.is_initialized():
             meeting = f"file://{rank.directory / 'gloo'}"
             dist.init_process_group("gloo", init_method=meeting, rank=rank.number, world_size=rank.size)
@@ -172,7 +172,7 @@ class _Theirs:
 
 
 class _Entry(nn.Module):
-    """The first layer of the GPT, apart from it."""
+    """The GPT's first layer, as a module of its own."""
 
     def __init__(self, token: nn.Module, place: nn.Parameter) -> None:
         super().__init__()
@@ -185,12 +185,12 @@ class _Entry(nn.Module):
 
 
 def loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over all rows and places."""
+    """Returns the mean cross-entropy over all rows and positions."""
     return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Makes the batch that all ranks have."""
+    """Returns the inputs and labels of the batch, which is the same on all ranks."""
     generator = torch.Generator().manual_seed(seed + 1)
     parts = [MODELS["gpt"].batch(generator)]
     while sum(len(x) for x, _ in parts) < _ROWS:
@@ -200,7 +200,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def balanced(loads: Sequence[float], placement: Placement) -> list[range]:
-    """Cuts layers so that the fullest rank, and then the fullest stage, has least; all cuts are tried."""
+    """Cuts layers into stages so that the fullest rank, then the fullest stage, has the least load; tries all cuts."""
 
     def spans(cuts: tuple[int, ...]) -> list[range]:
         return [range(*pair) for pair in itertools.pairwise((0, *cuts, len(loads)))]
@@ -225,7 +225,7 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 _LAYERS = (0.1, *[1.0] * 6, 0.05, 0.15)
-"""What each layer takes, in blocks."""
+"""The cost of each layer, in transformer blocks."""
 
 PIPELINES: dict[str, Callable[[], Staged]] = {
     "none": _Whole,

@@ -1,6 +1,6 @@
 """Times the phases from a fresh interpreter to an initialised engine.
 
-Imports stand inside the function, for they are what is timed.
+Imports are inside the function, because they are timed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def measure(job: StartupJob, directory: Path) -> None:
 
     rank = Rank.join(directory)
     engine = REDUCERS[name]()
-    gc.collect()  # importing PyTorch leaves the first full collection, 0.1 s, to whatever allocates next
-    rank.barrier()  # what MPI's start took longer on another rank is not the engine's
+    gc.collect()  # importing PyTorch defers the first full collection, 0.1 s, to the next allocation
+    rank.barrier()  # another rank's slower MPI start must not count for the engine
     init = meter.read(lambda: engine.start(rank), 1, subject="init", engine=name)
     rank.barrier()
     engine.stop()

@@ -42,7 +42,7 @@ class Training:
         self._optimizer.step()
 
     def digest(self) -> str:
-        """A fingerprint of the parameters."""
+        """Returns a fingerprint of the parameters."""
         fingerprint = hashlib.blake2b(digest_size=8)
         for parameter in self.model.parameters():
             fingerprint.update(parameter.detach().numpy().tobytes())
@@ -75,7 +75,7 @@ def _model(job: StepJob, name: str, engines: Sequence[Trainer], rank: Rank) -> I
             training.step()
     for number in range(job.rounds):
         for training in turns(trainings, number):
-            training.step()  # untimed: it brings this copy back into the caches
+            training.step()  # untimed: brings this copy back into the caches
             rank.barrier()
             yield meter.read(training.step, job.steps or MODELS[name].steps, subject=name, engine=training.engine.name)
     for training in trainings:

@@ -1,6 +1,6 @@
 """Trains each model in TensorFlow with each engine, in alternating blocks.
 
-The models are Keras's, and so is the step: a tape in a `tf.function`, whose gradients an SGD optimizer applies.
+The models are Keras models. A step is a gradient tape in a `tf.function`; an SGD optimizer applies its gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coordd_tools.bench.worker import meter
 from coordd_tools.bench.worker.rank import Rank
 
 os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}
-import keras  # as the two lines above say
+import keras  # after the environment is set
 import numpy as np
 import tensorflow as tf
 
@@ -32,33 +32,33 @@ _WARM_UP = 5
 _RATE = 1e-3
 _VOCABULARY, _WIDTH, _HEADS, _BLOCKS, _CONTEXT = 256, 256, 4, 6, 128
 _STEPS = {"gpt": 3, "mlp": 12, "small": 50}
-"""How many steps last about half a second on one core."""
+"""The number of steps that take about half a second on one core."""
 
 
 class Trainer(Protocol):
-    """An engine; ``exchanges`` is false for the floor."""
+    """An engine; ``exchanges`` is false for the baseline without communication."""
 
     name: str
     exchanges: bool
 
     def start(self, rank: Rank) -> None:
-        """Gets ready, before TensorFlow does anything."""
+        """Initialises the engine, before TensorFlow does anything."""
 
     def stop(self) -> None:
-        """Ends it."""
+        """Shuts the engine down."""
 
     def scope(self) -> AbstractContextManager[Any]:
-        """In which the model is made."""
+        """Returns the context in which the model is created."""
 
     def optimizer(self) -> keras.optimizers.Optimizer:
-        """Makes the optimizer of one model."""
+        """Creates the optimizer of one model."""
 
     def step(self, replica: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes the step of what one rank does in it."""
+        """Returns the step: it runs ``replica``, the work of one rank."""
 
 
 class _Nothing:
-    """No exchange: each rank trains for itself."""
+    """No communication: each rank trains on its own."""
 
     name = "none"
     exchanges = False
@@ -81,7 +81,7 @@ class _Nothing:
 
 
 class _Coordd(_Nothing):
-    """`coordd.keras`'s optimizer."""
+    """The optimizer of `coordd.keras`."""
 
     name = "coordd"
     exchanges = True
@@ -101,7 +101,7 @@ class _Coordd(_Nothing):
 
 
 class _MultiWorker(_Nothing):
-    """TensorFlow's own: `tf.distribute.MultiWorkerMirroredStrategy`."""
+    """TensorFlow's own engine: `tf.distribute.MultiWorkerMirroredStrategy`."""
 
     name = "mwms"
     exchanges = True
@@ -127,7 +127,7 @@ _TRAINERS: dict[str, Callable[[], Trainer]] = {"none": _Nothing, "coordd": _Coor
 
 
 def _attention(x: Any) -> Any:
-    """A pre-norm transformer block."""
+    """Adds a pre-norm transformer block."""
     layers = keras.layers
     y = layers.LayerNormalization()(x)
     y = layers.MultiHeadAttention(_HEADS, _WIDTH // _HEADS)(y, y, use_causal_mask=True)
@@ -193,7 +193,7 @@ class Training:
         self._step(self._inputs, self._labels)
 
     def digest(self) -> str:
-        """A fingerprint of the parameters."""
+        """Returns a fingerprint of the parameters."""
         fingerprint = hashlib.blake2b(digest_size=8)
         for weight in self.model.get_weights():
             fingerprint.update(weight.tobytes())
@@ -212,7 +212,7 @@ def measure(job: TfJob, directory: Path) -> None:
     total = len(job.models) * job.rounds * len(job.engines)
     engines = {name: _TRAINERS[name]() for name in job.engines}
     with ExitStack() as running:
-        for name in sorted(job.engines, key="mwms".__ne__):  # which wants to be the first thing that TensorFlow does
+        for name in sorted(job.engines, key="mwms".__ne__):  # mwms has to start before TensorFlow does anything
             engines[name].start(rank)
             running.callback(engines[name].stop)
         for name in job.models:
@@ -230,7 +230,7 @@ def _model(job: TfJob, name: str, engines: Sequence[Trainer], rank: Rank) -> Ite
             training.step()
     for number in range(job.rounds):
         for training in turns(trainings, number):
-            training.step()  # untimed: it brings this copy back into the caches
+            training.step()  # untimed: brings this copy back into the caches
             rank.barrier()
             yield meter.read(training.step, job.steps or _STEPS[name], subject=name, engine=training.engine.name)
     for training in trainings:

@@ -1,4 +1,4 @@
-"""Watches the memory of this process."""
+"""Samples the memory of this process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"
 
 
 class Watch(threading.Thread):
-    """Samples a number of bytes until it is stopped."""
+    """A thread that samples a number of bytes until it is stopped."""
 
     def __init__(self, read: Callable[[], int], *, every: float = _EVERY_SECONDS) -> None:
-        """Takes what is to be read, and how many seconds lie between two readings."""
+        """Takes the function to sample and the interval in seconds."""
         super().__init__(daemon=True)
         self._over = threading.Event()
         self._read = read
@@ -25,22 +25,22 @@ class Watch(threading.Thread):
         self.peak = 0
 
     def run(self) -> None:
-        """Reads, again and again; the thread's own."""
+        """Samples repeatedly; runs in the thread."""
         while not self._over.wait(self._every):
             self.peak = max(self.peak, self._read())
 
     def stop(self) -> int:
-        """Ends it, and returns the highest sample."""
+        """Stops the thread and returns the highest sample, in bytes."""
         self._over.set()
         self.join()
         return max(self.peak, self._read())
 
 
 def proportional_bytes() -> int:
-    """The proportional set size, in which pages in common count by their share.
+    """Returns the proportional set size in bytes; shared pages count by their share.
 
     Raises:
-        RuntimeError: the system does not tell.
+        RuntimeError: the system does not report it.
     """
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
@@ -49,7 +49,7 @@ def proportional_bytes() -> int:
 
 
 def allocated_bytes() -> int:
-    """What the C library has allocated and not freed, so all tensors and arrays; 0 if it is not glibc 2.33 or newer."""
+    """Returns the bytes that the C library has allocated and not freed, tensors included; 0 without glibc >= 2.33."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
         return 0

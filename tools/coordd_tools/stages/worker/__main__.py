@@ -1,4 +1,4 @@
-"""Starts one rank: limits its memory before anything is imported, does the task, and leaves what rank 0 found."""
+"""Starts one rank: limits its memory before anything is imported, runs the task, and saves rank 0's result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Does the task that the command line names with the settings in the folder that it names."""
+    """Runs the task that the command line names, with the settings in the folder that it names."""
     task, directory = sys.argv[1], Path(sys.argv[2])
     settings = json.loads((directory / "settings.json").read_text())
     if limit := settings.pop("data_limit", None):

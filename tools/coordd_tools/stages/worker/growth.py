@@ -1,4 +1,4 @@
-"""Finds what steps of a pipeline add to this rank's memory."""
+"""Measures the memory that steps of a pipeline add on each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WARM, _STEPS = 2, 2
 
 
 def measure(*, schedule: str, microbatches: int) -> list[int]:
-    """Returns for each rank the bytes that a step adds."""
+    """Returns, by rank, the bytes that a step adds."""
     torch.set_num_threads(1)
     cd.init()
     torch.manual_seed(1)  # the same model on all ranks
@@ -36,7 +36,7 @@ def measure(*, schedule: str, microbatches: int) -> list[int]:
         pipe.train_batch(x, y)
     added = []
     for _ in range(_STEPS):
-        before = resident() - (shared() - alone)  # what messages lie in stays between steps, and is a step's
+        before = resident() - (shared() - alone)  # the memory of messages stays between steps, but counts for the step
         forget_peak()
         pipe.train_batch(x, y)
         added.append(peak() - before)

@@ -1,4 +1,4 @@
-"""Times steps of the paper's network, in stages."""
+"""Times the steps of the paper's network, trained in stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WARM = 1
 def measure(
     *, took: Sequence[Mapping[str, Any]] | None, layers: Sequence[int], replicas: int, schedule: str, steps: int
 ) -> list[float] | None:
-    """Returns the seconds of each step, on rank 0; of the network itself, if it is not said what its layers take."""
+    """Returns the seconds of each step on rank 0, else None; without ``took`` the layers compute, else they sleep."""
     torch.set_num_threads(1)
     cd.init()
     torch.manual_seed(1)  # the same model on all ranks
