@@ -23,12 +23,11 @@ test: $(DEV)  ## runs the tests
 test-all: $(DEV)  ## runs the tests, and the sweeps over everything of which the tests take a sample
 	$(IN) python -m pytest
 
-check: $(DEV)  ## lints, checks types, layers, sizes and generated pages
+check: $(DEV)  ## lints, checks types, layers and generated pages
 	$(IN) ruff check
 	$(IN) ruff format --check
 	$(IN) mypy
 	$(IN) lint-imports --no-logo
-	$(IN) python -m coordd_tools.line_budget coordd plugins tools examples tests
 	$(IN) python -m coordd_tools.knob_table --check docs/knobs.md
 	$(IN) python -m coordd_tools.compatibility --check docs/horovod-compatibility.md
 	$(IN) python -m coordd_tools.pipeline_page --check docs/pipeline.md
