@@ -31,8 +31,8 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
-    from coordd.messages import ReduceOp
-    from coordd.process_sets import ProcessSet, global_process_set
+    from coordd.ops.messages import ReduceOp
+    from coordd.ops.process_sets import ProcessSet, global_process_set
 
 __version__ = VERSION
 
@@ -59,7 +59,7 @@ __all__ = [
     "size",
 ]
 
-_ELSEWHERE = {"ProcessSet": "process_sets", "ReduceOp": "messages", "global_process_set": "process_sets"}
+_ELSEWHERE = {"ProcessSet": "ops.process_sets", "ReduceOp": "ops.messages", "global_process_set": "ops.process_sets"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 
-from coordd.cli import main
+from coordd.launch.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,10 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from coordd import presence
 from coordd.config import LAUNCHED, Config, aliased, timeline_folder, unread
-from coordd.crowd import Crowd
-from coordd.daemon import Daemon
+from coordd.daemon.daemon import Daemon
+from coordd.daemon.operations import Operations
+from coordd.daemon.process_exit import ExitWatch, await_own_end
+from coordd.daemon.reject_on_all_ranks import refusable, telling
+from coordd.daemon.rendezvous import meet, tell
+from coordd.daemon.status_server import Desk
+from coordd.daemon.testimony import in_brief
 from coordd.errors import (
     ArgumentError,
     ConfigError,
@@ -36,17 +40,13 @@ from coordd.errors import (
     WorkerProcessError,
     brief,
 )
-from coordd.exits import ExitWatch, await_own_end
-from coordd.handles import Handle, check_may_wait
-from coordd.launched import RANK_PID, identifying
-from coordd.messages import Kind, ReduceOp
-from coordd.operations import Operations
-from coordd.process_sets import ProcessSet, global_process_set
-from coordd.refusing import refusable, telling
-from coordd.rendezvous import meet, tell
-from coordd.survey.address import identity, parent_of
-from coordd.survey.desk import Desk
-from coordd.testimony import in_brief
+from coordd.host import presence
+from coordd.host.launcher_environment import RANK_PID, identifying
+from coordd.host.oversubscription import Crowd
+from coordd.monitoring.status.address import identity, parent_of
+from coordd.ops.handles import Handle, check_may_wait
+from coordd.ops.messages import Kind, ReduceOp
+from coordd.ops.process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "allgather",

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from coordd import api
-from coordd.bell import Bell
 from coordd.config import Config
-from coordd.control.notes import join as join_notes
-from coordd.daemon import Daemon
+from coordd.daemon.daemon import Daemon
+from coordd.daemon.rendezvous import Link, Rendezvous, local_world
+from coordd.daemon.wakeup import Bell
 from coordd.errors import MismatchError, PeerError
-from coordd.rendezvous import Link, Rendezvous, local_world
-from coordd.transport.commons import join
+from coordd.transport.shared_memory.host_memory import join
+from coordd.transport.shared_memory.notes import join as join_notes
 
 __all__ = ["LocalRanks", "each_rank", "local_ranks", "stacks"]
 

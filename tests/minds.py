@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordd.messages import Announcement, Plan, Report, Request, Response
-from coordd.negotiation import Negotiator
-from coordd.wire import bits
+from coordd.negotiation.message_table import Negotiator
+from coordd.negotiation.wire import bits
+from coordd.ops.messages import Announcement, Plan, Report, Request, Response
 
 __all__ = ["knowing", "mind", "say", "told"]
 

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from coordd.bell import Bell
-from coordd.control import ring
-from coordd.control.notes import Notes, join
-from coordd.plane import Plane
-from coordd.transport.board import Board
-from coordd.transport.commons import Commons
+from coordd.collectives.dispatch import Plane
+from coordd.daemon.wakeup import Bell
 from coordd.transport.local import LocalWorld
-from coordd.transport.segments import lasting
+from coordd.transport.shared_memory import ring_buffer
+from coordd.transport.shared_memory.board import Board
+from coordd.transport.shared_memory.host_memory import Commons
+from coordd.transport.shared_memory.notes import Notes, join
+from coordd.transport.shared_memory.segments import lasting
 
 __all__ = ["World", "in_random_order", "lacking", "neighbours", "notes", "planes"]
 
@@ -69,7 +69,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError("no memory")
         return lasting(size)
 
-    monkeypatch.setattr(ring, "lasting", fail_once)
+    monkeypatch.setattr(ring_buffer, "lasting", fail_once)
 
 
 @contextmanager

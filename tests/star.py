@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from coordd.coordinator import Coordinator
-from coordd.handles import Handle
-from coordd.member import Bucket, Due, Locked, Member
-from coordd.messages import Goodbye, Hello, Kind, Message, Plan, Refused, Report, Request
-from coordd.table import Entry
+from coordd.negotiation.coordinator import Coordinator
+from coordd.negotiation.tensor_table import Entry
+from coordd.negotiation.worker import Bucket, Due, Locked, Member
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Goodbye, Hello, Kind, Message, Plan, Refused, Report, Request
 
 __all__ = ["Star", "allreduce", "outcome"]
 

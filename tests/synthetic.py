@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from coordd.autotune import Tuner
-from coordd.settings import Settings, Space
+from coordd.tuning.autotune import Tuner
+from coordd.tuning.settings import Settings, Space
 
 __all__ = ["JOBS", "START", "Job", "Listed", "Mood", "Training", "space_of", "train"]
 

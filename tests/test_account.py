@@ -4,8 +4,8 @@ import os
 import sys
 import threading
 
-from coordd import account as module
-from coordd.account import account, places, process_state
+from coordd.monitoring import stacks as module
+from coordd.monitoring.stacks import account, places, process_state
 
 HERE = os.uname().nodename
 

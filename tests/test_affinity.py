@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.affinity import DAEMON_CORES, keep_to, read_cpus, write_cpus
 from coordd.config import knobs
 from coordd.errors import ConfigError
+from coordd.host.affinity import DAEMON_CORES, keep_to, read_cpus, write_cpus
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinity is Linux's own")
 

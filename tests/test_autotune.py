@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordd.autotune import Outcome, Progress, Trial, Tuner, judge
 from coordd.errors import ArgumentError
+from coordd.tuning.autotune import Outcome, Progress, Trial, Tuner, judge
 from tests.synthetic import START, Listed, space_of, train
 
 SPACE = space_of()

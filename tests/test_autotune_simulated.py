@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from coordd.autotune import Progress, Tuner
+from coordd.tuning.autotune import Progress, Tuner
 from coordd.tuning.proposals import Proposals
 from tests.synthetic import JOBS, START, Mood, Training, space_of, train
 

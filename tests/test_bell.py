@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from coordd.bell import Bell
+from coordd.daemon.wakeup import Bell
 
 DEADLINE = 10.0
 

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from coordd import api, blocked
-from coordd.blocked import BlockWatch
-from coordd.handles import Handle
-from coordd.mailbox import Letter
-from coordd.messages import Kind, Request
-from coordd.negotiation import Negotiator
-from coordd.table import Entry, TensorTable
+from coordd import api
+from coordd.daemon import blocked_script
+from coordd.daemon.blocked_script import BlockWatch
+from coordd.daemon.peer_to_peer import Letter
+from coordd.negotiation.message_table import Negotiator
+from coordd.negotiation.tensor_table import Entry, TensorTable
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind, Request
 from tests.local_ranks import local_ranks
 
 _LATER = 10.0
@@ -135,23 +136,23 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
     with waiting(handle) as thread:
         waiter = next(found for found in threading.enumerate() if found.ident == thread)
         monkeypatch.setattr(threading, "main_thread", lambda: waiter)  # this thread is another one of the script
-        monkeypatch.setattr(blocked, "_submitters", Counter([threading.get_ident()] * has_submitted))
+        monkeypatch.setattr(blocked_script, "_submitters", Counter([threading.get_ident()] * has_submitted))
         watch = watching(table, lambda: thread, messages)
         watch.note_wait(0.0)
         watch.look(2.0)
         assert not messages
         assert watch.remaining(2.0)
-        watch.look(2.0 + blocked._WITH_OTHERS)
+        watch.look(2.0 + blocked_script._WITH_OTHERS)
         assert messages == ([] if has_submitted else ["x"])
 
 
 def test_a_thread_that_has_ended_submits_nothing_whatever_else_gets_its_number(monkeypatch):
-    monkeypatch.setattr(blocked, "_submitters", Counter())
+    monkeypatch.setattr(blocked_script, "_submitters", Counter())
     local = threading.local()
-    thread = threading.Thread(target=lambda: setattr(local, "submitter", blocked.Submitter()))
+    thread = threading.Thread(target=lambda: setattr(local, "submitter", blocked_script.Submitter()))
     thread.start()
     thread.join()
-    assert blocked._submitters[thread.ident] == 0
+    assert blocked_script._submitters[thread.ident] == 0
 
 
 def test_a_thread_that_is_not_pythons_own_is_listed_for_ever_but_gets_some_seconds_only(monkeypatch):
@@ -165,12 +166,12 @@ def test_a_thread_that_is_not_pythons_own_is_listed_for_ever_but_gets_some_secon
         foreign = threading._DummyThread()
         monkeypatch.setattr(threading, "main_thread", lambda: waiter)
         monkeypatch.setattr(threading, "enumerate", lambda: [waiter, foreign])
-        monkeypatch.setattr(blocked, "_submitters", Counter([foreign.ident]))
+        monkeypatch.setattr(blocked_script, "_submitters", Counter([foreign.ident]))
         watch = watching(table, lambda: thread, messages)
         watch.note_wait(0.0)
         watch.look(2.0)
         assert messages == []
-        watch.look(2.0 + blocked._WITH_OTHERS)
+        watch.look(2.0 + blocked_script._WITH_OTHERS)
         assert messages == ["x"]
 
 
@@ -283,7 +284,7 @@ def test_a_script_that_only_has_a_receive_under_way_is_looked_at_seldom():
     for _ in range(10):
         now += watch.remaining(now) or 0.0
         watch.look(now)
-    assert watch.remaining(now) == pytest.approx(blocked._LONGEST_PAUSE_WITH_MAIL)
+    assert watch.remaining(now) == pytest.approx(blocked_script._LONGEST_PAUSE_WITH_MAIL)
 
 
 def test_a_script_that_is_elsewhere_at_the_first_look_is_looked_for_again():
@@ -318,9 +319,9 @@ def test_other_branches_of_a_graph_in_which_a_script_waits_may_submit_what_other
         watch.look(2.0)
         watch.note_news(4.0)  # another branch has submitted something
         watch.look(5.0)
-        watch.look(4.5 + blocked._WITH_OTHERS)
+        watch.look(4.5 + blocked_script._WITH_OTHERS)
         assert messages == []
-        watch.look(6.0 + blocked._WITH_OTHERS)
+        watch.look(6.0 + blocked_script._WITH_OTHERS)
         assert messages == ["x"]
 
 
@@ -358,7 +359,7 @@ def test_a_script_that_breaks_a_wait_off_is_not_blocked(monkeypatch):
             results.append(api.allreduce(np.ones(2), name="y").tolist())
             results.append(api.allreduce(np.ones(2), name="x").tolist())
 
-    monkeypatch.setattr(blocked, "_SECONDS", 0.01)
+    monkeypatch.setattr(blocked_script, "_SECONDS", 0.01)
     monkeypatch.setattr(BlockWatch, "look", looks)
     monkeypatch.setattr(Negotiator, "note_blocked", notes)
     monkeypatch.setattr(Negotiator, "decide", decides)

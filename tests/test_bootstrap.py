@@ -13,30 +13,30 @@ import numpy as np
 import pytest
 
 from coordd import api
-from coordd.bootstrap import Bootstrap
 from coordd.config import Config
-from coordd.daemon import Daemon
+from coordd.daemon.daemon import Daemon
+from coordd.daemon.rendezvous import meet
 from coordd.errors import PeerError, StartError
-from coordd.rendezvous import meet
-from coordd.transport import register
+from coordd.transport import registry
+from coordd.transport.bootstrap import Bootstrap
 from coordd.transport.local import LocalTransport, LocalWorld
 from tests.local_ranks import LocalRanks, stacks
 
 SECONDS = 30.0  # less than `start_seconds`, after which ranks would give up by themselves
 
 STEPS = {
-    "coordd.loop": [
+    "coordd.daemon.event_loop": [
         *("keep_to", "nap_precisely", "World", "Member", "Plane", "Flights", "Mailbox", "Lookout", "Parts", "post"),
         *("hub", "Hello"),
     ],
-    "coordd.rendezvous": ["_machine", "_namespace", "_split", "_apart", "share", "post", "more_ranks", "Link"],
-    "coordd.transport.commons": ["_own_board", "_boards_of", "_hosts", "_close", "Commons"],
-    "coordd.transport.board.Board": ["of"],
-    "coordd.control.branch": ["interface_for", "ZmqControl", "join"],
+    "coordd.daemon.rendezvous": ["_machine", "_namespace", "_split", "_apart", "share", "post", "more_ranks", "Link"],
+    "coordd.transport.shared_memory.host_memory": ["_own_board", "_boards_of", "_hosts", "_close", "Commons"],
+    "coordd.transport.shared_memory.board.Board": ["of"],
+    "coordd.control.tree_node": ["interface_for", "ZmqControl", "join"],
     "coordd.control.zeromq.ZmqControl": ["listen", "connect"],
-    "coordd.control.nearby": ["join", "Edge", "Nearby"],
-    "coordd.control.notes": ["join", "Notes"],
-    "coordd.control.ring": ["join", "RingReader", "RingWriter", "_outward"],
+    "coordd.control.shared_memory": ["join", "Edge", "Nearby"],
+    "coordd.transport.shared_memory.notes": ["join", "Notes"],
+    "coordd.transport.shared_memory.ring_buffer": ["join", "RingReader", "RingWriter", "_outward"],
 }
 """What start-up calls, by module or class; the first rank that calls it fails there."""
 
@@ -55,7 +55,7 @@ def pigeons(monkeypatch: pytest.MonkeyPatch, size: int, **settings: Any) -> Iter
             return LocalTransport(world, next(numbers), lambda: None)
 
     entry = EntryPoint("pigeons", f"{__name__}:pigeons", "coordd.transports")
-    monkeypatch.setattr(register, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     monkeypatch.setattr(EntryPoint, "load", lambda self: make)
     config = Config(transport="pigeons", **settings)
     yield LocalRanks([Daemon(config, meet(config)) for _ in range(size)])
@@ -124,7 +124,7 @@ def test_an_error_in_any_step_of_one_rank_is_heard_by_all_and_the_process_goes_o
 
 def test_an_error_when_all_have_come_is_told_too(monkeypatch):
     """Some may have started by then; their next operation fails."""
-    failing_once(monkeypatch, "coordd.loop", "oversubscribed")
+    failing_once(monkeypatch, "coordd.daemon.event_loop", "oversubscribed")
     with pigeons(monkeypatch, 3) as ranks:
         errors = started(ranks)
         assert [type(error) for error in errors].count(InjectedError) == 1, errors

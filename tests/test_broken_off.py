@@ -12,9 +12,9 @@ import torch
 import coordd
 import coordd.torch as cd
 from coordd import api
-from coordd.bell import Bell
+from coordd.daemon.point_to_point import Messages
+from coordd.daemon.wakeup import Bell
 from coordd.errors import CoorddError, DeadlockError, PeerError
-from coordd.messaging import Messages
 from coordd_torch.tensors import borrow
 from tests.local_ranks import each_rank
 

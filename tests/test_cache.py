@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.cache import ResponseCache
-from coordd.messages import Kind, Request, Response
+from coordd.negotiation.response_cache import ResponseCache
+from coordd.ops.messages import Kind, Request, Response
 from tests.star import allreduce
 
 

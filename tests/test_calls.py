@@ -11,7 +11,7 @@ import torch
 
 import coordd.torch as cd
 from coordd import api
-from coordd.calls import CollectiveCall
+from coordd.parallel.collective_calls import CollectiveCall
 from tests.local_ranks import come_together, each_rank
 
 WAYS = pytest.mark.parametrize("settings", [{}, {"stall_check": False}, {"fan_in": 2, "simulate_hosts": 2}])

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.census import alike, differences, fingerprint
+from coordd.parallel.fingerprint import alike, differences, fingerprint
 
 lines = st.lists(st.sampled_from("abcd"), max_size=4, unique=True)
 

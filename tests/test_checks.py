@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 import coordd.torch as cd
 from coordd import api
-from coordd.arguments import check_splits
-from coordd.checks import finite, whole
-from coordd.choices import Choices
 from coordd.config import Config, knobs
 from coordd.errors import ArgumentError, ConfigError
-from coordd.grouping import Grouping
-from coordd.handles import Handle
+from coordd.gradients.bucketing import Grouping
+from coordd.gradients.settings import Choices
+from coordd.ops.arguments import check_splits
+from coordd.ops.checks import finite, whole
+from coordd.ops.handles import Handle
+from coordd.ops.process_sets import ProcessSet
 from coordd.pipeline.config import PipelineConfig
-from coordd.process_sets import ProcessSet
 from tests.local_ranks import each_rank
 
 NOT_FINITE = [math.nan, math.inf, -math.inf, np.float32("nan"), "1", b"1", True, None, 1j, 10**400, [1.0]]

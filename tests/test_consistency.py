@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from coordd import api
-from coordd.choices import Choices
-from coordd.consistency import NUMPY, Reading
-from coordd.drift import UNSEEN
-from coordd.dtypes import digits_of, dtype_of
 from coordd.errors import DiscardedStepError, MismatchError
-from coordd.gradients import Gradients, Parameter
-from coordd.process_sets import ProcessSet
+from coordd.gradients.consistency import NUMPY, Reading
+from coordd.gradients.reducer import Gradients, Parameter
+from coordd.gradients.settings import Choices
+from coordd.gradients.value_check import UNSEEN
+from coordd.ops.dtypes import digits_of, dtype_of
+from coordd.ops.process_sets import ProcessSet
 from tests.local_ranks import each_rank
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.control.protocol import LOST
-from coordd.coordinator import Coordinator
-from coordd.messages import (
+from coordd.negotiation.channel import LOST
+from coordd.negotiation.coordinator import Coordinator
+from coordd.ops.messages import (
     Abort,
     Account,
     Failure,

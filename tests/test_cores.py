@@ -5,8 +5,8 @@ import os
 import psutil
 import pytest
 
-from coordd import cores
-from coordd.cores import Cores, cores_here
+from coordd.host import cores
+from coordd.host.cores import Cores, cores_here
 
 PACKAGE, SIBLINGS = (
     f"/sys/devices/system/cpu/cpu{{}}/topology/{name}" for name in ("physical_package_id", "thread_siblings_list")

@@ -4,10 +4,11 @@ import logging
 
 import pytest
 
-from coordd import api, crowd
-from coordd.cores import Cores
-from coordd.crowd import Crowd, oversubscribed, threads_asked
-from coordd.world import World
+from coordd import api
+from coordd.host import oversubscription
+from coordd.host.cores import Cores
+from coordd.host.oversubscription import Crowd, oversubscribed, threads_asked
+from coordd.host.world import World
 
 FOUR = Cores(((0,), (1,), (2,), (3,)))
 
@@ -28,7 +29,7 @@ def test_the_outermost_number_of_threads_counts(text, threads):
 
 def test_a_rank_that_was_told_nothing_has_a_thread_for_each_core_that_it_may_use(monkeypatch):
     halves = {(): FOUR.without(frozenset({2, 3})), (7, 8): FOUR}
-    monkeypatch.setattr(crowd, "cores_here", lambda *pids: halves[pids])
+    monkeypatch.setattr(oversubscription, "cores_here", lambda *pids: halves[pids])
     assert Crowd.of((7, 8), {}) == Crowd(cores=4, local_size=2, threads=2)
     assert Crowd.of((7, 8), {"OMP_NUM_THREADS": "3"}) == Crowd(4, 2, 3)
 
@@ -65,7 +66,7 @@ class Ranks:
 
 @pytest.mark.parametrize(("rank", "launched", "warnings"), [(0, False, 1), (1, False, 0), (0, True, 0)])
 def test_one_rank_of_a_host_warns_unless_the_launcher_has(rank, launched, warnings, monkeypatch, caplog):
-    monkeypatch.setattr(crowd, "cores_here", lambda *pids: FOUR)
+    monkeypatch.setattr(oversubscription, "cores_here", lambda *pids: FOUR)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     if launched:
         monkeypatch.setenv("COORDD_LAUNCHED", "1")
@@ -80,7 +81,7 @@ def test_one_rank_of_a_host_warns_unless_the_launcher_has(rank, launched, warnin
 def test_one_rank_of_all_warns_of_a_misspelt_setting_unless_the_launcher_has(
     rank, launched, warnings, monkeypatch, caplog
 ):
-    monkeypatch.setattr(crowd, "cores_here", lambda *pids: FOUR)
+    monkeypatch.setattr(oversubscription, "cores_here", lambda *pids: FOUR)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COORDD_FUSION_MBS", "4")
     monkeypatch.delenv("COORDD_LAUNCHED", raising=False)

@@ -15,10 +15,10 @@ import pytest
 
 from coordd import api
 from coordd.config import Config
-from coordd.daemon import Daemon
+from coordd.daemon.daemon import Daemon
+from coordd.daemon.rendezvous import local_world
 from coordd.errors import ConfigError, DuplicateNameError, NotInitializedError, PeerError, ShutdownError, StartError
-from coordd.messages import ReduceOp
-from coordd.rendezvous import local_world
+from coordd.ops.messages import ReduceOp
 from tests.local_ranks import LocalRanks, each_rank, local_ranks
 
 WAIT = 10.0

@@ -13,15 +13,16 @@ import torch
 
 import coordd
 import coordd.torch as cd
-from coordd import api, loop
-from coordd.bell import Bell
+from coordd import api
 from coordd.config import Config
-from coordd.daemon import Daemon
+from coordd.daemon import event_loop
+from coordd.daemon.daemon import Daemon
+from coordd.daemon.message_queue import Inbox
+from coordd.daemon.rendezvous import local_world
+from coordd.daemon.wakeup import Bell
 from coordd.errors import CoorddError, DeadlockError, ShutdownError
-from coordd.handles import Handle
-from coordd.inbox import Inbox
-from coordd.messages import ReduceOp
-from coordd.rendezvous import local_world
+from coordd.ops.handles import Handle
+from coordd.ops.messages import ReduceOp
 from tests.local_ranks import local_ranks
 from tests.torch_plugin.training import together
 
@@ -235,7 +236,7 @@ def test_a_start_that_breaks_off_anywhere_is_told_and_ends_the_thread(monkeypatc
         return link
 
     daemon = Daemon(Config(), way)
-    monkeypatch.setattr(loop, part, refuse)
+    monkeypatch.setattr(event_loop, part, refuse)
     since = time.monotonic()
     with pytest.raises(OSError, match="Too many open files"):
         daemon.start()

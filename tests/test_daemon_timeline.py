@@ -10,9 +10,9 @@ import pytest
 from coordd import api
 from coordd.config import Config
 from coordd.errors import ArgumentError, NotInitializedError
-from coordd.timeline.breakdown import Part, comings, ways
-from coordd.timeline.journal import Journal
-from coordd.timeline.trace import find
+from coordd.monitoring.timeline.breakdown import Part, comings, ways
+from coordd.monitoring.timeline.journal import Journal
+from coordd.monitoring.timeline.trace import find
 from tests.local_ranks import each_rank, local_ranks
 
 PHASES = {"NEGOTIATE", "QUEUE", "FUSE", "ALLREDUCE", "UNFUSE"}

@@ -11,7 +11,7 @@ import pytest
 
 from coordd import api
 from coordd.errors import MismatchError, PeerError, ShutdownError
-from coordd.messages import ReduceOp
+from coordd.ops.messages import ReduceOp
 from tests.local_ranks import local_ranks
 
 WAIT = 10.0

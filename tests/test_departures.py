@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from coordd.departures import Departures
+from coordd.daemon.peer_exits import Departures
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from coordd import api
-from coordd.differentiable import Allgather, Allreduce, Alltoall, Broadcast, Reducescatter
+from coordd.daemon.autograd_rules import Allgather, Allreduce, Alltoall, Broadcast, Reducescatter
 from coordd.errors import ArgumentError
-from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from tests.local_ranks import each_rank
 
 RANKS = 3

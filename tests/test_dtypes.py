@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coordd.dtypes import dtype_of
+from coordd.ops.dtypes import dtype_of
 
 NAMES = ["bool", "uint8", "int64", "float16", "float32", "complex128", "bfloat16", "float8_e4m3fn", "int4"]
 
@@ -28,7 +28,7 @@ def test_an_unknown_name_is_refused() -> None:
 
 def test_foreign_types_are_imported_where_one_is_asked_for() -> None:
     code = (
-        "import sys, coordd.torch; coordd.torch.Pipeline; from coordd.dtypes import dtype_of; dtype_of('float32')\n"
+        "import sys, coordd.torch; coordd.torch.Pipeline; from coordd.ops.dtypes import dtype_of; dtype_of('float32')\n"
         "before = 'ml_dtypes' in sys.modules\n"
         "print(before, dtype_of('bfloat16').itemsize, 'ml_dtypes' in sys.modules)"
     )

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordd import api
-from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet
 from tests.local_ranks import each_rank, local_ranks
 
 SHAPES = [(), (0,), (1,), (5,), (3, 4), (2, 0, 3), (1000,), (200, 200), (70_000,)]

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordd import execution
-from coordd.bucket import Bucket, Locked
-from coordd.execution import Flights
-from coordd.messages import Kind, Request
-from coordd.plane import Spot
-from coordd.table import Entry
-from coordd.timeline.tape import Deck
-from coordd.transport.collectives import Pulse
+from coordd.collectives import scheduler
+from coordd.collectives.dispatch import Spot
+from coordd.collectives.ring import Pulse
+from coordd.collectives.scheduler import Flights
+from coordd.negotiation.bucket import Bucket, Locked
+from coordd.negotiation.tensor_table import Entry
+from coordd.ops.event_buffer import Deck
+from coordd.ops.messages import Kind, Request
 from coordd.transport.local import LocalWorld
 from tests.neighbours import in_random_order, planes
 
-LARGE = execution._PACKED_BYTES // 4
+LARGE = scheduler._PACKED_BYTES // 4
 
 
 class Promise:

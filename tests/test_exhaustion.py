@@ -16,12 +16,12 @@ import torch
 
 import coordd.torch as cd
 from coordd import api
-from coordd.account import process_state
+from coordd.daemon import timeline_recorder
 from coordd.errors import CoorddError
-from coordd.messages import ReduceOp
-from coordd.timeline import recorder
-from coordd.transport import loans, segments
-from coordd.transport.segments import Heap
+from coordd.monitoring.stacks import process_state
+from coordd.ops.messages import ReduceOp
+from coordd.transport.shared_memory import loans, segments
+from coordd.transport.shared_memory.segments import Heap
 from tests.local_ranks import local_ranks
 
 WAIT = 15.0
@@ -175,7 +175,7 @@ def test_a_timeline_that_cannot_be_written_ends_nothing(monkeypatch, tmp_path, c
     def refuse(*_, **__):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(recorder, "Writer", refuse)
+    monkeypatch.setattr(timeline_recorder, "Writer", refuse)
     with local_ranks(2) as ranks:
         ranks.daemons[0].start_timeline(str(tmp_path), mark_cycles=False)
         ranks.each(lambda rank: api.operations().barrier().result(WAIT))

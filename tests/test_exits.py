@@ -14,12 +14,12 @@ import textwrap
 
 import pytest
 
-from coordd import exits
-from coordd.exits import ExitWatch
+from coordd.daemon import process_exit
+from coordd.daemon.process_exit import ExitWatch
 
 PRELUDE = """
 import atexit, sys, threading
-from coordd.exits import ExitWatch
+from coordd.daemon.process_exit import ExitWatch
 watch = ExitWatch(lambda reason, trace, error: print("told:", reason, "|", trace.splitlines()[-1].strip(), "|", error))
 atexit.register(watch.verdict)
 """
@@ -350,7 +350,7 @@ BRIEFED = {
 def test_in_brief(case):
     script, last = BRIEFED[case]
     hook = "sys.excepthook = lambda kind, *_: print('hooked', kind.__name__, file=sys.stderr)\n" * ("hooked" in last)
-    text = f"import sys\nfrom coordd.exits import ExitWatch\n{hook}{BRIEF}{script}"
+    text = f"import sys\nfrom coordd.daemon.process_exit import ExitWatch\n{hook}{BRIEF}{script}"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == last
@@ -374,7 +374,7 @@ def test_a_debugger_finds_the_error_after_it():
 
 @pytest.mark.usefixtures("hooks")
 def test_the_whole_story_of_an_error_is_kept(monkeypatch):
-    monkeypatch.setattr(exits, "is_called_by", lambda _: True)
+    monkeypatch.setattr(process_exit, "is_called_by", lambda _: True)
     watch = ExitWatch(lambda *_: None)
     monkeypatch.setattr(watch, "_excepthook", lambda *_: None)
     assert not watch.story
@@ -394,7 +394,7 @@ def hooks(monkeypatch):
 
 @pytest.mark.usefixtures("hooks")
 def test_an_error_with_a_huge_text_is_told_in_part(monkeypatch):
-    monkeypatch.setattr(exits, "is_called_by", lambda _: True)
+    monkeypatch.setattr(process_exit, "is_called_by", lambda _: True)
     told = []
     watch = ExitWatch(lambda *story: told.append(story))
     monkeypatch.setattr(watch, "_excepthook", lambda *_: None)

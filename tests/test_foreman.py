@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.control.protocol import LOST
-from coordd.coordinator import Coordinator
-from coordd.foreman import Foreman, Root, hub
-from coordd.messages import (
+from coordd.negotiation.aggregator import Foreman, Root, hub
+from coordd.negotiation.channel import LOST
+from coordd.negotiation.coordinator import Coordinator
+from coordd.negotiation.tree import NOBODY, post
+from coordd.negotiation.wire import mask
+from coordd.ops.messages import (
     Abort,
     Account,
     Announcement,
@@ -32,8 +34,6 @@ from coordd.messages import (
     Waiting,
     Welcome,
 )
-from coordd.tree import NOBODY, post
-from coordd.wire import mask
 from tests.star import allreduce
 
 HOSTS = "aabbbb"

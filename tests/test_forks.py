@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from coordd.forks import close_sockets
+from coordd.host.fork import close_sockets
 
 
 @pytest.fixture

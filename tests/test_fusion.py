@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.fusion import buckets, item_size
-from coordd.messages import Kind, ReduceOp, Request, Response
+from coordd.negotiation.fusion import buckets, item_size
+from coordd.ops.messages import Kind, ReduceOp, Request, Response
 
 requests = st.builds(
     Request,

@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordd import api, handles
-from coordd.choices import Choices
-from coordd.dtypes import dtype_of
+from coordd import api
 from coordd.errors import ArgumentError, CoorddError, DiscardedStepError, MismatchError, NonFiniteError, PeerError
-from coordd.gradients import Gradients, Parameter
-from coordd.gradients import _Bucket as Bucket
-from coordd.handles import wait_all
-from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet
+from coordd.gradients.reducer import Gradients, Parameter
+from coordd.gradients.reducer import _Bucket as Bucket
+from coordd.gradients.settings import Choices
+from coordd.ops import handles
+from coordd.ops.dtypes import dtype_of
+from coordd.ops.handles import wait_all
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet
 from tests.local_ranks import each_rank
 
 LARGE = 64 << 10
@@ -347,7 +348,7 @@ def test_an_interrupted_wait_fails_the_job(monkeypatch):
             [api.operations().barrier().result() for _ in range(1000)]
 
     usual = wait_all
-    monkeypatch.setattr("coordd.gradients.wait_all", interrupted)
+    monkeypatch.setattr("coordd.gradients.reducer.wait_all", interrupted)
     each_rank(2, body)
 
 

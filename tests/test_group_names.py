@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.arguments import places
-from coordd.group_names import covers, group_of, is_group, names_in_group, refused_names
+from coordd.negotiation.group_names import covers, group_of, is_group, names_in_group, refused_names
+from coordd.ops.arguments import places
 
 BASES = st.text(min_size=1).filter(lambda base: not is_group(base))
 SIZES = st.integers(1, 12)

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordd.errors import ArgumentError
-from coordd.grouping import Grouping, partition
+from coordd.gradients.bucketing import Grouping, partition
 
 
 def gradients(sizes: list[int], kinds: list[str]) -> list[Any]:

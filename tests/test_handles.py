@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from coordd import api, handles
+from coordd import api
 from coordd.errors import CoorddError, PeerError, ShutdownError
-from coordd.handles import Handle, awaited, call_site, called_from, is_users, wait_all
+from coordd.ops import handles
+from coordd.ops.handles import Handle, awaited, call_site, called_from, is_users, wait_all
 from tests.local_ranks import each_rank
 
 DEADLINE = 10.0
@@ -309,7 +310,7 @@ def test_an_operation_on_which_ranks_disagree_is_told_if_nobody_waits(unheard):
 def test_a_failure_whose_handle_lives_to_the_end_is_told_then():
     script = """
 from coordd.errors import CoorddError
-from coordd.handles import Handle
+from coordd.ops.handles import Handle
 handle = Handle("x")
 handle.fail(CoorddError("because"))
 """

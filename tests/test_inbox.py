@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from coordd.bell import Bell
-from coordd.inbox import Inbox
+from coordd.daemon.message_queue import Inbox
+from coordd.daemon.wakeup import Bell
 
 DEADLINE = 10.0
 LONG = 3600.0

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordd import api
-from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from tests.local_ranks import local_ranks
 
 DTYPES = [np.int8, np.uint8, np.int16, np.int32, np.int64]

@@ -11,9 +11,9 @@ import pytest
 
 import coordd
 from coordd import api
-from coordd.daemon import Daemon
+from coordd.daemon.daemon import Daemon
+from coordd.daemon.status_server import Desk
 from coordd.errors import StartError
-from coordd.survey.desk import Desk
 
 WAIT = 10.0
 

@@ -7,8 +7,8 @@ import pytest
 
 from coordd import api
 from coordd.errors import MismatchError
-from coordd.inventory import NearlyEqual
-from coordd.process_sets import global_process_set
+from coordd.ops.process_sets import global_process_set
+from coordd.parallel.parameter_list import NearlyEqual
 from tests.local_ranks import each_rank
 
 VALUES = np.array([1.0, -2.0, 0.5])

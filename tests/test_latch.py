@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.latch import Latch
-from coordd.messages import Announcement, Kind, Report, Request
+from coordd.negotiation.coordinator_lock import Latch
+from coordd.ops.messages import Announcement, Kind, Report, Request
 from tests.star import allreduce
 
 NAMES = frozenset({"w0", "w2"})

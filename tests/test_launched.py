@@ -12,9 +12,9 @@ import pytest
 
 import coordd
 from coordd.config import Config
+from coordd.daemon.rendezvous import meet
 from coordd.errors import StartError
-from coordd.launched import identifying, launched_ranks, more_ranks
-from coordd.rendezvous import meet
+from coordd.host.launcher_environment import identifying, launched_ranks, more_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.handles import Handle
-from coordd.lead import Lead, behind
-from coordd.messages import Kind, Request
-from coordd.table import Entry
+from coordd.monitoring.straggler import Lead, behind
+from coordd.negotiation.tensor_table import Entry
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind, Request
 
 times = st.lists(st.floats(0.0, 10.0), min_size=3, max_size=3)
 

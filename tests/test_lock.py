@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.bucket import Locked
-from coordd.handles import Handle
-from coordd.lock import Lock
-from coordd.table import Entry
+from coordd.negotiation.bucket import Locked
+from coordd.negotiation.locked_plan import Lock
+from coordd.negotiation.tensor_table import Entry
+from coordd.ops.handles import Handle
 from tests.star import allreduce
 
 BUCKETS = ((0, 2), (1,))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from coordd import api
-from coordd.control.memory import MemoryControl
+from coordd.control.local import MemoryControl
 from coordd.errors import PeerError
-from coordd.messages import Account
-from coordd.process_sets import ProcessSet
+from coordd.ops.messages import Account
+from coordd.ops.process_sets import ProcessSet
 from tests.local_ranks import each_rank, local_ranks
 
 WAIT = 10.0
@@ -148,7 +148,7 @@ def test_a_rank_that_does_not_answer_is_told(log, monkeypatch):
 
 
 def test_a_coordinator_that_does_not_answer_is_told(log, monkeypatch):
-    from coordd.messages import Overdue
+    from coordd.ops.messages import Overdue
 
     send = MemoryControl.send
 
@@ -223,7 +223,7 @@ def test_a_wait_beyond_the_limit_ends_the_job_where_nothing_is_reported(caplog):
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_wait_beyond_the_limit_ends_the_job_where_the_coordinator_does_not_answer(stopped, monkeypatch):
     """What it is asked gets lost here; a process that is stopped does not read it, either."""
-    from coordd.messages import Overdue
+    from coordd.ops.messages import Overdue
 
     send = MemoryControl.send
 
@@ -232,7 +232,7 @@ def test_a_wait_beyond_the_limit_ends_the_job_where_the_coordinator_does_not_ans
             send(control, rank, message)
 
     monkeypatch.setattr(MemoryControl, "send", lossy)
-    monkeypatch.setattr("coordd.lookout.is_stopped", lambda _: stopped)
+    monkeypatch.setattr("coordd.daemon.stall_inspector.is_stopped", lambda _: stopped)
     state = "its process is stopped" if stopped else "it is the coordinator"
 
     def body(rank):

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import coordd.torch as cd
-from coordd import api, mailbox
+from coordd import api
+from coordd.daemon import peer_to_peer
 from coordd.errors import MismatchError, PeerError, ShutdownError
-from coordd.handles import Handle
-from coordd.messages import Left, Traffic
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Left, Traffic
 from coordd.transport.local import LocalLane, LocalWorld
 from tests.local_ranks import LocalRanks, each_rank, local_ranks
 from tests.neighbours import notes
@@ -101,10 +102,10 @@ def test_a_receive_that_has_just_begun_keeps_its_payload(monkeypatch):
     """Though all tags come again, twice, among the messages that are looked at together."""
     monkeypatch.setattr(LocalLane, "tags", 3)
     world = LocalWorld(2)
-    sender, receiver = (mailbox.Mailbox(world.join(rank).matched, rank) for rank in range(2))
+    sender, receiver = (peer_to_peer.Mailbox(world.join(rank).matched, rank) for rank in range(2))
 
     def start(box, array, name):
-        found = mailbox.Letter(name, 1 - (box is receiver), array, Handle(name), outgoing=array is not None)
+        found = peer_to_peer.Letter(name, 1 - (box is receiver), array, Handle(name), outgoing=array is not None)
         box.start(found)
         return found
 
@@ -168,7 +169,7 @@ def test_any_messages_in_any_order_of_starts_reach_whom_they_are_for(letters, se
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_large_message_travels_in_parts(ranks, monkeypatch, known):
-    monkeypatch.setattr(mailbox, "_PART_BYTES", 1000)
+    monkeypatch.setattr(peer_to_peer, "_PART_BYTES", 1000)
     values = np.random.default_rng(0).normal(size=(77, 31))
 
     def body(rank):
@@ -239,14 +240,15 @@ def boxes():
     """The mailboxes of two neighbours, who lend each other memory, and of a third rank elsewhere."""
     world = LocalWorld(3)
     with notes(2) as found:
-        yield [mailbox.Mailbox(world.join(rank).matched, rank, notes=mine) for rank, mine in enumerate([*found, None])]
+        with_notes = enumerate([*found, None])
+        yield [peer_to_peer.Mailbox(world.join(rank).matched, rank, notes=mine) for rank, mine in with_notes]
 
 
-def letter(array: np.ndarray | None, peer: int, name: str = "x", *, outgoing: bool) -> mailbox.Letter:
-    return mailbox.Letter(name, peer, array, Handle(name), outgoing=outgoing)
+def letter(array: np.ndarray | None, peer: int, name: str = "x", *, outgoing: bool) -> peer_to_peer.Letter:
+    return peer_to_peer.Letter(name, peer, array, Handle(name), outgoing=outgoing)
 
 
-def driven(boxes: list[mailbox.Mailbox], letters: Sequence[mailbox.Letter]) -> None:
+def driven(boxes: list[peer_to_peer.Mailbox], letters: Sequence[peer_to_peer.Letter]) -> None:
     for _ in range(1000):
         if all(each.handle.poll() for each in letters):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordd.errors import DuplicateNameError, MismatchError, ShutdownError
-from coordd.messages import Kind, Plan, Report, Request
+from coordd.ops.messages import Kind, Plan, Report, Request
 from tests.star import Star, allreduce, outcome
 
 W, V, X = (allreduce(name, 2) for name in "wvx")

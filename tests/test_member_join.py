@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from coordd.absence import Absence
-from coordd.messages import Kind, ReduceOp, Request
-from coordd.stand_in import stand_in
+from coordd.negotiation.absence import Absence
+from coordd.negotiation.stand_in import stand_in
+from coordd.ops.messages import Kind, ReduceOp, Request
 from tests.star import Star, allreduce, outcome
 from tests.test_member_lock import A, B, locked, run
 

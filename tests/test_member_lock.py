@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coordd.errors import DuplicateNameError, MismatchError, ShutdownError
-from coordd.handles import Handle
-from coordd.messages import Plan, Report, Request
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Plan, Report, Request
 from tests.star import Star, allreduce, outcome
 
 A, B, X = (allreduce(name, 2) for name in "abx")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from coordd.errors import MismatchError
-from coordd.messages import Blocked, Kind, Request
+from coordd.ops.messages import Blocked, Kind, Request
 from tests.star import Star, allreduce, outcome
 from tests.test_member_lock import X, locked, run, submit
 

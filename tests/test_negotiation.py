@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.messages import Report, Waiting
+from coordd.ops.messages import Report, Waiting
 from tests.minds import knowing, mind, say, told
 from tests.star import allreduce
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.messages import Kind, Plan, Request
-from coordd.negotiation import Negotiator
+from coordd.negotiation.message_table import Negotiator
+from coordd.ops.messages import Kind, Plan, Request
 from tests.minds import knowing, say, told
 from tests.star import allreduce
 

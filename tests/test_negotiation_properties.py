@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordd.handles import Handle
-from coordd.messages import Announcement, Plan, Report, Request
-from coordd.negotiation import Negotiator
+from coordd.negotiation.message_table import Negotiator
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Announcement, Plan, Report, Request
 from tests.star import Star, allreduce, outcome
 
 SIZE = 4

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.numbering import SLOTS, Numbering
+from coordd.negotiation.sequence_numbers import SLOTS, Numbering
 
 some_sets = st.sets(st.integers(0, 7), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
 

@@ -8,8 +8,8 @@ import pytest
 
 from coordd import api
 from coordd.errors import RefusedError
-from coordd.handles import Handle
-from coordd.objects import allgather_object, broadcast_object
+from coordd.ops.handles import Handle
+from coordd.parallel.objects import allgather_object, broadcast_object
 from tests.local_ranks import each_rank
 
 

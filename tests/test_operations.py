@@ -10,11 +10,11 @@ import pytest
 
 import coordd
 from coordd import api
-from coordd.arguments import check_reducible
 from coordd.errors import ArgumentError, MismatchError, RefusedError
-from coordd.messages import Announcement, Kind, ReduceOp, Report
-from coordd.process_sets import ProcessSet, global_process_set
-from coordd.wire import decode, encode
+from coordd.negotiation.wire import decode, encode
+from coordd.ops.arguments import check_reducible
+from coordd.ops.messages import Announcement, Kind, ReduceOp, Report
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from tests.local_ranks import each_rank, local_ranks
 
 HERE = re.escape(__file__)

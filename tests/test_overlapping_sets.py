@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordd.execution import Flights
-from coordd.member import Member
-from coordd.messages import Kind, Plan, ReduceOp, Request, Response
-from coordd.table import Entry
+from coordd.collectives.scheduler import Flights
+from coordd.negotiation.tensor_table import Entry
+from coordd.negotiation.worker import Member
+from coordd.ops.messages import Kind, Plan, ReduceOp, Request, Response
 from tests.neighbours import World, planes
 
 LARGE, SMALL = 200_000, 3

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from coordd.pace import Pace
+from coordd.tuning.step_times import Pace
 
 
 def paced(*steps: float, window: int = 6) -> Pace:

@@ -125,7 +125,7 @@ def test_the_wheel_says_what_it_is(wheel):
     assert "License-Expression: Apache-2.0" in wheel[f"{INFO}/METADATA"]
     assert "Requires-Python: >=3.11" in wheel[f"{INFO}/METADATA"]
     assert wheel[f"{INFO}/licenses/LICENSE"] == (REPOSITORY / "LICENSE").read_text("utf-8")
-    assert "coordd = coordd.cli:main" in wheel[f"{INFO}/entry_points.txt"]
+    assert "coordd = coordd.launch.cli:main" in wheel[f"{INFO}/entry_points.txt"]
 
 
 # The constraints

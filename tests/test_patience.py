@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from coordd.patience import Patience, nap_precisely
+from coordd.daemon.polling import Patience, nap_precisely
 
 
 class Recorder:

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordd.bucket import Bucket, Locked
-from coordd.latch import MOST_LINES
-from coordd.messages import Kind, ReduceOp, Request
-from coordd.numbering import Numbering
-from coordd.plane import Plane, Spot
-from coordd.transport.board import SLOTS
-from coordd.transport.collectives import Group
+from coordd.collectives.dispatch import Plane, Spot
+from coordd.collectives.ring import Group
+from coordd.negotiation.bucket import Bucket, Locked
+from coordd.negotiation.coordinator_lock import MOST_LINES
+from coordd.negotiation.sequence_numbers import Numbering
+from coordd.ops.messages import Kind, ReduceOp, Request
 from coordd.transport.local import LocalWorld
+from coordd.transport.shared_memory.board import SLOTS
 from tests.neighbours import planes
 from tests.transport.arithmetic import COMBINE, expected, same_bits, values
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd import groups
 from coordd.errors import ArgumentError
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.ops.process_sets import ProcessSet, global_process_set
+from coordd.parallel import grid
 
 sizes = st.integers(1, 8)
 subsets = sizes.flatmap(lambda size: st.tuples(st.just(size), st.sets(st.integers(0, size - 1), min_size=1)))
@@ -58,7 +58,7 @@ def test_a_set_cannot_be_changed():
 
 
 def test_the_sets_of_users_equal_those_of_operations():
-    assert groups.ProcessSet([1, 0]) == ProcessSet([0, 1])
-    assert groups.global_process_set == ProcessSet()
-    assert len({groups.ProcessSet([2]), ProcessSet([2]), ProcessSet([3])}) == 2
+    assert grid.ProcessSet([1, 0]) == ProcessSet([0, 1])
+    assert grid.global_process_set == ProcessSet()
+    assert len({grid.ProcessSet([2]), ProcessSet([2]), ProcessSet([3])}) == 2
     assert ProcessSet([2]) != (2,)

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd import api, blocked
-from coordd.deadlock import BlockedRanks
+from coordd import api
+from coordd.daemon import blocked_script
 from coordd.errors import ArgumentError, MismatchError, RefusedError, ShutdownError
-from coordd.messages import Blocked, Expecting, Goodbye, Left, Traffic, Unmatched
+from coordd.negotiation.deadlock import BlockedRanks
+from coordd.ops.messages import Blocked, Expecting, Goodbye, Left, Traffic, Unmatched
 from tests.local_ranks import local_ranks
 from tests.star import Star, allreduce, outcome
 
@@ -388,7 +389,7 @@ def test_a_thread_that_only_sends_and_receives_counts_as_one_that_may_do_so_agai
 
         def body(_):
             send(0)
-            return blocked._submitters[threading.get_ident()] > 0, recv(0).result(WAIT).tolist()
+            return blocked_script._submitters[threading.get_ident()] > 0, recv(0).result(WAIT).tolist()
 
         assert ranks.each(body) == [(True, [0.0, 1.0])]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordd.messages import Refused
-from coordd.refusals import Refusals, RefusedParts
+from coordd.negotiation.rejections import Refusals, RefusedParts
+from coordd.ops.messages import Refused
 
 
 def test_a_refused_call_is_forgotten_when_the_last_member_has_left_it_or_the_job():

@@ -13,7 +13,7 @@ import torch
 
 import coordd
 import coordd.torch as cd
-from coordd.calls import CollectiveCall
+from coordd.parallel.collective_calls import CollectiveCall
 from coordd_torch.rounds import Gather, Mean
 from tests.local_ranks import local_ranks
 from tests.test_refusing import BAD, ONE, refused_by_last

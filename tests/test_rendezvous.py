@@ -8,14 +8,15 @@ from importlib.metadata import EntryPoint
 import numpy as np
 import pytest
 
-from coordd import api, rendezvous
-from coordd.bell import Bell
+from coordd import api
 from coordd.config import Config
-from coordd.daemon import Daemon
+from coordd.daemon import rendezvous
+from coordd.daemon.daemon import Daemon
+from coordd.daemon.rendezvous import local_world, meet
+from coordd.daemon.wakeup import Bell
 from coordd.errors import ConfigError, StartError
-from coordd.messages import Goodbye
-from coordd.rendezvous import local_world, meet
-from coordd.transport import register
+from coordd.ops.messages import Goodbye
+from coordd.transport import registry
 from coordd.transport.local import LocalTransport, LocalWorld
 from tests.local_ranks import LocalRanks
 
@@ -100,7 +101,7 @@ def pigeons(monkeypatch, **settings):
             return LocalTransport(world, next(numbers), lambda: None)
 
     entry = EntryPoint("pigeons", f"{__name__}:pigeons", "coordd.transports")
-    monkeypatch.setattr(register, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     monkeypatch.setattr(EntryPoint, "load", lambda self: make)
     config = Config(transport="pigeons", **settings)
     ranks = LocalRanks([Daemon(config, meet(config)) for _ in range(3)])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.repetition import Repetition
+from coordd.negotiation.cycle_detector import Repetition
 
 STEP = [(0, 1), (2,)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.roll import Roll
-from coordd.wire import bits
+from coordd.negotiation.roll import Roll
+from coordd.negotiation.wire import bits
 
 masks = st.integers(0, 63)
 said = st.tuples(st.integers(1, 63), masks, masks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.routes import Route, route
+from coordd.collectives.hierarchy import Route, route
 
 worlds = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordd.errors import ConfigError
-from coordd.settings import Settings, Space
+from coordd.tuning.settings import Settings, Space
 from tests.synthetic import START
 
 MIB = 1 << 20

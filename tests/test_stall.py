@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from coordd.messages import Account, Kind, Request, StallReport, Waiting
-from coordd.stall import StallWatch, tell
-from coordd.table import Entry, TensorTable
+from coordd.negotiation.stall import StallWatch, tell
+from coordd.negotiation.tensor_table import Entry, TensorTable
+from coordd.ops.messages import Account, Kind, Request, StallReport, Waiting
 
 
 def entry(name: str = "w", *, submitted: float = 0.0, patient: bool = False) -> Entry:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordd.cache import ResponseCache
 from coordd.errors import DuplicateNameError
-from coordd.handles import Handle
-from coordd.messages import Announcement, Report, Request, Response
-from coordd.table import Entry, TensorTable, announced, show_site
+from coordd.negotiation.response_cache import ResponseCache
+from coordd.negotiation.tensor_table import Entry, TensorTable, announced, show_site
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Announcement, Report, Request, Response
 from tests.star import allreduce
 
 SCRIPT = compile("", "train.py", "exec")

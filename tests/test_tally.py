@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordd.messages import Announcement, Plan, Report, Request, Response
-from coordd.tally import Tally
-from coordd.wire import Batch, bits, mask
+from coordd.negotiation.tally import Tally
+from coordd.negotiation.wire import Batch, bits, mask
+from coordd.ops.messages import Announcement, Plan, Report, Request, Response
 from tests.star import allreduce
 
 SPANS = {0: 0b000001, 1: 0b000010, 2: 0b001100, 4: 0b110000}

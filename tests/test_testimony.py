@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from coordd.daemon.testimony import in_brief
 from coordd.errors import PeerError, ShutdownError
-from coordd.handles import Handle
-from coordd.testimony import in_brief
+from coordd.ops.handles import Handle
 
 FAILED = PeerError(1, "failed: ValueError: bad", "Traceback (most recent call last): …\nValueError: bad\n")
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from coordd.handles import Handle
-from coordd.messages import Kind, Request
-from coordd.table import Entry
-from coordd.traffic import Traffic
+from coordd.monitoring.counters import Traffic
+from coordd.negotiation.tensor_table import Entry
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind, Request
 
 
 def entry(kind, count):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.tree import NOBODY, Post, post, superiors, tree
+from coordd.negotiation.tree import NOBODY, Post, post, superiors, tree
 
 many_hosts = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=60)
 fan_ins = st.integers(2, 9)

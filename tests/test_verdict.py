@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.messages import Announcement, Kind, ReduceOp, Request, Response
-from coordd.verdict import sites, verdict
+from coordd.negotiation.validation import sites, verdict
+from coordd.ops.messages import Announcement, Kind, ReduceOp, Request, Response
 from tests.star import allreduce
 
 W = allreduce("w", 2)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordd import wire
 from coordd.errors import CoorddError
-from coordd.messages import (
+from coordd.negotiation import wire
+from coordd.negotiation.wire import MAX_MESSAGE, Batch, WireError, bits, decode, encode, forget, mask
+from coordd.ops.messages import (
     Abort,
     Account,
     Announcement,
@@ -43,7 +44,6 @@ from coordd.messages import (
     Waiting,
     Welcome,
 )
-from coordd.wire import MAX_MESSAGE, Batch, WireError, bits, decode, encode, forget, mask
 
 whole = st.integers(0, 1 << 40)
 finite = st.floats(allow_nan=False)

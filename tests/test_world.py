@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.world import World
+from coordd.host.world import World
 
 worlds = st.lists(st.sampled_from("abc"), min_size=1, max_size=12).flatmap(
     lambda hosts: st.builds(World, st.integers(0, len(hosts) - 1), st.just(tuple(hosts)))

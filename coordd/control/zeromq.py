@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import zmq
 
-from coordd.control.door import HANDSHAKE_SECONDS, Door
-from coordd.control.machine import Ends, Folder
-from coordd.control.protocol import LOST, Lost, read
+from coordd.control.connection_limit import HANDSHAKE_SECONDS, Door
+from coordd.control.peer_process import Ends, Folder
 from coordd.errors import StartError
-from coordd.forks import close_in_children, close_sockets
-from coordd.messages import Message
-from coordd.wire import MAX_MESSAGE, Scribe
+from coordd.host.fork import close_in_children, close_sockets
+from coordd.negotiation.channel import LOST, Lost, read
+from coordd.negotiation.wire import MAX_MESSAGE, Scribe
+from coordd.ops.messages import Message
 
 __all__ = ["Address", "ZmqControl"]
 

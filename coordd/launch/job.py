@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from coordd.errors import spans
-from coordd.launch.flavour import ALONE, Flavour
+from coordd.launch.exit_status import Record, Verdict, judge
 from coordd.launch.frames import Ended, Output, Started, decode
-from coordd.launch.ladder import Ladder, Rung
 from coordd.launch.lines import Lines
+from coordd.launch.mpi_flavours import ALONE, Flavour
 from coordd.launch.outcome import signal_name
+from coordd.launch.process_guard import die_with_parent
 from coordd.launch.screen import Screen
-from coordd.launch.tether import die_with_parent
-from coordd.launch.verdict import Record, Verdict, judge
+from coordd.launch.termination import Ladder, Rung
 
 __all__ = ["Job", "Program"]
 

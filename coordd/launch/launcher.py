@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from coordd.errors import CoorddError
-from coordd.launch.flavour import Flavour, recognise
+from coordd.launch.mpi_flavours import Flavour, recognise
 
 __all__ = ["Launcher", "LauncherError", "home"]
 

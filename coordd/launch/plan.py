@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordd.config import Config, unread
-from coordd.cores import Cores
 from coordd.errors import ConfigError
+from coordd.host.cores import Cores
+from coordd.host.launcher_environment import RANK_PID, launched_ranks, more_ranks
 from coordd.launch import drop_in, horovodrun
 from coordd.launch.environment import assignments, forwarded
-from coordd.launch.flavour import ALONE, SLURM, Flavour, Launch
 from coordd.launch.hosts import Host, place_ranks
 from coordd.launch.job import Program
 from coordd.launch.launcher import Launcher, LauncherError, home
+from coordd.launch.mpi_flavours import ALONE, SLURM, Flavour, Launch
 from coordd.launch.options import command_of, extra_of, hosts_of, knob_variables
 from coordd.launch.rank import Order
 from coordd.launch.shares import Wish, describe
-from coordd.launched import RANK_PID, launched_ranks, more_ranks
-from coordd.transport.register import require
+from coordd.transport.registry import require
 
 __all__ = ["Plan"]
 

@@ -123,11 +123,11 @@ def _uncollected() -> Iterator[None]:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from coordd.pipeline.catalogue import find
     from coordd.pipeline.export import check_ending
     from coordd.pipeline.lowering import chain, lower
     from coordd.pipeline.picture import draw
     from coordd.pipeline.report import per_stage
+    from coordd.pipeline.schedules.registry import find
     from coordd.pipeline.simulate import simulate
 
     choice = find(options.schedule)
@@ -194,8 +194,8 @@ def _save(console: Console, picture: str, path: Path) -> None:
 
 
 def _compare(options: argparse.Namespace, prices: Prices) -> None:
-    from coordd.pipeline.catalogue import SCHEDULES
     from coordd.pipeline.report import comparison
+    from coordd.pipeline.schedules.registry import SCHEDULES
 
     console = wide_console()
     notes: list[str] = []
@@ -209,8 +209,8 @@ def _compare(options: argparse.Namespace, prices: Prices) -> None:
 
 def _outcomes(options: argparse.Namespace, prices: Prices, notes: list[str]) -> Iterator[Outcome]:
     """Computes the outcome of all schedules; adds a note for each schedule that is left out."""
-    from coordd.pipeline.catalogue import SCHEDULES
     from coordd.pipeline.outcome import outcome
+    from coordd.pipeline.schedules.registry import SCHEDULES
 
     for choice in SCHEDULES.values():
         if choice.slow and options.stages > _LARGE:

@@ -19,16 +19,16 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from coordd.affinity import DAEMON_CORES, write_cpus
-from coordd.cores import cores_here
+from coordd.host.affinity import DAEMON_CORES, write_cpus
+from coordd.host.cores import cores_here
+from coordd.host.presence import Presence
 from coordd.launch.child import Child
 from coordd.launch.frames import Ended, Started, encode, whole
 from coordd.launch.outcome import Outcome
+from coordd.launch.output_forwarder import Relay
 from coordd.launch.place import place
-from coordd.launch.relay import Relay
+from coordd.launch.process_guard import Guard, die_with_parent
 from coordd.launch.shares import Share, Wish, describe, divide, thread_variables
-from coordd.launch.tether import Guard, die_with_parent
-from coordd.presence import Presence
 
 __all__ = ["Order", "Rank", "main"]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TextIO
 
 from coordd.config import Config
-from coordd.cores import cores_here
+from coordd.host.cores import cores_here
 from coordd.launch import horovodrun
 from coordd.launch.build import build
-from coordd.launch.flavour import OPEN_MPI
 from coordd.launch.job import Job, Program
 from coordd.launch.logs import Logs
+from coordd.launch.mpi_flavours import OPEN_MPI
 from coordd.launch.plan import Plan
 from coordd.launch.recordings import Recordings
 from coordd.launch.scratch import scratch

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from coordd.affinity import daemon_cores, write_cpus
-from coordd.cores import Cores
-from coordd.crowd import oversubscribed, threads_asked
+from coordd.host.affinity import daemon_cores, write_cpus
+from coordd.host.cores import Cores
+from coordd.host.oversubscription import oversubscribed, threads_asked
 
 __all__ = ["Share", "Wish", "describe", "divide", "thread_variables"]
 

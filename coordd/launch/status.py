@@ -12,14 +12,14 @@ from rich.console import RenderableType
 from rich.live import Live
 
 from coordd.launch.console import wide_console
-from coordd.survey import process
-from coordd.survey.address import Address, listed
-from coordd.survey.choice import Jobs, NoJobError, choose, jobs
-from coordd.survey.enquiry import survey
-from coordd.survey.folder import seen_from
-from coordd.survey.picture import Speed, picture
-from coordd.survey.sighting import Life, Survey
-from coordd.survey.view import rows, verdict
+from coordd.monitoring.status import process
+from coordd.monitoring.status.address import Address, listed
+from coordd.monitoring.status.client import survey
+from coordd.monitoring.status.job_selection import Jobs, NoJobError, choose, jobs
+from coordd.monitoring.status.paths import seen_from
+from coordd.monitoring.status.picture import Speed, picture
+from coordd.monitoring.status.probe_result import Life, Survey
+from coordd.monitoring.status.view import rows, verdict
 
 __all__ = ["status"]
 

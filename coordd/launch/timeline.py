@@ -15,9 +15,9 @@ from coordd.errors import ConfigError
 from coordd.launch.console import wide_console
 
 if TYPE_CHECKING:
-    from coordd.timeline.journal import Journal
-    from coordd.timeline.summary import Summary
-    from coordd.timeline.trace import Trace
+    from coordd.monitoring.timeline.journal import Journal
+    from coordd.monitoring.timeline.summary import Summary
+    from coordd.monitoring.timeline.trace import Trace
 
 __all__ = ["TIMELINE_EPILOG", "add_timeline_options", "collect", "timeline"]
 
@@ -50,10 +50,10 @@ def timeline(options: argparse.Namespace) -> int:
         TimelineError: there is no recording, or no readable one.
         OSError: a file cannot be read or written.
     """
-    from coordd.timeline.journal import Journal
-    from coordd.timeline.picture import picture
-    from coordd.timeline.summary import summarize
-    from coordd.timeline.terminal import show
+    from coordd.monitoring.timeline.journal import Journal
+    from coordd.monitoring.timeline.picture import picture
+    from coordd.monitoring.timeline.summary import summarize
+    from coordd.monitoring.timeline.terminal import show
 
     folder = Path(timeline_folder(options.folder))
     traces, target = collect(folder)
@@ -82,8 +82,8 @@ def collect(folder: Path) -> tuple[list[Trace], Path]:
         TimelineError: there is no recording, or no readable one.
         OSError: a file cannot be read or written.
     """
-    from coordd.timeline.merge import merge
-    from coordd.timeline.trace import find
+    from coordd.monitoring.timeline.merge import merge
+    from coordd.monitoring.timeline.trace import find
 
     traces, target = find(folder), folder / "timeline.json"
     merge(traces, target)
@@ -120,7 +120,7 @@ def _flaws(traces: Sequence[Trace]) -> list[str]:
 
 def _save(summary: Summary, path: Path) -> None:
     """Writes all steps of all ranks as a table, in milliseconds."""
-    from coordd.timeline.breakdown import Part
+    from coordd.monitoring.timeline.breakdown import Part
 
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)

@@ -1,8 +1,8 @@
 """Holds tracebacks briefly, so that each is shown in one piece, and once if several ranks fail in the same way.
 
-One rule: pure and simple. From the first line of a traceback, or of the message that `coordd.testimony` prints instead
-of one, a rank's standard error is held until it has been quiet for a while. Only identical texts are merged.
-Tracebacks, one of which is the cause, are shown before the messages of `coordd.testimony`.
+One rule: pure and simple. From the first line of a traceback, or of the message that `coordd.daemon.testimony` prints
+instead of one, a rank's standard error is held until it has been quiet for a while. Only identical texts are merged.
+Tracebacks, one of which is the cause, are shown before the messages of `coordd.daemon.testimony`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Tracebacks:
         return True
 
     def release(self) -> list[Told]:
-        """Removes and returns all held text; messages of `coordd.testimony` come last."""
+        """Removes and returns all held text; messages of `coordd.daemon.testimony` come last."""
         told: dict[tuple[bytes, ...], list[int]] = {}
         for rank, lines in sorted(self._lines.items()):
             told.setdefault(tuple(lines), []).append(rank)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from coordd.checks import whole
 from coordd.errors import ArgumentError
-from coordd.pipeline.catalogue import Choice, find
+from coordd.ops.checks import whole
 from coordd.pipeline.microbatch import fitting
 from coordd.pipeline.partition import By
+from coordd.pipeline.schedules.registry import Choice, find
 from coordd.pipeline.units import in_bytes
 
 __all__ = ["LossReduction", "PipelineConfig", "Reuse"]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from coordd.errors import PeerError, ShutdownError, brief
-from coordd.handles import Handle, wait_all
+from coordd.ops.handles import Handle, wait_all
 from coordd.pipeline.action import COMPUTE, DIRECTION, RECEIVES, SENDS, Action, Kind
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.simulate import Span
@@ -68,7 +68,7 @@ class Stage(Protocol):
 
 
 class Mail(Protocol):
-    """Matched sends and receives, as provided by `coordd.operations.Operations`."""
+    """Matched sends and receives, as provided by `coordd.daemon.operations.Operations`."""
 
     def send(self, array: np.ndarray, destination: int, *, name: str) -> Handle[Any]:
         """Sends to the one rank that receives under this name."""

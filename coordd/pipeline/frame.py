@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError
-from coordd.pipeline.culprit import culprit
+from coordd.ops.dtypes import dtype_of
+from coordd.pipeline.pickling_diagnosis import culprit
 from coordd.pipeline.storage import FORMS, PLAIN, Stored, laid, plain
-from coordd.transport.loans import blank
+from coordd.transport.shared_memory.loans import blank
 
 __all__ = ["Codec", "joined", "pack", "parted", "unpack"]
 

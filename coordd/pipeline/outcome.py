@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordd.pipeline.action import Kind
-from coordd.pipeline.catalogue import Choice
 from coordd.pipeline.lowering import chain, lower
 from coordd.pipeline.plan import Plan
+from coordd.pipeline.schedules.registry import Choice
 from coordd.pipeline.simulate import Costs, Timeline, simulate
 
 __all__ = ["Outcome", "outcome", "versions"]

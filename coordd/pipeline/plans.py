@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from coordd.pipeline.action import Action, Kind
-from coordd.pipeline.catalogue import find
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.lowering import lower
 from coordd.pipeline.plan import Plan
+from coordd.pipeline.schedules.registry import find
 
 __all__ = ["Plans"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from coordd.daemon.operations import Operations
 from coordd.errors import ArgumentError
-from coordd.objects import allgather_object
-from coordd.operations import Operations
+from coordd.parallel.objects import allgather_object
 from coordd.pipeline.measured import lag, observed
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.recording import Recording, check_name

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from coordd.dtypes import dtype_of
+from coordd.ops.dtypes import dtype_of
 
 __all__ = ["FORMS", "PLAIN", "Form", "Stored", "laid", "plain"]
 

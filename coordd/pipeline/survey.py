@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from coordd import api
 from coordd.errors import ArgumentError
-from coordd.objects import broadcast_object
+from coordd.parallel.objects import broadcast_object
 from coordd.pipeline.profile import Profile
 
 __all__ = ["surveyed"]

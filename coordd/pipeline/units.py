@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from coordd.checks import finite
 from coordd.errors import ArgumentError
+from coordd.ops.checks import finite
 
 __all__ = ["Units", "in_bytes"]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from coordd.bootstrap import Bootstrap
 from coordd.errors import StartError
-from coordd.launched import launched_ranks
+from coordd.host.launcher_environment import launched_ranks
+from coordd.transport.bootstrap import Bootstrap
 from coordd.transport.protocol import Ticket
 
 __all__ = ["MpiTransport", "launched_ranks"]

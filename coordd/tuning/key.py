@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from coordd.messages import Request
-from coordd.world import World
+from coordd.host.world import World
+from coordd.ops.messages import Request
 
 __all__ = ["Key", "fingerprint", "shape"]
 

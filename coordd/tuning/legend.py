@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from coordd.autotune import Outcome, Progress
-from coordd.settings import Settings
+from coordd.tuning.autotune import Outcome, Progress
+from coordd.tuning.settings import Settings
 
 __all__ = ["MARKS", "changes", "fastest", "headline", "percent", "summary", "told", "word"]
 

@@ -6,7 +6,7 @@ from html import escape
 
 import msgspec
 
-from coordd.autotune import Outcome, Progress, Trial
+from coordd.tuning.autotune import Outcome, Progress, Trial
 from coordd.tuning.chart import Chart
 from coordd.tuning.legend import MARKS, changes, fastest, headline, percent, summary, told, word
 from coordd.tuning.record import Record

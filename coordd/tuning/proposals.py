@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from coordd.errors import ConfigError
-from coordd.settings import Settings, Space
+from coordd.tuning.settings import Settings, Space
 
 if TYPE_CHECKING:
     import optuna

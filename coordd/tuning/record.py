@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from coordd.autotune import Progress
 from coordd.errors import CoorddError
-from coordd.settings import Space
+from coordd.tuning.autotune import Progress
 from coordd.tuning.key import Key
+from coordd.tuning.settings import Space
 
 __all__ = ["FORMAT", "Record", "RecordError", "folder", "host_kind", "latest", "path_for", "written"]
 

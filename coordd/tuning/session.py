@@ -6,11 +6,11 @@ import logging
 import math
 from pathlib import Path
 
-from coordd.autotune import Progress, Tuner
-from coordd.settings import Settings, Space
+from coordd.tuning.autotune import Progress, Tuner
 from coordd.tuning.key import Key
 from coordd.tuning.proposals import Proposals, require_optuna
 from coordd.tuning.record import Record, RecordError
+from coordd.tuning.settings import Settings, Space
 
 __all__ = ["Session"]
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordd.autotune import Outcome, Progress, Trial
+from coordd.tuning.autotune import Outcome, Progress, Trial
 from coordd.tuning.legend import MARKS, changes, fastest, headline, percent, summary, word
 from coordd.tuning.record import Record
 

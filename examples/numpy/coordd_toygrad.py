@@ -8,11 +8,11 @@ import numpy as np
 from toygrad import Tensor, operation
 
 from coordd import api
-from coordd.differentiable import Allgather, Allreduce, Differentiable
-from coordd.gradients import Choices, Gradients, Parameter
-from coordd.handles import wait_all
-from coordd.messages import ReduceOp
-from coordd.process_sets import global_process_set
+from coordd.daemon.autograd_rules import Allgather, Allreduce, Differentiable
+from coordd.gradients.reducer import Choices, Gradients, Parameter
+from coordd.ops.handles import wait_all
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import global_process_set
 
 __all__ = ["DistributedSGD", "allgather", "allreduce", "broadcast_parameters"]
 

@@ -37,9 +37,9 @@ from coordd.errors import (
     StartError,
     WorkerProcessError,
 )
-from coordd.groups import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
-from coordd.messages import ReduceOp
-from coordd.objects import allgather_object, broadcast_object
+from coordd.ops.messages import ReduceOp
+from coordd.parallel.grid import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
+from coordd.parallel.objects import allgather_object, broadcast_object
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.recording import check_recording
 from coordd_keras import callbacks

@@ -14,8 +14,8 @@ import keras
 from coordd.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from coordd.choices import Choices
-    from coordd.consistency import Settings
+    from coordd.gradients.consistency import Settings
+    from coordd.gradients.settings import Choices
 
 __all__ = ["Reduction", "check_backend", "reduction"]
 

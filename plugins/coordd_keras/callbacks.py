@@ -9,8 +9,8 @@ import keras
 import numpy as np
 
 from coordd import api
-from coordd.calls import CollectiveCall
 from coordd.errors import ArgumentError
+from coordd.parallel.collective_calls import CollectiveCall
 from coordd_keras.operations import broadcast_variables
 from coordd_keras.state import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 

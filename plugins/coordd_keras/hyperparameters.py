@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from coordd.drift import UNSEEN
+from coordd.gradients.value_check import UNSEEN
 
 __all__ = ["Hyperparameters"]
 

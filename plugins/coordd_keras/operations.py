@@ -9,13 +9,13 @@ import keras
 import numpy as np
 
 from coordd import api
-from coordd.arguments import check_op, listed, places, reduce_op
-from coordd.calls import CollectiveCall, collective
-from coordd.handles import wait_all
-from coordd.inventory import Inventory
-from coordd.messages import Kind, ReduceOp
-from coordd.process_sets import ProcessSet, check_process_set, global_process_set
-from coordd.refusing import refusable
+from coordd.daemon.reject_on_all_ranks import refusable
+from coordd.ops.arguments import check_op, listed, places, reduce_op
+from coordd.ops.handles import wait_all
+from coordd.ops.messages import Kind, ReduceOp
+from coordd.ops.process_sets import ProcessSet, check_process_set, global_process_set
+from coordd.parallel.collective_calls import CollectiveCall, collective
+from coordd.parallel.parameter_list import Inventory
 from coordd_keras.compression import Compression, compressor
 
 __all__ = [

@@ -12,14 +12,14 @@ from typing import Any
 import keras
 
 from coordd import api
-from coordd.arguments import check_op, read_groups
-from coordd.calls import CollectiveCall, collective
-from coordd.checks import whole
-from coordd.choices import Choices
 from coordd.errors import ArgumentError
-from coordd.grouping import Grouping
-from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet, check_process_set, global_process_set
+from coordd.gradients.bucketing import Grouping
+from coordd.gradients.settings import Choices
+from coordd.ops.arguments import check_op, read_groups
+from coordd.ops.checks import whole
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet, check_process_set, global_process_set
+from coordd.parallel.collective_calls import CollectiveCall, collective
 from coordd_keras.backend import Reduction, check_backend, reduction
 from coordd_keras.compression import Compression, compressor
 from coordd_keras.hyperparameters import Hyperparameters

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from coordd.calls import CollectiveCall, collective
+from coordd.parallel.collective_calls import CollectiveCall, collective
 from coordd_keras.compression import Compression
 from coordd_keras.optimizer import distribute
 

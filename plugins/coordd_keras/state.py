@@ -14,9 +14,9 @@ import keras
 import numpy as np
 
 from coordd import api
-from coordd.calls import CollectiveCall, collective_method
 from coordd.errors import ArgumentError
-from coordd.objects import broadcast_object
+from coordd.parallel.collective_calls import CollectiveCall, collective_method
+from coordd.parallel.objects import broadcast_object
 from coordd_keras.operations import copy_variables
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback"]

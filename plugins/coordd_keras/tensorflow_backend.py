@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from coordd.choices import Choices
-from coordd.consistency import Settings
+from coordd.gradients.consistency import Settings
+from coordd.gradients.settings import Choices
 from coordd_tensorflow.exchange import Exchange
 
 __all__ = ["TensorFlowReduction"]

@@ -20,13 +20,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from coordd import api
-from coordd.choices import Choices
-from coordd.consistency import Reading, Settings
-from coordd.dtypes import dtype_of
+from coordd.daemon.operations import Operations
 from coordd.errors import CoorddError
-from coordd.gradients import Gradients, Parameter
-from coordd.messages import ReduceOp
-from coordd.operations import Operations
+from coordd.gradients.consistency import Reading, Settings
+from coordd.gradients.reducer import Gradients, Parameter
+from coordd.gradients.settings import Choices
+from coordd.ops.dtypes import dtype_of
+from coordd.ops.messages import ReduceOp
 from coordd_torch.backward_pass import BackwardPass
 from coordd_torch.tensors import borrow, from_array, values_at
 from coordd_torch.uncompiled import keep_uncompiled

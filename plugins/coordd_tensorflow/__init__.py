@@ -35,8 +35,8 @@ from coordd.errors import (
     StartError,
     WorkerProcessError,
 )
-from coordd.groups import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
-from coordd.messages import ReduceOp
+from coordd.ops.messages import ReduceOp
+from coordd.parallel.grid import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
 from coordd_tensorflow.compression import Compression, Compressor
 from coordd_tensorflow.operations import (
     allgather,

@@ -1,4 +1,4 @@
-"""Wraps the operations of `coordd.differentiable` in TensorFlow custom gradients."""
+"""Wraps the operations of `coordd.daemon.autograd_rules` in TensorFlow custom gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from coordd.differentiable import Differentiable
+from coordd.daemon.autograd_rules import Differentiable
 from coordd_tensorflow.graph import call
 
 __all__ = ["derived", "differentiable"]

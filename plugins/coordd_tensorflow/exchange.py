@@ -16,13 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from coordd import api
-from coordd.choices import Choices
-from coordd.consistency import Reading, Settings
-from coordd.dtypes import dtype_of
+from coordd.daemon.operations import Operations
 from coordd.errors import ArgumentError, brief
-from coordd.gradients import Gradients, Parameter
-from coordd.grouping import Grouping
-from coordd.operations import Operations
+from coordd.gradients.bucketing import Grouping
+from coordd.gradients.consistency import Reading, Settings
+from coordd.gradients.reducer import Gradients, Parameter
+from coordd.gradients.settings import Choices
+from coordd.ops.dtypes import dtype_of
 from coordd_tensorflow.differentiable import derived
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce, grouped_allreduce

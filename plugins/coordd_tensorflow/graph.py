@@ -21,7 +21,7 @@ from tensorflow.python.ops import control_flow_util
 
 from coordd import api
 from coordd.errors import ArgumentError, CoorddError, PeerError, ShutdownError
-from coordd.handles import call_site, called_from
+from coordd.ops.handles import call_site, called_from
 from coordd_tensorflow.as_horovod import as_raised
 from coordd_tensorflow.tensors import to_tensor, view
 from coordd_tensorflow.unfinished import functions_called

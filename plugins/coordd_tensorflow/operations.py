@@ -13,13 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from coordd import api
-from coordd.arguments import check_op, places, reduce_op
-from coordd.differentiable import Allgather, Allreduce, Alltoall, Broadcast, Reducescatter
+from coordd.daemon.autograd_rules import Allgather, Allreduce, Alltoall, Broadcast, Reducescatter
+from coordd.daemon.reject_on_all_ranks import Name, refusable
 from coordd.errors import ArgumentError
-from coordd.messages import Kind, ReduceOp
-from coordd.process_sets import ProcessSet, check_process_set, global_process_set
-from coordd.refusing import Name, refusable
-from coordd.world import World
+from coordd.host.world import World
+from coordd.ops.arguments import check_op, places, reduce_op
+from coordd.ops.messages import Kind, ReduceOp
+from coordd.ops.process_sets import ProcessSet, check_process_set, global_process_set
 from coordd_tensorflow.compression import Compression, checked
 from coordd_tensorflow.differentiable import differentiable
 from coordd_tensorflow.graph import call

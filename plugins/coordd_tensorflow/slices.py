@@ -13,13 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from coordd import api
-from coordd.arguments import check_reducible
-from coordd.differentiable import Allgather, Source
+from coordd.daemon.autograd_rules import Allgather, Source
+from coordd.daemon.operations import Operations
+from coordd.daemon.reject_on_all_ranks import await_first, refusable
 from coordd.errors import ArgumentError, NonFiniteError
-from coordd.messages import Kind, ReduceOp
-from coordd.operations import Operations
-from coordd.process_sets import ProcessSet
-from coordd.refusing import await_first, refusable
+from coordd.ops.arguments import check_reducible
+from coordd.ops.messages import Kind, ReduceOp
+from coordd.ops.process_sets import ProcessSet
 from coordd_tensorflow.differentiable import differentiable
 from coordd_tensorflow.graph import call
 from coordd_tensorflow.tensors import check_dense

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from coordd import api
 from coordd.errors import ArgumentError
-from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from coordd_tensorflow.operations import allreduce
 
 __all__ = ["SyncBatchNormalization"]

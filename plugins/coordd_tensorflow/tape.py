@@ -8,12 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from coordd import api
-from coordd.arguments import check_op, read_groups
-from coordd.choices import Choices
 from coordd.errors import ArgumentError
-from coordd.grouping import Grouping
-from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.gradients.bucketing import Grouping
+from coordd.gradients.settings import Choices
+from coordd.ops.arguments import check_op, read_groups
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from coordd_tensorflow.compression import Compression, checked
 from coordd_tensorflow.exchange import Exchange, plain, scaled, variable_of
 

@@ -14,7 +14,7 @@ from collections.abc import Hashable
 from types import FrameType
 from typing import NamedTuple
 
-from coordd.gradients import Gradients
+from coordd.gradients.reducer import Gradients
 
 __all__ = ["UNFINISHED", "Unfinished", "functions_called"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from coordd.consistency import Reading
+from coordd.gradients.consistency import Reading
 
 __all__ = ["READING", "UNREADABLE"]
 

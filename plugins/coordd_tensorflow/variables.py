@@ -7,13 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from coordd import api, objects
-from coordd.arguments import listed
-from coordd.calls import CollectiveCall, collective
-from coordd.inventory import Inventory
-from coordd.messages import Kind
-from coordd.process_sets import ProcessSet, check_process_set, global_process_set
-from coordd.refusing import refusable
+from coordd import api
+from coordd.daemon.reject_on_all_ranks import refusable
+from coordd.ops.arguments import listed
+from coordd.ops.messages import Kind
+from coordd.ops.process_sets import ProcessSet, check_process_set, global_process_set
+from coordd.parallel import objects
+from coordd.parallel.collective_calls import CollectiveCall, collective
+from coordd.parallel.parameter_list import Inventory
 from coordd_tensorflow.exchange import name_of
 from coordd_tensorflow.operations import broadcast_
 

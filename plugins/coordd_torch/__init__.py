@@ -35,8 +35,8 @@ from coordd.errors import (
     StartError,
     WorkerProcessError,
 )
-from coordd.groups import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
-from coordd.objects import allgather_object, broadcast_object
+from coordd.parallel.grid import Grid, ProcessSet, add_process_set, global_process_set, remove_process_set
+from coordd.parallel.objects import allgather_object, broadcast_object
 from coordd_torch.alltoall import alltoall, alltoall_async
 from coordd_torch.compression import Compression, Compressor
 from coordd_torch.differentiable import allgather, allreduce, broadcast, grouped_allgather, grouped_allreduce

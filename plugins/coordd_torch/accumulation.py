@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coordd.errors import ArgumentError, CoorddError
-from coordd.table import Site, show_site
+from coordd.negotiation.tensor_table import Site, show_site
 
 if TYPE_CHECKING:
     from coordd_torch.gradient import Gradient

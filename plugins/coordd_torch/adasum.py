@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from coordd import api
-from coordd.discarding import error_of, given_up, is_discarded, of_step, tell
 from coordd.errors import ArgumentError, DiscardedStepError, brief
-from coordd.handles import Handle, call_site, hear_of
-from coordd.messages import ReduceOp
-from coordd.process_sets import ProcessSet
+from coordd.gradients.discard_step import error_of, given_up, is_discarded, of_step, tell
+from coordd.ops.handles import Handle, call_site, hear_of
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet
 from coordd_torch.compressor import Compressor
 from coordd_torch.consistency import Consistency
 from coordd_torch.late import late

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from coordd import api
-from coordd.arguments import backward_names
-from coordd.handles import Handle
-from coordd.messages import Kind
-from coordd.process_sets import ProcessSet, global_process_set
-from coordd.refusing import refusable
+from coordd.daemon.reject_on_all_ranks import refusable
+from coordd.ops.arguments import backward_names
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from coordd_torch.tensors import borrow, check_dense, from_array
 
 __all__ = ["alltoall", "alltoall_async"]

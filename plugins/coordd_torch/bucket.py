@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from coordd.errors import CoorddError
-from coordd.table import Entry
+from coordd.negotiation.tensor_table import Entry
 from coordd_torch.courier import Courier
 from coordd_torch.references import are_referenced, version_of, write
 from coordd_torch.tensors import view

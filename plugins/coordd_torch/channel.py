@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coordd.arguments import check_reducible
-from coordd.discarding import tell
+from coordd.daemon.operations import Operations
 from coordd.errors import ArgumentError
-from coordd.handles import Handle
-from coordd.messages import Kind, ReduceOp, Request
-from coordd.operations import Operations
-from coordd.process_sets import ProcessSet
+from coordd.gradients.discard_step import tell
+from coordd.ops.arguments import check_reducible
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind, ReduceOp, Request
+from coordd.ops.process_sets import ProcessSet
 from coordd_torch.compression import NoneCompressor
 from coordd_torch.compressor import Compressor
 from coordd_torch.gauge import reduced

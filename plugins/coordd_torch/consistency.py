@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from coordd.drift import Drift, Drifts, Trained, is_due
+from coordd.daemon.operations import Operations
 from coordd.errors import MismatchError
-from coordd.operations import Operations
-from coordd.process_sets import ProcessSet
+from coordd.gradients.value_check import Drift, Drifts, Trained, is_due
+from coordd.ops.process_sets import ProcessSet
 from coordd_torch.start import Start, hyperparameters
 from coordd_torch.tensors import values_at
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coordd.table import Entry
+from coordd.negotiation.tensor_table import Entry
 from coordd_torch.channel import share
 from coordd_torch.compressor import Cargo, Place
 from coordd_torch.journey import Journey, calmly

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from coordd import api
-from coordd.arguments import backward_names, no_gradient, places, reduce_op
-from coordd.messages import Kind, ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
-from coordd.refusing import refusable
+from coordd.daemon.reject_on_all_ranks import refusable
+from coordd.ops.arguments import backward_names, no_gradient, places, reduce_op
+from coordd.ops.messages import Kind, ReduceOp
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.operations import (
     Average,

@@ -16,8 +16,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from coordd.errors import ArgumentError
-from coordd.messages import Request
-from coordd.table import Entry
+from coordd.negotiation.tensor_table import Entry
+from coordd.ops.messages import Request
 from coordd_torch.references import has_other_users, version_of, whereabouts, write
 from coordd_torch.scattered import Scattered
 from coordd_torch.tensors import check_dense, view

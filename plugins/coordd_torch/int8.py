@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coordd.checks import whole
 from coordd.errors import ArgumentError
+from coordd.ops.checks import whole
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.rounds import Deal, Gather, Rounds
 

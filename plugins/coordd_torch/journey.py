@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coordd.errors import ArgumentError
-from coordd.messages import Kind
+from coordd.ops.messages import Kind
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.gauge import reduced
 from coordd_torch.rounds import Round

@@ -14,12 +14,12 @@ from typing import Any, ParamSpec
 import torch
 
 from coordd import api
-from coordd.arguments import places, reduce_op
+from coordd.daemon.reject_on_all_ranks import refusable
 from coordd.errors import HandleError
-from coordd.handles import Handle, check_may_wait, wait_all
-from coordd.messages import Kind, ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
-from coordd.refusing import refusable
+from coordd.ops.arguments import places, reduce_op
+from coordd.ops.handles import Handle, check_may_wait, wait_all
+from coordd.ops.messages import Kind, ReduceOp
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from coordd_torch.tensors import borrow, check_dense, from_array
 
 __all__ = [

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from coordd import api
-from coordd.arguments import check_op, read_groups
-from coordd.calls import CollectiveCall, collective
-from coordd.checks import finite, whole
+from coordd.daemon.operations import Operations
 from coordd.errors import ArgumentError
-from coordd.grouping import Grouping
-from coordd.messages import ReduceOp
-from coordd.operations import Operations
-from coordd.process_sets import ProcessSet, check_process_set, global_process_set
+from coordd.gradients.bucketing import Grouping
+from coordd.ops.arguments import check_op, read_groups
+from coordd.ops.checks import finite, whole
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet, check_process_set, global_process_set
+from coordd.parallel.collective_calls import CollectiveCall, collective
 from coordd_torch import as_horovod
 from coordd_torch.accumulation import inside_backward
 from coordd_torch.adasum import AdasumStep

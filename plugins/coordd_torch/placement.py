@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from coordd.grouping import Grouping
-from coordd.messages import ReduceOp
-from coordd.settings import Settings
+from coordd.gradients.bucketing import Grouping
+from coordd.ops.messages import ReduceOp
+from coordd.tuning.settings import Settings
 from coordd_torch.accumulation import without_hook
 from coordd_torch.bucket import Bucket, strides_of
 from coordd_torch.channel import Channel

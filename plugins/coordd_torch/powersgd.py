@@ -11,8 +11,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from coordd.checks import whole
 from coordd.errors import ArgumentError
+from coordd.ops.checks import whole
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.rounds import Mean, Rounds
 

@@ -19,12 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from coordd.discarding import discarded, error_of, given_up, is_discarded, of_step, past_deadlocks, reduced_already
 from coordd.errors import CoorddError, DiscardedStepError, MismatchError, brief, is_deadlock
-from coordd.grouping import Grouping
-from coordd.handles import Handle, call_site, check_may_wait
-from coordd.messages import ReduceOp
-from coordd.table import show_site
+from coordd.gradients.bucketing import Grouping
+from coordd.gradients.discard_step import (
+    discarded,
+    error_of,
+    given_up,
+    is_discarded,
+    of_step,
+    past_deadlocks,
+    reduced_already,
+)
+from coordd.negotiation.tensor_table import show_site
+from coordd.ops.handles import Handle, call_site, check_may_wait
+from coordd.ops.messages import ReduceOp
 from coordd_torch.accumulation import Accumulated, compiled, is_compiled, not_all_have_repeated, replaced, too_many
 from coordd_torch.backward_pass import BackwardPass
 from coordd_torch.channel import Channel

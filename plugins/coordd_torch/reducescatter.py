@@ -9,12 +9,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from coordd import api
-from coordd.arguments import backward_names, check_op, no_gradient, places
+from coordd.daemon.reject_on_all_ranks import refusable
 from coordd.errors import ArgumentError
-from coordd.handles import Handle
-from coordd.messages import Kind, ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
-from coordd.refusing import refusable
+from coordd.ops.arguments import backward_names, check_op, no_gradient, places
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind, ReduceOp
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.operations import (
     Average,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coordd.messages import Kind
+from coordd.ops.messages import Kind
 from coordd_torch.gauge import reduced
 from coordd_torch.tensors import borrow, from_array
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from coordd.errors import ArgumentError
-from coordd.messages import ReduceOp
-from coordd.table import Entry
+from coordd.negotiation.tensor_table import Entry
+from coordd.ops.messages import ReduceOp
 from coordd_torch.tensors import borrow, from_array
 from coordd_torch.underway import Underway
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from coordd import api
-from coordd.checks import finite
+from coordd.daemon.reject_on_all_ranks import telling
 from coordd.errors import ArgumentError
-from coordd.group_names import first_alone
-from coordd.handles import Handle
-from coordd.messages import Kind, ReduceOp
-from coordd.process_sets import ProcessSet
-from coordd.refusing import telling
+from coordd.negotiation.group_names import first_alone
+from coordd.ops.checks import finite
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind, ReduceOp
+from coordd.ops.process_sets import ProcessSet
 from coordd_torch.channel import check_combines, share
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.journey import Journey, calmly

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from coordd import api
-from coordd.arguments import check_op
+from coordd.daemon.reject_on_all_ranks import Name, refusable
 from coordd.errors import ArgumentError
-from coordd.handles import Handle
-from coordd.messages import Kind, ReduceOp
-from coordd.process_sets import ProcessSet, global_process_set
-from coordd.refusing import Name, refusable
+from coordd.ops.arguments import check_op
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind, ReduceOp
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from coordd_torch.operations import Average, GroupHandle, Sum, Tensor, allgather_async
 
 __all__ = ["SparseHandle", "sparse_allreduce_async"]

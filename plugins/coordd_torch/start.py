@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coordd.inventory import MARK, Inventory, different_values
-from coordd.operations import Operations
-from coordd.process_sets import ProcessSet
+from coordd.daemon.operations import Operations
+from coordd.ops.process_sets import ProcessSet
+from coordd.parallel.parameter_list import MARK, Inventory, different_values
 from coordd_torch.wrappers import check_parallel
 
 __all__ = ["Start", "hyperparameters", "structure"]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from coordd import api
-from coordd.calls import CollectiveCall, collective
 from coordd.errors import ArgumentError
-from coordd.handles import wait_all
-from coordd.inventory import Inventory
-from coordd.objects import broadcast_object
-from coordd.process_sets import ProcessSet, global_process_set
+from coordd.ops.handles import wait_all
+from coordd.ops.process_sets import ProcessSet, global_process_set
+from coordd.parallel.collective_calls import CollectiveCall, collective
+from coordd.parallel.objects import broadcast_object
+from coordd.parallel.parameter_list import Inventory
 from coordd_torch.as_horovod import fill_missing
 from coordd_torch.operations import broadcast_async_
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from coordd import api
+from coordd.daemon.reject_on_all_ranks import telling
 from coordd.errors import ArgumentError
-from coordd.messages import Kind
-from coordd.process_sets import ProcessSet, global_process_set
-from coordd.refusing import telling
+from coordd.ops.messages import Kind
+from coordd.ops.process_sets import ProcessSet, global_process_set
 from coordd_torch.operations import Sum, Tensor, allgather_async, allreduce_async
 
 __all__ = ["SyncBatchNorm"]

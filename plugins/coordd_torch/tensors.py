@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from coordd import api
-from coordd.arguments import name_of
-from coordd.daemon import Daemon
-from coordd.dtypes import dtype_of
+from coordd.daemon.daemon import Daemon
 from coordd.errors import ArgumentError
+from coordd.ops.arguments import name_of
+from coordd.ops.dtypes import dtype_of
 
 __all__ = ["borrow", "check_dense", "empty_common", "from_array", "values_at", "view"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from coordd.checks import finite
 from coordd.errors import ArgumentError
+from coordd.ops.checks import finite
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.rounds import Gather, Rounds
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterable, Sequence
 
 from coordd.config import Config
-from coordd.messages import Request
-from coordd.settings import Settings, Space
+from coordd.host.world import World
+from coordd.ops.messages import Request
 from coordd.tuning.key import Key, fingerprint, shape
 from coordd.tuning.record import host_kind, path_for
 from coordd.tuning.session import Session
-from coordd.world import World
+from coordd.tuning.settings import Settings, Space
 
 __all__ = ["AT_END", "OVERLAP", "SIGNALS", "Tuning", "first_settings"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from coordd.errors import CoorddError, is_deadlock, note_heard
-from coordd.handles import Handle, check_may_wait, hear_of
-from coordd.table import Entry, Site
+from coordd.negotiation.tensor_table import Entry, Site
+from coordd.ops.handles import Handle, check_may_wait, hear_of
 from coordd_torch.channel import Channel
 
 __all__ = ["Told", "Underway"]

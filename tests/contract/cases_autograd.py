@@ -10,7 +10,7 @@ import pytest
 
 from coordd import api
 from coordd.errors import ArgumentError
-from coordd.messages import ReduceOp
+from coordd.ops.messages import ReduceOp
 from tests.contract import reference
 from tests.contract.plugin import plugin
 from tests.contract.reference import Expected, close, data

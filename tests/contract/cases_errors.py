@@ -10,8 +10,8 @@ import pytest
 
 from coordd import api
 from coordd.errors import MismatchError
-from coordd.messages import ReduceOp
-from coordd.objects import allgather_object
+from coordd.ops.messages import ReduceOp
+from coordd.parallel.objects import allgather_object
 from tests.contract.cases_completion import begun, stepped
 from tests.contract.plugin import plugin
 from tests.mpi.cases import ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from coordd import api
-from coordd.messages import ReduceOp
+from coordd.ops.messages import ReduceOp
 from tests.contract.plugin import plugin
 from tests.contract.reference import close, data
 from tests.mpi.cases import ranks

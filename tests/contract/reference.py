@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from coordd import api
-from coordd.dtypes import dtype_of
-from coordd.messages import ReduceOp
+from coordd.ops.dtypes import dtype_of
+from coordd.ops.messages import ReduceOp
 
 __all__ = ["Expected", "allgather", "allreduce", "alltoall", "broadcast", "close", "data", "gradients", "reducescatter"]
 

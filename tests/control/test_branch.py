@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordd.bell import Bell
-from coordd.control.branch import Branch, join
-from coordd.control.protocol import LOST
+from coordd.control.tree_node import Branch, join
 from coordd.control.zeromq import ZmqControl
+from coordd.daemon.wakeup import Bell
 from coordd.errors import StartError
-from coordd.messages import Goodbye, Inquiry, Report
+from coordd.negotiation.channel import LOST
+from coordd.negotiation.tree import tree
+from coordd.ops.messages import Goodbye, Inquiry, Report
 from coordd.transport.local import LocalWorld
-from coordd.tree import tree
 
 DEADLINE = 10.0
 HOSTS = ("a", "a", "b", "b")

@@ -17,19 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from coordd.control import machine
-from coordd.control.door import MOST_PER_HOST
-from coordd.control.machine import Ends, Identity
-from coordd.control.protocol import LOST
+from coordd.control import peer_process
+from coordd.control.connection_limit import MOST_PER_HOST
+from coordd.control.peer_process import Ends, Identity
 from coordd.control.zeromq import Address, ZmqControl
-from coordd.messages import Goodbye, Inquiry, Report
+from coordd.negotiation.channel import LOST
+from coordd.ops.messages import Goodbye, Inquiry, Report
 
 DEADLINE = 20.0
 # A rank that says two things and then does what its last argument says. Its own child ends with this test.
 MEMBER = """
 import ctypes, os, signal, sys
 from coordd.control.zeromq import Address, ZmqControl
-from coordd.messages import Goodbye, Report
+from coordd.ops.messages import Goodbye, Report
 
 native = ctypes.PyDLL(None)
 end = ZmqControl(1, heartbeat_seconds=float(sys.argv[4]))
@@ -140,7 +140,7 @@ def test_without_a_place_for_a_socket_that_is_an_error(hub, monkeypatch):
     def fail(**_):
         raise OSError(errno.EROFS, "read-only")
 
-    monkeypatch.setattr(machine.tempfile, "mkdtemp", fail)
+    monkeypatch.setattr(peer_process.tempfile, "mkdtemp", fail)
     with pytest.raises(OSError, match="read-only"):
         hub.end.listen_here(children=1)
 

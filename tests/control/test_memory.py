@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from coordd.control.memory import MemoryStar
-from coordd.control.protocol import LOST
-from coordd.messages import Goodbye, Inquiry
+from coordd.control.local import MemoryStar
+from coordd.negotiation.channel import LOST
+from coordd.ops.messages import Goodbye, Inquiry
 
 
 def test_messages_arrive_in_order_with_their_senders():

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordd.bell import Bell
-from coordd.control.nearby import Edge, Nearby, join
-from coordd.control.protocol import LOST
-from coordd.control.ring import RingReader, RingWriter
-from coordd.messages import Abort, Failure, Hello, Inquiry, Message, Plan, Report
-from coordd.transport.board import Board
-from coordd.transport.commons import Commons
+from coordd.control.shared_memory import Edge, Nearby, join
+from coordd.daemon.wakeup import Bell
+from coordd.negotiation.channel import LOST
+from coordd.negotiation.tree import post
+from coordd.ops.messages import Abort, Failure, Hello, Inquiry, Message, Plan, Report
 from coordd.transport.local import LocalWorld
-from coordd.tree import post
+from coordd.transport.shared_memory.board import Board
+from coordd.transport.shared_memory.host_memory import Commons
+from coordd.transport.shared_memory.ring_buffer import RingReader, RingWriter
 from tests.neighbours import lacking
 
 ROOM = 300
@@ -186,7 +186,7 @@ def test_a_broken_ring_counts_as_the_loss_of_its_writer(pair, caplog):
 
 def test_the_network_is_looked_at_now_and_then_and_again_when_it_has_brought_something(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("coordd.control.nearby.time.monotonic", lambda: now)
+    monkeypatch.setattr("coordd.control.shared_memory.time.monotonic", lambda: now)
     wire = Wire()
     end = Nearby(Far(wire, 0), {}, {}, pause=1.0)
     assert end.receive() == []

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from coordd.control.notes import Notes
-from coordd.control.ring import RING_BYTES, RingError
+from coordd.transport.shared_memory.notes import Notes
+from coordd.transport.shared_memory.ring_buffer import RING_BYTES, RingError
 from tests.neighbours import lacking, notes
 
 

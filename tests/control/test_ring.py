@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.control.ring import RingError, RingReader, RingWriter
+from coordd.transport.shared_memory.ring_buffer import RingError, RingReader, RingWriter
 
 HEADER = 4
 ROOM = 96

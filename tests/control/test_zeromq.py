@@ -11,12 +11,12 @@ import psutil
 import pytest
 import zmq
 
-from coordd.bell import Bell
-from coordd.control.protocol import LOST
 from coordd.control.zeromq import Address, ZmqControl, interface_for
+from coordd.daemon.wakeup import Bell
 from coordd.errors import StartError
-from coordd.messages import Goodbye, Hello, Inquiry, Report
-from coordd.wire import MAX_MESSAGE, WireError
+from coordd.negotiation.channel import LOST
+from coordd.negotiation.wire import MAX_MESSAGE, WireError
+from coordd.ops.messages import Goodbye, Hello, Inquiry, Report
 
 DEADLINE = 10.0
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from coordd.messages import ReduceOp
+from coordd.ops.messages import ReduceOp
 from tests.local_ranks import each_rank
 from tests.mpi.launch import launch
 

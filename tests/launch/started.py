@@ -38,10 +38,10 @@ def wait_until(condition, seconds=PATIENCE):
 
 
 class Started:
-    """Starts ``python -m coordd.cli run …`` in a session of its own, so that a test's signals reach nothing else."""
+    """Starts ``coordd run …`` in a session of its own, so that a test's signals reach nothing else."""
 
     def __init__(self, *arguments, **variables):
-        command = [sys.executable, "-m", "coordd.cli", "run", *map(str, arguments)]
+        command = [sys.executable, "-m", "coordd.launch.cli", "run", *map(str, arguments)]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             command,

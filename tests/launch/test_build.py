@@ -4,8 +4,8 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from coordd.cli import main
 from coordd.launch import build
+from coordd.launch.cli import main
 from coordd.launch.launcher import Launcher, LauncherError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordd.cli import main
+from coordd.launch.cli import main
 from coordd.version import VERSION
 
 

@@ -7,8 +7,8 @@ import shlex
 import pytest
 
 from coordd.errors import ConfigError
-from coordd.launch.flavour import ALONE, FLAVOURS, HYDRA, INTEL, OPEN_MPI, SLURM, Launch, recognise
 from coordd.launch.hosts import read_hosts
+from coordd.launch.mpi_flavours import ALONE, FLAVOURS, HYDRA, INTEL, OPEN_MPI, SLURM, Launch, recognise
 
 TWO = Launch(size=2, command=("train",))
 ROOT = Launch(size=2, command=("train",), root=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.launch.ladder import Ladder, Rung
+from coordd.launch.termination import Ladder, Rung
 
 OK = {"failed": False, "consequence": False}
 CAUSE = {"failed": True, "consequence": False}

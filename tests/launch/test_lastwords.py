@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from coordd.daemon.testimony import in_brief
 from coordd.errors import PeerError, RefusedError, ShutdownError
-from coordd.launch.lastwords import LastWords
 from coordd.launch.lines import Lines, Piece
-from coordd.testimony import in_brief
+from coordd.launch.stderr_tail import LastWords
 
 PEER = """
 import sys

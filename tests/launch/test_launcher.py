@@ -7,8 +7,8 @@ import tempfile
 import pytest
 
 from coordd.launch import launcher
-from coordd.launch.flavour import HYDRA, INTEL, OPEN_MPI
 from coordd.launch.launcher import Launcher, LauncherError
+from coordd.launch.mpi_flavours import HYDRA, INTEL, OPEN_MPI
 
 SAYS = {
     OPEN_MPI: "mpirun (Open MPI) 5.0.11",

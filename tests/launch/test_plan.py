@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from coordd.cores import Cores
 from coordd.errors import ConfigError
+from coordd.host.cores import Cores
 from coordd.launch import drop_in
 from coordd.launch.drop_in import FOLDER
-from coordd.launch.flavour import ALONE, HYDRA, OPEN_MPI, SLURM
 from coordd.launch.launcher import Launcher, LauncherError
+from coordd.launch.mpi_flavours import ALONE, HYDRA, OPEN_MPI, SLURM
 from coordd.launch.plan import Plan
 from coordd.launch.rank import Order
-from coordd.transport import register
+from coordd.transport import registry
 from tests.launch.test_options import parsed
 
 TWO = Cores(((0,), (1,)))
@@ -229,7 +229,7 @@ def test_a_transport_that_does_not_exist_is_refused_before_anything_is_started(l
 @pytest.mark.parametrize("name", ["auto", "local", "mpi", "doves"])
 def test_transports_that_exist_are_passed_on(monkeypatch, name):
     entry = EntryPoint("doves", "doves:Doves", "coordd.transports")
-    monkeypatch.setattr(register, "entry_points", lambda group: [entry] if group == "coordd.transports" else [])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "coordd.transports" else [])
     assert plan(f"-n 1 --transport {name} x").settings == {"COORDD_TRANSPORT": name}
 
 

@@ -9,11 +9,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from coordd.cli import main
+from coordd.launch.cli import main
 from coordd.pipeline.action import Action, Kind
 from coordd.pipeline.plan import Plan
 from coordd.pipeline.recording import Recording
-from coordd.pipeline.schedule import one_f_one_b
+from coordd.pipeline.schedules.schedule import one_f_one_b
 from coordd.pipeline.simulate import Costs, Span, simulate
 from coordd.pipeline.units import Units
 from tests.pipeline.plans import chained

@@ -10,8 +10,8 @@ import sys
 import psutil
 import pytest
 
-from coordd.affinity import DAEMON_CORES, write_cpus
-from coordd.cores import cores_here
+from coordd.host.affinity import DAEMON_CORES, write_cpus
+from coordd.host.cores import cores_here
 from coordd.launch.frames import Ended, Output, Started, decode
 from coordd.launch.outcome import Outcome
 from coordd.launch.rank import Order
@@ -166,7 +166,7 @@ def test_a_failed_command_is_reported_and_its_rank_stays_until_it_is_dismissed(s
 def test_a_command_that_ends_well_between_init_and_shutdown_has_left_and_its_rank_stays(words, left):
     source = f"""
 import os
-from coordd import presence
+from coordd.host import presence
 for present in ({words},):
     presence.tell(os.environ[presence.VARIABLE], present=present)
 os._exit(0)

@@ -5,7 +5,7 @@ import os
 from coordd.launch.frames import LIMIT, Ended, Output, decode
 from coordd.launch.lines import Piece
 from coordd.launch.outcome import Outcome
-from coordd.launch.relay import Relay
+from coordd.launch.output_forwarder import Relay
 
 
 class Ear:

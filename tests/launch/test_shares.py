@@ -4,8 +4,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordd.cores import Cores
 from coordd.errors import ConfigError
+from coordd.host.cores import Cores
 from coordd.launch.shares import Share, Wish, describe, divide, thread_variables
 
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from coordd.cli import main
-from coordd.survey.address import listed
+from coordd.launch.cli import main
+from coordd.monitoring.status.address import listed
 from coordd.version import VERSION
 from tests.launch.started import PATIENCE, ROOT, Started, wait_until
 from tests.launch.test_run import mpi
@@ -73,7 +73,7 @@ class Job:
         )
 
     def _question(self, options):
-        return [sys.executable, "-m", "coordd.cli", "status", str(self._pid), *options]
+        return [sys.executable, "-m", "coordd.launch.cli", "status", str(self._pid), *options]
 
     def told(self):
         return json.loads(self.ask("--json").stdout)

@@ -14,7 +14,7 @@ from tests.launch.started import PATIENCE, ROOT, alive, wait_until
 
 GUARDED = """
 import os, signal, subprocess, sys
-from coordd.launch.tether import Guard
+from coordd.launch.process_guard import Guard
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
 guard = Guard(child.pid, lambda: os.write(2, b"farewell"))
 print(child.pid, guard._pid, flush=True)
@@ -22,7 +22,7 @@ print(child.pid, guard._pid, flush=True)
 """
 TIED = """
 import os, signal, subprocess, sys
-from coordd.launch.tether import die_with_parent
+from coordd.launch.process_guard import die_with_parent
 if os.fork() == 0:
     die_with_parent(signal.SIGTERM, os.getppid())
     print(os.getpid(), flush=True)

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from coordd.cli import main
-from coordd.timeline.clock import Reading
+from coordd.launch.cli import main
+from coordd.monitoring.timeline.clock import Reading
 from tests.timeline.recorded import record, training
 
 

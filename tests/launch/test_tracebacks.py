@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from coordd.daemon.testimony import in_brief
 from coordd.errors import PeerError
 from coordd.launch.tracebacks import Tracebacks, traceback_at
-from coordd.testimony import in_brief
 
 STORY = (b"Traceback (most recent call last):", b'  File "a.py", line 1, in <module>', b"ValueError: two", b"lines")
 

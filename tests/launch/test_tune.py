@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from coordd import cli
+from coordd.launch import cli
 from coordd.tuning.record import Record
 from tests.tuning.found import RECORD
 
@@ -15,7 +15,7 @@ pytest.importorskip("optuna")
 SCRIPT = """
 import os
 from coordd.config import Config
-from coordd.settings import Settings, Space
+from coordd.tuning.settings import Settings, Space
 from coordd.tuning.key import Key
 from coordd.tuning.record import path_for
 from coordd.tuning.session import Session

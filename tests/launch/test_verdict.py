@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
+from coordd.launch.exit_status import Record, Verdict, judge
 from coordd.launch.frames import Ended
 from coordd.launch.outcome import Outcome
-from coordd.launch.verdict import Record, Verdict, judge
 
 FINE = Outcome()
 BAD = Outcome(3, exception="ValueError: bad sample")

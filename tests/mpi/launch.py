@@ -64,9 +64,9 @@ def command(launcher: str, size: int) -> list[str]:
     if launcher == "python":
         return []
     if launcher == "coordd":
-        return [sys.executable, "-m", "coordd.cli", "run", "-n", str(size)]
+        return [sys.executable, "-m", "coordd.launch.cli", "run", "-n", str(size)]
     if launcher == "as-horovod":
-        return [sys.executable, "-m", "coordd.cli", "run", "--as-horovod", "-np", str(size)]
+        return [sys.executable, "-m", "coordd.launch.cli", "run", "--as-horovod", "-np", str(size)]
     return [*_mpirun(), "-n", str(size)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import coordd.torch as cd
-from coordd.messages import ReduceOp
+from coordd.ops.messages import ReduceOp
 
 __all__ = ["everyones", "mine", "reduced"]
 

@@ -132,9 +132,9 @@ coordd.init()
 _VERSION = """
 import os
 import coordd
-from coordd import loop
+from coordd.daemon import event_loop
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-    loop.VERSION = "0.0.1"
+    event_loop.VERSION = "0.0.1"
 coordd.init()
 """
 _NEIGHBOUR = """

@@ -41,7 +41,7 @@ import coordd
 
 rank, given_up = os.environ["OMPI_COMM_WORLD_RANK"], Path(sys.argv[1])
 if rank == "1" and sys.argv[2] == "stops":  # after it has joined the others, before it has told them anything
-    from coordd import rendezvous
+    from coordd.daemon import rendezvous
     rendezvous._split = lambda *_: time.sleep(60)
 while rank == "1" and sys.argv[2] != "stops" and not given_up.exists():
     time.sleep(0.05)
@@ -72,7 +72,7 @@ print("size", size_for_accelerate(), flush=True)
 run(sys.executable, "-c", code)
 run(sys.executable, "-c", "from mpi4py import MPI; print('mpi', MPI.COMM_WORLD.size)")
 if coordd.rank() == 0:
-    run(sys.executable, "-m", "coordd.cli", "run", "-n", "2", sys.executable, "-c", code)
+    run(sys.executable, "-m", "coordd.launch.cli", "run", "-n", "2", sys.executable, "-c", code)
 given = {**os.environ, **coordd.launcher_variables()}
 given.pop("_COORDD_RANK_PID")
 print("given back", given == before, flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordd.cli import main
+from coordd.launch.cli import main
 from tests.mpi.launch import launch
 
 pytestmark = pytest.mark.mpi

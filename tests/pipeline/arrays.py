@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coordd.transport.loans import blank
+from coordd.transport.shared_memory.loans import blank
 
 
 class Arrays:

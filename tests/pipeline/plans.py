@@ -6,7 +6,7 @@ from functools import partial
 
 from coordd.pipeline.lowering import chain, lower
 from coordd.pipeline.plan import Plan
-from coordd.pipeline.schedule import (
+from coordd.pipeline.schedules.schedule import (
     eager,
     gpipe,
     interleaved,

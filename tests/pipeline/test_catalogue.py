@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordd.errors import ArgumentError
-from coordd.pipeline.catalogue import SCHEDULES, find
+from coordd.pipeline.schedules.registry import SCHEDULES, find
 from coordd.pipeline.simulate import simulate
 from tests.pipeline.plans import chained
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordd.pipeline.chart import chart
-from coordd.pipeline.schedule import one_f_one_b, zero_bubble
+from coordd.pipeline.schedules.schedule import one_f_one_b, zero_bubble
 from coordd.pipeline.simulate import Costs, simulate
 from tests.pipeline.plans import ALL, chained
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordd.pipeline.culprit import culprit
+from coordd.pipeline.pickling_diagnosis import culprit
 
 
 def function():

@@ -10,13 +10,13 @@ import pytest
 
 from coordd import api
 from coordd.errors import PeerError
-from coordd.handles import Handle
-from coordd.messages import ReduceOp
+from coordd.ops.handles import Handle
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet
 from coordd.pipeline.action import COMPUTE, Kind
 from coordd.pipeline.engine import Engine
 from coordd.pipeline.lowering import lower
-from coordd.pipeline.schedule import one_f_one_b
-from coordd.process_sets import ProcessSet
+from coordd.pipeline.schedules.schedule import one_f_one_b
 from tests.local_ranks import local_ranks
 from tests.pipeline.plans import ALL, FLUSHING
 

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.frame import joined, pack, parted, unpack
-from coordd.transport.loans import blank
+from coordd.transport.shared_memory.loans import blank
 from tests.pipeline.arrays import ARRAYS
 
 

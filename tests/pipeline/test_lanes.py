@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coordd.pipeline.action import Kind
 from coordd.pipeline.lanes import busy, lanes, name
-from coordd.pipeline.schedule import gpipe, one_f_one_b
+from coordd.pipeline.schedules.schedule import gpipe, one_f_one_b
 from coordd.pipeline.simulate import simulate
 from tests.pipeline.plans import chained
 

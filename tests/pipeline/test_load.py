@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.load import Load, Memory, shares
-from coordd.pipeline.schedule import gpipe, interleaved, one_f_one_b, zero_bubble
+from coordd.pipeline.schedules.schedule import gpipe, interleaved, one_f_one_b, zero_bubble
 from tests.pipeline.splits import even, loads
 
 

@@ -7,7 +7,7 @@ import pytest
 from coordd.pipeline.action import Kind
 from coordd.pipeline.lowering import lower
 from coordd.pipeline.plan import Plan
-from coordd.pipeline.schedule import gpipe, one_f_one_b, zero_bubble_v
+from coordd.pipeline.schedules.schedule import gpipe, one_f_one_b, zero_bubble_v
 from coordd.pipeline.simulate import simulate
 from tests.pipeline.plans import ALL, chained
 

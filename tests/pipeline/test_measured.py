@@ -7,7 +7,7 @@ import pytest
 from coordd.errors import ArgumentError
 from coordd.pipeline.action import Action, Kind
 from coordd.pipeline.measured import measured
-from coordd.pipeline.schedule import gpipe, one_f_one_b, zero_bubble
+from coordd.pipeline.schedules.schedule import gpipe, one_f_one_b, zero_bubble
 from coordd.pipeline.simulate import Costs, Span, simulate
 from tests.pipeline.plans import chained
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.pipeline.catalogue import SCHEDULES, find
 from coordd.pipeline.outcome import outcome, versions
-from coordd.pipeline.schedule import one_f_one_b, pipedream, two_buffered
+from coordd.pipeline.schedules.registry import SCHEDULES, find
+from coordd.pipeline.schedules.schedule import one_f_one_b, pipedream, two_buffered
 from coordd.pipeline.simulate import Costs
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from coordd.pipeline.action import COMPUTE
 from coordd.pipeline.picture import draw
-from coordd.pipeline.schedule import gpipe, interleaved, one_f_one_b, pipedream
+from coordd.pipeline.schedules.schedule import gpipe, interleaved, one_f_one_b, pipedream
 from coordd.pipeline.simulate import Costs, Timeline, simulate
 from coordd.pipeline.units import Units
 from tests.pipeline.plans import ALL, chained

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordd.errors import ArgumentError
-from coordd.pipeline.placement import fold, loop, spread
+from coordd.pipeline.schedules.placement import fold, loop, spread
 
 
 def test_each_pipeline_is_a_run_of_ranks():

@@ -7,7 +7,7 @@ import pytest
 from coordd.errors import ArgumentError
 from coordd.pipeline.load import Load, Memory
 from coordd.pipeline.profile import Border, Profile
-from coordd.pipeline.schedule import one_f_one_b
+from coordd.pipeline.schedules.schedule import one_f_one_b
 from coordd.pipeline.simulate import simulate
 from tests.pipeline.plans import chained
 

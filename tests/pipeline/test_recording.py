@@ -14,7 +14,7 @@ from coordd.errors import ArgumentError
 from coordd.pipeline.action import Action, Kind
 from coordd.pipeline.measured import lag, observed
 from coordd.pipeline.recording import Recording, check_name, check_recording
-from coordd.pipeline.schedule import interleaved, one_f_one_b, zero_bubble
+from coordd.pipeline.schedules.schedule import interleaved, one_f_one_b, zero_bubble
 from coordd.pipeline.simulate import Costs, Span, simulate
 from coordd.pipeline.units import Units
 from tests.pipeline.plans import chained

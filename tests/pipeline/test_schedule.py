@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.action import Kind
-from coordd.pipeline.schedule import (
+from coordd.pipeline.schedules.schedule import (
     eager,
     gpipe,
     interleaved,

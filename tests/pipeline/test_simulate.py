@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordd.pipeline.plan import Plan
-from coordd.pipeline.schedule import gpipe, one_f_one_b
+from coordd.pipeline.schedules.schedule import gpipe, one_f_one_b
 from coordd.pipeline.simulate import Costs, PlanError, simulate
 from tests.pipeline.plans import chained
 

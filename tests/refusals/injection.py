@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from coordd import calls
 from coordd.errors import CoorddError, PeerError, RefusedError
+from coordd.parallel import collective_calls
 from tests.local_ranks import LocalRanks, stacks
 
 __all__ = ["EVERY", "InjectedError", "check_all"]
@@ -47,8 +47,8 @@ _SUBMISSION = ("table.py",)
 """What is reached while an operation is submitted; an error in there ends the job, see `test_broken_off`."""
 _FINALIZER = weakref.finalize.__call__.__code__
 """What is called as an object goes away; Python ignores an error in there."""
-_EXIT = calls.CollectiveCall.__exit__.__code__
-_ENTER = calls.CollectiveCall.__enter__.__code__
+_EXIT = collective_calls.CollectiveCall.__exit__.__code__
+_ENTER = collective_calls.CollectiveCall.__enter__.__code__
 
 Start = Callable[[], AbstractContextManager[LocalRanks]]
 Call = Callable[[int], Any]

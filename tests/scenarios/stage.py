@@ -10,10 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coordd.control.protocol import LOST
 from coordd.errors import PeerError
-from coordd.handles import Handle
-from coordd.messages import Abort, Account, Blocked, Failure, Kind, Message, Overdue, ReduceOp, Refused, Report, Request
+from coordd.negotiation.channel import LOST
+from coordd.ops.handles import Handle
+from coordd.ops.messages import (
+    Abort,
+    Account,
+    Blocked,
+    Failure,
+    Kind,
+    Message,
+    Overdue,
+    ReduceOp,
+    Refused,
+    Report,
+    Request,
+)
 from tests.scenarios.words import bucket_words, locked_words, message_words, report_words
 from tests.star import Star, outcome
 

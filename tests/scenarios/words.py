@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from coordd.errors import spans
-from coordd.member import Bucket, Locked
-from coordd.messages import (
+from coordd.negotiation.stall import tell
+from coordd.negotiation.wire import bits
+from coordd.negotiation.worker import Bucket, Locked
+from coordd.ops.messages import (
     Abort,
     Inquiry,
     Kind,
@@ -16,8 +18,6 @@ from coordd.messages import (
     StallReport,
     Welcome,
 )
-from coordd.stall import tell
-from coordd.wire import bits
 
 __all__ = ["bucket_words", "locked_words", "message_words", "report_words"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from coordd import execution
-from coordd.execution import Flights
-from coordd.numbering import Numbering
-from coordd.plane import Plane
-from coordd.transport.board import Board
-from coordd.transport.commons import Meeting
+from coordd.collectives import scheduler
+from coordd.collectives.dispatch import Plane
+from coordd.collectives.scheduler import Flights
+from coordd.negotiation.sequence_numbers import Numbering
+from coordd.transport.shared_memory.board import Board
+from coordd.transport.shared_memory.host_memory import Meeting
 from tests.simulation.planting import Mutants
 
 DATA_MUTANTS = Mutants()
@@ -25,9 +25,9 @@ def takes_slots_in_any_order(monkeypatch):
         ready = [
             queue.popleft()
             for members, queue in self._queues.items()
-            for _ in range(min(execution._ACTIVE - flying[members], len(queue)))
+            for _ in range(min(scheduler._ACTIVE - flying[members], len(queue)))
         ]
-        self._active += [execution._Flight(bucket, self._turn(bucket)) for bucket in ready]
+        self._active += [scheduler._Flight(bucket, self._turn(bucket)) for bucket in ready]
         self._queues = {members: queue for members, queue in self._queues.items() if queue}
         return bool(ready)
 
@@ -115,4 +115,4 @@ def asks_other_hosts_that_are_not_there(monkeypatch):
 
 @mutant
 def keeps_what_it_has_borrowed(monkeypatch):
-    monkeypatch.setattr("coordd.transport.commons.Commons.give_back", lambda self, block: None)
+    monkeypatch.setattr("coordd.transport.shared_memory.host_memory.Commons.give_back", lambda self, block: None)

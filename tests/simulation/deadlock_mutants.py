@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from coordd import negotiation
-from coordd.blocked import BlockWatch
-from coordd.deadlock import RECEIVE, SEND, BlockedRanks, BlockedSums
-from coordd.foreman import Foreman
-from coordd.group_names import group_of
-from coordd.leavers import Leavers
-from coordd.member import Member
-from coordd.messages import Kind, Refused
-from coordd.negotiation import Negotiator
-from coordd.refusals import Refusals, RefusedParts, _Part
-from coordd.wire import bits
+from coordd.daemon.blocked_script import BlockWatch
+from coordd.negotiation import message_table
+from coordd.negotiation.aggregator import Foreman
+from coordd.negotiation.deadlock import RECEIVE, SEND, BlockedRanks, BlockedSums
+from coordd.negotiation.group_names import group_of
+from coordd.negotiation.leavers import Leavers
+from coordd.negotiation.message_table import Negotiator
+from coordd.negotiation.rejections import Refusals, RefusedParts, _Part
+from coordd.negotiation.wire import bits
+from coordd.negotiation.worker import Member
+from coordd.ops.messages import Kind, Refused
 from coordd_tools.sim.process import _Watch
 from tests.simulation.planting import Mutants
 
@@ -108,7 +108,7 @@ def lets_joins_wait_for_ever(monkeypatch):
 
 @mutant
 def takes_every_two_blocked_ranks_for_a_circle(monkeypatch):
-    monkeypatch.setattr(negotiation, "deadlocked", list)
+    monkeypatch.setattr(message_table, "deadlocked", list)
 
 
 @mutant

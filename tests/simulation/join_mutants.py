@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from coordd.absence import Absence
-from coordd.latch import Latch
-from coordd.member import Member
-from coordd.messages import Kind
-from coordd.stand_in import stand_in
-from coordd.tally import Tally
+from coordd.negotiation.absence import Absence
+from coordd.negotiation.coordinator_lock import Latch
+from coordd.negotiation.stand_in import stand_in
+from coordd.negotiation.tally import Tally
+from coordd.negotiation.worker import Member
+from coordd.ops.messages import Kind
 from tests.simulation.planting import Mutants
 
 JOIN_MUTANTS = Mutants()

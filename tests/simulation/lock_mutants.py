@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from coordd.latch import Latch
-from coordd.lock import Lock
-from coordd.member import Member
-from coordd.negotiation import Negotiator
-from coordd.table import TensorTable
+from coordd.negotiation.coordinator_lock import Latch
+from coordd.negotiation.locked_plan import Lock
+from coordd.negotiation.message_table import Negotiator
+from coordd.negotiation.tensor_table import TensorTable
+from coordd.negotiation.worker import Member
 from tests.simulation.planting import Mutants
 
 LOCK_MUTANTS = Mutants()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from coordd import fusion, member, negotiation
-from coordd.ballot import lowest
-from coordd.control.protocol import Lost
-from coordd.coordinator import Coordinator
-from coordd.member import Member
-from coordd.messages import Goodbye
-from coordd.negotiation import Negotiator
-from coordd.owed import Owed
-from coordd.table import TensorTable
-from coordd.verdict import _sizes
-from coordd.wire import bits
+from coordd.negotiation import fusion, message_table, worker
+from coordd.negotiation.ballot import lowest
+from coordd.negotiation.channel import Lost
+from coordd.negotiation.coordinator import Coordinator
+from coordd.negotiation.message_table import Negotiator
+from coordd.negotiation.pending_errors import Owed
+from coordd.negotiation.tensor_table import TensorTable
+from coordd.negotiation.validation import _sizes
+from coordd.negotiation.wire import bits
+from coordd.negotiation.worker import Member
+from coordd.ops.messages import Goodbye
 from tests.simulation.planting import Mutants
 
 MUTANTS = Mutants()
@@ -177,18 +177,18 @@ def fuses_different_sets(monkeypatch):
 
 @mutant
 def fills_buckets_beyond_the_limit(monkeypatch):
-    buckets = member.buckets
-    monkeypatch.setattr(member, "buckets", lambda found, *, fusion_bytes: buckets(found, fusion_bytes=2 * fusion_bytes))
+    buckets = worker.buckets
+    monkeypatch.setattr(worker, "buckets", lambda found, *, fusion_bytes: buckets(found, fusion_bytes=2 * fusion_bytes))
 
 
 @mutant
 def compares_only_names(monkeypatch):
     def credulous(parts, absent):
         first = parts[min(parts, key=lowest)].request
-        sizes = _sizes(parts, absent) if first.kind is negotiation.Kind.ALLGATHER else ()
-        return negotiation.Response(first, sizes=sizes, absent=tuple(bits(absent)))
+        sizes = _sizes(parts, absent) if first.kind is message_table.Kind.ALLGATHER else ()
+        return message_table.Response(first, sizes=sizes, absent=tuple(bits(absent)))
 
-    monkeypatch.setattr(negotiation, "verdict", credulous)
+    monkeypatch.setattr(message_table, "verdict", credulous)
 
 
 @mutant

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from coordd.messages import Kind, Request
+from coordd.ops.messages import Kind, Request
 from coordd_tools.sim import simulation
 from coordd_tools.sim.caches import leftovers
 from coordd_tools.sim.scenes import Crossing, Scenes

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from coordd.messages import Request
+from coordd.ops.messages import Request
 from coordd_tools.sim.caches import leftovers
 from tests.star import Star, allreduce, outcome
 

@@ -14,23 +14,23 @@ from types import CodeType, FrameType
 
 import pytest
 
-from coordd import (
+from coordd.negotiation import (
     absence,
+    aggregator,
     ballot,
-    cache,
+    coordinator_lock,
+    cycle_detector,
     deadlock,
-    foreman,
-    latch,
     leavers,
-    lock,
-    member,
-    negotiation,
-    owed,
-    refusals,
-    repetition,
+    locked_plan,
+    message_table,
+    pending_errors,
+    rejections,
+    response_cache,
     roll,
     tally,
-    verdict,
+    validation,
+    worker,
 )
 from coordd_tools.sim.cli import main
 from coordd_tools.sim.ledger import Violation
@@ -97,20 +97,20 @@ def test_the_run_does_not_depend_on_the_process():
 PURE = (
     absence,
     ballot,
-    cache,
+    response_cache,
     deadlock,
-    foreman,
-    latch,
+    aggregator,
+    coordinator_lock,
     leavers,
-    lock,
-    member,
-    negotiation,
-    owed,
-    refusals,
-    repetition,
+    locked_plan,
+    worker,
+    message_table,
+    pending_errors,
+    rejections,
+    cycle_detector,
     roll,
     tally,
-    verdict,
+    validation,
 )
 RARE = (
     517,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from coordd.control.protocol import Lost
-from coordd.foreman import Foreman
-from coordd.messages import Abort, Goodbye, Plan
-from coordd.roll import Roll
-from coordd.tally import Tally
+from coordd.negotiation.aggregator import Foreman
+from coordd.negotiation.channel import Lost
+from coordd.negotiation.roll import Roll
+from coordd.negotiation.tally import Tally
+from coordd.ops.messages import Abort, Goodbye, Plan
 from tests.simulation.planting import Mutants
 
 TREE_MUTANTS = Mutants()

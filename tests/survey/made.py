@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordd.survey.sighting import Life, Sighting, Survey
-from coordd.survey.standing import Operation, Plan, Stack, Standing, Submission, Traffic
+from coordd.monitoring.status.probe_result import Life, Sighting, Survey
+from coordd.monitoring.status.report import Operation, Plan, Stack, Standing, Submission, Traffic
 
 __all__ = ["HERE", "MAIN", "WAITING", "operation", "seen", "standing", "survey"]
 

@@ -6,7 +6,7 @@ import socket
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.survey.address import Address, identity, listed, parse_listing, peer
+from coordd.monitoring.status.address import Address, identity, listed, parse_listing, peer
 
 LINE = "00000000fe5ee008: 00000002 00000000 00010000 0001 01 1516466 {}\n"
 HEADER = "Num       RefCount Protocol Flags    Type St Inode Path\n"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.survey.address import Address
-from coordd.survey.choice import NoJobError, choose, jobs
+from coordd.monitoring.status.address import Address
+from coordd.monitoring.status.job_selection import NoJobError, choose, jobs
 
 PARENTS = {101: 50, 102: 50, 201: 60, 50: 1, 60: 1}
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from coordd import api
-from coordd.survey.address import Address, listed
-from coordd.survey.desk import Desk
-from coordd.survey.standing import Question, Standing
+from coordd.daemon.status_server import Desk
+from coordd.monitoring.status.address import Address, listed
+from coordd.monitoring.status.report import Question, Standing
 from tests.launch.started import wait_until
 from tests.local_ranks import local_ranks
 
@@ -206,7 +206,7 @@ def test_nonsense_is_not_answered_and_does_no_harm(text, caplog):
 
 
 def test_another_users_question_is_not_answered(monkeypatch):
-    monkeypatch.setattr("coordd.survey.desk.peer", lambda connection: (1, os.geteuid() + 1))
+    monkeypatch.setattr("coordd.daemon.status_server.peer", lambda connection: (1, os.geteuid() + 1))
     with desks(1) as (_, (desk,)):
         assert ask(desk) is None
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from coordd.survey import enquiry
-from coordd.survey.address import identity
-from coordd.survey.enquiry import survey
-from coordd.survey.sighting import Life
-from coordd.survey.standing import Question
+from coordd.monitoring.status import client
+from coordd.monitoring.status.address import identity
+from coordd.monitoring.status.client import survey
+from coordd.monitoring.status.probe_result import Life
+from coordd.monitoring.status.report import Question
 from tests.survey.made import standing
 
 HERE = os.uname().nodename
@@ -57,8 +57,8 @@ def tells(number, **fields):
 
 @pytest.fixture(autouse=True)
 def _briefly(monkeypatch):
-    monkeypatch.setattr(enquiry, "_SECONDS", 0.3)
-    monkeypatch.setattr("coordd.survey.process.stacks", lambda pid: ())
+    monkeypatch.setattr(client, "_SECONDS", 0.3)
+    monkeypatch.setattr("coordd.monitoring.status.process.stacks", lambda pid: ())
 
 
 def test_all_ranks_of_this_host_are_asked():
@@ -102,7 +102,7 @@ def test_a_rank_of_which_nothing_is_known_is_listed():
 
 
 def test_so_many_ranks_of_other_hosts_are_asked_and_no_more(monkeypatch):
-    monkeypatch.setattr(enquiry, "_MOST_FAR", 3)
+    monkeypatch.setattr(client, "_MOST_FAR", 3)
     size = 9
     world = {"hosts": (HERE, *["far"] * (size - 1)), "pids": tuple(range(1, size + 1)), "size": size}
     with rank(0, size, tells(0, **{**world, "pids": (os.getpid(), *world["pids"][1:])})) as address:
@@ -139,7 +139,7 @@ def test_a_process_that_is_gone_is_not_asked():
 
 
 def test_another_users_socket_is_not_believed(monkeypatch):
-    monkeypatch.setattr(enquiry, "peer", lambda connection: (1, os.geteuid() + 1))
+    monkeypatch.setattr(client, "peer", lambda connection: (1, os.geteuid() + 1))
     with rank(0, 1, tells(0)) as address:
         (seen,) = survey([address]).sightings
     assert seen.reason == "is another user's"

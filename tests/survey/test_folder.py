@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.survey.folder import seen_from
-from coordd.survey.sighting import Life
-from coordd.survey.standing import Stack, Submission
+from coordd.monitoring.status.paths import seen_from
+from coordd.monitoring.status.probe_result import Life
+from coordd.monitoring.status.report import Stack, Submission
 from tests.survey.made import seen, standing, survey
 
 LINES = (

@@ -5,9 +5,9 @@ import io
 import msgspec
 from rich.console import Console
 
-from coordd.survey.picture import picture
-from coordd.survey.sighting import Life
-from coordd.survey.standing import Plan, Stack
+from coordd.monitoring.status.picture import picture
+from coordd.monitoring.status.probe_result import Life
+from coordd.monitoring.status.report import Plan, Stack
 from tests.survey.made import MAIN, WAITING, operation, seen, standing, survey
 
 STALLED = survey(
@@ -64,8 +64,8 @@ def test_threads_that_wait_for_work_are_shown_if_asked_for():
 
 
 def test_a_thread_that_waits_in_coordd_matters_wherever_python_waits():
-    waits = Stack("trainer", ("/usr/lib/python3.11/threading.py:331 in wait: x",), "coordd.handles.result")
-    assert "rank 0, trainer, in coordd.handles.result()" in drawn(survey(standing(0, stacks=(MAIN, waits))))
+    waits = Stack("trainer", ("/usr/lib/python3.11/threading.py:331 in wait: x",), "coordd.ops.handles.result")
+    assert "rank 0, trainer, in coordd.ops.handles.result()" in drawn(survey(standing(0, stacks=(MAIN, waits))))
 
 
 def test_the_end_of_a_deep_stack_is_shown():

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from coordd.survey import process
-from coordd.survey.sighting import Life
+from coordd.monitoring.status import process
+from coordd.monitoring.status.probe_result import Life
 from tests.launch.started import wait_until
 
 WAIT = "import threading; print('ready', flush=True); threading.Event().wait()"

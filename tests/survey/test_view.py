@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.survey.sighting import Life
-from coordd.survey.standing import Operation, Plan
-from coordd.survey.view import duration, missing, plan_words, rows, size_words, verdict
+from coordd.monitoring.status.probe_result import Life
+from coordd.monitoring.status.report import Operation, Plan
+from coordd.monitoring.status.view import duration, missing, plan_words, rows, size_words, verdict
 from tests.survey.made import HERE, operation, seen, standing, survey
 
 ranks = st.integers(0, 5)

@@ -15,10 +15,10 @@ import tensorflow as tf
 
 import coordd.tensorflow as cd
 from coordd import api
-from coordd.choices import Choices
 from coordd.errors import NonFiniteError
-from coordd.gradients import Gradients
-from coordd.grouping import Grouping
+from coordd.gradients.bucketing import Grouping
+from coordd.gradients.reducer import Gradients
+from coordd.gradients.settings import Choices
 from coordd_tensorflow import graph
 from coordd_tensorflow.exchange import Exchange
 from coordd_tensorflow.graph import call

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import coordd.tensorflow as cd
-from coordd.dtypes import dtype_of
+from coordd.ops.dtypes import dtype_of
 
 __all__ = ["DTYPES", "FLOATS", "everyones", "graph", "mine", "reduced", "ways"]
 

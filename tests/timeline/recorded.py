@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from coordd.messages import Kind, Request
-from coordd.timeline.clock import Reading
-from coordd.timeline.events import Event
-from coordd.timeline.scribe import Scribe
-from coordd.timeline.tape import Item, Passage, Pause
-from coordd.timeline.writer import Sheet, rank_file
+from coordd.monitoring.timeline.clock import Reading
+from coordd.monitoring.timeline.events import Event
+from coordd.monitoring.timeline.scribe import Scribe
+from coordd.monitoring.timeline.writer import Sheet, rank_file
+from coordd.ops.event_buffer import Item, Passage, Pause
+from coordd.ops.messages import Kind, Request
 
 __all__ = ["BEGIN", "STEP", "events", "passage", "record", "training"]
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.timeline.breakdown import Part, breakdowns, comings
-from coordd.timeline.journal import Journal, Operation, Wait
-from coordd.timeline.steps import Step
+from coordd.monitoring.timeline.breakdown import Part, breakdowns, comings
+from coordd.monitoring.timeline.journal import Journal, Operation, Wait
+from coordd.monitoring.timeline.steps import Step
 
 
 def operation(key, come, queued, landed):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.messages import Pong
-from coordd.timeline.clock import Clock
+from coordd.monitoring.timeline.clock import Clock
+from coordd.ops.messages import Pong
 
 SKEWS = st.floats(-1e6, 1e6)
 DELAYS = st.lists(st.tuples(st.floats(1e-6, 0.1), st.floats(1e-6, 0.1)), min_size=8, max_size=8)

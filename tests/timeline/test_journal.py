@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.messages import Kind, Request
-from coordd.timeline.journal import Journal
-from coordd.timeline.scribe import Scribe
-from coordd.timeline.tape import Cycle, Delivery, Passage, Pause
+from coordd.monitoring.timeline.journal import Journal
+from coordd.monitoring.timeline.scribe import Scribe
+from coordd.ops.event_buffer import Cycle, Delivery, Passage, Pause
+from coordd.ops.messages import Kind, Request
 from tests.timeline.recorded import BEGIN, events, passage, training
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordd.timeline.clock import Reading
-from coordd.timeline.merge import merge
-from coordd.timeline.trace import find
+from coordd.monitoring.timeline.clock import Reading
+from coordd.monitoring.timeline.merge import merge
+from coordd.monitoring.timeline.trace import find
 from tests.timeline.recorded import record, training
 
 

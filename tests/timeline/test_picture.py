@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from coordd.timeline.journal import Journal
-from coordd.timeline.picture import picture
-from coordd.timeline.summary import summarize
-from coordd.timeline.trace import find
+from coordd.monitoring.timeline.journal import Journal
+from coordd.monitoring.timeline.picture import picture
+from coordd.monitoring.timeline.summary import summarize
+from coordd.monitoring.timeline.trace import find
 from tests.timeline.recorded import passage, record, training
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.messages import Goodbye, Ping, Pong, Recording
-from coordd.timeline.recorder import Recorder
-from coordd.timeline.trace import Trace
-from coordd.world import World
+from coordd.daemon.timeline_recorder import Recorder
+from coordd.host.world import World
+from coordd.monitoring.timeline.trace import Trace
+from coordd.ops.messages import Goodbye, Ping, Pong, Recording
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.messages import Kind, Request
-from coordd.timeline.scribe import Scribe
-from coordd.timeline.tape import Cycle, Delivery, Passage, Pause
+from coordd.monitoring.timeline.scribe import Scribe
+from coordd.ops.event_buffer import Cycle, Delivery, Passage, Pause
+from coordd.ops.messages import Kind, Request
 from tests.timeline.recorded import events
 
 REQUEST = Request(Kind.ALLREDUCE, "w", "float32", (3,))

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.timeline.spans import length, minus, union, within
+from coordd.monitoring.timeline.spans import length, minus, union, within
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.timeline.journal import Journal, Operation, Wait
-from coordd.timeline.steps import anchor, steps
+from coordd.monitoring.timeline.journal import Journal, Operation, Wait
+from coordd.monitoring.timeline.steps import anchor, steps
 
 
 def operation(name, come, *, nbytes=1000, key=""):

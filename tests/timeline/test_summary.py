@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordd.timeline.breakdown import Part
-from coordd.timeline.journal import Journal
-from coordd.timeline.summary import summarize
-from coordd.timeline.trace import find
+from coordd.monitoring.timeline.breakdown import Part
+from coordd.monitoring.timeline.journal import Journal
+from coordd.monitoring.timeline.summary import summarize
+from coordd.monitoring.timeline.trace import find
 from tests.timeline.recorded import STEP, passage, record, training
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import math
 import threading
 
-from coordd.messages import Kind, Request
-from coordd.timeline.tape import Cycle, Deck, Passage, Pause, Tape
+from coordd.ops.event_buffer import Cycle, Deck, Passage, Pause, Tape
+from coordd.ops.messages import Kind, Request
 
 REQUEST = Request(Kind.ALLREDUCE, "w", "float32", (3,))
 SPOT = (1, 1, 0)

@@ -5,10 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from coordd.timeline.journal import Journal
-from coordd.timeline.summary import summarize
-from coordd.timeline.terminal import headline, show
-from coordd.timeline.trace import find
+from coordd.monitoring.timeline.journal import Journal
+from coordd.monitoring.timeline.summary import summarize
+from coordd.monitoring.timeline.terminal import headline, show
+from coordd.monitoring.timeline.trace import find
 from tests.timeline.recorded import record, training
 
 

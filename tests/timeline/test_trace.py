@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordd.errors import TimelineError
-from coordd.timeline.clock import Reading
-from coordd.timeline.trace import Trace, find, offset
+from coordd.monitoring.timeline.clock import Reading
+from coordd.monitoring.timeline.trace import Trace, find, offset
 from tests.timeline.recorded import BEGIN, record, training
 
 

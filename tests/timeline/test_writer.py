@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from coordd.timeline import writer
-from coordd.timeline.clock import Reading
-from coordd.timeline.tape import Deck, Pause, Tape
-from coordd.timeline.trace import Trace
-from coordd.timeline.writer import Writer, rank_file
+from coordd.monitoring.timeline import writer
+from coordd.monitoring.timeline.clock import Reading
+from coordd.monitoring.timeline.trace import Trace
+from coordd.monitoring.timeline.writer import Writer, rank_file
+from coordd.ops.event_buffer import Deck, Pause, Tape
 
 ABOUT = {"rank": 3, "size": 4, "host": "here", "pid": 1, "job": "j", "began": 1.0, "clock": 1.0}
 SECONDS = 20.0

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from coordd.pipeline.placement import fold, loop
+from coordd.pipeline.schedules.placement import fold, loop
 from coordd_tools.bench import pipeline
 from coordd_tools.bench.blocks import Block
 from coordd_tools.bench.worker.staged import balanced

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordd.pipeline.catalogue import SCHEDULES
+from coordd.pipeline.schedules.registry import SCHEDULES
 from coordd_tools.pipeline_page import fresh, main, pictures, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"

@@ -8,7 +8,7 @@ import torch
 
 from coordd import api
 from coordd.errors import ArgumentError
-from coordd.pipeline.accord import Accord
+from coordd.pipeline.batch_check import Accord
 from coordd_torch.pipeline.fingerprint import fingerprint
 from coordd_torch.pipeline.fingerprint import told as what
 from tests.local_ranks import local_ranks

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from coordd.messages import Kind
+from coordd.ops.messages import Kind
 from coordd_torch.compressor import Cargo, Compressor
 from coordd_torch.journey import Journey, calmly
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import coordd.torch as cd
 from coordd.config import Config
-from coordd.settings import Settings
-from coordd.world import World
+from coordd.host.world import World
+from coordd.tuning.settings import Settings
 from coordd_torch.tuning import SIGNALS, Tuning
 from tests.local_ranks import local_ranks
 from tests.torch_plugin.training import batch, model, same, trained

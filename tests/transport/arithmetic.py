@@ -8,7 +8,7 @@ from functools import reduce
 import ml_dtypes
 import numpy as np
 
-from coordd.messages import ReduceOp
+from coordd.ops.messages import ReduceOp
 
 __all__ = ["BITS", "COMBINE", "KINDS", "ORDERED", "expected", "pieces", "same_bits", "values"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from coordd.transport.collectives import Pulse
-from coordd.transport.commons import Commons, Meeting
-from coordd.transport.shared import Terms
+from coordd.collectives.direct import Terms
+from coordd.collectives.ring import Pulse
+from coordd.transport.shared_memory.host_memory import Commons, Meeting
 
 __all__ = ["Rank", "dice", "entered"]
 

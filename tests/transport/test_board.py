@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from coordd.bell import Bell
-from coordd.transport.board import BLOCKS, INLINE_BYTES, LEGS, SLOTS, Board, Card, ring_all
+from coordd.daemon.wakeup import Bell
+from coordd.transport.shared_memory.board import BLOCKS, INLINE_BYTES, LEGS, SLOTS, Board, Card, ring_all
 
 ROUNDS = 1500
 TOO_LONG = 5.0
@@ -133,7 +133,7 @@ def test_a_ring_that_nobody_hears_neither_blocks_nor_fails(pair, bell):
 
 RINGS_THE_DEAD = """
 import os, signal
-from coordd.transport.board import Board
+from coordd.transport.shared_memory.board import Board
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 ends = os.pipe()
 board, card = Board.create(ends[1])

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordd.messages import ReduceOp
-from coordd.transport import collectives
-from coordd.transport.collectives import Group, Pulse, Reduction
+from coordd.collectives import ring
+from coordd.collectives.ring import Group, Pulse, Reduction
+from coordd.ops.messages import ReduceOp
 from coordd.transport.local import LocalWorld
 from tests.transport.arithmetic import KINDS, ORDERED, expected, pieces, same_bits, values
 
@@ -56,7 +56,7 @@ def drive(
 def allreduce(arrays: list[Arrays], reduction: Reduction, *, chunk: int, seed: int = 0) -> None:
     """Reduces each member's arrays in place."""
     drive(
-        lambda group: collectives.allreduce(group, arrays[group.me], reduction),
+        lambda group: ring.allreduce(group, arrays[group.me], reduction),
         range(len(arrays)),
         chunk=chunk,
         seed=seed,
@@ -138,7 +138,7 @@ def test_a_broadcast_copies_the_roots_array(count, size, chunk, seed, data):
     chunk = max(chunk, size // 100)
     arrays = [values(np.dtype(np.int32), size, seed + rank) for rank in range(count)]
     wanted = arrays[root].copy()
-    drive(lambda group: collectives.broadcast(group, arrays[group.me], root), range(count), chunk=chunk, seed=seed)
+    drive(lambda group: ring.broadcast(group, arrays[group.me], root), range(count), chunk=chunk, seed=seed)
     assert all(same_bits(array, wanted) for array in arrays)
 
 
@@ -149,7 +149,7 @@ def test_a_broadcast_copies_the_roots_array(count, size, chunk, seed, data):
 def test_an_allgather_joins_blocks_of_any_size(lengths, chunk, seed):
     chunk = max(chunk, max(lengths) // 100)
     given_, blocks = pieces(lengths, seed)
-    drive(lambda group: collectives.allgather(group, blocks[group.me]), range(len(lengths)), chunk=chunk, seed=seed)
+    drive(lambda group: ring.allgather(group, blocks[group.me]), range(len(lengths)), chunk=chunk, seed=seed)
     for mine in blocks:
         assert all(same_bits(block, wanted) for block, wanted in zip(mine, given_, strict=True))
 
@@ -165,7 +165,7 @@ def test_operations_in_flight_do_not_mix_their_messages(seed, starts):
     running = []
     for (rank, number), array in arrays.items():
         group = Group(world.join(rank).collective, sets[number], rank, tag=16 * number, chunk=64, pulse=Pulse())
-        running.append((starts[rank] * number, collectives.allreduce(group, [array], reduction)))
+        running.append((starts[rank] * number, ring.allreduce(group, [array], reduction)))
     order = random.Random(seed)
     left = [steps for _, steps in sorted(running, key=lambda item: item[0])]
     for _ in range(TURNS):

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.bell import Bell
-from coordd.transport import commons as module
-from coordd.transport.board import Board, Card
-from coordd.transport.commons import Commons, Meeting, join, share
+from coordd.daemon.wakeup import Bell
 from coordd.transport.local import LocalWorld
+from coordd.transport.shared_memory import host_memory as module
+from coordd.transport.shared_memory.board import Board, Card
+from coordd.transport.shared_memory.host_memory import Commons, Meeting, join, share
 from tests.neighbours import neighbours
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordd.messages import ReduceOp
-from coordd.transport.adasum import adasum, weights
-from coordd.transport.collectives import Reduction
-from coordd.transport.exchange import counts, exchange, reduce_scatter
+from coordd.collectives.adasum import adasum, weights
+from coordd.collectives.alltoall import counts, exchange, reduce_scatter
+from coordd.collectives.ring import Reduction
+from coordd.ops.messages import ReduceOp
 from tests.transport.arithmetic import KINDS, expected, same_bits, values
 from tests.transport.test_collectives import drive
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordd.transport import loans as module
-from coordd.transport.loans import Loans, blank
+from coordd.transport.shared_memory import loans as module
+from coordd.transport.shared_memory.loans import Loans, blank
 
 
 @pytest.fixture

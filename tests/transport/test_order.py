@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordd.control.ring import RING_BYTES, RingReader, RingWriter
-from coordd.transport import board, commons, loans
-from coordd.transport.commons import Commons, FencedMeeting, Meeting
-from coordd.transport.loans import Loans
+from coordd.transport.shared_memory import board, host_memory, loans
+from coordd.transport.shared_memory.host_memory import Commons, FencedMeeting, Meeting
+from coordd.transport.shared_memory.loans import Loans
+from coordd.transport.shared_memory.ring_buffer import RING_BYTES, RingReader, RingWriter
 from coordd_tools.sim.data import move
 from tests.neighbours import neighbours
 
@@ -42,9 +42,9 @@ class Words:
 def seen(monkeypatch) -> list[str]:
     """What was done in which order; fences are ``|``."""
     found: list[str] = []
-    for module in (board, commons):
+    for module in (board, host_memory):
         monkeypatch.setattr(module, "fence", lambda: found.append("|"))
-    monkeypatch.setattr(commons, "_meeting", FencedMeeting)
+    monkeypatch.setattr(host_memory, "_meeting", FencedMeeting)
     monkeypatch.setattr(board, "release", lambda: found.append("|"))
     return found
 
@@ -71,14 +71,14 @@ def test_a_reader_has_a_fence_before_the_count_and_before_what_it_speaks_of(pair
     stamp = pair[0].mine.slot(3)
     second.lay_open(1)
     second.hand_out(1)
-    second.commons.mine.words[stamp + commons._VERDICT] = 1
-    for look, which in ((first.all_open, commons._STAGED), (first.all_reduced, commons._REDUCED)):
+    second.commons.mine.words[stamp + host_memory._VERDICT] = 1
+    for look, which in ((first.all_open, host_memory._STAGED), (first.all_reduced, host_memory._REDUCED)):
         seen.clear()
         assert look(1)
         assert seen == [f"r{stamp}", "|", f"r{stamp + which}", "|"]
     seen.clear()
     assert first.words()
-    assert seen == [f"r{stamp}", "|", f"r{stamp + commons._WORD}", "|"]
+    assert seen == [f"r{stamp}", "|", f"r{stamp + host_memory._WORD}", "|"]
 
 
 def test_a_later_stamp_and_an_earlier_one_mean_the_same_with_fences(pair, seen):
@@ -95,9 +95,9 @@ def test_a_writer_has_a_fence_before_every_word_that_others_wait_for(pair, seen)
     first, _ = met(pair, seen)
     stamp = pair[0].mine.slot(3)
     told = {
-        commons._STAGED: lambda: first.lay_open(1),
-        commons._REDUCED: lambda: first.hand_out(1),
-        commons._VERDICT: lambda: first.conclude(valid=True),
+        host_memory._STAGED: lambda: first.lay_open(1),
+        host_memory._REDUCED: lambda: first.hand_out(1),
+        host_memory._VERDICT: lambda: first.conclude(valid=True),
     }
     for which, tell in told.items():
         seen.clear()
@@ -115,7 +115,7 @@ def test_a_block_is_listed_with_its_size_first(pair, seen):
 
 def test_rings_have_fences_on_both_sides(monkeypatch):
     found: list[str] = []
-    monkeypatch.setattr("coordd.control.ring.fence", lambda: found.append("|"))
+    monkeypatch.setattr("coordd.transport.shared_memory.ring_buffer.fence", lambda: found.append("|"))
     memory = np.zeros(RING_BYTES, np.uint8)
     writer, reader = RingWriter(memory.data), RingReader(memory.data)
     for end in (writer, reader):
@@ -160,7 +160,7 @@ def test_the_end_of_an_object_in_the_middle_of_a_fence_waits_for_nothing(monkeyp
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_data_plane_is_right_with_fences(monkeypatch, seed):
-    monkeypatch.setattr(commons, "_meeting", FencedMeeting)
+    monkeypatch.setattr(host_memory, "_meeting", FencedMeeting)
     for module in (board, loans):
         monkeypatch.setattr(module, "release", board.fence)
     monkeypatch.setattr(board, "ORDERED", False)

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordd.transport import rounds
-from coordd.transport.collectives import Reduction
+from coordd.collectives import stepwise
+from coordd.collectives.ring import Reduction
 from tests.neighbours import in_random_order, neighbours
 from tests.transport.arithmetic import KINDS, expected, pieces, same_bits, values
 from tests.transport.memories import Rank, dice, entered
@@ -31,7 +31,7 @@ def test_blocks_of_any_size_are_spread(lengths, chunk, seed):
         for me, commons in enumerate(world):
             rank = Rank(commons, blocks[me], dice(seed + me, 0.5))
             meeting = commons.meeting(0, 1, commons.ranks)
-            running[me] = entered(meeting, rounds.spread(meeting, rank.arrays, rank.terms(chunk)))
+            running[me] = entered(meeting, stepwise.spread(meeting, rank.arrays, rank.terms(chunk)))
             ranks.append(rank)
         in_random_order(running, seed, ended=lambda me: ranks[me].end())
         assert all(rank.untouched for rank in ranks)
@@ -52,7 +52,8 @@ def test_everybody_gets_his_rows_of_everybody(*, count, row, chunk, seed, data):
         for me, commons in enumerate(world):
             rank = Rank(commons, [given_[me]], dice(seed + me, 0.5))
             meeting = commons.meeting(0, 1, commons.ranks)
-            running[me] = entered(meeting, rounds.alltoall(meeting, rank.arrays[0], table[me], row, rank.terms(chunk)))
+            steps = stepwise.alltoall(meeting, rank.arrays[0], table[me], row, rank.terms(chunk))
+            running[me] = entered(meeting, steps)
             ranks.append(rank)
         found = in_random_order(running, seed)
         for me, (received, parts) in found.items():
@@ -88,7 +89,7 @@ def test_everybody_gets_the_reduction_of_his_slice(*, kind, lengths, chunk, seed
             results[me] = np.empty(lengths[me], dtype)
             reduction = Reduction(op, dtype, **scales)
             terms = Rank(commons, [], lambda: False).terms(chunk)
-            running[me] = entered(meeting, rounds.reduce_scatter(meeting, slices, results[me], reduction, terms))
+            running[me] = entered(meeting, stepwise.reduce_scatter(meeting, slices, results[me], reduction, terms))
         in_random_order(running, seed)
     for me, (start, stop) in enumerate(edges):
         assert same_bits(results[me], wanted[start:stop])

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordd.transport import segments
-from coordd.transport.segments import Heap, attach, lasting
+from coordd.transport.shared_memory import segments
+from coordd.transport.shared_memory.segments import Heap, attach, lasting
 
 ROOM = 64
 
@@ -206,7 +206,7 @@ def test_a_block_that_cannot_be_mapped_leaves_no_file_open(listing, monkeypatch)
 
 OWNER = """
 import os, sys
-from coordd.transport.segments import Heap
+from coordd.transport.shared_memory.segments import Heap
 told = []
 block = Heap(announce=lambda *found: told.append(found), room=4).allocate(5000)
 block[:] = 42

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordd.messages import ReduceOp
-from coordd.transport import shared
-from coordd.transport.board import INLINE_BYTES, LEGS
-from coordd.transport.collectives import Reduction
-from coordd.transport.commons import Commons
+from coordd.collectives import direct
+from coordd.collectives.ring import Reduction
+from coordd.ops.messages import ReduceOp
+from coordd.transport.shared_memory.board import INLINE_BYTES, LEGS
+from coordd.transport.shared_memory.host_memory import Commons
 from tests.neighbours import in_random_order, neighbours
 from tests.transport.arithmetic import KINDS, expected, same_bits, values
 from tests.transport.memories import Rank, dice, entered
@@ -53,7 +53,7 @@ def allreduce(
     for me, rank in enumerate(ranks):
         meeting = rank.commons.meeting(7, stamp, world[0].ranks)
         terms = rank.terms(chunk, owners=owners, between=between)
-        steps = shared.allreduce(meeting, rank.arrays, reduction, terms, doubtful=doubtful)
+        steps = direct.allreduce(meeting, rank.arrays, reduction, terms, doubtful=doubtful)
         running[me] = entered(meeting, None if me in refusing else steps)
     results = in_random_order(running, seed, ended=lambda me: ranks[me].end())
     assert all(rank.untouched for rank in ranks)
@@ -229,7 +229,7 @@ def test_operations_in_flight_do_not_mix_and_slots_are_used_again(*, count, oper
             for rank in members:
                 mine = ranks[number, rank] = Rank(world[rank], [inputs[rank]], dice(source.random(), 0.5))
                 meeting = world[rank].meeting(number % slots, number + 1, members)
-                steps = shared.allreduce(
+                steps = direct.allreduce(
                     meeting, mine.arrays, Reduction(ReduceOp.SUM, FLOAT), mine.terms(4096), doubtful=True
                 )
                 running[number, rank] = entered(meeting, None if rank == refusing else steps)

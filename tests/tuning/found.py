@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from coordd.autotune import Outcome, Progress, Trial
+from coordd.tuning.autotune import Outcome, Progress, Trial
 from coordd.tuning.key import Key
 from coordd.tuning.record import Record
 from tests.synthetic import START, space_of

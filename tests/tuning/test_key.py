@@ -5,9 +5,9 @@ import string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordd.messages import Kind, Request
+from coordd.host.world import World
+from coordd.ops.messages import Kind, Request
 from coordd.tuning.key import Key, fingerprint, shape
-from coordd.world import World
 
 requests = st.builds(
     Request,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coordd.autotune import Outcome
+from coordd.tuning.autotune import Outcome
 from coordd.tuning.legend import MARKS, changes, fastest, headline, percent, summary, word
 from tests.synthetic import START
 from tests.tuning.found import RECORD, other

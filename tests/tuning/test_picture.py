@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import msgspec
 
-from coordd.autotune import Progress
+from coordd.tuning.autotune import Progress
 from coordd.tuning.picture import page
 from tests.synthetic import START
 from tests.tuning.found import RECORD

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from coordd.errors import ConfigError
-from coordd.settings import Space
 from coordd.tuning.proposals import Proposals, require_optuna
+from coordd.tuning.settings import Space
 from tests.synthetic import START, space_of
 from tests.tuning.found import other
 
@@ -102,7 +102,7 @@ def test_a_missing_optuna_is_named_with_what_to_do(monkeypatch):
 
 def test_optuna_is_imported_with_the_first_proposal_only():
     source = (
-        "import sys, coordd, coordd.cli, coordd.tuning.session, coordd.tuning.proposals as module\n"
+        "import sys, coordd, coordd.launch.cli, coordd.tuning.session, coordd.tuning.proposals as module\n"
         "module.require_optuna()\n"
         "print('optuna' in sys.modules)"
     )

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from coordd.errors import ConfigError
-from coordd.settings import Space
 from coordd.tuning.record import FORMAT, Record
 from coordd.tuning.session import Session
+from coordd.tuning.settings import Space
 from tests.synthetic import START
 from tests.tuning.found import KEY, RECORD, other
 

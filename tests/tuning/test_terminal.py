@@ -5,7 +5,7 @@ import io
 import msgspec
 from rich.console import Console
 
-from coordd.autotune import Progress
+from coordd.tuning.autotune import Progress
 from coordd.tuning.terminal import show
 from tests.synthetic import START
 from tests.tuning.found import RECORD

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from coordd.cli import main as coordd
-from coordd.pipeline.catalogue import SCHEDULES, Choice
+from coordd.launch.cli import main as coordd
 from coordd.pipeline.lowering import chain, lower
 from coordd.pipeline.outcome import Outcome, outcome
 from coordd.pipeline.picture import draw
+from coordd.pipeline.schedules.registry import SCHEDULES, Choice
 from coordd.pipeline.simulate import Costs, simulate
 from coordd.pipeline.units import Units
 

@@ -11,11 +11,11 @@ import keras
 import numpy as np
 from keras.src.backend.common import global_state  # Keras has no public API for this
 
+from coordd.daemon.operations import Operations
 from coordd.errors import ArgumentError
-from coordd.messages import ReduceOp
-from coordd.objects import allgather_object
-from coordd.operations import Operations
-from coordd.pipeline.accord import ALIKE, Accord, settings
+from coordd.ops.messages import ReduceOp
+from coordd.parallel.objects import allgather_object
+from coordd.pipeline.batch_check import ALIKE, Accord, settings
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.engine import Engine
 from coordd.pipeline.microbatch import cut

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import keras
 
-from coordd.dtypes import dtype_of
 from coordd.errors import ArgumentError
+from coordd.ops.dtypes import dtype_of
 from coordd.pipeline import graph
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.load import Load

@@ -12,17 +12,17 @@ import keras
 import numpy as np
 
 from coordd import api
-from coordd.calls import CollectiveCall, collective_method
 from coordd.errors import ArgumentError
-from coordd.objects import gathered
-from coordd.pipeline.accord import Accord
+from coordd.ops.process_sets import global_process_set
+from coordd.parallel.collective_calls import CollectiveCall, collective_method
+from coordd.parallel.objects import gathered
 from coordd.pipeline.batch import Batch, Weigh
+from coordd.pipeline.batch_check import Accord
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.microbatch import cut
 from coordd.pipeline.plans import Plans
 from coordd.pipeline.record import record
 from coordd.pipeline.recording import Recording
-from coordd.process_sets import global_process_set
 from coordd_keras.backend import check_backend
 from coordd_keras.optimizer import is_distributed
 from coordd_keras.pipeline.assembly import Assembly, Model

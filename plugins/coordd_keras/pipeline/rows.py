@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from coordd.errors import ArgumentError
-from coordd.pipeline.accord import fingerprint, some
+from coordd.pipeline.batch_check import fingerprint, some
 
 __all__ = ["arrays", "joined", "rows_of", "taken", "told"]
 
@@ -75,7 +75,7 @@ def joined(parts: Sequence[tuple[int, Sequence[np.ndarray]]]) -> list[np.ndarray
 
 
 def told(x: Any, y: Any) -> dict[str, str]:
-    """Returns the description of a batch that `coordd.pipeline.accord.Accord` compares between ranks."""
+    """Returns the description of a batch that `coordd.pipeline.batch_check.Accord` compares between ranks."""
     rows = ", ".join(str(len(leaf)) for leaf in _leaves((x, y)) if leaf.ndim)
     return {"rows": rows, "inputs": _print(x), "targets": _print(y)}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from coordd.messages import ReduceOp
-from coordd.operations import Operations
+from coordd.daemon.operations import Operations
+from coordd.ops.messages import ReduceOp
 from coordd_keras.pipeline.autodiff import Autodiff
 from coordd_keras.pipeline.sharing import Sharing
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from coordd.choices import Choices
-from coordd.dtypes import dtype_of
-from coordd.gradients import Gradients, Parameter
-from coordd.handles import wait_all
-from coordd.messages import ReduceOp
-from coordd.operations import Operations
-from coordd.process_sets import ProcessSet
+from coordd.daemon.operations import Operations
+from coordd.gradients.reducer import Gradients, Parameter
+from coordd.gradients.settings import Choices
+from coordd.ops.dtypes import dtype_of
+from coordd.ops.handles import wait_all
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet
 from coordd_keras.pipeline.graph import arrays_of, is_seed, place_of
 
 __all__ = ["Sharing"]

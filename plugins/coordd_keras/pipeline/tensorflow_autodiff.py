@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from coordd.pipeline.storage import laid
-from coordd.transport.loans import blank
+from coordd.transport.shared_memory.loans import blank
 from coordd_keras.pipeline.autodiff import Call, Computation, Result
 from coordd_tensorflow.tensors import check_dense, to_tensor, view
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from coordd.daemon.operations import Operations
 from coordd.errors import MismatchError
-from coordd.objects import gathered
-from coordd.operations import Operations
-from coordd.process_sets import global_process_set
+from coordd.ops.process_sets import global_process_set
+from coordd.parallel.objects import gathered
 from coordd_torch.checksums import checksum
 from coordd_torch.pipeline.build import ALONE, materialise
 from coordd_torch.pipeline.capture import Captured

@@ -12,7 +12,7 @@ from torch import nn
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.storage import laid
-from coordd.transport.loans import blank
+from coordd.transport.shared_memory.loans import blank
 from coordd_torch.tensors import check_dense, from_array, view
 
 __all__ = ["TorchCodec", "enter", "leaf"]

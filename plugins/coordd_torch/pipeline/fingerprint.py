@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from coordd.pipeline import accord
+from coordd.pipeline import batch_check
 from coordd_torch.pipeline.rows import lengths
 
 __all__ = ["fingerprint", "told"]
 
 
 def told(inputs: Any, targets: Any) -> dict[str, str]:
-    """Returns the properties of a batch that `coordd.pipeline.accord.Accord` compares."""
+    """Returns the properties of a batch that `coordd.pipeline.batch_check.Accord` compares."""
     rows = str(lengths((inputs, targets))).strip("[]")
     return {"rows": rows, "inputs": fingerprint(inputs), "targets": fingerprint(targets)}
 
@@ -22,7 +22,7 @@ def told(inputs: Any, targets: Any) -> dict[str, str]:
 def fingerprint(values: Any) -> str:
     """Returns a fingerprint of a batch: of each tensor it uses the first, middle and last row."""
     leaves = (_some(leaf) for leaf in pytree.tree_leaves(values))
-    return accord.fingerprint(leaf for leaf in leaves if leaf is not ...)
+    return batch_check.fingerprint(leaf for leaf in leaves if leaf is not ...)
 
 
 def _some(leaf: Any) -> Any:
@@ -33,4 +33,4 @@ def _some(leaf: Any) -> Any:
         return leaf
     if leaf.layout is not torch.strided or not leaf.numel():
         return ...
-    return accord.some(leaf.detach()).contiguous().cpu().view(torch.uint8).numpy()
+    return batch_check.some(leaf.detach()).contiguous().cpu().view(torch.uint8).numpy()

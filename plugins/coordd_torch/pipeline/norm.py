@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from coordd.messages import ReduceOp
-from coordd.operations import Operations
+from coordd.daemon.operations import Operations
+from coordd.ops.messages import ReduceOp
 
 __all__ = ["clip"]
 

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from coordd import api
-from coordd.calls import CollectiveCall, collective_method
 from coordd.errors import ArgumentError
-from coordd.messages import ReduceOp
-from coordd.objects import allgather_object
-from coordd.pipeline.accord import ALIKE, Accord, settings
+from coordd.ops.messages import ReduceOp
+from coordd.ops.process_sets import ProcessSet
+from coordd.parallel.collective_calls import CollectiveCall, collective_method
+from coordd.parallel.objects import allgather_object
 from coordd.pipeline.batch import Batch, Weigh
+from coordd.pipeline.batch_check import ALIKE, Accord, settings
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.engine import Engine
 from coordd.pipeline.microbatch import cut
@@ -29,7 +30,6 @@ from coordd.pipeline.record import Run, latest, record
 from coordd.pipeline.recording import Recording
 from coordd.pipeline.simulate import Span
 from coordd.pipeline.versions import Versions
-from coordd.process_sets import ProcessSet
 from coordd_torch.gradient import check_unreduced
 from coordd_torch.pipeline.alike import materialised, structure, title, values
 from coordd_torch.pipeline.attic import Attic

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from coordd.daemon.operations import Operations
 from coordd.errors import ArgumentError
-from coordd.objects import allgather_object
-from coordd.operations import Operations
+from coordd.parallel.objects import allgather_object
 from coordd.pipeline.plan import Plan
 from coordd_torch.pipeline.archive import read_manifest
 from coordd_torch.pipeline.checkpoint import aliases, check_names, load_like, save_stage, write_manifest

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from coordd.operations import Operations
+from coordd.daemon.operations import Operations
 from coordd_torch.pipeline.norm import clip
 from coordd_torch.pipeline.scaling import Scaling
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from coordd.handles import Handle
-from coordd.messages import Kind, ReduceOp
-from coordd.operations import Operations
-from coordd.process_sets import ProcessSet
+from coordd.daemon.operations import Operations
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind, ReduceOp
+from coordd.ops.process_sets import ProcessSet
 from coordd_torch.tensors import borrow
 
 __all__ = ["Sharing", "align"]

@@ -13,8 +13,8 @@ import coordd_toygrad as cd
 import toygrad
 
 from coordd import api
-from coordd.differentiable import Alltoall, Broadcast, Reducescatter
-from coordd.process_sets import global_process_set
+from coordd.daemon.autograd_rules import Alltoall, Broadcast, Reducescatter
+from coordd.ops.process_sets import global_process_set
 from tests.contract.plugin import NAMES
 
 __all__ = ["PLUGIN"]

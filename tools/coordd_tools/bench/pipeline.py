@@ -17,8 +17,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from coordd.pipeline.catalogue import find
 from coordd.pipeline.lowering import chain, lower
+from coordd.pipeline.schedules.registry import find
 from coordd.pipeline.simulate import Costs, simulate
 from coordd_tools.bench.blocks import Block, by_subject
 from coordd_tools.bench.report import Report, figures, ratios

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from coordd.handles import Handle
-from coordd.member import Due, Member
-from coordd.messages import Kind, Plan, Report, Request
-from coordd.table import Entry
+from coordd.negotiation.tensor_table import Entry
+from coordd.negotiation.worker import Due, Member
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind, Plan, Report, Request
 from coordd_tools.scale.setting import Setting
 
 __all__ = ["Crowd", "measured"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from coordd import wire
-from coordd.coordinator import Outgoing
-from coordd.foreman import Hub
-from coordd.messages import Hello, Message, Plan
-from coordd.tree import Post
+from coordd.negotiation import wire
+from coordd.negotiation.aggregator import Hub
+from coordd.negotiation.coordinator import Outgoing
+from coordd.negotiation.tree import Post
+from coordd.ops.messages import Hello, Message, Plan
 from coordd_tools.scale.crowd import Crowd
 from coordd_tools.scale.fabric import Fabric
 from coordd_tools.sim.agenda import Agenda

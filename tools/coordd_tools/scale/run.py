@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from coordd.coordinator import Coordinator
-from coordd.foreman import Hub, hub
-from coordd.messages import Hello, Message, Plan, Welcome
-from coordd.tree import Post
+from coordd.negotiation.aggregator import Hub, hub
+from coordd.negotiation.coordinator import Coordinator
+from coordd.negotiation.tree import Post
+from coordd.ops.messages import Hello, Message, Plan, Welcome
 from coordd_tools.scale.crowd import Crowd
 from coordd_tools.scale.fabric import Account, Fabric
 from coordd_tools.scale.node import Node, Readings

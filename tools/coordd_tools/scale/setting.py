@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from random import Random
 
-from coordd.tree import Post, tree
+from coordd.negotiation.tree import Post, tree
 
 __all__ = ["Setting"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coordd.cache import ResponseCache
-from coordd.coordinator import Coordinator
-from coordd.member import Member
-from coordd.messages import Report, Request
-from coordd.table import Entry
-from coordd.wire import bits
+from coordd.negotiation.coordinator import Coordinator
+from coordd.negotiation.response_cache import ResponseCache
+from coordd.negotiation.tensor_table import Entry
+from coordd.negotiation.wire import bits
+from coordd.negotiation.worker import Member
+from coordd.ops.messages import Report, Request
 from coordd_tools.sim.ledger import demand
 
 __all__ = ["Caches", "leftovers", "mentioned", "told"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from coordd.dtypes import dtype_of
-from coordd.messages import Kind, ReduceOp, Request
+from coordd.ops.dtypes import dtype_of
+from coordd.ops.messages import Kind, ReduceOp, Request
 
 __all__ = ["expected", "fill"]
 

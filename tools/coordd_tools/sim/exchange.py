@@ -7,8 +7,8 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
-from coordd.member import Bucket
-from coordd.messages import Kind
+from coordd.negotiation.worker import Bucket
+from coordd.ops.messages import Kind
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.ledger import Ledger, Submission, demand
 

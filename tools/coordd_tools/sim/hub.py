@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordd.control.protocol import Lost
-from coordd.coordinator import Coordinator, Outgoing
-from coordd.messages import Blocked, Goodbye, Message, Plan, Refused, Report, StallReport
+from coordd.negotiation.channel import Lost
+from coordd.negotiation.coordinator import Coordinator, Outgoing
+from coordd.ops.messages import Blocked, Goodbye, Message, Plan, Refused, Report, StallReport
 from coordd_tools.sim.caches import Caches, mentioned
 from coordd_tools.sim.ledger import Ledger, demand
 from coordd_tools.sim.setting import Settings

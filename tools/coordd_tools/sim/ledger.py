@@ -12,9 +12,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from coordd.errors import DuplicateNameError, MismatchError, PeerError, RefusedError, ShutdownError
-from coordd.handles import Handle
-from coordd.messages import Kind, Plan, StallReport
-from coordd.table import Entry, show_site
+from coordd.negotiation.tensor_table import Entry, show_site
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Kind, Plan, StallReport
 from coordd_tools.sim.script import ROOTLESS, Part, Round, Script
 from coordd_tools.sim.verdicts import quarrel_text
 from coordd_tools.sim.waits import Turn, Waits

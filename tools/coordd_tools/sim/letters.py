@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 from coordd.errors import PeerError, ShutdownError, is_deadlock
-from coordd.handles import Handle
-from coordd.member import Member
-from coordd.messages import Plan, Traffic
+from coordd.negotiation.worker import Member
+from coordd.ops.handles import Handle
+from coordd.ops.messages import Plan, Traffic
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.ledger import Ledger, demand
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from coordd.plane import Plane
-from coordd.transport.board import ASLEEP, BOARD_WORDS, FIRST_INLINE, FOR_ALL, Board
-from coordd.transport.commons import Commons
+from coordd.collectives.dispatch import Plane
 from coordd.transport.local import LocalWorld
-from coordd.transport.segments import Heap
+from coordd.transport.shared_memory.board import ASLEEP, BOARD_WORDS, FIRST_INLINE, FOR_ALL, Board
+from coordd.transport.shared_memory.host_memory import Commons
+from coordd.transport.shared_memory.segments import Heap
 
 __all__ = ["LEAST_TAGS", "lent", "planes"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from random import Random
 
-from coordd.control.protocol import LOST, Lost
-from coordd.messages import Message
-from coordd.wire import decode, encode
+from coordd.negotiation.channel import LOST, Lost
+from coordd.negotiation.wire import decode, encode
+from coordd.ops.messages import Message
 from coordd_tools.sim.agenda import Agenda
 
 __all__ = ["Network"]

@@ -13,12 +13,12 @@ from random import Random
 
 import numpy as np
 
-from coordd.bucket import Bucket, Locked
-from coordd.dtypes import dtype_of
-from coordd.execution import Flights
-from coordd.messages import Kind, Request
-from coordd.numbering import Numbering
-from coordd.table import Entry
+from coordd.collectives.scheduler import Flights
+from coordd.negotiation.bucket import Bucket, Locked
+from coordd.negotiation.sequence_numbers import Numbering
+from coordd.negotiation.tensor_table import Entry
+from coordd.ops.dtypes import dtype_of
+from coordd.ops.messages import Kind, Request
 from coordd_tools.sim.cargo import expected, fill
 from coordd_tools.sim.ledger import Submission, demand
 from coordd_tools.sim.memory import lent, planes

@@ -6,14 +6,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from coordd.blocked import Awaited, BlockWatch
-from coordd.control.protocol import Lost
-from coordd.deadlock import Heard
+from coordd.daemon.blocked_script import Awaited, BlockWatch
+from coordd.daemon.peer_watch import describe, same
 from coordd.errors import PeerError, ShutdownError
-from coordd.foreman import Hub
-from coordd.mailwatch import describe, same
-from coordd.member import Bucket, Due, Locked, Member
-from coordd.messages import (
+from coordd.negotiation.aggregator import Hub
+from coordd.negotiation.channel import Lost
+from coordd.negotiation.deadlock import Heard
+from coordd.negotiation.stall import StallWatch, tell
+from coordd.negotiation.tensor_table import Entry
+from coordd.negotiation.tree import NOBODY
+from coordd.negotiation.worker import Bucket, Due, Locked, Member
+from coordd.ops.messages import (
     Abort,
     Account,
     Blocked,
@@ -30,9 +33,6 @@ from coordd.messages import (
     Waiting,
     Welcome,
 )
-from coordd.stall import StallWatch, tell
-from coordd.table import Entry
-from coordd.tree import NOBODY
 from coordd_tools.sim.caches import told
 from coordd_tools.sim.ledger import LOCKED, Submission
 from coordd_tools.sim.letters import Letter, Mailbag, Receipt
@@ -51,7 +51,7 @@ Work = Entry | Letter | Receipt | Refused | Heard | Callable[[], None]
 
 
 class Process:
-    """A daemon and its main thread; its steps are those of `coordd.daemon`, without threads and sockets."""
+    """A daemon and its main thread; its steps are those of `coordd.daemon.daemon`, without threads and sockets."""
 
     def __init__(self, rank: int, setting: Setting, hub: Hub | None) -> None:
         """Creates a rank, which starts with `start`.

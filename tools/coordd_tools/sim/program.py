@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from coordd.errors import PeerError
-from coordd.messages import Kind, Refused
+from coordd.ops.messages import Kind, Refused
 from coordd_tools.sim.ledger import Submission, demand
 from coordd_tools.sim.letters import Letter, Receipt
 from coordd_tools.sim.scenes import Call, Crossing

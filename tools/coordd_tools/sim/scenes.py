@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from random import Random
 
-from coordd.arguments import places
-from coordd.group_names import names_in_group, refused_names
-from coordd.messages import Kind, Request
+from coordd.negotiation.group_names import names_in_group, refused_names
+from coordd.ops.arguments import places
+from coordd.ops.messages import Kind, Request
 from coordd_tools.sim.letters import Letter
 from coordd_tools.sim.script import Part, Round, Script
 from coordd_tools.sim.swarm import Swarm, aside

@@ -7,7 +7,7 @@ from random import Random
 
 import msgspec
 
-from coordd.messages import Kind, ReduceOp, Request
+from coordd.ops.messages import Kind, ReduceOp, Request
 from coordd_tools.sim.swarm import Swarm
 
 __all__ = ["ROOTLESS", "Part", "Round", "Script", "write"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from random import Random
 
-from coordd.tree import Post, tree
+from coordd.negotiation.tree import Post, tree
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.caches import Caches
 from coordd_tools.sim.exchange import Exchange

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from coordd.control.protocol import Lost
-from coordd.foreman import hub
-from coordd.messages import Message
+from coordd.negotiation.aggregator import hub
+from coordd.negotiation.channel import Lost
+from coordd.ops.messages import Message
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.caches import Caches, leftovers
 from coordd_tools.sim.exchange import Exchange

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordd.errors import MismatchError
-from coordd.messages import Kind, Request
+from coordd.ops.messages import Kind, Request
 from coordd_tools.sim.script import ROOTLESS, Round
 
 __all__ = ["quarrel_text"]

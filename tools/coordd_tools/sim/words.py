@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
-from coordd.member import Locked
+from coordd.negotiation.worker import Locked
 from coordd_tools.sim.agenda import Agenda
 from coordd_tools.sim.exchange import Cargo, Exchange, submissions
 from coordd_tools.sim.ledger import Ledger, demand

@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from coordd.pipeline.catalogue import find
 from coordd.pipeline.load import Load
 from coordd.pipeline.lowering import chain, lower
 from coordd.pipeline.partition import split
+from coordd.pipeline.schedules.registry import find
 from coordd.pipeline.simulate import Costs, simulate
 from coordd_tools.stages.cnn import Took
 from coordd_tools.stages.ranks import run

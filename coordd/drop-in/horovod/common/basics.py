@@ -10,8 +10,8 @@ from typing import Any
 
 from coordd import api
 from coordd.errors import ArgumentError
-from coordd.groups import ProcessSet
-from coordd.launched import launched_ranks
+from coordd.host.launcher_environment import launched_ranks
+from coordd.parallel.grid import ProcessSet
 from horovod.common.timeline import start_timeline, stop_timeline
 
 __all__ = [

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coordd import api
-from coordd.messages import Kind
+from coordd.ops.messages import Kind
 
 __all__ = ["start_timeline", "stop_timeline"]
 

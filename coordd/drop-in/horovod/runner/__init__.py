@@ -139,7 +139,7 @@ def _launch(work: bytes, words: Sequence[str], size: int, *, python: str, remote
     with Exchange(work, sys.path, remote=remote) as exchange:
         environment = {name: value for name, value in os.environ.items() if name != _RANK_PID} | exchange.variables
         names = [word for name in exchange.variables for word in ("-x", name)]
-        launcher = [sys.executable, "-m", "coordd.cli", "run", "--as-horovod", *words, *names]
+        launcher = [sys.executable, "-m", "coordd.launch.cli", "run", "--as-horovod", *words, *names]
         job = subprocess.Popen([*launcher, python, "-m", "horovod.runner.run_task"], env=environment)
         try:
             status = job.wait()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from coordd.cli import main
 from coordd.launch.build import build
+from coordd.launch.cli import main
 
 __all__ = ["check_build", "run_commandline"]
 

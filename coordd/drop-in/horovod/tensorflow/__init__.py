@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordd.messages import ReduceOp
+from coordd.ops.messages import ReduceOp
 from coordd.tensorflow import *  # noqa: F403
 from coordd.tensorflow import Average, Compression, SyncBatchNormalization, global_process_set
 from coordd.tensorflow import __all__ as _coordd

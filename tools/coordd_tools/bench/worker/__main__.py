@@ -11,8 +11,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from coordd.affinity import DAEMON_CORES, write_cpus
-from coordd.cores import cores_here
+from coordd.host.affinity import DAEMON_CORES, write_cpus
+from coordd.host.cores import cores_here
 from coordd.launch.place import place
 from coordd.launch.shares import Wish, divide
 from coordd_tools.bench import jobs

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.optim import SGD
 
-from coordd.pipeline.catalogue import SCHEDULES
+from coordd.pipeline.schedules.registry import SCHEDULES
 from coordd_tools.bench.blocks import Block
 from coordd_tools.bench.jobs import PipelineJob
 from coordd_tools.bench.order import turns

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from coordd.transport.segments import attach, nameless
+from coordd.transport.shared_memory.segments import attach, nameless
 from coordd_tools.bench.worker.models import LEARNING_RATE
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
 
-from coordd.pipeline.placement import Placement, fold, loop
+from coordd.pipeline.schedules.placement import Placement, fold, loop
 from coordd_tools.bench.worker.models import LEARNING_RATE, MODELS
 
 if TYPE_CHECKING:  # as in `engines`

@@ -1,0 +1,1 @@
+"""From buckets to bytes: operations in flight, and the algorithms that carry them out."""

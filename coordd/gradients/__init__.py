@@ -1,0 +1,1 @@
+"""The reduction of gradients: buckets, grouping, readiness and checks between ranks."""

@@ -1,0 +1,1 @@
+"""What a running job shows: timeline, status, stacks and counters."""

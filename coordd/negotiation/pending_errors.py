@@ -1,0 +1,110 @@
+"""Pending errors for ranks that submit a tensor that was already rejected. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import msgspec
+
+from coordd.negotiation.ballot import members_mask
+from coordd.negotiation.group_names import covers
+from coordd.ops.messages import Response
+
+__all__ = ["Owed"]
+
+
+class _Refusal(NamedTuple):
+    """The pending error of a rank, and the bit mask of the ranks that had left when it was created.
+
+    With a plan ``before``, it applies only to announcements that the rank makes before it has carried out that plan; -1
+    for all.
+    """
+
+    response: Response
+    left: int
+    before: int
+
+
+class Owed:
+    """Pending errors by name and rank, oldest first."""
+
+    def __init__(self) -> None:
+        self._refusals: dict[tuple[str, int], deque[_Refusal]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._refusals)
+
+    @property
+    def names(self) -> set[str]:
+        """The operations with a pending error."""
+        return {name for name, _ in self._refusals}
+
+    def enter(self, rank: int, refusal: Response, left: int, *, before: int = -1) -> None:
+        """Adds a pending error.
+
+        Args:
+            rank: the rank that gets it.
+            refusal: the error.
+            left: bit mask of the ranks that have left.
+            before: the error applies only to announcements before the rank has carried out this plan; -1 for all.
+        """
+        self._refusals.setdefault((refusal.request.name, rank), deque()).append(_Refusal(refusal, left, before))
+
+    def discharge(self, rank: int, name: str, members: int, seen: int) -> bool:
+        """Drops a rank's pending errors for an operation or group that it refuses; returns whether there were any.
+
+        The other members have got the error for that part already. The arguments are those of `claim`.
+        """
+        names = [each for each in self.names if covers(name, each)]
+        dropped = [each for each in names if self.claim(rank, each, members, seen) is not None]
+        return bool(dropped)
+
+    def claim(self, rank: int, name: str, members: int, seen: int) -> Response | None:
+        """Removes and returns the pending error for a rank's announcement; None if there is none.
+
+        Args:
+            rank: the rank that announces.
+            name: of the operation.
+            members: of the process set, as a bit mask; the error applies if the announcement would have contradicted
+                theirs.
+            seen: the last plan that the rank had carried out when it announced.
+        """
+        owed = self._refusals.get((name, rank), deque())
+        found = next((each for each in owed if not 0 <= each.before <= seen), None)
+        if found is None or not members & members_mask(found.response.recipients) or members & found.left:
+            return None
+        owed.remove(found)
+        if not owed:
+            del self._refusals[name, rank]
+        return msgspec.structs.replace(found.response, recipients=(rank,))
+
+    def restart(self, ranks: int, plan: int) -> None:
+        """Records that ranks get errors by a plan and restart: earlier pending errors do not apply after it.
+
+        Args:
+            ranks: their bit mask.
+            plan: its number.
+        """
+        for (_, rank), owed in self._refusals.items():
+            for place, refusal in enumerate(owed):
+                if ranks >> rank & 1 and refusal.before < 0:
+                    owed[place] = refusal._replace(before=plan)
+
+    def meet(self, ranks: int, plan: int) -> None:
+        """Records that ranks met at a barrier in a plan: their later announcements do not belong to an older deadlock.
+
+        Args:
+            ranks: those of the barrier, as a bit mask.
+            plan: its number.
+        """
+        for (_, rank), owed in self._refusals.items():
+            for place, (response, _, before) in enumerate(owed):
+                others = members_mask(response.recipients) & ranks
+                if before < 0 and response.deadlock >= 0 and ranks >> rank & 1 and others:
+                    owed[place] = owed[place]._replace(before=plan)
+
+    def forget(self, oldest: int) -> None:
+        """Drops errors that apply only to announcements before a plan that all ranks have carried out (``oldest``)."""
+        kept = {key: [each for each in owed if not 0 <= each.before <= oldest] for key, owed in self._refusals.items()}
+        self._refusals = {key: deque(owed) for key, owed in kept.items() if owed}

@@ -1,0 +1,1 @@
+"""Pipeline schedules: the order of forward and backward passes on each stage."""

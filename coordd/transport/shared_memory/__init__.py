@@ -1,0 +1,1 @@
+"""Memory that the ranks of one host share, and what they write there for each other."""
