@@ -169,7 +169,7 @@ _PIPELINE = {
     "Pipeline": "coordd_torch.pipeline.pipeline",
     "PipelineConfig": "coordd.pipeline.config",
     "check_recording": "coordd.pipeline.recording",
-    "profile_model": "coordd_torch.pipeline.appraisal",
+    "profile_model": "coordd_torch.pipeline.profiling_driver",
 }
 
 

@@ -18,10 +18,10 @@ from coordd.ops.messages import ReduceOp
 from coordd.ops.process_sets import ProcessSet
 from coordd_torch.compressor import Compressor
 from coordd_torch.consistency import Consistency
-from coordd_torch.late import late
+from coordd_torch.late_parameters import late
 from coordd_torch.operations import allreduce_async_
+from coordd_torch.pending import Told
 from coordd_torch.scaler import forgets_scale
-from coordd_torch.underway import Told
 
 __all__ = ["AdasumStep"]
 

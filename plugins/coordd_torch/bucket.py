@@ -25,7 +25,7 @@ import torch
 
 from coordd.errors import CoorddError
 from coordd.negotiation.tensor_table import Entry
-from coordd_torch.courier import Courier
+from coordd_torch.compressed_bucket import Courier
 from coordd_torch.references import are_referenced, version_of, write
 from coordd_torch.tensors import view
 from coordd_torch.tuning import SIGNALS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coordd_torch.gauge import Gauge
+from coordd_torch.compression_stats import Gauge
 from coordd_torch.rounds import Mean, Rounds
 
 __all__ = ["Cargo", "Compressor", "Place"]

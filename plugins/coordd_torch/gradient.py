@@ -19,13 +19,13 @@ from coordd.errors import ArgumentError
 from coordd.negotiation.tensor_table import Entry
 from coordd.ops.messages import Request
 from coordd_torch.references import has_other_users, version_of, whereabouts, write
-from coordd_torch.scattered import Scattered
+from coordd_torch.sparse_gradient import Scattered
 from coordd_torch.tensors import check_dense, view
 
 if TYPE_CHECKING:
     from coordd_torch.bucket import Bucket
+    from coordd_torch.pending import Underway
     from coordd_torch.reducer import Reducer
-    from coordd_torch.underway import Underway
 
 __all__ = ["Gradient", "add_late_hook", "check_unreduced", "nested", "release"]
 

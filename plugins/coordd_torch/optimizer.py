@@ -28,10 +28,10 @@ from coordd.parallel.collective_calls import CollectiveCall, collective
 from coordd_torch import as_horovod
 from coordd_torch.accumulation import inside_backward
 from coordd_torch.adasum import AdasumStep
-from coordd_torch.channel import Channel, check_combines
+from coordd_torch.communication import Channel, check_combines
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.consistency import Consistency
-from coordd_torch.late import groups_of
+from coordd_torch.late_parameters import groups_of
 from coordd_torch.names import beside, listed, names_of
 from coordd_torch.operations import Average, allreduce_, join
 from coordd_torch.reducer import Reducer

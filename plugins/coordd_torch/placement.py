@@ -18,12 +18,12 @@ from coordd.ops.messages import ReduceOp
 from coordd.tuning.settings import Settings
 from coordd_torch.accumulation import without_hook
 from coordd_torch.bucket import Bucket, strides_of
-from coordd_torch.channel import Channel
+from coordd_torch.communication import Channel
 from coordd_torch.devices import overlaps
 from coordd_torch.gradient import Gradient, add_late_hook, release
-from coordd_torch.late import Groups, late, unchanged
+from coordd_torch.late_parameters import Groups, late, unchanged
+from coordd_torch.pending import Underway
 from coordd_torch.tuning import OVERLAP, Tuning, first_settings
-from coordd_torch.underway import Underway
 
 if TYPE_CHECKING:
     from coordd_torch.reducer import Reducer

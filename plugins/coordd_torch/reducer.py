@@ -35,13 +35,13 @@ from coordd.ops.handles import Handle, call_site, check_may_wait
 from coordd.ops.messages import ReduceOp
 from coordd_torch.accumulation import Accumulated, compiled, is_compiled, not_all_have_repeated, replaced, too_many
 from coordd_torch.backward_pass import BackwardPass
-from coordd_torch.channel import Channel
+from coordd_torch.communication import Channel
 from coordd_torch.consistency import Consistency
 from coordd_torch.finiteness import Finiteness
 from coordd_torch.gradient import Gradient, nested
-from coordd_torch.late import Groups
+from coordd_torch.late_parameters import Groups
+from coordd_torch.pending import Told
 from coordd_torch.placement import Placement
-from coordd_torch.underway import Told
 
 __all__ = ["Reducer"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coordd.ops.messages import Kind
-from coordd_torch.gauge import reduced
+from coordd_torch.compression_stats import reduced
 from coordd_torch.tensors import borrow, from_array
 
 __all__ = ["Deal", "Gather", "Mean", "Round", "Rounds"]

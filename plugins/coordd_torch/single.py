@@ -19,9 +19,9 @@ from coordd.ops.checks import finite
 from coordd.ops.handles import Handle
 from coordd.ops.messages import Kind, ReduceOp
 from coordd.ops.process_sets import ProcessSet
-from coordd_torch.channel import check_combines, share
+from coordd_torch.communication import check_combines, share
+from coordd_torch.compression_session import Journey, calmly
 from coordd_torch.compressor import Cargo, Compressor
-from coordd_torch.journey import Journey, calmly
 from coordd_torch.operations import allreduce_async
 
 __all__ = ["check_single", "in_rounds"]

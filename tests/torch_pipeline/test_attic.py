@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from coordd_torch.pipeline.attic import Attic, fetched
 from coordd_torch.pipeline.boundary import Boundary
-from coordd_torch.pipeline.shelf import Shelf
+from coordd_torch.pipeline.cpu_offload import Attic, fetched
+from coordd_torch.pipeline.saved_tensors import Shelf
 from tests.torch_pipeline.stages import Stage
 
 accelerated = pytest.mark.skipif(not torch.cuda.is_available(), reason="offloads from an accelerator")

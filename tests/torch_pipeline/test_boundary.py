@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from coordd.errors import ArgumentError
 from coordd.pipeline.frame import unpack
 from coordd_torch.pipeline.boundary import Boundary
-from coordd_torch.pipeline.surroundings import seed_for, seeded
+from coordd_torch.pipeline.rng_and_autocast import seed_for, seeded
 from tests.torch_pipeline.graphs import Dense
 from tests.torch_pipeline.stages import CODEC, Line, Stage, same
 

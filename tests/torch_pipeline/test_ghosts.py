@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from coordd.errors import ArgumentError
-from coordd_torch.pipeline.ghosts import Ghosts
+from coordd_torch.pipeline.meta_init import Ghosts
 
 RANDOM = {
     "normal": lambda w: w.normal_(),

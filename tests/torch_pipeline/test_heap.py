@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import coordd.torch as cd
-from coordd_torch.pipeline.heap import give_back
+from coordd_torch.pipeline.malloc_trim import give_back
 
 
 def resident():

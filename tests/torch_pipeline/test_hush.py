@@ -4,7 +4,7 @@ import logging
 import sys
 import threading
 
-from coordd_torch.pipeline.hush import hushed
+from coordd_torch.pipeline.silence_stderr import hushed
 
 
 def test_other_threads_are_heard(capsys):

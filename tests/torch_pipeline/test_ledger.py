@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from coordd_torch.pipeline.boundary import Boundary
-from coordd_torch.pipeline.ledger import Ledger
+from coordd_torch.pipeline.deferred_weight_gradients import Ledger
 from tests.torch_pipeline.stages import Stage
 
 LAYERS = {

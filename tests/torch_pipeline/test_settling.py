@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from coordd import api
+from coordd_torch.pipeline.gradient_finalisation import Settling
 from coordd_torch.pipeline.scaling import Scaling
-from coordd_torch.pipeline.settling import Settling
 from tests.local_ranks import local_ranks
 
 

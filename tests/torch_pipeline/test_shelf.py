@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from coordd_torch.pipeline.shelf import Shelf
+from coordd_torch.pipeline.saved_tensors import Shelf
 from coordd_torch.pipeline.split import SplitBackward
 
 

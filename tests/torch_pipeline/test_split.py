@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from coordd_torch.pipeline.boundary import Boundary
-from coordd_torch.pipeline.shelf import Shelf
+from coordd_torch.pipeline.saved_tensors import Shelf
 from coordd_torch.pipeline.split import SplitBackward, obstacle, walk
 from tests.torch_pipeline.graphs import GRAPHS, Custom, Scaled, multilayer
 from tests.torch_pipeline.stages import Stage
@@ -164,7 +164,7 @@ def test_what_cannot_be_split_is_done_at_once_and_told_once(reentrant, told, cap
 
 
 def test_where_pytorch_does_not_show_who_gives_tensors_back_a_checkpoint_is_gone_back_through_twice(monkeypatch):
-    monkeypatch.setattr("coordd_torch.pipeline.shelf._SHOWN", False)
+    monkeypatch.setattr("coordd_torch.pipeline.saved_tensors._SHOWN", False)
     inner, x = multilayer(), torch.randn(5, 4, requires_grad=True)
     inner(x * 2).sum().backward()
     expected = taken(inner, x)

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch.nn.functional import linear
 
-from coordd_torch.pipeline.surroundings import Surroundings, casting, seed_for, seeded, uncast
+from coordd_torch.pipeline.rng_and_autocast import Surroundings, casting, seed_for, seeded, uncast
 
 CPU = torch.device("cpu")
 

@@ -196,7 +196,7 @@ def test_a_float_that_changes_needs_no_new_trace_unless_it_decides(decides, coun
 
 
 def test_what_is_remembered_of_changing_inputs_is_bounded(monkeypatch):
-    monkeypatch.setattr("coordd_torch.pipeline.traces.KEPT", 3)
+    monkeypatch.setattr("coordd_torch.pipeline.trace_cache.KEPT", 3)
     model = Scaled(decides=True)
     captured = capture(model, {"x": torch.ones(2, 3), "scale": 0.0})
     stages = cut(captured, 2)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from coordd.ops.messages import Kind
+from coordd_torch.compression_session import Journey, calmly
 from coordd_torch.compressor import Cargo, Compressor
-from coordd_torch.journey import Journey, calmly
 
 __all__ = ["Arrival", "cargo", "travelled"]
 

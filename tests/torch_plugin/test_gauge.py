@@ -10,7 +10,7 @@ from torch import nn
 
 import coordd.torch as cd
 from coordd.transport.local import LocalLane
-from coordd_torch.gauge import Gauge
+from coordd_torch.compression_stats import Gauge
 from tests.local_ranks import each_rank
 
 WIDTH = 256

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordd_torch.underway import Underway
+from coordd_torch.pending import Underway
 
 
 class Daemon:

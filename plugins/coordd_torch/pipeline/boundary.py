@@ -19,14 +19,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from coordd.errors import ArgumentError
 from coordd.pipeline.frame import joined, pack, parted
-from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.buffers import Held, WrittenBuffers, borrowed
 from coordd_torch.pipeline.codec import TorchCodec, leaf
-from coordd_torch.pipeline.ledger import Ledger, pay
-from coordd_torch.pipeline.shelf import Shelf
+from coordd_torch.pipeline.cpu_offload import Attic
+from coordd_torch.pipeline.deferred_weight_gradients import Ledger, pay
+from coordd_torch.pipeline.rng_and_autocast import Surroundings, seed_for, seeded
+from coordd_torch.pipeline.saved_tensors import Shelf
 from coordd_torch.pipeline.split import SplitBackward, obstacle, walk
 from coordd_torch.pipeline.statistics import DeferredStatistics
-from coordd_torch.pipeline.surroundings import Surroundings, seed_for, seeded
 from coordd_torch.pipeline.views import aliased
 
 __all__ = ["Boundary", "Gradients", "Parcel"]

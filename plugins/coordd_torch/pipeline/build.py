@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from coordd.errors import ArgumentError
-from coordd_torch.pipeline.ghosts import Ghosts, UnreadableError
-from coordd_torch.pipeline.luck import untouched
+from coordd_torch.pipeline.meta_init import Ghosts, UnreadableError
+from coordd_torch.pipeline.rng_state import untouched
 
 __all__ = ["ALONE", "Builder", "Wanted", "keep", "materialise", "outline"]
 

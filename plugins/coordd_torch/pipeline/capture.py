@@ -23,7 +23,7 @@ from coordd_torch.pipeline.inputs import Call, only
 from coordd_torch.pipeline.layers import first_names
 from coordd_torch.pipeline.rows import dimension_of
 from coordd_torch.pipeline.stage_module import StageModule
-from coordd_torch.pipeline.traces import SEQUENTIAL, Traces
+from coordd_torch.pipeline.trace_cache import SEQUENTIAL, Traces
 
 __all__ = ["Captured", "capture", "stage"]
 

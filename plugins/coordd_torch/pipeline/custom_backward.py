@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from coordd_torch.pipeline.hooks import LostError, is_plain
 from coordd_torch.pipeline.inputs import Call
-from coordd_torch.pipeline.luck import untouched
-from coordd_torch.pipeline.twin import Stand
+from coordd_torch.pipeline.meta_copy import Stand
+from coordd_torch.pipeline.rng_state import untouched
 
 __all__ = ["called_whole", "opaque", "restored_calls"]
 

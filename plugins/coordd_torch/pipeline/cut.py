@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from coordd_torch.pipeline.purity import attribute
+from coordd_torch.pipeline.pure_nodes import attribute
 from coordd_torch.pipeline.trace import Trace
 
 __all__ = ["VALUE", "Cut"]

@@ -16,17 +16,17 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from coordd_torch.pipeline.aliases import renamed
 from coordd_torch.pipeline.batch_norms import restored
-from coordd_torch.pipeline.constancy import refuse_luck
 from coordd_torch.pipeline.custom_backward import called_whole, opaque, restored_calls
+from coordd_torch.pipeline.determinism_check import refuse_luck
+from coordd_torch.pipeline.fake_execution import refuse_change
 from coordd_torch.pipeline.fakes import known
 from coordd_torch.pipeline.hooks import LostError, refuse_backward_hooks, refuse_own_forwards
-from coordd_torch.pipeline.hush import hushed
 from coordd_torch.pipeline.inputs import Call
-from coordd_torch.pipeline.luck import untouched
-from coordd_torch.pipeline.purity import attribute
+from coordd_torch.pipeline.meta_copy import Stand
+from coordd_torch.pipeline.pure_nodes import attribute
+from coordd_torch.pipeline.rng_state import untouched
+from coordd_torch.pipeline.silence_stderr import hushed
 from coordd_torch.pipeline.trace import Trace
-from coordd_torch.pipeline.trial import refuse_change
-from coordd_torch.pipeline.twin import Stand
 
 __all__ = ["trace"]
 

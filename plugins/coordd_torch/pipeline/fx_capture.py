@@ -12,15 +12,15 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
-from coordd_torch.pipeline.constancy import InconstantError, difference, refuse_luck
+from coordd_torch.pipeline.determinism_check import InconstantError, difference, refuse_luck
 from coordd_torch.pipeline.failure import DataDependentError
+from coordd_torch.pipeline.fake_execution import Trial
 from coordd_torch.pipeline.hooks import refuse_backward_hooks, refuse_own_forwards
 from coordd_torch.pipeline.inputs import Call
-from coordd_torch.pipeline.luck import untouched
-from coordd_torch.pipeline.purity import attribute
+from coordd_torch.pipeline.meta_copy import bare
+from coordd_torch.pipeline.pure_nodes import attribute
+from coordd_torch.pipeline.rng_state import untouched
 from coordd_torch.pipeline.trace import Trace
-from coordd_torch.pipeline.trial import Trial
-from coordd_torch.pipeline.twin import bare
 
 __all__ = ["trace"]
 

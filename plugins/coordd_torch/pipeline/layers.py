@@ -20,7 +20,7 @@ from torch import fx, nn
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline.aliases import writes_state
 from coordd_torch.pipeline.hooks import has_own_forward
-from coordd_torch.pipeline.purity import free
+from coordd_torch.pipeline.pure_nodes import free
 from coordd_torch.pipeline.trace import Trace
 
 __all__ = ["Layering", "children", "first_names", "units", "units_between"]

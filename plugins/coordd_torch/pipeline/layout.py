@@ -18,7 +18,7 @@ from coordd_torch.pipeline.capture import Captured
 from coordd_torch.pipeline.cut import Cut
 from coordd_torch.pipeline.stage_module import StageModule
 from coordd_torch.pipeline.trace import Trace
-from coordd_torch.pipeline.traces import KEPT
+from coordd_torch.pipeline.trace_cache import KEPT
 from coordd_torch.pipeline.tying import copied
 
 __all__ = ["Layout"]

@@ -30,7 +30,7 @@ from coordd.pipeline.batch import Batch
 from coordd.pipeline.config import LossReduction
 from coordd.pipeline.loss_check import UnclearError
 from coordd_torch.pipeline.buffers import borrowed, copies, every
-from coordd_torch.pipeline.luck import untouched
+from coordd_torch.pipeline.rng_state import untouched
 
 __all__ = ["LossCheck"]
 

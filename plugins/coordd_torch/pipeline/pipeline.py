@@ -32,24 +32,24 @@ from coordd.pipeline.simulate import Span
 from coordd.pipeline.versions import Versions
 from coordd_torch.gradient import check_unreduced
 from coordd_torch.pipeline.alike import materialised, structure, title, values
-from coordd_torch.pipeline.attic import Attic
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.buffers import borrowed, copies, every
 from coordd_torch.pipeline.build import outline
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.codec import TorchCodec
+from coordd_torch.pipeline.cpu_offload import Attic
 from coordd_torch.pipeline.fingerprint import told
 from coordd_torch.pipeline.fitting import History, fit, screen
-from coordd_torch.pipeline.heap import give_back
+from coordd_torch.pipeline.gradient_finalisation import Settling
 from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.loss_check import LossCheck
-from coordd_torch.pipeline.luck import untouched
+from coordd_torch.pipeline.malloc_trim import give_back
 from coordd_torch.pipeline.parity import distance, gradients
 from coordd_torch.pipeline.replica_settings import ReplicaSettings
+from coordd_torch.pipeline.rng_state import untouched
 from coordd_torch.pipeline.rows import joined, rows_of, taken
 from coordd_torch.pipeline.saving import Saving
 from coordd_torch.pipeline.scaling import Scaling
-from coordd_torch.pipeline.settling import Settling
 from coordd_torch.pipeline.sharing import Sharing, align
 from coordd_torch.pipeline.stage import Loss, TorchStage, check_fixed, check_makes_optimizer, check_step, check_weight
 from coordd_torch.pipeline.stage_module import StageModule
@@ -160,7 +160,7 @@ class Pipeline:
         self._profile: Profile | None = None
         memory = None
         if self.config.measured:
-            from coordd_torch.pipeline.appraisal import budget, measured
+            from coordd_torch.pipeline.profiling_driver import budget, measured
 
             name = f"{self._name}.profile"
             self._profile = measured(self._captured, given, self.config, loss=loss, name=name)

@@ -27,9 +27,9 @@ from coordd.pipeline.profile import Border, Profile
 from coordd_torch.pipeline.capture import Captured, stage
 from coordd_torch.pipeline.codec import TorchCodec, enter
 from coordd_torch.pipeline.footprint import Footprint, address
+from coordd_torch.pipeline.rng_and_autocast import seeded
 from coordd_torch.pipeline.split import obstacle, walk
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
-from coordd_torch.pipeline.surroundings import seeded
 from coordd_torch.pipeline.tying import copied
 
 __all__ = ["profile"]

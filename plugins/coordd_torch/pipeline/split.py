@@ -27,7 +27,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from coordd_torch.pipeline.shelf import Shelf, strangers
+from coordd_torch.pipeline.saved_tensors import Shelf, strangers
 
 __all__ = ["Graph", "SplitBackward", "obstacle", "walk"]
 

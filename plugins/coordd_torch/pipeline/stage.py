@@ -21,9 +21,9 @@ from coordd.pipeline.stage import BaseStage
 from coordd.pipeline.versions import Versions
 from coordd_torch.pipeline.boundary import Boundary
 from coordd_torch.pipeline.loss_check import LossCheck
+from coordd_torch.pipeline.rng_and_autocast import casting, uncast
 from coordd_torch.pipeline.scaling import Scaling
 from coordd_torch.pipeline.stage_module import OUTPUT, StageModule
-from coordd_torch.pipeline.surroundings import casting, uncast
 
 __all__ = ["Loss", "TorchStage", "check_fixed", "check_step", "check_weight"]
 

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from coordd.errors import ArgumentError
 from coordd_torch.pipeline.cut import Cut
+from coordd_torch.pipeline.fake_execution import versions
 from coordd_torch.pipeline.trace import Trace
-from coordd_torch.pipeline.traces import KEPT, Traces
-from coordd_torch.pipeline.trial import versions
+from coordd_torch.pipeline.trace_cache import KEPT, Traces
 from coordd_torch.pipeline.views import ALIASED
 
 __all__ = ["OUTPUT", "StageModule"]

@@ -17,13 +17,13 @@ from coordd_torch.pipeline.batch_norms import tracking
 from coordd_torch.pipeline.chain import INPUT, chain
 from coordd_torch.pipeline.cut import VALUE
 from coordd_torch.pipeline.failure import CaptureError, NoExampleError
+from coordd_torch.pipeline.fake_execution import Trial, TrialError
 from coordd_torch.pipeline.inputs import Call, only
 from coordd_torch.pipeline.layers import Layering, units, units_between
-from coordd_torch.pipeline.luck import untouched
-from coordd_torch.pipeline.surroundings import uncast
+from coordd_torch.pipeline.meta_copy import Stand, bare
+from coordd_torch.pipeline.rng_and_autocast import uncast
+from coordd_torch.pipeline.rng_state import untouched
 from coordd_torch.pipeline.trace import Trace
-from coordd_torch.pipeline.trial import Trial, TrialError
-from coordd_torch.pipeline.twin import Stand, bare
 
 __all__ = ["KEPT", "Traces"]
 

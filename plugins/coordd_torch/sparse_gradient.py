@@ -15,8 +15,8 @@ import torch
 from coordd.errors import ArgumentError
 from coordd.negotiation.tensor_table import Entry
 from coordd.ops.messages import ReduceOp
+from coordd_torch.pending import Underway
 from coordd_torch.tensors import borrow, from_array
-from coordd_torch.underway import Underway
 
 __all__ = ["Scattered"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from coordd_torch.pipeline.attic import Attic, Stowed, fetched
+from coordd_torch.pipeline.cpu_offload import Attic, Stowed, fetched
 
 __all__ = ["Shelf", "strangers"]
 

@@ -16,11 +16,11 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coordd_torch.pipeline.constancy import InconstantError
+from coordd_torch.pipeline.determinism_check import InconstantError
 from coordd_torch.pipeline.inputs import Call
-from coordd_torch.pipeline.luck import untouched
+from coordd_torch.pipeline.meta_copy import Stand
+from coordd_torch.pipeline.rng_state import untouched
 from coordd_torch.pipeline.trace import Trace
-from coordd_torch.pipeline.twin import Stand
 from coordd_torch.pipeline.views import tensors_in
 
 __all__ = ["Trial", "TrialError", "refuse_change", "versions"]

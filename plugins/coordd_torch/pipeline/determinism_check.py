@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from coordd_torch.pipeline.purity import attribute
+from coordd_torch.pipeline.pure_nodes import attribute
 
 __all__ = ["InconstantError", "difference", "refuse_luck"]
 

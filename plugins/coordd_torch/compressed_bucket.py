@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from coordd.negotiation.tensor_table import Entry
-from coordd_torch.channel import share
+from coordd_torch.communication import share
+from coordd_torch.compression_session import Journey, calmly
 from coordd_torch.compressor import Cargo, Place
-from coordd_torch.journey import Journey, calmly
-from coordd_torch.underway import Underway
+from coordd_torch.pending import Underway
 
 __all__ = ["Courier"]
 

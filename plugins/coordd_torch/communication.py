@@ -18,8 +18,8 @@ from coordd.ops.handles import Handle
 from coordd.ops.messages import Kind, ReduceOp, Request
 from coordd.ops.process_sets import ProcessSet
 from coordd_torch.compression import NoneCompressor
+from coordd_torch.compression_stats import reduced
 from coordd_torch.compressor import Compressor
-from coordd_torch.gauge import reduced
 from coordd_torch.tensors import borrow, empty_common
 
 __all__ = ["Channel", "check_combines", "share"]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from coordd.errors import ArgumentError
 from coordd.ops.messages import Kind
+from coordd_torch.compression_stats import reduced
 from coordd_torch.compressor import Cargo, Compressor
-from coordd_torch.gauge import reduced
 from coordd_torch.rounds import Round
 
 __all__ = ["Journey", "calmly"]

@@ -11,7 +11,7 @@ import numpy as np
 from coordd.errors import CoorddError, is_deadlock, note_heard
 from coordd.negotiation.tensor_table import Entry, Site
 from coordd.ops.handles import Handle, check_may_wait, hear_of
-from coordd_torch.channel import Channel
+from coordd_torch.communication import Channel
 
 __all__ = ["Told", "Underway"]
 
