@@ -11,7 +11,7 @@ from coordd.launch import timeline
 from coordd.launch.recordings import Recordings
 from tests.launch.started import Started
 from tests.launch.test_run import mpi
-from tests.timeline.recorded import record, training
+from tests.monitoring.timeline.recorded import record, training
 
 SCRIPT = """
 import numpy as np

@@ -8,7 +8,7 @@ import pytest
 
 from coordd.launch.cli import main
 from coordd.monitoring.timeline.clock import Reading
-from tests.timeline.recorded import record, training
+from tests.monitoring.timeline.recorded import record, training
 
 
 @pytest.fixture

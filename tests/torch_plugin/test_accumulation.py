@@ -10,7 +10,7 @@ from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank, local_ranks
-from tests.torch_plugin.test_courier import MAKERS
+from tests.torch_plugin.test_compressed_bucket import MAKERS
 from tests.torch_plugin.test_reducer import Checkpointed
 from tests.torch_plugin.training import ROWS, alone, batch, model, same, settled, together, weights, wrapped
 

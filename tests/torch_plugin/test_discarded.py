@@ -8,7 +8,7 @@ from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
-from tests.torch_plugin.test_courier import MAKERS
+from tests.torch_plugin.test_compressed_bucket import MAKERS
 from tests.torch_plugin.training import LARGE, WAYS, same, weights
 
 MOMENTS = ["start", "middle", "end"]

@@ -10,7 +10,7 @@ from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
-from tests.torch_plugin.test_courier import MAKERS
+from tests.torch_plugin.test_compressed_bucket import MAKERS
 from tests.torch_plugin.training import batch, model, same
 
 ALL = [cd.Compression.none, cd.Compression.fp16, cd.Compression.bf16, *MAKERS]

@@ -9,7 +9,7 @@ import torch
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
-from tests.torch_plugin.test_courier import MAKERS
+from tests.torch_plugin.test_compressed_bucket import MAKERS
 from tests.torch_plugin.test_discarded import loss_of
 from tests.torch_plugin.training import LARGE, attempts, same, weights
 

@@ -113,7 +113,8 @@ def test_an_error_in_any_step_of_one_rank_is_heard_by_all_and_the_process_goes_o
             told = [error for error in errors if isinstance(error, PeerError)]
             assert (len(own), len(told)) == (1, 2), errors
             assert all(
-                f"could not start: tests.test_bootstrap.InjectedError: in {name}" in str(error) for error in told
+                f"could not start: tests.transport.test_bootstrap.InjectedError: in {name}" in str(error)
+                for error in told
             )
             assert all(daemon.end(SECONDS) for daemon in ranks.daemons)
     with pigeons(monkeypatch, 3, interface="127.0.0.1") as ranks:
@@ -131,7 +132,9 @@ def test_an_error_when_all_have_come_is_told_too(monkeypatch):
         for daemon, error in zip(ranks.daemons, errors, strict=True):
             if error is None:
                 failure = daemon.blame(SECONDS)
-                assert "could not start: tests.test_bootstrap.InjectedError: in oversubscribed" in failure.reason
+                assert (
+                    "could not start: tests.transport.test_bootstrap.InjectedError: in oversubscribed" in failure.reason
+                )
             else:
                 assert "in oversubscribed" in str(error)
         assert all(daemon.end(SECONDS) for daemon in ranks.daemons)

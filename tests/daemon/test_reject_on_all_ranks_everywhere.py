@@ -15,8 +15,8 @@ import coordd
 import coordd.torch as cd
 from coordd.parallel.collective_calls import CollectiveCall
 from coordd_torch.rounds import Gather, Mean
+from tests.daemon.test_reject_on_all_ranks import BAD, ONE, refused_by_last
 from tests.local_ranks import local_ranks
-from tests.test_refusing import BAD, ONE, refused_by_last
 
 FOUR = torch.ones(4, 2)
 SPARSE = torch.eye(3).to_sparse()

@@ -9,7 +9,7 @@ from coordd.monitoring.timeline.journal import Journal
 from coordd.monitoring.timeline.summary import summarize
 from coordd.monitoring.timeline.terminal import headline, show
 from coordd.monitoring.timeline.trace import find
-from tests.timeline.recorded import record, training
+from tests.monitoring.timeline.recorded import record, training
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def test_who_has_changed_a_tensor_is_told():
     def body(rank):
         handle = changed_in_flight(rank)
         if rank == 0:
-            with pytest.raises(cd.ChangedError, match=r"'w', submitted at .*test_seal.py:\d+, was changed"):
+            with pytest.raises(cd.ChangedError, match=r"'w', submitted at .*test_in_flight_check.py:\d+, was changed"):
                 cd.synchronize(handle)
         else:
             cd.synchronize(handle)

@@ -5,7 +5,7 @@ import pytest
 from coordd.monitoring.status.paths import seen_from
 from coordd.monitoring.status.probe_result import Life
 from coordd.monitoring.status.report import Stack, Submission
-from tests.survey.made import seen, standing, survey
+from tests.monitoring.status.made import seen, standing, survey
 
 LINES = (
     "/home/me/digits/train.py:9 in <module>: main('/home/me/digits')",

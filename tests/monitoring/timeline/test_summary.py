@@ -6,7 +6,7 @@ from coordd.monitoring.timeline.breakdown import Part
 from coordd.monitoring.timeline.journal import Journal
 from coordd.monitoring.timeline.summary import summarize
 from coordd.monitoring.timeline.trace import find
-from tests.timeline.recorded import STEP, passage, record, training
+from tests.monitoring.timeline.recorded import STEP, passage, record, training
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from coordd.monitoring.timeline.journal import Journal
 from coordd.monitoring.timeline.scribe import Scribe
 from coordd.ops.event_buffer import Cycle, Delivery, Passage, Pause
 from coordd.ops.messages import Kind, Request
-from tests.timeline.recorded import BEGIN, events, passage, training
+from tests.monitoring.timeline.recorded import BEGIN, events, passage, training
 
 
 def journal(*items):

@@ -10,8 +10,8 @@ import pytest
 from coordd.negotiation.absence import Absence
 from coordd.negotiation.stand_in import stand_in
 from coordd.ops.messages import Kind, ReduceOp, Request
+from tests.negotiation.test_worker_lock import A, B, locked, run
 from tests.star import Star, allreduce, outcome
-from tests.test_member_lock import A, B, locked, run
 
 JOIN = Request(Kind.JOIN, "join.noname.0", transient=True)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from coordd.errors import TimelineError
 from coordd.monitoring.timeline.clock import Reading
 from coordd.monitoring.timeline.trace import Trace, find, offset
-from tests.timeline.recorded import BEGIN, record, training
+from tests.monitoring.timeline.recorded import BEGIN, record, training
 
 
 def told(trace):

@@ -68,7 +68,8 @@ def test_others_hear_of_an_operation_that_one_rank_refuses(settings, name):
                 ranks,
                 lambda: cd.allreduce(ONE, name=name),
                 lambda: cd.allreduce(BAD, name=name),
-                r"rank 2 refused allreduce '.*' at .*test_refusing.py:\d+: coordd.errors.ArgumentError: Tensor",
+                r"rank 2 refused allreduce '.*' at .*test_reject_on_all_ranks.py:\d+: "
+                r"coordd.errors.ArgumentError: Tensor",
             )
 
 

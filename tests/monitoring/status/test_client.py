@@ -17,7 +17,7 @@ from coordd.monitoring.status.address import identity
 from coordd.monitoring.status.client import survey
 from coordd.monitoring.status.probe_result import Life
 from coordd.monitoring.status.report import Question
-from tests.survey.made import standing
+from tests.monitoring.status.made import standing
 
 HERE = os.uname().nodename
 _turns = itertools.count(5000)

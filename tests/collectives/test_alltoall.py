@@ -13,8 +13,8 @@ from coordd.collectives.adasum import adasum, weights
 from coordd.collectives.alltoall import counts, exchange, reduce_scatter
 from coordd.collectives.ring import Reduction
 from coordd.ops.messages import ReduceOp
+from tests.collectives.test_ring import drive
 from tests.transport.arithmetic import KINDS, expected, same_bits, values
-from tests.transport.test_collectives import drive
 
 seeds = st.integers(0, 1 << 32)
 chunks = st.sampled_from([1, 7, 64, 256, 4096])

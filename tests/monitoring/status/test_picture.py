@@ -8,7 +8,7 @@ from rich.console import Console
 from coordd.monitoring.status.picture import picture
 from coordd.monitoring.status.probe_result import Life
 from coordd.monitoring.status.report import Plan, Stack
-from tests.survey.made import MAIN, WAITING, operation, seen, standing, survey
+from tests.monitoring.status.made import MAIN, WAITING, operation, seen, standing, survey
 
 STALLED = survey(
     standing(0, operation("w"), waits=True, size=3),

@@ -8,8 +8,8 @@ import pytest
 
 from coordd.errors import MismatchError
 from coordd.ops.messages import Blocked, Kind, Request
+from tests.negotiation.test_worker_lock import X, locked, run, submit
 from tests.star import Star, allreduce, outcome
-from tests.test_member_lock import X, locked, run, submit
 
 
 def of(name: str, call: str):

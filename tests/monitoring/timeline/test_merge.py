@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coordd.monitoring.timeline.clock import Reading
 from coordd.monitoring.timeline.merge import merge
 from coordd.monitoring.timeline.trace import find
-from tests.timeline.recorded import record, training
+from tests.monitoring.timeline.recorded import record, training
 
 
 def merged(folder):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coordd.monitoring.timeline.scribe import Scribe
 from coordd.ops.event_buffer import Cycle, Delivery, Passage, Pause
 from coordd.ops.messages import Kind, Request
-from tests.timeline.recorded import events
+from tests.monitoring.timeline.recorded import events
 
 REQUEST = Request(Kind.ALLREDUCE, "w", "float32", (3,))
 

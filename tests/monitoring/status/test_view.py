@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coordd.monitoring.status.probe_result import Life
 from coordd.monitoring.status.report import Operation, Plan
 from coordd.monitoring.status.view import duration, missing, plan_words, rows, size_words, verdict
-from tests.survey.made import HERE, operation, seen, standing, survey
+from tests.monitoring.status.made import HERE, operation, seen, standing, survey
 
 ranks = st.integers(0, 5)
 worlds = st.dictionaries(ranks, st.booleans())  # by rank that has answered, whether it has the operation

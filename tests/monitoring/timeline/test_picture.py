@@ -9,7 +9,7 @@ from coordd.monitoring.timeline.journal import Journal
 from coordd.monitoring.timeline.picture import picture
 from coordd.monitoring.timeline.summary import summarize
 from coordd.monitoring.timeline.trace import find
-from tests.timeline.recorded import passage, record, training
+from tests.monitoring.timeline.recorded import passage, record, training
 
 SVG = "{http://www.w3.org/2000/svg}"
 
