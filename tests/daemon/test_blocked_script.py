@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
 import threading
@@ -155,6 +156,19 @@ def test_a_thread_that_has_ended_submits_nothing_whatever_else_gets_its_number(m
     assert blocked_script._submitters[thread.ident] == 0
 
 
+def foreign_thread() -> threading.Thread:
+    """Returns a thread that `threading` did not start: it is listed because it called `current_thread`."""
+    found, ended = [], threading.Semaphore(0)
+
+    def ask() -> None:
+        found.append(threading.current_thread())
+        ended.release()
+
+    _thread.start_new_thread(ask, ())
+    ended.acquire()
+    return found[0]
+
+
 def test_a_thread_that_is_not_pythons_own_is_listed_for_ever_but_gets_some_seconds_only(monkeypatch):
     """One of TensorFlow's, say, that has logged something."""
     handle: Handle[None] = Handle("x")
@@ -163,7 +177,7 @@ def test_a_thread_that_is_not_pythons_own_is_listed_for_ever_but_gets_some_secon
     messages: list[str] = []
     with waiting(handle) as thread:
         waiter = next(found for found in threading.enumerate() if found.ident == thread)
-        foreign = threading._DummyThread()
+        foreign = foreign_thread()
         monkeypatch.setattr(threading, "main_thread", lambda: waiter)
         monkeypatch.setattr(threading, "enumerate", lambda: [waiter, foreign])
         monkeypatch.setattr(blocked_script, "_submitters", Counter([foreign.ident]))
