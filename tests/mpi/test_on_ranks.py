@@ -32,7 +32,13 @@ def _items() -> Iterator[ParameterSet]:
                 wanted = way == "memory" or (size in _ON_OTHER_WAYS[way] and not case.module.endswith(_ONE_WAY))
                 wanted |= way == "network" and case.sizes == EVERY
                 if size in case.sizes and wanted:
-                    yield pytest.param(way, size, case, id=f"{case}-{size}-{way}")
+                    marks = [pytest.mark.sweep] * _is_for_sweeps(way, size, case)
+                    yield pytest.param(way, size, case, id=f"{case}-{size}-{way}", marks=marks)
+
+
+def _is_for_sweeps(way: str, size: int, case: Case) -> bool:
+    """Returns whether two ranks, or another way, show nearly the same in less time."""
+    return (way == "network" and size != 2) or (size > 2 and case.module.endswith("transformers"))
 
 
 @pytest.fixture(scope="module")
