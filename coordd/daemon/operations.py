@@ -101,7 +101,7 @@ class Part:
         return f"{self._title}: {name}"
 
 
-class Thread(threading.local):
+class ThreadState(threading.local):
     """The group and call that a thread is in, if any, and how many operations it has announced or refused."""
 
     accounted = 0
@@ -126,7 +126,7 @@ class Operations(Messages):
         """Values that plugins keep for as long as this daemon runs."""
         self._namespaces: Counter[tuple[int, ...]] = Counter()
         self._calls: Counter[tuple[tuple[int, ...], str]] = Counter()
-        self.thread = Thread()
+        self.thread = ThreadState()
         self._numbers: dict[tuple[Kind, tuple[int, ...], str], Iterator[int]] = {}
 
     @property
