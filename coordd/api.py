@@ -344,6 +344,15 @@ def shutdown() -> None:
         atexit.unregister(_at_exit)
 
 
+def _begin_anew() -> None:
+    """Runs in a forked child: a thread that it does not have may have held the lock, in `init` or in `shutdown`."""
+    global _guard  # noqa: PLW0603 - locks have no public way to be released by another thread
+    _guard = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
 def _at_exit() -> None:
     if _default is not None and _default.pid == os.getpid():
         _exits.verdict()

@@ -148,5 +148,4 @@ def in_random_order(
 
 def _in_use(commons: Commons) -> int:
     """How many blocks of this rank are in use: neither free nor spare."""
-    commons.heap.locate(commons.mine.memory)  # forgets what is free
-    return len(commons.heap._places) - sum(map(len, commons._spare.values()))
+    return len(commons.heap._placed) - sum(map(len, commons._spare.values()))

@@ -189,6 +189,45 @@ def test_forked_children_are_told_end_cleanly_and_harm_nobody():
     assert done.stderr.count("ValueError: child") == 1
 
 
+HELD = """
+import os, threading, time
+import coordd
+from coordd import api
+from coordd.errors import ForkedProcessError
+
+def hold():
+    with api._guard:
+        held.wait()
+        released.wait()
+
+held, released = threading.Barrier(2), threading.Event()
+coordd.init()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+if (number := os.fork()) == 0:
+    try:
+        coordd.init()
+    except ForkedProcessError:
+        coordd.shutdown()
+        os._exit(3)
+ended = []
+until = time.monotonic() + 20
+while time.monotonic() < until and not ended:
+    found, status = os.waitpid(number, os.WNOHANG)
+    ended = [os.waitstatus_to_exitcode(status)] if found else []
+    released.wait(0.02)
+released.set()
+print(ended, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_child_is_told_though_another_thread_was_in_init_as_it_was_forked():
+    """That thread does not exist in the child, and never releases the lock there."""
+    done = run(HELD)
+    assert done.stdout.splitlines() == ["[3]"], done.stderr
+
+
 LOADER = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset

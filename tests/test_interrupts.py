@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
+from itertools import count
 
 import numpy as np
 import pytest
@@ -14,6 +14,9 @@ from coordd import api
 from coordd.daemon.daemon import Daemon
 from coordd.daemon.status_server import Desk
 from coordd.errors import StartError
+from coordd.ops import handles
+from coordd.transport.shared_memory import loans, segments
+from tests.local_ranks import local_ranks
 
 WAIT = 10.0
 
@@ -101,86 +104,66 @@ def test_without_a_thread_init_says_what_to_do_and_may_be_called_again(monkeypat
     assert coordd.is_initialized()
 
 
-def test_a_handler_of_a_signal_may_call_shutdown_wherever_it_comes(monkeypatch):
-    """In the main thread, which is in `init`, or in `shutdown` itself."""
-    known = Daemon.start, Daemon.stop
-
-    def start(daemon):
-        coordd.shutdown()
-        known[0](daemon)
-
-    def stop(daemon):
-        coordd.shutdown()
-        return known[1](daemon)
-
-    monkeypatch.setattr(Daemon, "start", start)
-    monkeypatch.setattr(Daemon, "stop", stop)
-    thread = threading.Thread(target=lambda: [coordd.init(), coordd.shutdown()], daemon=True)
-    thread.start()
-    thread.join(WAIT)
-    assert not thread.is_alive(), "it waits for itself"
-    assert not coordd.is_initialized()
+_INTERRUPTED = {handles.__file__, segments.__file__, loans.__file__}
 
 
-def test_a_second_thread_that_leaves_waits_for_the_first_and_init_for_both(monkeypatch):
-    coordd.init()
-    first = api.operations().daemon
-    entered, go_on, order = threading.Event(), threading.Event(), []
-    known = Daemon.stop
+class Handler:
+    """Waits for a collective at each line of these files that a thread reaches, as a signal's handler may."""
 
-    def stop(daemon):
-        entered.set()
-        assert go_on.wait(WAIT)
-        done = known(daemon)
-        order.append("stopped")
-        return done
+    def __init__(self) -> None:
+        self.lines: set[tuple[str, int]] = set()
+        self._numbers = count()
+        self._inside = False
 
-    monkeypatch.setattr(Daemon, "stop", stop)
-    threads = [threading.Thread(target=coordd.shutdown, daemon=True)]
-    threads[0].start()
-    assert entered.wait(WAIT)
+    def trace(self, frame, event, _):
+        place = frame.f_code.co_filename, frame.f_lineno
+        if place[0] not in _INTERRUPTED or self._inside:
+            return None
+        if event == "line" and place not in self.lines:
+            self.lines.add(place)
+            self._inside = True
+            self.call()
+            self._inside = False
+        return self.trace
 
-    def again():
-        coordd.shutdown()
-        coordd.init()
-        order.append("begun")
-
-    threads.append(threading.Thread(target=again, daemon=True))
-    threads[1].start()
-    threads[1].join(0.1)
-    assert threads[1].is_alive()
-    go_on.set()
-    for thread in threads:
-        thread.join(WAIT)
-        assert not thread.is_alive()
-    assert order == ["stopped", "begun"]
-    assert api.operations().daemon is not first
+    def call(self, *, last=False):
+        """Returns whether it was the last call of any rank; the daemon looks up where an array of this size lies."""
+        array = np.full(20_000, float(last))
+        handle = api.operations().allreduce(array, name=f"of the handler {next(self._numbers)}")
+        assert handle.wait(WAIT), "the daemon waits"
+        return array.any()
 
 
-ENDS = {
-    "while a thread waits": "threading.Thread(target=wait, daemon=True).start()",
-    "while a thread leaves": "threading.Thread(target=coordd.shutdown, daemon=True).start()",
-    "after it has left twice": "coordd.shutdown(); coordd.shutdown()",
-    "in a handler of its own": "atexit.register(coordd.shutdown)",
-}
+def test_a_handler_of_a_signal_may_wait_for_a_collective_on_any_line():
+    """The daemon's thread needs no lock that the interrupted thread holds."""
+    handler = Handler()
 
+    def interrupted():
+        operations, kept = api.operations(), []
+        pending = operations.recv(None, 1, name="later")
+        pending.add_done_callback(lambda _: None)
+        sys.settrace(handler.trace)
+        try:
+            assert not pending.wait(0.01)
+            pending.add_done_callback(handles.hear_of)
+            for size in (1 << 16, 1 << 12, 1 << 16, 1 << 20):
+                kept += [operations.daemon.allocate(size), operations.daemon.blank(size)]
+                del kept[:1]
+        finally:
+            sys.settrace(None)
+        handler.call(last=True)
+        return pending.result(WAIT)[0]
 
-@pytest.mark.parametrize("end", ENDS)
-def test_the_interpreter_exits_in_order(end):
-    script = f"""
-import atexit, threading
-import coordd
-from coordd.errors import ShutdownError
-coordd.init()
-handle = coordd.api.operations().recv(None, 0, name="never") if {"waits" in end} else None
-def wait():
-    try:
-        handle.result()
-    except ShutdownError:
-        print("told", flush=True)
-{ENDS[end]}
-print("last", flush=True)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "last"), done.stderr
-    assert "Traceback" not in done.stderr
+    def body(rank):
+        if rank == 0:
+            return interrupted()
+        other = Handler()
+        while not other.call():
+            pass
+        api.operations().send(np.ones(1), 0, name="later").result(WAIT)
+        return 1.0
+
+    with local_ranks(2) as ranks:
+        assert ranks.each(body) == [1.0, 1.0]
+    assert {file for file, _ in handler.lines} == _INTERRUPTED
+    assert len(handler.lines) > 60

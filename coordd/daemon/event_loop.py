@@ -71,6 +71,7 @@ _LOOKS = 16
 _HELD_SECONDS = 0.25  # far longer than a backward pass takes from one gradient of a bucket to the next
 _HELD_LOOK_SECONDS = 0.1
 _FAREWELL_SECONDS = 1.0
+_CAUSE_SECONDS = 1.0
 _AGREED_SECONDS = 30.0  # all ranks have promised it; only a rank that dies after its goodbye breaks that
 
 
@@ -511,6 +512,10 @@ class Loop:
         if self._link is None:  # `_connect` has reported the error to the other ranks
             return
         if not starting:
+            self._await_cause()
+            if self._status.failure is not None:
+                log.debug("the daemon of rank %d failed, too", self._status.world.rank, exc_info=error)
+                return
             log.critical("the daemon of rank %d failed", self._status.world.rank, exc_info=error)
         deed = "could not start" if starting else "failed in its daemon"
         failure = Failure(self._status.world.rank, f"{deed}: {brief(error)}")
@@ -520,6 +525,17 @@ class Loop:
             self._listen()
         except BaseException:
             log.exception("the other ranks could not be told")
+
+    def _await_cause(self) -> None:
+        """Listens for a second: the error may come from the death of a neighbour, which the other ranks will report.
+
+        The memory of a process that is gone cannot be mapped, for example.
+        """
+        until = time.monotonic() + _CAUSE_SECONDS
+        with contextlib.suppress(Exception):
+            while self._status.failure is None and time.monotonic() < until:
+                self._listen()
+                time.sleep(_CAUSE_SECONDS / 100)
 
     def _finish(self) -> None:
         """Closes the link; no thread waits any more, even if a step fails."""

@@ -46,6 +46,10 @@ class Handle(Generic[Result]):
 
     The daemon keeps the operation's tensors alive until it is done. Any thread may wait, any number of times. If it
     fails and is dropped before its result or error is read, the log reports that: once per process.
+
+    It has no lock. A signal handler may interrupt the main thread anywhere and wait for an operation, which the
+    daemon's thread could not complete if the main thread held a lock that it needs. Single operations of lists are
+    atomic.
     """
 
     __slots__ = (
@@ -79,7 +83,7 @@ class Handle(Generic[Result]):
         self._error: BaseException | None = None
         self._result: Result | None = None
         self._gates: list[threading.Lock] = []  # one per waiting thread
-        self._callbacks: list[Callable[[Handle[Result]], Any]] | None = None
+        self._callbacks: list[Callable[[Handle[Result]], Any]] = []
 
     def poll(self) -> bool:
         """Returns whether `result` would return at once."""
@@ -103,10 +107,9 @@ class Handle(Generic[Result]):
             check_may_wait(f"waiting for {self.name!r}")
         gate = threading.Lock()  # an Event takes ten times as long
         gate.acquire()
-        with _guard:
-            if self._done:
-                return True
-            self._gates.append(gate)
+        self._gates.append(gate)
+        if self._done:  # `_finish` sets the flag before it opens the gates, so one of the two sees the other
+            return True
         try:
             self._stand_at(gate, _FOR_EVER if timeout is None else max(0.0, timeout))
         except BaseException:  # a signal handler has ended the wait, so a later failure is not logged as unread
@@ -134,7 +137,7 @@ class Handle(Generic[Result]):
 
     def _leave(self, gate: threading.Lock) -> None:
         """Removes a gate that no thread waits at any more."""
-        with _guard, contextlib.suppress(ValueError):  # the operation may be done by now, and its gates taken
+        with contextlib.suppress(ValueError):  # the operation may be done by now, and its gates taken
             self._gates.remove(gate)
 
     def result(self, timeout: float | None = None) -> Result:
@@ -164,17 +167,18 @@ class Handle(Generic[Result]):
 
         It may start operations, but must not wait for them: that raises `DeadlockError`. Its errors are logged.
         """
-        with _guard:
-            if callback is not hear_of or hear_of not in (self._callbacks or ()):
-                self._callbacks = [*(self._callbacks or ()), callback]
+        if callback is not hear_of or hear_of not in self._callbacks:
+            self._callbacks.append(callback)
         # The order matters: the later of this check and that of `_finish` sees both the callback and the flag.
         if self._done:
-            self._call_back()
+            with contextlib.suppress(ValueError):  # the daemon's thread calls it
+                self._callbacks.remove(callback)
+                self._call_back([callback])
 
     @property
     def has_callbacks(self) -> bool:
         """Whether the script has callbacks that have not been called yet."""
-        return any(callback is not hear_of for callback in self._callbacks or ())
+        return any(callback is not hear_of for callback in list(self._callbacks))
 
     def resolve(self, result: Result) -> None:
         """Completes the operation; for the daemon."""
@@ -199,14 +203,16 @@ class Handle(Generic[Result]):
         self._finish()
 
     def _finish(self) -> None:
-        # The order matters: a waiter that arrives after the gates were taken sees the flag.
         self._done = True
-        with _guard:
-            gates, self._gates = self._gates, []
-        for gate in gates:
+        gates = self._gates
+        while gates:
+            try:
+                gate = gates.pop()
+            except IndexError:  # a thread whose time is up has removed it meanwhile
+                break
             gate.release()
         if self._callbacks:
-            self._call_back()
+            self._call_back(self._callbacks)
 
     @property
     def lost(self) -> bool:
@@ -226,13 +232,16 @@ class Handle(Generic[Result]):
         if self._unheard is not None:
             self._unheard.detach()
 
-    def _call_back(self) -> None:
+    def _call_back(self, callbacks: list[Callable[[Handle[Result]], Any]]) -> None:
+        """Calls and removes these callbacks; other threads may remove some meanwhile."""
         if self._error is not None:
             self._mute()
-        with _guard:
-            callbacks, self._callbacks = self._callbacks, None
         with _unable_to_wait():
-            for callback in callbacks or ():
+            while callbacks:
+                try:
+                    callback = callbacks.pop(0)
+                except IndexError:
+                    break
                 try:
                     callback(self)
                 except BaseException:
@@ -255,7 +264,6 @@ def _text(error: BaseException) -> str:
         return type(error).__name__
 
 
-_guard = threading.RLock()  # reentrant: a signal handler may wait for a handle, wherever the main thread is
 _told = False  # per process: where one operation fails unread, those of each step often do
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -81,6 +83,33 @@ class AdasumStep:
         )
         optimizer.register_step_pre_hook(forgets_scale(_whole(self._prepare)))
         optimizer.register_step_post_hook(forgets_scale(_whole(self._combine)))
+        self._depth = 0
+        self._inside = False
+        vars(optimizer)["step"] = self._guarded(optimizer)
+
+    def _guarded(self, optimizer: torch.optim.Optimizer) -> MethodType:
+        """Returns the optimizer's ``step``, but undone if it fails: torch has no hook for that.
+
+        It is a method like the one that it replaces, so that a scheduler can wrap it, and like a scheduler's wrapper it
+        keeps the optimizer only weakly.
+        """
+        reference = weakref.ref(optimizer)
+        step: Any = optimizer.step
+        is_method = isinstance(step, MethodType)  # a scheduler's wrapper is not, and takes no ``self``
+        function = step.__func__ if is_method else step
+
+        @functools.wraps(function)
+        def guarded(_: Any, *args: Any, **options: Any) -> Any:
+            self._depth, self._inside = 0, True
+            try:
+                return function(*(reference(),) * is_method, *args, **options)
+            except BaseException:
+                self._undo()
+                raise
+            finally:
+                self._inside = False
+
+        return MethodType(guarded, weakref.proxy(optimizer))
 
     def discard_step(self) -> None:
         """Discards the current step on all ranks; see `Reducer.discard_step`."""
@@ -106,9 +135,15 @@ class AdasumStep:
             parameter.grad = None
 
     def _undo(self) -> None:
-        """Restores the parameters after a step that failed halfway, and clears its state."""
-        before, self._before, self._hidden = self._before, [], []
+        """Restores the parameters and gradients after a step that failed halfway, and clears its state.
+
+        At once, because a script may load other parameters before its next step.
+        """
+        before, self._before = self._before, []
+        hidden, self._hidden = self._hidden, []
         self._put_back(before)
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
 
     def _put_back(self, before: list[torch.Tensor]) -> None:
         """Restores the parameters from before a local step that was not combined with those of the other ranks."""
@@ -140,10 +175,13 @@ class AdasumStep:
     def _prepare(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
         """Saves the parameters before the step; hides all gradients if the ranks agree to skip it.
 
-        Without gradients the optimizer's step changes nothing.
+        Without gradients the optimizer's step changes nothing. A class may call the ``step`` of its base class, for
+        which torch calls the hooks, too: only the outer calls count.
         """
+        self._depth = self._depth + 1 if self._inside else 1
+        if self._depth > 1:
+            return
         self._end_abandoned()
-        self._undo()
         try:
             self._consistency.check_alone()
         except ArgumentError as error:
@@ -198,6 +236,9 @@ class AdasumStep:
 
     def _combine(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
         """Sets the parameters to the saved ones plus the combined change; puts hidden gradients back."""
+        self._depth -= 1
+        if self._depth > 0:
+            return
         hidden, self._hidden = self._hidden, []
         before, self._before = self._before, []
         for parameter, gradient in hidden:

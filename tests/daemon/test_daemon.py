@@ -310,6 +310,25 @@ def test_an_error_inside_the_daemon_reaches_every_rank(ranks, caplog):
     assert "the daemon of rank 1 failed" in caplog.text
 
 
+def test_an_error_inside_the_daemon_that_another_rank_has_caused_names_that_rank(ranks, caplog):
+    """The memory of a neighbour that has just been killed cannot be mapped, and other ranks report the death."""
+
+    class Gone(Net):
+        def done(self, tickets):
+            ranks.daemons[0].fail("was killed")
+            raise OSError("no such process")
+
+    plane = ranks.daemons[1]._loop._flights._plane
+    plane._commons, plane.lane = None, Gone()
+
+    def body(rank):
+        with pytest.raises(PeerError, match="rank 0 was killed"):
+            start("w").result(WAIT)
+
+    ranks.each(body)
+    assert "the daemon of rank" not in caplog.text
+
+
 def test_an_idle_daemon_uses_no_cpu():
     with local_ranks(2) as ranks:
         ranks.each(lambda rank: start("w").result(WAIT))

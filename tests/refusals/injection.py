@@ -22,7 +22,11 @@ from typing import Any
 
 import pytest
 
+from coordd import errors
+from coordd.daemon import daemon, message_queue, shared_state, wakeup
 from coordd.errors import CoorddError, PeerError, RefusedError
+from coordd.negotiation import tensor_table
+from coordd.ops import handles, process_sets
 from coordd.parallel import collective_calls
 from tests.local_ranks import LocalRanks, stacks
 
@@ -41,10 +45,11 @@ EVERY = [
 """All points, which takes minutes, so in several turns; a part between 0 and 1 tries some."""
 
 _FOLDERS = tuple(os.sep + name for name in ("coordd", "coordd_torch", "coordd_tensorflow", "coordd_keras"))
-_MECHANISM = ("calls.py", "daemon.py", "inbox.py", "bell.py", "handles.py", "errors.py", "status.py", "process_sets.py")
+_MECHANISM = (collective_calls, daemon, message_queue, wakeup, shared_state, handles, process_sets, errors)
 """What tells the others cannot be what fails."""
-_SUBMISSION = ("table.py",)
+_SUBMISSION = (tensor_table,)
 """What is reached while an operation is submitted; an error in there ends the job, see `test_broken_off`."""
+_EXCLUDED = frozenset(module.__file__ for module in (*_MECHANISM, *_SUBMISSION))
 _FINALIZER = weakref.finalize.__call__.__code__
 """What is called as an object goes away; Python ignores an error in there."""
 _EXIT = collective_calls.CollectiveCall.__exit__.__code__
@@ -111,10 +116,8 @@ def sample(points: int, part: float) -> list[int]:
 
 
 def _ours(code: CodeType) -> bool:
-    folder, name = os.path.split(code.co_filename)
-    whole = folder + os.sep
-    excluded = name in {*_MECHANISM, *_SUBMISSION} or code.co_name == "__exit__" or code.co_name[0] == "<"
-    return not excluded and any(each + os.sep in whole for each in _FOLDERS)
+    excluded = code.co_filename in _EXCLUDED or code.co_name == "__exit__" or code.co_name[0] == "<"
+    return not excluded and any(each + os.sep in code.co_filename for each in _FOLDERS)
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -140,6 +142,70 @@ def test_a_step_that_fails_on_one_rank_is_undone_on_the_others():
     first, second = each_rank(2, body)
     assert first == second
     assert first[0] == first[1] != first[2]
+
+
+class Failing(torch.optim.SGD):
+    """Fails after it has changed the parameters, if told to; torch calls hooks in the base class's step, too."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            raise MemoryError("in the optimizer")
+
+
+@pytest.mark.parametrize("scheduled", ["before", "after", "not"])
+@pytest.mark.parametrize("failing", [(1,), (0, 1)], ids=["one rank", "all ranks"])
+def test_parameters_that_are_loaded_after_a_failed_step_are_kept(scheduled, failing):
+    """The parameters that the step saved must not come back later."""
+
+    def body(rank):
+        weight = torch.nn.Parameter(torch.ones(3))
+        plain = Failing([weight], lr=1.0)
+        schedule = [torch.optim.lr_scheduler.ConstantLR(plain, 1.0)] if scheduled == "before" else []
+        optimizer = cd.DistributedOptimizer(plain, [("weight", weight)], op=cd.Adasum)
+        schedule += [torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)] if scheduled == "after" else []
+        weight.sum().backward()
+        optimizer.fails = rank in failing
+        if rank in failing:
+            with pytest.raises(MemoryError):
+                optimizer.step()
+            undone = weight.tolist()
+        if len(failing) == 1:
+            if rank not in failing:
+                with pytest.raises(cd.CoorddError):
+                    optimizer.step()
+                undone = weight.tolist()
+            optimizer.discard_step()
+        optimizer.fails = False
+        with torch.no_grad():
+            weight.fill_(5.0)
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+        for each in schedule:
+            each.step()
+        return undone, weight.tolist()
+
+    assert each_rank(2, body) == [([1.0] * 3, [4.0] * 3)] * 2
+
+
+def test_an_optimizer_of_adasum_is_freed_at_once():
+    def body(_):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)], op=cd.Adasum)
+        weight.sum().backward()
+        optimizer.step()
+        lives = weakref.ref(optimizer)
+        gc.disable()
+        try:
+            del optimizer
+            return lives()
+        finally:
+            gc.enable()
+
+    assert each_rank(1, body) == [None]
 
 
 def test_a_step_that_is_interrupted_on_one_rank_fails_the_job(monkeypatch):

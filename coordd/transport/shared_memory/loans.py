@@ -7,8 +7,8 @@ woken up to learn that the block was read, and the same pages are reused.
 
 from __future__ import annotations
 
+import itertools
 import os
-import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -60,13 +60,15 @@ def blank(nbytes: int) -> np.ndarray:
 
 
 class Loans:
-    """One rank's own blocks, and the blocks of its neighbours that it has mapped."""
+    """One rank's own blocks, and the blocks of its neighbours that it has mapped.
+
+    It has no lock: see `coordd.ops.handles.Handle`. A thread that removes a block from the list has it for itself.
+    """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         """Starts empty; ``pids`` are the process ids of the ranks of this host."""
         self._pids = pids
-        self._lock = threading.Lock()
-        self._made = 0
+        self._numbers = itertools.count(1)
         self._own: list[_Block] = []  # least recently used first
         self._seen: dict[tuple[int, int], np.ndarray] = {}
         close_in_children(self)
@@ -78,27 +80,26 @@ class Loans:
         """
         if not self._pids:
             return blank(nbytes)
-        with self._lock:
-            block = self._found(nbytes + _HEAD_BYTES)
-            if block is None:
-                return blank(nbytes)
+        block = self._found(nbytes + _HEAD_BYTES)
+        if block is None:
+            return blank(nbytes)
+        try:
             array = _contents(block.memory, nbytes)
             block.writer = weakref.ref(array)
-            self._own.remove(block)
+        finally:
             self._own.append(block)
-            return array
+        return array
 
     def lend(self, array: np.ndarray) -> Loan | None:
-        """Lends an array that `blank` returned; this rank must not touch it any more.
+        """Lends an array that `blank` returned; this rank must not touch it any more. For the daemon's thread.
 
         Returns None for any other array.
         """
-        with self._lock:
-            for block in self._own:
-                if block.writer is not None and block.writer() is array and block.word[0] == _FREE:
-                    release()
-                    block.word[0] = _LENT
-                    return block.loan
+        for block in list(self._own):
+            if block.writer is not None and block.writer() is array and block.word[0] == _FREE:
+                release()
+                block.word[0] = _LENT
+                return block.loan
         return None
 
     def take(self, rank: int, loan: Loan, nbytes: int) -> np.ndarray:
@@ -118,53 +119,69 @@ class Loans:
     @property
     def size(self) -> int:
         """Bytes of this rank's own blocks."""
-        return sum([block.loan.size for block in self._own])
+        return sum([block.loan.size for block in list(self._own)])
 
     def close(self) -> None:
         """Closes this process's descriptors; existing views of a block stay valid."""
-        with self._lock:
-            for block in self._own:
+        for block in list(self._own):
+            if self._remove(block):
                 os.close(block.loan.descriptor)
-            self._own.clear()
         self._seen.clear()
 
     def close_in_child(self) -> None:
         """Makes the blocks that a forked child may still read or write private to it, as all other memory is."""
-        mine = [block.memory for block in self._own if block.writer is not None and block.writer() is not None]
+        mine = [block.memory for block in list(self._own) if block.writer is not None and block.writer() is not None]
         taken = [memory for memory in self._seen.values() if memory[:8].view(np.int64)[0] == _LENT]
         for memory in (*mine, *taken):
             made_private(memory)
 
     def _found(self, size: int) -> _Block | None:
-        """Returns a free block that is large enough, at most about twice as large, or a new one; else None."""
-        fit = [block for block in self._own if size <= block.loan.size <= 2 * max(size, _PAGE_BYTES) and block.free]
-        if fit:
-            return min(fit, key=lambda block: block.loan.size)
+        """Removes a free block that is large enough, at most about twice as large, or makes a new one; else None."""
+        most = 2 * max(size, _PAGE_BYTES)
+        fit = [block for block in list(self._own) if size <= block.loan.size <= most and block.free]
+        for block in sorted(fit, key=lambda block: block.loan.size):
+            if self._claim(block):
+                return block
         step = max(_PAGE_BYTES, 1 << max(size.bit_length() - 1 - _FINENESS, 0))
         self._retire(rounded := -(-size // step) * step)
-        if len(self._own) == _MOST_BLOCKS:
+        if len(self._own) >= _MOST_BLOCKS:
             return None
-        self._made += 1
         try:
-            self._own.append(_Block(self._made, rounded))
+            return _Block(next(self._numbers), rounded)
         except OSError:
             return None
-        return self._own[-1]
+
+    def _claim(self, block: _Block) -> bool:
+        """Removes a block that is free; returns False if another thread was faster."""
+        if not self._remove(block):
+            return False
+        if not block.free:  # the other thread has put it back
+            self._own.append(block)
+            return False
+        return True
+
+    def _remove(self, block: _Block) -> bool:
+        """Removes a block; returns False if another thread has removed it."""
+        try:
+            self._own.remove(block)
+        except ValueError:
+            return False
+        return True
 
     def _retire(self, coming: int) -> None:
         """Frees the least recently used idle blocks.
 
         Otherwise idle blocks, of sizes that are not needed again, would outgrow the rest.
         """
-        idle = [block for block in self._own if block.free]
+        idle = [block for block in list(self._own) if block.free]
         excess = 2 * sum([block.loan.size for block in idle]) - self.size - coming
         for block in idle:
             if excess <= 0 and len(self._own) < _MOST_BLOCKS:
                 break
-            excess -= block.loan.size
-            block.word[0] = _RETIRED
-            os.close(block.loan.descriptor)
-            self._own.remove(block)
+            if self._claim(block):
+                excess -= block.loan.size
+                block.word[0] = _RETIRED
+                os.close(block.loan.descriptor)
 
 
 def _contents(memory: np.ndarray, nbytes: int) -> np.ndarray:

@@ -17,7 +17,6 @@ import os
 import resource
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -42,9 +41,16 @@ RESERVE_BYTES = (1 << 30) + _PAGE_BYTES
 Pages are allocated when they are used, so it is never mapped with all pages present.
 """
 
+_Place = tuple[int, int, int]
+"""A block's address, its bytes, its number."""
+
 
 class Heap:
-    """One rank's blocks, by number; numbers are not reused."""
+    """One rank's blocks, by number; numbers are not reused.
+
+    All methods may be called from any thread, unless they say so. It has no lock: see `coordd.ops.handles.Handle`.
+    Single operations of dictionaries are atomic.
+    """
 
     def __init__(self, *, announce: Callable[[int, int, int], None], room: int) -> None:
         """Starts empty.
@@ -57,10 +63,11 @@ class Heap:
         self._room = room
         self._pid = os.getpid()
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._places: list[tuple[int, int, int]] = []  # address, bytes, number; sorted by address
+        self._taken: dict[int, int] = {}  # place in the neighbours' lists -> number
+        self._placed: dict[int, _Place] = {}  # by number
+        self._sorted: tuple[object, list[_Place]] = (None, [])  # by address, and the version of the blocks
+        self._version = object()  # a new one after each change of the blocks
         self._descriptors: dict[int, int] = {}  # by number
-        self._gone: deque[int] = deque()
         self._reserve: np.ndarray | None = None
         self._reserved = 0
         self._told = False
@@ -125,7 +132,7 @@ class Heap:
 
         Pages that the child has not written may still show later writes of its parent.
         """
-        for address, size, number in list(self._places):  # without the lock, which a thread may have held at the fork
+        for address, size, number in list(self._placed.values()):
             if (descriptor := self._descriptors.get(number)) is not None:
                 flags = mmap.MAP_PRIVATE | _MAP_FIXED
                 _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
@@ -136,34 +143,42 @@ class Heap:
 
     @property
     def size(self) -> int:
-        """Bytes in use or freed a moment ago; only the used part of the reserve counts."""
+        """Bytes in use; only the used part of the reserve counts."""
         reserve = 0 if self._reserve is None else self._reserve.size - self._reserved
-        return sum([size for _, size, _ in self._places]) - reserve
+        return sum([size for _, size, _ in list(self._placed.values())]) - reserve
 
     def locate(self, array: np.ndarray) -> tuple[int, int] | None:
         """Returns the block in which a contiguous array lies, and the offset in bytes; None if it lies elsewhere."""
-        if not self._places:
+        if not self._placed:
             return None
         start = _address(array)
-        with self._lock:
-            self._sweep()
-            found = bisect.bisect(self._places, (start, 1 << 62, 0)) - 1
-            if found < 0:
-                return None
-            address, size, number = self._places[found]
+        places = self._by_address()
+        found = bisect.bisect(places, (start, 1 << 62, 0)) - 1
+        if found < 0:
+            return None
+        address, size, number = places[found]
         return (number, start - address) if start + array.nbytes <= address + size else None
+
+    def _by_address(self) -> list[_Place]:
+        """Returns all blocks, sorted by address."""
+        version = self._version  # read first: a change meanwhile makes what follows out of date
+        known, places = self._sorted
+        if known is not version:
+            places = sorted(self._placed.values())
+            self._sorted = version, places
+        return places
 
     def _enter(self, address: int, size: int) -> int:
         """Records where a block lies; returns its number."""
-        with self._lock:
-            self._sweep()
-            taken = {number % self._room for _, _, number in self._places}
-            if len(taken) == self._room:
-                text = f"{self._room} blocks of common memory are in use already"
-                raise OSError(text)
-            found = next(number for number in self._numbers if number % self._room not in taken)
-            bisect.insort(self._places, (address, size, found))
-        return found
+        for number in itertools.islice(self._numbers, self._room):
+            if self._taken.setdefault(number % self._room, number) == number:
+                break
+        else:
+            text = f"{self._room} blocks of common memory are in use already"
+            raise OSError(text)
+        self._placed[number] = address, size, number
+        self._version = object()
+        return number
 
     def _free(self, number: int, descriptor: int, forks_before: int) -> None:
         """Frees the memory at once, even if neighbours still map the block, which is then empty.
@@ -172,23 +187,19 @@ class Heap:
         child may still read the block and would be killed by that. Then the memory is freed when no process maps it any
         more.
 
-        Runs where the last view is freed, possibly in the garbage collector of a thread that holds the lock, so it
-        takes no lock. In a forked child it does nothing, because the memory is the parent's.
+        Runs where the last view is freed, in any thread. In a forked child it does nothing, because the memory is the
+        parent's.
         """
         if os.getpid() != self._pid:
             return
+        self._placed.pop(number, None)  # before its addresses are used again
+        self._version = object()
         self._descriptors.pop(number, None)
         self._announce(number, -1, 0)
         if forks() == forks_before:
             os.ftruncate(descriptor, 0)
         os.close(descriptor)
-        self._gone.append(number)
-
-    def _sweep(self) -> None:
-        """Removes the entries of freed blocks before their addresses are reused; the caller holds the lock."""
-        while self._gone:
-            gone = self._gone.popleft()
-            self._places = [place for place in self._places if place[2] != gone]
+        self._taken.pop(number % self._room, None)  # last: a block that takes the place must not be withdrawn
 
 
 def attach(pid: int, descriptor: int, size: int, *, populate: bool = True) -> np.ndarray:
