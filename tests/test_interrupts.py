@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from itertools import count
@@ -11,6 +12,7 @@ import pytest
 
 import coordd
 from coordd import api
+from coordd.daemon import daemon as daemon_module
 from coordd.daemon.daemon import Daemon
 from coordd.daemon.status_server import Desk
 from coordd.errors import StartError
@@ -104,7 +106,92 @@ def test_without_a_thread_init_says_what_to_do_and_may_be_called_again(monkeypat
     assert coordd.is_initialized()
 
 
-_INTERRUPTED = {handles.__file__, segments.__file__, loans.__file__}
+def test_a_handler_of_a_signal_may_call_shutdown_wherever_it_comes(monkeypatch):
+    """In the main thread, which is in `init`, or in `shutdown` itself."""
+    known = Daemon.start, Daemon.stop
+
+    def start(daemon):
+        coordd.shutdown()
+        known[0](daemon)
+
+    def stop(daemon):
+        coordd.shutdown()
+        return known[1](daemon)
+
+    monkeypatch.setattr(Daemon, "start", start)
+    monkeypatch.setattr(Daemon, "stop", stop)
+    thread = threading.Thread(target=lambda: [coordd.init(), coordd.shutdown()], daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    assert not thread.is_alive(), "it waits for itself"
+    assert not coordd.is_initialized()
+
+
+def test_a_second_thread_that_leaves_waits_for_the_first_and_init_for_both(monkeypatch):
+    coordd.init()
+    first = api.operations().daemon
+    entered, go_on, order = threading.Event(), threading.Event(), []
+    known = Daemon.stop
+
+    def stop(daemon):
+        entered.set()
+        assert go_on.wait(WAIT)
+        done = known(daemon)
+        order.append("stopped")
+        return done
+
+    monkeypatch.setattr(Daemon, "stop", stop)
+    threads = [threading.Thread(target=coordd.shutdown, daemon=True)]
+    threads[0].start()
+    assert entered.wait(WAIT)
+
+    def again():
+        coordd.shutdown()
+        coordd.init()
+        order.append("begun")
+
+    threads.append(threading.Thread(target=again, daemon=True))
+    threads[1].start()
+    threads[1].join(0.1)
+    assert threads[1].is_alive()
+    go_on.set()
+    for thread in threads:
+        thread.join(WAIT)
+        assert not thread.is_alive()
+    assert order == ["stopped", "begun"]
+    assert api.operations().daemon is not first
+
+
+ENDS = {
+    "while a thread waits": "threading.Thread(target=wait, daemon=True).start()",
+    "while a thread leaves": "threading.Thread(target=coordd.shutdown, daemon=True).start()",
+    "after it has left twice": "coordd.shutdown(); coordd.shutdown()",
+    "in a handler of its own": "atexit.register(coordd.shutdown)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_interpreter_exits_in_order(end):
+    script = f"""
+import atexit, threading
+import coordd
+from coordd.errors import ShutdownError
+coordd.init()
+handle = coordd.api.operations().recv(None, 0, name="never") if {"waits" in end} else None
+def wait():
+    try:
+        handle.result()
+    except ShutdownError:
+        print("told", flush=True)
+{ENDS[end]}
+print("last", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "last"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+_INTERRUPTED = {module.__file__ for module in (handles, segments, loans, daemon_module)}
 
 
 class Handler:
@@ -134,7 +221,7 @@ class Handler:
         return array.any()
 
 
-def test_a_handler_of_a_signal_may_wait_for_a_collective_on_any_line():
+def test_a_handler_of_a_signal_may_wait_for_a_collective_on_any_line(tmp_path):
     """The daemon's thread needs no lock that the interrupted thread holds."""
     handler = Handler()
 
@@ -149,6 +236,8 @@ def test_a_handler_of_a_signal_may_wait_for_a_collective_on_any_line():
             for size in (1 << 16, 1 << 12, 1 << 16, 1 << 20):
                 kept += [operations.daemon.allocate(size), operations.daemon.blank(size)]
                 del kept[:1]
+            operations.daemon.start_timeline(tmp_path)
+            operations.daemon.stop_timeline()
         finally:
             sys.settrace(None)
         handler.call(last=True)
@@ -157,6 +246,7 @@ def test_a_handler_of_a_signal_may_wait_for_a_collective_on_any_line():
     def body(rank):
         if rank == 0:
             return interrupted()
+        api.operations().daemon.start_timeline(tmp_path)
         other = Handler()
         while not other.call():
             pass

@@ -37,6 +37,7 @@ __all__ = ["Daemon"]
 
 _END_SECONDS = 3.0
 _GIVE_UP_SECONDS = 0.3
+_LOOK_SECONDS = 0.1
 
 
 class Daemon:
@@ -280,9 +281,13 @@ class Daemon:
 
     def _record(self, folder: str, *, cycles: bool) -> None:
         self._check_usable()
-        recording = self._loop.recorder.call(folder and str(Path(folder).absolute()), cycles=cycles)
-        if recording is not None:
-            self._do(lambda: self._loop.recorder.tell(recording))
+        recorder, place = self._loop.recorder, folder and str(Path(folder).absolute())
+
+        def record() -> None:
+            if (recording := recorder.call(place, cycles=cycles)) is not None:
+                recorder.tell(recording)
+
+        self._run_on_thread(record)
 
     def lose_no_time(self) -> None:
         """Ends the batching window although no thread waits."""
@@ -388,6 +393,24 @@ class Daemon:
             raise peer_error(self._status.failure)
         if self._status.leaving:
             raise NotInitializedError
+
+    def _run_on_thread(self, work: Callable[[], None]) -> None:
+        """Runs work on the daemon's thread and waits for it, or for the thread's end."""
+        if threading.current_thread() is self._thread:
+            work()
+            return
+        gate = threading.Lock()  # an Event has a lock of its own, which a signal handler's thread may hold
+        gate.acquire()
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                gate.release()
+
+        self._do(run)
+        while not gate.acquire(timeout=_LOOK_SECONDS) and not self._status.ended.is_set():
+            pass
 
     def _do(self, work: Work, *, wake: bool = True) -> None:
         """Queues work that does not wait for the batching window."""

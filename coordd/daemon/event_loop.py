@@ -532,10 +532,10 @@ class Loop:
         The memory of a process that is gone cannot be mapped, for example.
         """
         until = time.monotonic() + _CAUSE_SECONDS
-        with contextlib.suppress(Exception):
-            while self._status.failure is None and time.monotonic() < until:
+        while self._status.failure is None and time.monotonic() < until:
+            with contextlib.suppress(Exception):
                 self._listen()
-                time.sleep(_CAUSE_SECONDS / 100)
+            time.sleep(_CAUSE_SECONDS / 100)
 
     def _finish(self) -> None:
         """Closes the link; no thread waits any more, even if a step fails."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,12 +30,11 @@ _PATIENCE = 5.0
 
 
 class Recorder:
-    """Starts and ends recordings. For the daemon's thread; methods that any thread may call say so."""
+    """Starts and ends recordings; for the daemon's thread, except `finish`."""
 
     def __init__(self) -> None:
         """Starts without a recording."""
         self.deck = Deck()
-        self._guard = threading.Lock()
         self._calls = 0
         self._heard = 0
         self._writer: Writer | None = None
@@ -61,29 +59,26 @@ class Recorder:
         self._about = {**who, "job": job}
 
     def call(self, folder: str, *, cycles: bool) -> Recording | None:
-        """Starts a recording or, if ``folder`` is empty, ends it, for a call of this rank's program. For any thread.
+        """Starts a recording or, if ``folder`` is empty, ends it, for a call of this rank's program.
 
         Returns:
             the message for the other ranks; None if another rank called first.
         """
-        with self._guard:
-            self._calls += 1
-            recording = Recording(self._calls, folder, cycles)
+        self._calls += 1
+        recording = Recording(self._calls, folder, cycles)
         return recording if self.hear(recording) else None
 
     def hear(self, recording: Recording) -> bool:
         """Starts or ends a recording on a message of any rank; returns False if the call was already processed."""
-        with self._guard:
-            if recording.number <= self._heard:
-                return False
-            self._heard = recording.number
-            self._change(recording)
-            return True
+        if recording.number <= self._heard:
+            return False
+        self._heard = recording.number
+        self._change(recording)
+        return True
 
     def close(self) -> None:
-        """Ends the recording and waits up to ``_PATIENCE`` seconds for its file to be complete. For any thread."""
-        with self._guard:
-            self._change(Recording(self._heard))
+        """Ends the recording and waits up to ``_PATIENCE`` seconds for its file to be complete."""
+        self._change(Recording(self._heard))
         self.finish()
 
     def finish(self) -> None:

@@ -41,6 +41,15 @@ _FOR_EVER = -1.0
 """Time limit of a lock that means no limit."""
 
 
+class _Callback:
+    """A function to call when a handle is done; two of them are never equal, even for one function."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[Any], Any]) -> None:
+        self.call = call
+
+
 class Handle(Generic[Result]):
     """One operation in flight.
 
@@ -83,7 +92,7 @@ class Handle(Generic[Result]):
         self._error: BaseException | None = None
         self._result: Result | None = None
         self._gates: list[threading.Lock] = []  # one per waiting thread
-        self._callbacks: list[Callable[[Handle[Result]], Any]] = []
+        self._callbacks: list[_Callback] = []
 
     def poll(self) -> bool:
         """Returns whether `result` would return at once."""
@@ -167,18 +176,22 @@ class Handle(Generic[Result]):
 
         It may start operations, but must not wait for them: that raises `DeadlockError`. Its errors are logged.
         """
-        if callback is not hear_of or hear_of not in self._callbacks:
-            self._callbacks.append(callback)
+        if callback is hear_of and any(known.call is hear_of for known in list(self._callbacks)):
+            return
+        added = _Callback(callback)
+        self._callbacks.append(added)
         # The order matters: the later of this check and that of `_finish` sees both the callback and the flag.
         if self._done:
-            with contextlib.suppress(ValueError):  # the daemon's thread calls it
-                self._callbacks.remove(callback)
-                self._call_back([callback])
+            try:
+                self._callbacks.remove(added)
+            except ValueError:  # the daemon's thread calls it
+                return
+            self._call_back([added])
 
     @property
     def has_callbacks(self) -> bool:
         """Whether the script has callbacks that have not been called yet."""
-        return any(callback is not hear_of for callback in list(self._callbacks))
+        return any(known.call is not hear_of for known in list(self._callbacks))
 
     def resolve(self, result: Result) -> None:
         """Completes the operation; for the daemon."""
@@ -232,7 +245,7 @@ class Handle(Generic[Result]):
         if self._unheard is not None:
             self._unheard.detach()
 
-    def _call_back(self, callbacks: list[Callable[[Handle[Result]], Any]]) -> None:
+    def _call_back(self, callbacks: list[_Callback]) -> None:
         """Calls and removes these callbacks; other threads may remove some meanwhile."""
         if self._error is not None:
             self._mute()
@@ -243,7 +256,7 @@ class Handle(Generic[Result]):
                 except IndexError:
                     break
                 try:
-                    callback(self)
+                    callback.call(self)
                 except BaseException:
                     log.exception("a callback of %r failed", self.name)
 

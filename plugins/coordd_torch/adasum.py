@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -85,31 +85,35 @@ class AdasumStep:
         optimizer.register_step_post_hook(forgets_scale(_whole(self._combine)))
         self._depth = 0
         self._inside = False
-        vars(optimizer)["step"] = self._guarded(optimizer)
 
-    def _guarded(self, optimizer: torch.optim.Optimizer) -> MethodType:
-        """Returns the optimizer's ``step``, but undone if it fails: torch has no hook for that.
+    def guard(self, optimizer: torch.optim.Optimizer) -> Self:
+        """Makes ``step`` undo a step that fails, for which torch has no hook; keeps the method that it has at the call.
 
-        It is a method like the one that it replaces, so that a scheduler can wrap it, and like a scheduler's wrapper it
-        keeps the optimizer only weakly.
+        The new one is a method, too, so that a scheduler can wrap it, and like a scheduler's wrapper it keeps the
+        optimizer only weakly.
         """
         reference = weakref.ref(optimizer)
         step: Any = optimizer.step
-        is_method = isinstance(step, MethodType)  # a scheduler's wrapper is not, and takes no ``self``
+        is_method = getattr(step, "__self__", None) is optimizer  # a scheduler's wrapper is not, and takes no ``self``
         function = step.__func__ if is_method else step
 
         @functools.wraps(function)
         def guarded(_: Any, *args: Any, **options: Any) -> Any:
             self._depth, self._inside = 0, True
             try:
-                return function(*(reference(),) * is_method, *args, **options)
+                result = function(*(reference(),) * is_method, *args, **options)
+                if self._depth > 0:  # the class has caught an error of its base class's step
+                    self._depth = 1
+                    self._combine(reference(), args, options)
             except BaseException:
                 self._undo()
                 raise
             finally:
                 self._inside = False
+            return result
 
-        return MethodType(guarded, weakref.proxy(optimizer))
+        vars(optimizer)["step"] = MethodType(guarded, weakref.proxy(optimizer))
+        return self
 
     def discard_step(self) -> None:
         """Discards the current step on all ranks; see `Reducer.discard_step`."""

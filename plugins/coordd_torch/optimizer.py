@@ -7,10 +7,11 @@ scaling and logging between the two work unchanged.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -354,7 +355,7 @@ def _distributed(
         optimizer.register_step_pre_hook(as_horovod.prepare_step)
     optimizer.__class__ = _subclass(type(optimizer), own)
     optimizer._coordd = reducer  # type: ignore[attr-defined]  # noqa: SLF001 - it is ours now
-    optimizer._adasum = adasum  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+    optimizer._adasum = adasum and adasum.guard(optimizer)  # type: ignore[attr-defined]  # noqa: SLF001 - as above
     optimizer._process_set = process_set  # type: ignore[attr-defined]  # noqa: SLF001 - as above
     optimizer._passes = passes  # type: ignore[attr-defined]  # noqa: SLF001 - as above
     horovods: dict[str, Any] = {"_compression": compression, "op": op}
@@ -513,7 +514,21 @@ def _own_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     vars(optimizer).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True  # prevents torch from wrapping it again
+    if (scheduled := vars(optimizer).get("step")) is not None:
+        vars(optimizer)["step"] = _hooked(scheduled, optimizer)
     return {"step": hooked}
+
+
+def _hooked(step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Adds step hooks to a scheduler's wrapper, which calls the optimizer's own method without them."""
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(lambda _, *args, **options: step(*args, **options))
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def whole(*args: Any, **options: Any) -> Any:
+        return hooked(reference(), *args, **options)
+
+    return whole
 
 
 def _check_optimizer(optimizer: Any, op: ReduceOp) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC
+from functools import partial
 
 import pytest
 import torch
@@ -71,12 +72,14 @@ def by_hand(net, optimizer, rank):
         value.grad = torch.full_like(value, rank + 1.0)
 
 
+@pytest.mark.parametrize("scheduled", ["before", "after", "never"])
 @pytest.mark.parametrize("gradients", [accumulated, by_hand])
 @pytest.mark.parametrize("kind", [Lookahead, WithHooks, WithPlainHooks, Abstract])
-def test_steps_of_an_optimizer_around_another_one_are_those_of_all_ranks(kind, gradients):
+def test_steps_of_an_optimizer_around_another_one_are_those_of_all_ranks(kind, gradients, scheduled):
     def body(rank):
         net = weights(SIZES)
-        optimizer = cd.DistributedOptimizer(kind(torch.optim.SGD(net.parameters(), lr=1.0)), net.named_parameters())
+        optimizer = kind(torch.optim.SGD(net.parameters(), lr=1.0))
+        optimizer = with_schedule(optimizer, net, scheduled)
         for _ in range(3):
             optimizer.zero_grad()
             gradients(net, optimizer, rank)
@@ -88,17 +91,33 @@ def test_steps_of_an_optimizer_around_another_one_are_those_of_all_ranks(kind, g
     same(each_rank(2, body), wanted)
 
 
-def test_adasum_of_an_optimizer_around_another_one():
+def with_schedule(optimizer, net, scheduled, **options):
+    """Distributes it, with a scheduler that is made before or after; that changes no learning rate."""
+    schedule = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+    if scheduled == "before":
+        schedule(optimizer)
+    optimizer = cd.DistributedOptimizer(optimizer, net.named_parameters(), **options)
+    if scheduled == "after":
+        schedule(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize("scheduled", ["before", "after", "never"])
+@pytest.mark.parametrize("kind", [Lookahead, WithHooks, WithPlainHooks, Abstract])
+def test_adasum_of_an_optimizer_around_another_one(kind, scheduled):
+    """The sum of g and 2 g is 1.5 g."""
+
     def body(rank):
         net = weights(SIZES)
-        optimizer = Lookahead(torch.optim.SGD(net.parameters(), lr=1.0))
-        optimizer = cd.DistributedOptimizer(optimizer, net.named_parameters(), op=cd.Adasum)
-        optimizer.zero_grad()
-        by_hand(net, optimizer, 0)
-        optimizer.step()
+        optimizer = with_schedule(kind(torch.optim.SGD(net.parameters(), lr=1.0)), net, scheduled, op=cd.Adasum)
+        for _ in range(3):
+            optimizer.zero_grad()
+            by_hand(net, optimizer, rank)
+            optimizer.step()
+        assert optimizer.steps == 3
         return net.state_dict()
 
-    wanted = {name: value - 1 for name, value in weights(SIZES).state_dict().items()}
+    wanted = {name: value - 3 * 1.5 for name, value in weights(SIZES).state_dict().items()}
     same(each_rank(2, body), wanted)
 
 

@@ -49,7 +49,8 @@ class _Block:
     @property
     def free(self) -> bool:
         """Whether neither this rank nor another one has a view of it."""
-        return self.word[0] == _FREE and (self.writer is None or self.writer() is None)
+        # The order matters: this rank lends a block before it drops its own view.
+        return (self.writer is None or self.writer() is None) and self.word[0] == _FREE
 
 
 def blank(nbytes: int) -> np.ndarray:
@@ -62,14 +63,15 @@ def blank(nbytes: int) -> np.ndarray:
 class Loans:
     """One rank's own blocks, and the blocks of its neighbours that it has mapped.
 
-    It has no lock: see `coordd.ops.handles.Handle`. A thread that removes a block from the list has it for itself.
+    It has no lock: see `coordd.ops.handles.Handle`. A thread that removes a block from the idle ones has it for itself.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         """Starts empty; ``pids`` are the process ids of the ranks of this host."""
         self._pids = pids
         self._numbers = itertools.count(1)
-        self._own: list[_Block] = []  # least recently used first
+        self._own: dict[int, _Block] = {}  # by number
+        self._known: list[_Block] = []  # the same, least recently used first, except those that a thread is looking at
         self._seen: dict[tuple[int, int], np.ndarray] = {}
         close_in_children(self)
 
@@ -87,7 +89,7 @@ class Loans:
             array = _contents(block.memory, nbytes)
             block.writer = weakref.ref(array)
         finally:
-            self._own.append(block)
+            self._known.append(block)
         return array
 
     def lend(self, array: np.ndarray) -> Loan | None:
@@ -95,7 +97,7 @@ class Loans:
 
         Returns None for any other array.
         """
-        for block in list(self._own):
+        for block in list(self._own.values()):
             if block.writer is not None and block.writer() is array and block.word[0] == _FREE:
                 release()
                 block.word[0] = _LENT
@@ -119,26 +121,30 @@ class Loans:
     @property
     def size(self) -> int:
         """Bytes of this rank's own blocks."""
-        return sum([block.loan.size for block in list(self._own)])
+        return sum([block.loan.size for block in list(self._own.values())])
 
     def close(self) -> None:
         """Closes this process's descriptors; existing views of a block stay valid."""
-        for block in list(self._own):
-            if self._remove(block):
-                os.close(block.loan.descriptor)
+        self._known.clear()
+        while self._own:
+            os.close(self._own.popitem()[1].loan.descriptor)
         self._seen.clear()
 
     def close_in_child(self) -> None:
         """Makes the blocks that a forked child may still read or write private to it, as all other memory is."""
-        mine = [block.memory for block in list(self._own) if block.writer is not None and block.writer() is not None]
+        own = list(self._own.values())
+        mine = [block.memory for block in own if block.writer is not None and block.writer() is not None]
         taken = [memory for memory in self._seen.values() if memory[:8].view(np.int64)[0] == _LENT]
         for memory in (*mine, *taken):
             made_private(memory)
 
     def _found(self, size: int) -> _Block | None:
-        """Removes a free block that is large enough, at most about twice as large, or makes a new one; else None."""
+        """Returns a free block that is large enough, at most about twice as large, or a new one; else None.
+
+        It is in no other thread's hands: the caller appends it to the known ones.
+        """
         most = 2 * max(size, _PAGE_BYTES)
-        fit = [block for block in list(self._own) if size <= block.loan.size <= most and block.free]
+        fit = [block for block in list(self._known) if size <= block.loan.size <= most and block.free]
         for block in sorted(fit, key=lambda block: block.loan.size):
             if self._claim(block):
                 return block
@@ -147,33 +153,29 @@ class Loans:
         if len(self._own) >= _MOST_BLOCKS:
             return None
         try:
-            return _Block(next(self._numbers), rounded)
+            block = _Block(next(self._numbers), rounded)
         except OSError:
             return None
+        self._own[block.loan.number] = block
+        return block
 
     def _claim(self, block: _Block) -> bool:
-        """Removes a block that is free; returns False if another thread was faster."""
-        if not self._remove(block):
-            return False
-        if not block.free:  # the other thread has put it back
-            self._own.append(block)
-            return False
-        return True
-
-    def _remove(self, block: _Block) -> bool:
-        """Removes a block; returns False if another thread has removed it."""
+        """Removes a free block from the known ones; returns False if another thread was faster."""
         try:
-            self._own.remove(block)
+            self._known.remove(block)
         except ValueError:
             return False
-        return True
+        if block.free:
+            return True
+        self._known.append(block)  # the other thread had put it back before
+        return False
 
     def _retire(self, coming: int) -> None:
         """Frees the least recently used idle blocks.
 
         Otherwise idle blocks, of sizes that are not needed again, would outgrow the rest.
         """
-        idle = [block for block in list(self._own) if block.free]
+        idle = [block for block in list(self._known) if block.free]
         excess = 2 * sum([block.loan.size for block in idle]) - self.size - coming
         for block in idle:
             if excess <= 0 and len(self._own) < _MOST_BLOCKS:
@@ -181,7 +183,8 @@ class Loans:
             if self._claim(block):
                 excess -= block.loan.size
                 block.word[0] = _RETIRED
-                os.close(block.loan.descriptor)
+                if self._own.pop(block.loan.number, None) is not None:  # else it is closed
+                    os.close(block.loan.descriptor)
 
 
 def _contents(memory: np.ndarray, nbytes: int) -> np.ndarray:

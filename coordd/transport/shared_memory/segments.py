@@ -170,7 +170,7 @@ class Heap:
 
     def _enter(self, address: int, size: int) -> int:
         """Records where a block lies; returns its number."""
-        for number in itertools.islice(self._numbers, self._room):
+        for number in itertools.islice(self._numbers, 2 * self._room):  # another thread may take every other number
             if self._taken.setdefault(number % self._room, number) == number:
                 break
         else:
