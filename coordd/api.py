@@ -168,6 +168,7 @@ def _fail(reason: str, traceback: str, error: BaseException | None) -> bool:
 
 _TELL_SECONDS = 2.0
 _guard = threading.RLock()  # reentrant: a signal handler that runs during `init` may call `shutdown`
+_forked_midway = False  # whether another thread of the parent was in `init` or `shutdown` when this process was forked
 _turns = itertools.count(step=2)  # of the status servers: each uses two
 # Created at import: ``sys.exit(main())`` looks the function up before ``main`` calls `init`.
 _exits = ExitWatch(_fail, in_brief)
@@ -196,7 +197,7 @@ def init(**settings: Any) -> None:
     """
     global _default  # noqa: PLW0603 - the only module-level state
     with _guard:
-        if _default is not None and _default.pid != os.getpid():
+        if _forked_midway or (_default is not None and _default.pid != os.getpid()):
             raise ForkedProcessError
         if _is_worker():
             raise WorkerProcessError
@@ -345,9 +346,12 @@ def shutdown() -> None:
 
 
 def _begin_anew() -> None:
-    """Runs in a forked child: a thread that it does not have may have held the lock, in `init` or in `shutdown`."""
-    global _guard  # noqa: PLW0603 - locks have no public way to be released by another thread
-    _guard = threading.RLock()
+    """Runs in a forked child: a thread that it does not have may have been in `init` or in `shutdown`."""
+    global _guard, _forked_midway
+    if _guard.acquire(blocking=False):
+        _guard.release()
+    else:
+        _guard, _forked_midway = threading.RLock(), True
 
 
 os.register_at_fork(after_in_child=_begin_anew)

@@ -189,21 +189,21 @@ def test_forked_children_are_told_end_cleanly_and_harm_nobody():
     assert done.stderr.count("ValueError: child") == 1
 
 
-HELD = """
+MIDWAY = """
 import os, threading, time
 import coordd
-from coordd import api
+from coordd.daemon.daemon import Daemon
 from coordd.errors import ForkedProcessError
 
-def hold():
-    with api._guard:
-        held.wait()
-        released.wait()
+def wait(daemon):
+    entered.set()
+    released.wait()
+    return known(daemon)
 
-held, released = threading.Barrier(2), threading.Event()
-coordd.init()
-threading.Thread(target=hold, daemon=True).start()
-held.wait()
+entered, released = threading.Event(), threading.Event()
+known, Daemon.{method} = Daemon.{method}, wait
+threading.Thread(target=lambda: [coordd.init(), coordd.shutdown()]).start()
+entered.wait()
 if (number := os.fork()) == 0:
     try:
         coordd.init()
@@ -215,16 +215,16 @@ until = time.monotonic() + 20
 while time.monotonic() < until and not ended:
     found, status = os.waitpid(number, os.WNOHANG)
     ended = [os.waitstatus_to_exitcode(status)] if found else []
-    released.wait(0.02)
+    time.sleep(0.02)
 released.set()
 print(ended, flush=True)
-os._exit(0)
 """
 
 
-def test_a_forked_child_is_told_though_another_thread_was_in_init_as_it_was_forked():
-    """That thread does not exist in the child, and never releases the lock there."""
-    done = run(HELD)
+@pytest.mark.parametrize("method", ["start", "stop"])
+def test_a_forked_child_is_told_though_another_thread_was_in_init_or_shutdown(method):
+    """That thread does not exist in the child, and never ends the call there."""
+    done = run(MIDWAY.format(method=method))
     assert done.stdout.splitlines() == ["[3]"], done.stderr
 
 

@@ -23,7 +23,7 @@ from coordd_torch.consistency import Consistency
 from coordd_torch.late_parameters import late
 from coordd_torch.operations import allreduce_async_
 from coordd_torch.pending import Told
-from coordd_torch.scaler import forgets_scale
+from coordd_torch.scaler import forget_scale, forgets_scale
 
 __all__ = ["AdasumStep"]
 
@@ -82,7 +82,8 @@ class AdasumStep:
             True  # makes a loss scaler set `found_inf` and call `step` even if gradients are not finite
         )
         optimizer.register_step_pre_hook(forgets_scale(_whole(self._prepare)))
-        optimizer.register_step_post_hook(forgets_scale(_whole(self._combine)))
+        self._combining: Callable[..., None] = forgets_scale(_whole(self._combine))
+        optimizer.register_step_post_hook(self._combining)
         self._depth = 0
         self._inside = False
 
@@ -100,13 +101,15 @@ class AdasumStep:
         @functools.wraps(function)
         def guarded(_: Any, *args: Any, **options: Any) -> Any:
             self._depth, self._inside = 0, True
+            target: Any = reference()
             try:
-                result = function(*(reference(),) * is_method, *args, **options)
+                result = function(*(target,) * is_method, *args, **options)
                 if self._depth > 0:  # the class has caught an error of its base class's step
                     self._depth = 1
-                    self._combine(reference(), args, options)
+                    self._combining(target, args, options)
             except BaseException:
                 self._undo()
+                forget_scale(target)
                 raise
             finally:
                 self._inside = False

@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["forgets_scale"]
+__all__ = ["forget_scale", "forgets_scale"]
 
 _SET = ("grad_scale", "found_inf")
 """Set by ``scaler.step``, which removes them only after a step without an error, and multiplies by existing values."""
+
+
+def forget_scale(optimizer: torch.optim.Optimizer) -> None:
+    """Removes the attributes."""
+    for name in _SET:
+        vars(optimizer).pop(name, None)
 
 
 def forgets_scale(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,8 +28,7 @@ def forgets_scale(hook: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return hook(optimizer, args, kwargs)
         except BaseException:
-            for name in _SET:
-                vars(optimizer).pop(name, None)
+            forget_scale(optimizer)
             raise
 
     return forgetting

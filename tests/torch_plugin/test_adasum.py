@@ -192,6 +192,25 @@ def test_parameters_that_are_loaded_after_a_failed_step_are_kept(scheduled, fail
     assert each_rank(2, body) == [([1.0] * 3, [4.0] * 3)] * 2
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_scale_of_a_failed_step_does_not_count_in_the_next(fused):
+    def body(_):
+        weight = torch.nn.Parameter(torch.ones(3))
+        plain = torch.optim.SGD([weight], lr=1.0, fused=fused)
+        optimizer = cd.DistributedOptimizer(plain, [("weight", weight)], op=cd.Adasum)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for number in range(2):
+            optimizer.zero_grad()
+            scaler.scale(weight.sum()).backward()
+            plain.param_groups[0]["lr"] = None if number == 0 else 1.0  # a TypeError within the step
+            with pytest.raises(TypeError) if number == 0 else contextlib.nullcontext():
+                scaler.step(optimizer)
+            scaler.update()
+        return weight.tolist()
+
+    assert each_rank(2, body) == [[0.0] * 3] * 2
+
+
 class Forgiving(torch.optim.SGD):
     """Catches an error of its base class's step, and makes the step itself."""
 
