@@ -170,12 +170,13 @@ class Heap:
 
     def _enter(self, address: int, size: int) -> int:
         """Records where a block lies; returns its number."""
-        for number in itertools.islice(self._numbers, 2 * self._room):  # another thread may take every other number
+        while True:
+            if len(self._taken) >= self._room:
+                text = f"{self._room} blocks of common memory are in use already"
+                raise OSError(text)
+            number = next(self._numbers)
             if self._taken.setdefault(number % self._room, number) == number:
                 break
-        else:
-            text = f"{self._room} blocks of common memory are in use already"
-            raise OSError(text)
         self._placed[number] = address, size, number
         self._version = object()
         return number
