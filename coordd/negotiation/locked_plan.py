@@ -77,6 +77,10 @@ class Lock:
         """Whether this rank's valid vote on an iteration still has no outcome."""
         return any(line.flying for line in self._lines)
 
+    def is_flying(self, index: int) -> bool:
+        """Whether this rank's valid vote on the bucket with this index, if there is one, still has no outcome."""
+        return index < len(self._lines) and self._lines[index].flying
+
     @property
     def lasted(self) -> int:
         """The largest number of iterations that any of its buckets has started."""

@@ -65,6 +65,7 @@ class Member:
         self._locks: dict[int, Lock] = {}
         self._untold: list[Entry] = []
         self._words: list[Locked] = []
+        self._behind: list[Locked] = []  # votes that wait for the end of an older lock's bucket with the same index
         self.hits = self.misses = 0
         """How many announced tensors were cached, and how many were spelled out."""
         self._unlock: tuple[int, int] | None = None
@@ -188,8 +189,9 @@ class Member:
         """Records that a locked bucket has completed; its entries leave the table like those of any bucket."""
         lock = self._locks[locked.lock]
         if (word := lock.land(locked)) is not None:
-            self._words.append(word)
+            self._give(word)
         self._forget(lock)
+        self._give_behind()
         self._join()
         return self._due()
 
@@ -200,6 +202,7 @@ class Member:
         if lock is self._lock:
             self._break()
         self._forget(lock)
+        self._give_behind()
         self._untold += self._fail_refused(locked.bucket.entries if locked.bucket is not None else ())
         self._join()
         return self._due()
@@ -243,7 +246,7 @@ class Member:
         if lock is not None and (slot := self._cache.slot_of(entry.request.name)) in lock:
             if not entry.filler and self._cache.slot(entry.request) == slot:
                 if (word := lock.gather(slot, entry)) is not None:
-                    self._words.append(word)
+                    self._give(word)
                 return
             self._break()
         self._untold.append(entry)
@@ -287,9 +290,26 @@ class Member:
         if lock is not None:
             self._unlock = (lock.number, lock.lasted)
             words, entries = lock.dissolve()
-            self._words += words
+            for word in words:
+                self._give(word)
             self._untold += entries
             self._forget(lock)
+
+    def _give(self, word: Locked) -> None:
+        """Gives a vote, after all votes on the buckets that have the same index in older locks.
+
+        Locked buckets with the same index use the same slot and tags, where the order must be the same on all ranks.
+        An older lock's bucket in flight may still need an invalid vote on its next iteration.
+        """
+        older = any(lock.number < word.lock and lock.is_flying(word.index) for lock in self._locks.values())
+        (self._behind if older else self._words).append(word)
+
+    def _give_behind(self) -> None:
+        """Gives the votes that no longer have to wait."""
+        if self._behind:
+            behind, self._behind = self._behind, []
+            for word in behind:
+                self._give(word)
 
     def _forget(self, lock: Lock) -> None:
         if lock is not self._lock and not lock.flying:

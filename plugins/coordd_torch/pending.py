@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +48,8 @@ class Underway:
         # Each counter has one writer, so they need no lock: this thread counts starts, the daemon's completions.
         self._started = 0
         self._landed = 0
-        self._lock = threading.Lock()
-        self._awaited: _Landing | None = None
+        # At most one. Operations of a dictionary are atomic; a lock would not do: a signal handler may wait, too.
+        self._awaited: dict[None, _Landing] = {}
 
     def submit(self, entry: Entry, *, lazy: bool = False) -> None:
         """Submits an entry to the daemon; ``lazy`` if this thread calls `wait` next."""
@@ -84,9 +83,8 @@ class Underway:
     def landed(self) -> None:
         """Counts a completed or failed operation; on the daemon's thread."""
         self._landed += 1
-        if self._awaited is not None and self._landed == self._started:
-            awaited, self._awaited = self._awaited, None
-            awaited.resolve(None)
+        if self._awaited and self._landed == self._started:
+            self._awaited.pop(None).resolve(None)
 
     def wait(self) -> None:
         """Waits until all started operations are done.
@@ -96,10 +94,7 @@ class Underway:
         """
         while self._landed < self._started:
             check_may_wait("waiting for gradients")
-            with self._lock:
-                awaited = self._awaited
-                if awaited is None:
-                    awaited = self._awaited = _Landing(self)
+            awaited = self._awaited.setdefault(None, _Landing(self))
             # The order matters: either this check sees the last completion, or `landed` sees `_awaited`.
             if self._landed < self._started:
                 awaited.wait()

@@ -29,7 +29,7 @@ FIRST = {
     "keeps_a_refused_operation_for_the_next_round": 0,
     "forgets_a_refused_group_with_its_last_operation": 274,
     "keeps_a_refusal_to_the_process_set_that_it_names": 274,
-    "lets_ranks_stay_joined_after_a_refused_join": 396,
+    "lets_ranks_stay_joined_after_a_refused_join": 65,
     "takes_a_refused_operation_for_the_call_of_all_that_have_none": 285,
     "locks_what_a_rank_has_refused": 93,
 }

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from coordd.negotiation.worker import Member
 from coordd.ops.messages import Kind, Request
 from coordd_tools.sim import simulation
 from coordd_tools.sim.caches import leftovers
@@ -112,3 +113,29 @@ def test_a_bug_is_found(plant, monkeypatch):
 def may_lock(seed: int) -> bool:
     swarm = Swarm.draw(Random(seed))
     return swarm.locks and swarm.steady
+
+
+def in_two_phases() -> Script:
+    """A tensor in each step, then another one: when the second is locked, data of the first may still move."""
+    names = "aaaaaaaa" + 30 * "b"
+    written = tuple((turn(step, name, 2),) for step, name in enumerate(2 * names))
+    return Script(written, tuple((step,) * RANKS for step in written), {})
+
+
+def run_all_phases() -> None:
+    for seed in range(20):
+        run(in_two_phases(), seed=seed, swarm=PHASES, lock_steps=2)
+
+
+PHASES = Swarm(locks=True, overlap=True, phases=True)
+
+
+def test_a_lock_may_begin_while_data_of_the_one_before_moves():
+    """Votes on buckets with the same index are given in the same order on all ranks."""
+    run_all_phases()
+
+
+def test_votes_that_are_given_before_those_of_an_older_lock_are_found(monkeypatch):
+    monkeypatch.setattr(Member, "_give", lambda self, word: self._words.append(word))
+    with pytest.raises(RuntimeError, match="comes after"):
+        run_all_phases()

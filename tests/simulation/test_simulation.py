@@ -113,6 +113,7 @@ PURE = (
     validation,
 )
 RARE = (
+    210,
     517,
     157,
     66,

@@ -123,8 +123,9 @@ class Meeting:
             RuntimeError: this rank has already published a later operation in the slot, so its neighbours would
                 consider this one finished.
         """
-        if self._before is not None:
-            if not self._before.over():
+        before = self._before
+        if before is not None:
+            if not before.over():
                 return False
             self._before = None
         base, words = self._base, self._words
@@ -136,7 +137,14 @@ class Meeting:
         fence()
         words[base] = self.stamp
         ring_all(self._others)
+        if before is not None and before.members != self.members:
+            ring_all(before.neighbours)  # one that has looked just now has seen counts of zero, and may sleep
         return True
+
+    @property
+    def neighbours(self) -> tuple[Board, ...]:
+        """The boards of the other members."""
+        return self._others
 
     def over(self) -> bool:
         """Returns whether no rank uses this operation's memory any more."""

@@ -6,6 +6,7 @@ they continue, as real scripts must: they repeat a barrier of its own name until
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -18,7 +19,7 @@ from coordd_tools.sim.letters import Letter
 from coordd_tools.sim.script import Part, Round, Script
 from coordd_tools.sim.swarm import Swarm, aside
 
-__all__ = ["Call", "Crossing", "Scenes", "draw", "with_refusals"]
+__all__ = ["Call", "Crossing", "Scenes", "draw", "in_phases", "with_refusals"]
 
 _REFUSED = 0.1
 _SENT, _RECEIVED, _AWAITED, _LARGE = 0.85, 0.9, 0.7, 0.5
@@ -131,6 +132,26 @@ def with_refusals(rng: Random, script: Script) -> Script:
             changed[turn] = replace(turn, refusers=frozenset(chosen))
     orders = tuple(tuple(tuple(changed.get(turn, turn) for turn in mine) for mine in step) for step in script.orders)
     return replace(script, orders=orders)
+
+
+def in_phases(rng: Random, script: Script) -> Script:
+    """Divides the tensors of a script among its phases, as a program has that trains and evaluates in turn.
+
+    Names that occur once belong to no phase.
+    """
+    length, phases = rng.randint(4, 12), rng.choice((2, 2, 3))
+    names = Counter(turn.name for step in script.steps for turn in step)
+    phase = {name: rng.randrange(phases) if count > 1 else None for name, count in sorted(names.items())}
+
+    def belongs(turn: Round, step: int) -> bool:
+        return phase.get(turn.name) in {None, step // length % phases}
+
+    steps = tuple(tuple(turn for turn in each if belongs(turn, step)) for step, each in enumerate(script.steps))
+    orders = tuple(
+        tuple(tuple(turn for turn in mine if belongs(turn, step)) for mine in each)
+        for step, each in enumerate(script.orders)
+    )
+    return replace(script, steps=steps, orders=orders)
 
 
 class _Author:

@@ -19,7 +19,7 @@ from coordd_tools.sim.letters import Routes
 from coordd_tools.sim.network import Network
 from coordd_tools.sim.payload import Payload
 from coordd_tools.sim.process import Process
-from coordd_tools.sim.scenes import draw, with_refusals
+from coordd_tools.sim.scenes import draw, in_phases, with_refusals
 from coordd_tools.sim.script import Script, write
 from coordd_tools.sim.setting import Setting, Settings
 from coordd_tools.sim.swarm import Swarm, aside
@@ -29,6 +29,7 @@ from coordd_tools.sim.words import Words
 __all__ = ["Outcome", "Simulation", "simulate"]
 
 _PATIENCE = 1e5
+_PHASES = 3
 _FREEZE = 1.0
 
 
@@ -81,7 +82,8 @@ class Simulation:
         exchange = Exchange(self.agenda, rng, self.ledger, fusion_bytes=settings.fusion_bytes)
         caches = Caches()
         self.payload = Payload(Random(rng.getstate()[1][0]), settings.places)  # noqa: S311 - repeatable, like all of it
-        self.words = Words(self.agenda, rng, self.ledger, exchange, size=settings.size)
+        slow = Random(rng.getstate()[1][2]) if swarm.phases else None  # noqa: S311 - as above
+        self.words = Words(self.agenda, rng, self.ledger, exchange, size=settings.size, slow=slow)
         setting = Setting(
             settings,
             swarm,
@@ -170,9 +172,11 @@ def simulate(seed: int, *, show: Callable[[str], None] | None = None, scenes: bo
     rng = Random(seed)  # noqa: S311 - a repeatable source is the point
     swarm = Swarm.draw(rng, scenes=scenes)
     settings = Settings.draw(rng, swarm)
-    script = write(rng, settings.size, swarm, steps=settings.steps)
+    script = write(rng, settings.size, swarm, steps=settings.steps * (_PHASES if swarm.phases else 1))
     if swarm.refusals:
         script = with_refusals(aside(rng), script)
+    if swarm.phases:
+        script = in_phases(Random(rng.getstate()[1][3]), script)  # noqa: S311 - a repeatable source is the point
     run = Simulation(settings, swarm, script, rng, show=show)
     try:
         run.run()

@@ -11,7 +11,7 @@ from random import Random
 __all__ = ["Swarm", "aside"]
 
 _CHANCES = {"crash": 0.2, "abort": 0.1, "impatience": 0.1, "locks": 0.75, "polling": 0.2}
-_LATE = {"calls": 0.25, "blocks": 0.8, "crossings": 0.8, "refusals": 0.4, "letters": 0.5}
+_LATE = {"calls": 0.25, "blocks": 0.8, "crossings": 0.8, "refusals": 0.4, "letters": 0.5, "phases": 0.2}
 
 
 def aside(rng: Random) -> Random:
@@ -53,6 +53,7 @@ class Swarm:
     crossings: bool = False
     refusals: bool = False
     letters: bool = False
+    phases: bool = False
 
     @classmethod
     def draw(cls, rng: Random, *, scenes: bool = True) -> Swarm:
@@ -60,8 +61,8 @@ class Swarm:
 
         Args:
             rng: the random generator.
-            scenes: whether ranks may refuse what others submit, and wait for each other; without them all other
-                switches stay the same.
+            scenes: whether ranks may refuse what others submit, wait for each other, and change from phase to phase;
+                without this all other switches stay the same.
         """
         side = aside(rng)  # so that the other switches of a seed stay the same
         late = {name: side.random() < chance and scenes for name, chance in _LATE.items()}
@@ -72,6 +73,8 @@ class Swarm:
         # An operation that fails because a rank has left, or contradicts, may be refused by another rank before or
         # after.
         late["refusals"] = late["refusals"] and not (drawn["contradiction"] or drawn["leave"])
+        if late["phases"]:  # they are those of a program that repeats itself, and goes on while data moves
+            drawn |= {"steady": True, "locks": True, "overlap": True}
         return cls(**drawn, **late)
 
     @property

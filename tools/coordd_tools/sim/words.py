@@ -14,7 +14,8 @@ from coordd_tools.sim.ledger import Ledger, demand
 
 __all__ = ["Words"]
 
-_MEAN = 2e-4
+_MEAN, _SLOW_MEAN = 2e-4, 8e-2
+_SLOW = 0.3
 
 Key = tuple[int, int, int]
 Told = Callable[[Locked, bool], None]
@@ -42,11 +43,24 @@ class _Meeting:
 class Words:
     """Carries votes from every rank to every other, late and in any order; data moves when all ranks have all votes."""
 
-    def __init__(self, agenda: Agenda, rng: Random, ledger: Ledger, exchange: Exchange, *, size: int) -> None:
+    def __init__(  # noqa: PLR0913 - the parts of the job that it needs
+        self, agenda: Agenda, rng: Random, ledger: Ledger, exchange: Exchange, *, size: int, slow: Random | None = None
+    ) -> None:
+        """Starts without votes.
+
+        Args:
+            agenda: the clock.
+            rng: the random generator.
+            ledger: checks what is given and received.
+            exchange: moves the data.
+            size: number of ranks.
+            slow: draws which buckets take long, as large tensors do; None for none.
+        """
         self.locked = 0
         self.refused = 0
         self._agenda = agenda
         self._rng = rng
+        self._slow = slow
         self._ledger = ledger
         self._exchange = exchange
         self._ranks = range(size)
@@ -128,6 +142,9 @@ class Words:
                 word, told = meeting.given[rank]
                 told(word, True)
 
+        late = 0.0
+        if self._slow is not None and self._slow.random() < _SLOW:
+            late = self._slow.expovariate(1 / _SLOW_MEAN)
         for rank in self._ranks:
             bucket = meeting.given[rank][0].bucket
             made = submissions(bucket) if bucket is not None else []
@@ -135,4 +152,4 @@ class Words:
             for one in made:
                 demand(not one.turn.absent, f"{one!r} moves under a lock, without {set(one.turn.absent)}")
                 self._ledger.agree(one.turn)
-            self._agenda.after(self._rng.expovariate(1 / _MEAN), partial(land, rank))
+            self._agenda.after(late + self._rng.expovariate(1 / _MEAN), partial(land, rank))
