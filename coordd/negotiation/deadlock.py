@@ -290,7 +290,7 @@ def deadlock_text(waits: Sequence[Wait]) -> str:
 def _advice(waits: Sequence[Wait]) -> str:
     """Returns further advice, depending on the awaited operations."""
     calls = {waiting.name.partition(" #")[0]: None for _, _, waiting, _ in waits if " #" in waiting.name}
-    advice = "".join(f"; all ranks call {call}() together" for call in calls)
+    advice = "".join(f"; all ranks call {call}() together, after equally many steps" for call in calls)
     if any(waiting.operation in _MATCHED for _, _, waiting, _ in waits):
         advice += (
             "; a send() and its recv() have one name, and two ranks that send to each other do so by send_async(), or "

@@ -131,3 +131,21 @@ def test_training_goes_on_once_they_are_alike():
 
     with local_ranks(2) as ranks:
         ranks.each(body)
+
+
+def test_optimizers_of_one_class_have_the_same_defaults_on_all_ranks():
+    """Also of stages that have no parameters in common: such a learning rate depends on the rank by mistake."""
+    texts = refused(lambda rank: pipeline(optimizer=sgd(0.1 + rank), replicas=1))
+    assert all("differ in lr of SGD (0.1 on rank 0, 1.1 on rank 1): optimizer= must" in text for text in texts), texts
+
+
+def test_a_learning_rate_for_some_parameters_is_given_in_their_group():
+    def body(rank):
+        def optimizer(values):
+            return torch.optim.SGD([{"params": [*values], "lr": 0.5 if rank else 0.1}], lr=0.1)
+
+        return pipeline(optimizer=optimizer, replicas=1).train_batch(X, Y)
+
+    with local_ranks(2) as ranks:
+        first, second = ranks.each(body)
+    assert first == second

@@ -168,8 +168,10 @@ class Layering:
         for early, late, node in spans:
             if early != late:
                 raise ArgumentError(
-                    f"{node.name!r} reads what was written in place, only in some modes or for some shapes: the layers "
-                    f"from {self.names[early]!r} to {self.names[late]!r} would have to stay together"
+                    f"{node.name!r} reads what was written in place, and this was not seen when the model was cut: "
+                    f"the layers from {self.names[early]!r} to {self.names[late]!r} would have to stay together. "
+                    "Assign the result of the call that writes in place (x = x.relu_()), or give `cuts` that keep "
+                    "these layers together, or an `example` of a batch with the shapes and in the mode of this one"
                 )
         return found
 

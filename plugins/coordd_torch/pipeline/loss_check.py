@@ -241,13 +241,14 @@ class LossCheck(loss_check.LossCheck):
         if self._weighted:
             return (
                 "loss= is no mean by weight=, which must return the number of what the loss of a microbatch is the "
-                f"mean of, such as (y != -100).sum(): correct it, {_CHOICES}"
+                f"mean of, such as (y != -100).sum(): correct it, {_CHOICES}; no weight= makes a function of a mean, "
+                "such as its root, a mean"
             )
         return (
             "loss= is no mean over rows: rows do not count equally, as with tokens that are left out (ignore_index), "
-            "masks, and weights of classes, so the mean of the losses of microbatches is not the loss of the batch: "
-            "give weight=, which returns the number of what the loss of a microbatch is the mean of, such as "
-            f"lambda x, y: (y != -100).sum(), {_CHOICES}"
+            "masks, and weights of classes, or the loss is a function of a mean, such as its root, so the mean of the "
+            "losses of microbatches is not the loss of the batch: give weight=, which returns the number of what the "
+            f"loss of a microbatch is the mean of, such as lambda x, y: (y != -100).sum(), {_CHOICES}"
         )
 
 

@@ -45,7 +45,7 @@ from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.loss_check import LossCheck
 from coordd_torch.pipeline.malloc_trim import give_back
 from coordd_torch.pipeline.parity import distance, gradients
-from coordd_torch.pipeline.replica_settings import ReplicaSettings
+from coordd_torch.pipeline.replica_settings import ReplicaSettings, check_defaults
 from coordd_torch.pipeline.rng_state import untouched
 from coordd_torch.pipeline.rows import joined, rows_of, taken
 from coordd_torch.pipeline.saving import Saving
@@ -443,6 +443,7 @@ class Pipeline:
         self._replica_settings = ReplicaSettings(placed, list(self.layout.tied), held, optimizers)
         if self._replica_settings.nothing:
             self._accord.check("Pipeline", {}, parts=self._replica_settings.texts())
+        check_defaults(optimizers, self._operations, name=self._name)
         whose = {value: owners[key][0] for mine in held.values() for key, value in mine.items()}
         self._settling = Settling(
             self._sharing.finish,

@@ -1,7 +1,8 @@
 """Settings that must be equal on ranks that train the same parameters: replicas, and stages with tied parameters.
 
 Their gradients are summed, but each rank updates its own copy. With different optimizers, learning rates or initial
-values the copies diverge without an error. Stages without common parameters may differ.
+values the copies diverge without an error. Stages without common parameters may differ in the class of their optimizer.
+Optimizers of one class must have the same defaults: a learning rate that depends on the rank is a mistake.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from coordd.daemon.operations import Operations
+from coordd.errors import ArgumentError, ranks_text
+from coordd.ops.process_sets import global_process_set
+from coordd.parallel.objects import gathered
 from coordd_torch.checksums import checksum
 
-__all__ = ["ReplicaSettings"]
+__all__ = ["ReplicaSettings", "check_defaults"]
 
 _Texts = dict[str, str]
 
@@ -92,6 +97,41 @@ class ReplicaSettings:
         if not self._compared:
             found[f"the values of {name}"] = checksum(value)
         return found
+
+
+def check_defaults(
+    optimizers: Mapping[int, torch.optim.Optimizer | None], operations: Operations, *, name: str
+) -> None:
+    """Checks that optimizers of one class have the same defaults on all ranks; all ranks must call it.
+
+    Args:
+        optimizers: of this rank's stages.
+        operations: of the daemon.
+        name: of the pipeline.
+
+    Raises:
+        ArgumentError: on all ranks: they differ.
+    """
+    mine = {
+        f"{key} of {type(optimizer).__name__}": text
+        for optimizer in optimizers.values()
+        if optimizer is not None
+        for key, text in _hyperparameters(optimizer.defaults).items()
+    }
+    values: dict[str, dict[str, list[int]]] = {}
+    for rank, found in enumerate(gathered(operations, mine, f"{name}.defaults", global_process_set)):
+        for key, text in found.items():
+            values.setdefault(key, {}).setdefault(text, []).append(rank)
+    told = [
+        f"{key} ({', '.join(f'{text} on {ranks_text(ranks)}' for text, ranks in each.items())})"
+        for key, each in values.items()
+        if len(each) > 1
+    ]
+    if told:
+        raise ArgumentError(
+            f"the optimizers of the stages differ in {'; '.join(told)}: optimizer= must return the same on all ranks; "
+            "what is meant for some parameters only belongs in param_groups"
+        )
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> _Texts:
