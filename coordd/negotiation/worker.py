@@ -7,7 +7,7 @@ starts with this rank's vote (`Locked`). The data plane matches the votes of all
 occurrence)`` before any data moves, and reports the outcome of each valid vote: `landed` once the data has moved,
 `refused` if any rank's vote was invalid, in which case the arrays are untouched. A vote without a bucket is invalid; it
 must reach the other ranks, and has no outcome here. Votes come in no common order, so none may wait for another's
-outcome.
+outcome, except that votes on a bucket wait until the buckets with its index in older locks have ended.
 """
 
 from __future__ import annotations

@@ -139,6 +139,21 @@ def test_optimizers_of_one_class_have_the_same_defaults_on_all_ranks():
     assert all("differ in lr of SGD (0.1 on rank 0, 1.1 on rank 1): optimizer= must" in text for text in texts), texts
 
 
+def test_stages_of_one_rank_have_optimizers_with_the_same_defaults_too():
+    rates = iter([0.1, 0.2, 0.1, 0.2])
+    four = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+
+    def made(values):
+        return sgd(next(rates))(values)
+
+    def body(rank):
+        config = cd.PipelineConfig(microbatches=2, split="layers", schedule="interleaved", chunks=2)
+        return cd.Pipeline(copy.deepcopy(four), config, optimizer=made, loss=functional.mse_loss)
+
+    texts = refused(body)
+    assert all("differ in lr of SGD (0." in text for text in texts), texts
+
+
 def test_a_learning_rate_for_some_parameters_is_given_in_their_group():
     def body(rank):
         def optimizer(values):

@@ -113,14 +113,13 @@ def check_defaults(
         ArgumentError: on all ranks: they differ.
     """
     mine = {
-        f"{key} of {type(optimizer).__name__}": text
+        (f"{key} of {type(optimizer).__name__}", text)
         for optimizer in optimizers.values()
-        if optimizer is not None
-        for key, text in _hyperparameters(optimizer.defaults).items()
+        for key, text in _hyperparameters(getattr(optimizer, "defaults", {})).items()
     }
     values: dict[str, dict[str, list[int]]] = {}
-    for rank, found in enumerate(gathered(operations, mine, f"{name}.defaults", global_process_set)):
-        for key, text in found.items():
+    for rank, found in enumerate(gathered(operations, sorted(mine), f"{name}.defaults", global_process_set)):
+        for key, text in found:
             values.setdefault(key, {}).setdefault(text, []).append(rank)
     told = [
         f"{key} ({', '.join(f'{text} on {ranks_text(ranks)}' for text, ranks in each.items())})"
