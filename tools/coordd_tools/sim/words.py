@@ -142,9 +142,7 @@ class Words:
                 word, told = meeting.given[rank]
                 told(word, True)
 
-        late = 0.0
-        if self._slow is not None and self._slow.random() < _SLOW:
-            late = self._slow.expovariate(1 / _SLOW_MEAN)
+        slow = self._slow if self._slow is not None and self._slow.random() < _SLOW else None
         for rank in self._ranks:
             bucket = meeting.given[rank][0].bucket
             made = submissions(bucket) if bucket is not None else []
@@ -152,4 +150,5 @@ class Words:
             for one in made:
                 demand(not one.turn.absent, f"{one!r} moves under a lock, without {set(one.turn.absent)}")
                 self._ledger.agree(one.turn)
+            late = 0.0 if slow is None else slow.expovariate(1 / _SLOW_MEAN)
             self._agenda.after(late + self._rng.expovariate(1 / _MEAN), partial(land, rank))
