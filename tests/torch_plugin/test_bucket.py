@@ -229,8 +229,7 @@ def test_ranks_whose_gradients_come_in_different_orders_build_the_same_buckets()
 def blocks(daemon: Any) -> int:
     """How many blocks of common memory this rank uses for itself."""
     commons = daemon._loop._link.commons
-    commons.heap.locate(commons.mine.memory)
-    return len(commons.heap._places) - sum(map(len, commons._spare.values())) - (commons.heap._reserve is not None)
+    return len(commons.heap._placed) - sum(map(len, commons._spare.values())) - (commons.heap._reserve is not None)
 
 
 def test_a_dropped_optimizer_gives_its_memory_back():

@@ -132,7 +132,7 @@ def test_a_loan_is_given_and_given_back_after_what_was_done_with_it(monkeypatch)
     monkeypatch.setattr(loans, "release", lambda: found.append("|"))
     owner = Loans({1: 0})
     array = owner.blank(100)
-    (block,) = owner._own
+    (block,) = owner._own.values()
     word = block.word
     block.word = Words(word, found)
     assert owner.lend(array) is not None
