@@ -190,7 +190,7 @@ def test_forked_children_are_told_end_cleanly_and_harm_nobody():
 
 
 MIDWAY = """
-import os, threading, time
+import os, select, threading
 import coordd
 from coordd.daemon.daemon import Daemon
 from coordd.errors import ForkedProcessError
@@ -210,12 +210,9 @@ if (number := os.fork()) == 0:
     except ForkedProcessError:
         coordd.shutdown()
         os._exit(3)
-ended = []
-until = time.monotonic() + 20
-while time.monotonic() < until and not ended:
-    found, status = os.waitpid(number, os.WNOHANG)
-    ended = [os.waitstatus_to_exitcode(status)] if found else []
-    time.sleep(0.02)
+end = select.poll()
+end.register(os.pidfd_open(number), select.POLLIN)
+ended = [os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])] if end.poll(20_000) else []
 released.set()
 print(ended, flush=True)
 """

@@ -65,7 +65,7 @@ class Member:
         self._locks: dict[int, Lock] = {}
         self._untold: list[Entry] = []
         self._words: list[Locked] = []
-        self._behind: list[Locked] = []  # votes that wait for the end of an older lock's bucket with the same index
+        self._deferred: list[Locked] = []  # votes that wait for the end of an older lock's bucket with the same index
         self.hits = self.misses = 0
         """How many announced tensors were cached, and how many were spelled out."""
         self._unlock: tuple[int, int] | None = None
@@ -191,7 +191,7 @@ class Member:
         if (word := lock.land(locked)) is not None:
             self._give(word)
         self._forget(lock)
-        self._give_behind()
+        self._give_deferred()
         self._join()
         return self._due()
 
@@ -202,7 +202,7 @@ class Member:
         if lock is self._lock:
             self._break()
         self._forget(lock)
-        self._give_behind()
+        self._give_deferred()
         self._untold += self._fail_refused(locked.bucket.entries if locked.bucket is not None else ())
         self._join()
         return self._due()
@@ -302,13 +302,13 @@ class Member:
         An older lock's bucket in flight may still need an invalid vote on its next iteration.
         """
         older = any(lock.number < word.lock and lock.is_flying(word.index) for lock in self._locks.values())
-        (self._behind if older else self._words).append(word)
+        (self._deferred if older else self._words).append(word)
 
-    def _give_behind(self) -> None:
+    def _give_deferred(self) -> None:
         """Gives the votes that no longer have to wait."""
-        if self._behind:
-            behind, self._behind = self._behind, []
-            for word in behind:
+        if self._deferred:
+            deferred, self._deferred = self._deferred, []
+            for word in deferred:
                 self._give(word)
 
     def _forget(self, lock: Lock) -> None:

@@ -298,15 +298,20 @@ class Net:
         pass
 
 
-def test_an_error_inside_the_daemon_reaches_every_rank(ranks, caplog):
+def reduce_over(ranks, lane, *, error):
+    """Has rank 1 reduce over this lane, and expects the error on all ranks."""
     plane = ranks.daemons[1]._loop._flights._plane
-    plane._commons, plane.lane = None, Net()
+    plane._commons, plane.lane = None, lane
 
     def body(rank):
-        with pytest.raises(PeerError, match="rank 1 failed in its daemon: OSError: the cable is out"):
+        with pytest.raises(PeerError, match=error):
             start("w").result(WAIT)
 
     ranks.each(body)
+
+
+def test_an_error_inside_the_daemon_reaches_every_rank(ranks, caplog):
+    reduce_over(ranks, Net(), error="rank 1 failed in its daemon: OSError: the cable is out")
     assert "the daemon of rank 1 failed" in caplog.text
 
 
@@ -318,14 +323,7 @@ def test_an_error_inside_the_daemon_that_another_rank_has_caused_names_that_rank
             ranks.daemons[0].fail("was killed")
             raise OSError("no such process")
 
-    plane = ranks.daemons[1]._loop._flights._plane
-    plane._commons, plane.lane = None, Gone()
-
-    def body(rank):
-        with pytest.raises(PeerError, match="rank 0 was killed"):
-            start("w").result(WAIT)
-
-    ranks.each(body)
+    reduce_over(ranks, Gone(), error="rank 0 was killed")
     assert "the daemon of rank" not in caplog.text
 
 

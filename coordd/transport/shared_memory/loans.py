@@ -63,7 +63,7 @@ def blank(nbytes: int) -> np.ndarray:
 class Loans:
     """One rank's own blocks, and the blocks of its neighbours that it has mapped.
 
-    It has no lock: see `coordd.ops.handles.Handle`. A thread that removes a block from the idle ones has it for itself.
+    It has no lock: see `coordd.ops.handles.Handle`. A thread that removes a block from the LRU list has it for itself.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
@@ -71,7 +71,7 @@ class Loans:
         self._pids = pids
         self._numbers = itertools.count(1)
         self._own: dict[int, _Block] = {}  # by number
-        self._known: list[_Block] = []  # the same, least recently used first, except those that a thread is looking at
+        self._lru: list[_Block] = []  # least recently used first; a block that a thread has claimed is not in it
         self._seen: dict[tuple[int, int], np.ndarray] = {}
         close_in_children(self)
 
@@ -89,7 +89,7 @@ class Loans:
             array = _contents(block.memory, nbytes)
             block.writer = weakref.ref(array)
         finally:
-            self._known.append(block)
+            self._lru.append(block)
         return array
 
     def lend(self, array: np.ndarray) -> Loan | None:
@@ -125,7 +125,7 @@ class Loans:
 
     def close(self) -> None:
         """Closes this process's descriptors; existing views of a block stay valid."""
-        self._known.clear()
+        self._lru.clear()
         while self._own:
             os.close(self._own.popitem()[1].loan.descriptor)
         self._seen.clear()
@@ -141,10 +141,10 @@ class Loans:
     def _found(self, size: int) -> _Block | None:
         """Returns a free block that is large enough, at most about twice as large, or a new one; else None.
 
-        It is in no other thread's hands: the caller appends it to the known ones.
+        No other thread can claim it until the caller appends it to the LRU list.
         """
         most = 2 * max(size, _PAGE_BYTES)
-        fit = [block for block in list(self._known) if size <= block.loan.size <= most and block.free]
+        fit = [block for block in list(self._lru) if size <= block.loan.size <= most and block.free]
         for block in sorted(fit, key=lambda block: block.loan.size):
             if self._claim(block):
                 return block
@@ -160,14 +160,14 @@ class Loans:
         return block
 
     def _claim(self, block: _Block) -> bool:
-        """Removes a free block from the known ones; returns False if another thread was faster."""
+        """Removes a free block from the LRU list; returns False if another thread was faster."""
         try:
-            self._known.remove(block)
+            self._lru.remove(block)
         except ValueError:
             return False
         if block.free:
             return True
-        self._known.append(block)  # the other thread had put it back before
+        self._lru.append(block)  # the other thread had put it back before
         return False
 
     def _retire(self, coming: int) -> None:
@@ -175,7 +175,7 @@ class Loans:
 
         Otherwise idle blocks, of sizes that are not needed again, would outgrow the rest.
         """
-        idle = [block for block in list(self._known) if block.free]
+        idle = [block for block in list(self._lru) if block.free]
         excess = 2 * sum([block.loan.size for block in idle]) - self.size - coming
         for block in idle:
             if excess <= 0 and len(self._own) < _MOST_BLOCKS:
