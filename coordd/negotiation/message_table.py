@@ -104,7 +104,7 @@ class Negotiator:
         self.leavers = Leavers()
         self._owed = Owed()
         self._refusals = Refusals()
-        self._parts = RefusedParts()
+        self._parts = RefusedParts(self._everybody)
         self._restarts: deque[tuple[int, int]] = deque()  # plans by which ranks got errors, latest first
         self._blocked = BlockedRanks()
         self._replaced: deque[_Former] = deque()
@@ -518,6 +518,7 @@ class Negotiator:
         for rank in bits(ranks):
             if (refusal := self._owed.claim(rank, request.name, members, seen)) is not None:
                 self._refused.append(refusal)
+                self._parts.inform(1 << rank if refusal.deadlock >= 0 else 0)
                 ranks &= ~(1 << rank)
         return ranks
 
@@ -533,8 +534,9 @@ class Negotiator:
         if response.request.kind is Kind.JOIN and not response.error:
             last = self._end_absence(entry)
             return msgspec.structs.replace(response, request=msgspec.structs.replace(response.request, root=last))
-        if response.request.kind is Kind.BARRIER and not response.error and self._owed:
+        if response.request.kind is Kind.BARRIER and not response.error:
             self._owed.meet(entry.wanted & ~entry.absent, self._sequence)
+            self._parts.meet(entry.wanted & ~entry.absent, self._sequence)
         if not response.error and all(told.filler for told in entry.parts.values()):
             return msgspec.structs.replace(response, void=True)
         pinned = self._announced_by_any() | self._latch.slots

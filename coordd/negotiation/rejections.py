@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -109,9 +110,12 @@ class RefusedParts:
     the n-th operation of a name is the same one on all members, whether they announce or refuse it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everybody: int) -> None:
+        """Starts without refusals; ``everybody`` is the bit mask of all ranks."""
+        self._everybody = everybody
         self._parts: dict[_Key, list[_Part]] = {}
         self._sets: dict[str, dict[tuple[int, ...], None]] = {}
+        self._unmet: dict[int, int] = {}  # by rank, the ranks that it has not met since the error of a deadlock
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -204,25 +208,47 @@ class RefusedParts:
             ranks: their bit mask.
             plan: its number.
         """
-        for parts in self._parts.values():
-            for part in parts:
-                part.before |= {rank: plan for rank in bits(part.inside & ranks) if rank not in part.before}
+        self.inform(ranks)
+        for part in self._all():
+            part.before |= {rank: plan for rank in bits(part.inside & ranks) if rank not in part.before}
+
+    def inform(self, ranks: int) -> None:
+        """Records that ranks, a bit mask, get the error of a deadlock, and may give up operations because of it."""
+        self._unmet |= dict.fromkeys(bits(ranks), self._everybody)
+
+    def meet(self, ranks: int, plan: int) -> None:
+        """Records that ranks met at a barrier in a plan.
+
+        After it, earlier refusals do not apply to those that got the error of a deadlock since they last met the
+        refusing rank: they have given up their parts of the operations, which that rank may not have known.
+
+        Args:
+            ranks: those of the barrier, as a bit mask.
+            plan: its number.
+        """
+        for part in self._all() if self._unmet else ():
+            met = bits(part.inside & ranks) if ranks >> part.first.rank & 1 else ()
+            given_up = [rank for rank in met if self._unmet.get(rank, 0) >> part.first.rank & 1]
+            part.before |= {rank: plan for rank in given_up if rank not in part.before}
+        left = {rank: unmet & ~ranks if ranks >> rank & 1 else unmet for rank, unmet in self._unmet.items()}
+        self._unmet = {rank: unmet for rank, unmet in left.items() if unmet}
 
     def expire(self, oldest: int) -> None:
         """Records that all ranks have carried out a plan."""
-        for parts in self._parts.values():
-            for part in parts:
-                part.expire(-1, oldest)
+        for part in self._all():
+            part.expire(-1, oldest)
         for key in [*self._parts]:
             self._forget(key)
 
     def leave(self, ranks: int, wide: int) -> None:
         """Records that ranks announce nothing more for now in the sets within ``wide``; both are bit masks."""
-        for parts in self._parts.values():
-            for part in parts:
-                part.inside &= ~(0 if part.wanted & ~wide else ranks)
+        for part in self._all():
+            part.inside &= ~(0 if part.wanted & ~wide else ranks)
         for key in [*self._parts]:
             self._forget(key)
+
+    def _all(self) -> Iterator[_Part]:
+        return itertools.chain.from_iterable(self._parts.values())
 
     def _forget(self, key: _Key) -> None:
         if (parts := self._parts.get(key)) is not None:

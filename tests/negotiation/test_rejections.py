@@ -22,7 +22,7 @@ def test_ranks_that_have_left_before_are_not_waited_for():
 
 
 def test_a_refused_group_is_forgotten_when_each_rank_has_announced_all_of_its_own_in_any_order():
-    parts = RefusedParts()
+    parts = RefusedParts(0b111)
     said = Refused(0, "", "refused it", (), ("g_*",))
     parts.enter(said, "g_*", 0b111, 0b110, {"g_1of2": 0b010}, before={})
     assert parts.claim("g_2of3", (), 0b100, 0) == [(said, 0b100)]
@@ -32,3 +32,25 @@ def test_a_refused_group_is_forgotten_when_each_rank_has_announced_all_of_its_ow
     assert parts
     assert parts.claim("g_1of3", (), 0b100, 0) == [(said, 0b100)]
     assert not parts
+
+
+def test_ranks_with_the_error_of_a_deadlock_get_a_refusal_until_they_have_met_the_refusing_rank():
+    parts = RefusedParts(0b1111)
+    said = Refused(0, "", "refused it", (), ("x",))
+    parts.inform(0b0110)
+    parts.enter(said, "x", 0b1111, 0b1110, {}, before={})
+    parts.meet(0b0110, 4)  # without the refusing rank
+    assert parts.claim("x", (), 0b0010, 4) == [(said, 0b0010)]
+    parts.meet(0b1111, 5)
+    assert parts.claim("x", (), 0b1100, 5) == [(said, 0b1000)]
+    assert not parts
+
+
+def test_ranks_that_have_met_since_the_error_of_a_deadlock_get_later_refusals():
+    parts = RefusedParts(0b11)
+    said = Refused(0, "", "refused it", (), ("x",))
+    parts.inform(0b10)
+    parts.meet(0b11, 4)
+    parts.enter(said, "x", 0b11, 0b10, {}, before={})
+    parts.meet(0b11, 5)
+    assert parts.claim("x", (), 0b10, 5) == [(said, 0b10)]

@@ -265,6 +265,29 @@ def test_a_rank_that_comes_late_gets_the_error_of_a_deadlock_unless_it_has_met_t
         assert outcome(late).startswith("MismatchError")
 
 
+def test_ranks_that_got_the_error_of_a_deadlock_do_not_get_a_refusal_from_before_they_met():
+    """The refusing rank has carried out the plan with the errors, but it got none, so it names nothing that failed."""
+    star = Star(4)
+    in_a_circle(star, {0: "x", 1: "y"})
+    run(star)
+    star.refuse(2, "d", "d")
+    late = star.submit(3, allreduce("x", 2))
+    run(star)
+    assert outcome(late).startswith("MismatchError")
+    meet(star)
+    assert_in_step(star, "d")
+
+
+def test_ranks_that_got_no_error_get_a_refusal_also_after_a_barrier():
+    star = Star(2)
+    star.refuse(0, "d", "d")
+    meet(star)
+    handle = star.submit(1, allreduce("d", 2))
+    run(star)
+    assert outcome(handle).startswith("RefusedError")
+    assert_in_step(star, "d")
+
+
 def test_ranks_outside_the_set_with_which_others_announce_it_have_nothing_to_do_with_a_refusal():
     """One rank names a larger set by mistake."""
     star = Star(3)
