@@ -21,7 +21,7 @@ def shard(dataset: Any, *, uneven: str = "drop") -> Any:
             elements, or ``"repeat"`` the first ones.
 
     Raises:
-        ArgumentError: the cardinality is unknown, infinite, or smaller than the number of ranks.
+        ArgumentError: the cardinality is unknown, infinite or 0, or, with ``"drop"``, less than the number of ranks.
     """
     rank, size = api.rank(), api.size()
     count = int(dataset.cardinality())
@@ -34,7 +34,7 @@ def shard(dataset: Any, *, uneven: str = "drop") -> Any:
     if uneven not in {"drop", "repeat"}:
         text = f'uneven is "drop" or "repeat", not {uneven!r}'
         raise ArgumentError(text)
-    if count < size and uneven == "drop":
+    if count < (size if uneven == "drop" else 1):
         text = f"{count} elements are too few for {size} ranks"
         raise ArgumentError(text)
     each = count // size if uneven == "drop" else -(-count // size)

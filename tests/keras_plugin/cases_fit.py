@@ -243,6 +243,8 @@ def case_every_rank_has_a_part_of_equal_length() -> None:
     if cd.size() > 1:
         with pytest.raises(cd.ArgumentError, match="too few"):
             cd.shard(numbers.take(1))
+    with pytest.raises(cd.ArgumentError, match="0 elements are too few"):
+        cd.shard(numbers.take(0), uneven="repeat")
 
 
 def case_all_variables_of_a_model_are_broadcast() -> None:
