@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from coordd.negotiation.coordinator import Coordinator
+from coordd.negotiation.deadlock import Heard
 from coordd.negotiation.tensor_table import Entry
 from coordd.negotiation.worker import Bucket, Due, Locked, Member
 from coordd.ops.handles import Handle
@@ -51,6 +53,8 @@ class Star:
         self._met: list[Locked] = []
         self._inboxes: list[list[Entry]] = [[] for _ in self.ranks]
         self.now = 0.0
+        for rank, member in enumerate(self.members):
+            member.deadlocks.later = functools.partial(self._settle, rank)
         for rank in self.ranks:
             self.coordinator.hear(rank, Hello("1", "d", 100 + rank, "h"), now=0.0)
         self.coordinator.turn(0.0)
@@ -65,11 +69,11 @@ class Star:
     def report(self, rank: int) -> Report | None:
         """Has a rank say what is new, onto its way up."""
         entries, self._inboxes[rank] = self._inboxes[rank], []
-        return self._do(rank, self.members[rank].announce(entries)).report
+        return self._do(rank, self.members[rank].announce(entries))
 
     def wait(self, rank: int) -> Report | None:
         """Has a rank notice that somebody waits there."""
-        return self._do(rank, self.members[rank].awaited()).report
+        return self._do(rank, self.members[rank].awaited())
 
     def unlock(self, rank: int) -> None:
         """Has a rank break the lock."""
@@ -84,9 +88,9 @@ class Star:
 
     def leave(self, rank: int) -> Report | None:
         """Has a rank say goodbye; returns what it says before."""
-        due = self._do(rank, self.members[rank].leave())
+        report = self._do(rank, self.members[rank].leave())
         self.up[rank].append(Goodbye())
-        return due.report
+        return report
 
     def hear(self, rank: int) -> None:
         """Lets everything from one rank arrive."""
@@ -109,7 +113,9 @@ class Star:
         started = []
         while self.down[rank]:
             if isinstance(message := self.down[rank].popleft(), Plan):
-                started += self._do(rank, self.members[rank].follow(message)).buckets
+                before = len(self.flying[rank])
+                self._do(rank, self.members[rank].follow(message))
+                started += self.flying[rank][before:]
         return started
 
     def land(self, rank: int) -> None:
@@ -134,15 +140,19 @@ class Star:
                 self._do(rank, self.members[rank].refused(mine))
         return ended
 
-    def _do(self, rank: int, due: Due) -> Due:
-        if due.report is not None:
-            self.up[rank].append(due.report)
-            self.news.append((rank, due.report))
+    def _settle(self, rank: int, heard: Heard) -> None:
+        self._do(rank, self.members[rank].settle(heard))
+
+    def _do(self, rank: int, due: Due) -> Report | None:
+        """Carries out what is due; returns the first report of it."""
+        reports = [message for message in due.messages if isinstance(message, Report)]
+        self.up[rank] += due.messages
+        self.news += [(rank, report) for report in reports]
         self.flying[rank] += due.buckets
         for locked in due.words:
             self.news.append((rank, locked))
             self.words.setdefault((locked.lock, locked.index, locked.occurrence), {})[rank] = locked
-        return due
+        return reports[0] if reports else None
 
     def _finish(self, rank: int, bucket: Bucket) -> None:
         for entry in bucket.entries:

@@ -31,6 +31,7 @@ from coordd.negotiation.tensor_table import Entry
 from coordd.ops.handles import Handle, check_may_wait, raised_by_handler
 from coordd.ops.messages import Failure, Message, Refused
 from coordd.transport.shared_memory.host_memory import Commons
+from coordd.transport.shared_memory.loans import blank
 from coordd.transport.shared_memory.notes import Notes
 
 __all__ = ["Daemon"]
@@ -129,9 +130,10 @@ class Daemon:
     def allocate(self, size: int) -> np.ndarray:
         """Returns new zeroed memory for reductions, if possible shared by the ranks of this host.
 
-        If no more can be shared, it is private to this process; its reductions only take longer.
+        If no more can be shared, it is private to this process; its reductions only take longer. In a forked child it
+        is private, too: the neighbours' list of blocks is its parent's.
         """
-        if self._commons is not None:
+        if self._commons is not None and os.getpid() == self._pid:
             try:
                 return self._commons.heap.allocate(size)
             except OSError as error:
@@ -140,7 +142,7 @@ class Daemon:
 
     def blank(self, size: int) -> np.ndarray:
         """Returns uninitialised memory to be filled and sent once; to a rank of this host without a copy."""
-        return self._notes.loans.blank(size)
+        return self._notes.loans.blank(size) if os.getpid() == self._pid else blank(size)
 
     def set_window(self, seconds: float) -> None:
         """Sets the batching window, in seconds."""

@@ -330,14 +330,14 @@ class Loop:
 
     def _carry_out(self, due: Due) -> None:
         """Starts buckets, gives votes, and reports."""
-        if (due.words or due.report is not None) and self._blocks.told:
+        if (due.words or due.messages) and self._blocks.told:
             self._blocks.note_news(time.monotonic())
         for bucket in due.buckets:
             self._flights.start(bucket)
         for word in due.words:
             self._flights.give(word)
-        if due.report is not None:
-            self._tell(due.report)
+        for message in due.messages:
+            self._tell(message)
 
     def _announce(self) -> bool:
         """Takes the queued work and announces new tensors; returns whether there was any work."""
@@ -365,8 +365,8 @@ class Loop:
                 self._admit([item for item in items[:place] if isinstance(item, Entry)])
                 if isinstance(between, Refused):
                     self.refuse(between)
-                else:
-                    self._member.deadlocks.settle(between)
+                elif self._status.failure is None:
+                    self._carry_out(self._member.settle(between))
                 items = items[place + 1 :]
             entries = [item for item in items if isinstance(item, Entry)]
         self._admit(entries)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from coordd.daemon.operations import Operations
-from coordd.errors import CoorddError, DiscardedStepError, brief, is_deadlock
+from coordd.errors import CoorddError, DiscardedStepError, brief
 from coordd.negotiation.tensor_table import Site, show_site
 from coordd.ops.handles import Handle
 from coordd.ops.process_sets import ProcessSet
@@ -21,7 +20,6 @@ __all__ = [
     "given_up",
     "is_discarded",
     "of_step",
-    "past_deadlocks",
     "reduced_already",
     "tell",
 ]
@@ -97,16 +95,6 @@ def _origins(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-@contextmanager
-def past_deadlocks() -> Iterator[None]:
-    """Suppresses an error that a deadlock between ranks caused."""
-    try:
-        yield
-    except CoorddError as error:
-        if not is_deadlock(error):
-            raise
 
 
 def reduced_already() -> CoorddError:

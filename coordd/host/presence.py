@@ -14,14 +14,14 @@ __all__ = ["VARIABLE", "Presence", "tell"]
 VARIABLE = "_COORDD_PRESENCE"
 """Holds the path of the byte for the rank; processes that the rank starts have no use for it."""
 
-_AWAY, _PRESENT = b"\0", b"\1"
+_NEVER, _PRESENT, _AWAY = b"\0", b"\1", b"\2"
 
 
 class Presence:
     """The launcher's end."""
 
     def __init__(self) -> None:
-        """Creates the byte, where the system has anonymous memory files; elsewhere the rank always counts as away."""
+        """Creates the byte, where the system has anonymous memory files; elsewhere nothing is known of the rank."""
         self._descriptor = -1
         if hasattr(os, "memfd_create"):
             self._descriptor = os.memfd_create("coordd presence", os.MFD_CLOEXEC)
@@ -35,6 +35,11 @@ class Presence:
     def present(self) -> bool:
         """Whether the rank has called `init` and has not left."""
         return self._descriptor >= 0 and os.pread(self._descriptor, 1, 0) == _PRESENT
+
+    @property
+    def never(self) -> bool:
+        """Whether the rank has not called `init`."""
+        return self._descriptor >= 0 and os.pread(self._descriptor, 1, 0) in {_NEVER, b""}
 
 
 def tell(place: str, *, present: bool) -> None:

@@ -94,7 +94,8 @@ def _cause(record: Record) -> _Cause | None:
     """Returns the first failure of the most informative kind.
 
     The kinds, in order: an independent failure, an `MPI_Abort`, an exit without `shutdown` that made other ranks fail,
-    a rank that a consequence names, a consequence, an end on request.
+    a rank that a consequence names, a consequence, an exit without `init` after which the MPI launcher ended the other
+    ranks, an end on request.
     """
     failures = [_Cause(*end) for end in record.ended if end.outcome.failed]
     own = [end for end in failures if not end.outcome.told and not end.outcome.consequence]
@@ -102,7 +103,8 @@ def _cause(record: Record) -> _Cause | None:
     others = [end for end in failures if not end.outcome.told]
     named = _named(others)
     left = _left(record, {cause.rank for cause in named})
-    return next(chain(own, _aborted(record.said), left, named, others, told), None)
+    absent = _absent(record) if told else []
+    return next(chain(own, _aborted(record.said), left, named, others, absent, told), None)
 
 
 def _aborted(said: list[str]) -> list[_Cause]:
@@ -124,6 +126,15 @@ def _left(record: Record, named: set[int]) -> list[_Cause]:
     if len(left) == record.size:
         return []
     return sorted(left, key=lambda cause: cause.rank not in named)
+
+
+def _absent(record: Record) -> list[_Cause]:
+    """Returns the ranks that exited with code 0 and had not called `init`.
+
+    An MPI launcher then ends the ranks that wait in `init`, without a word.
+    """
+    text = "exited with code 0 without calling init(), in which other ranks waited for it"
+    return [_Cause(end.rank, Outcome(1), text) for end in record.ended if end.outcome.absent]
 
 
 def _named(failures: list[_Cause]) -> list[_Cause]:

@@ -65,7 +65,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def _written(outcome: Outcome) -> bytes:
-    numbers = (b"%d" % number for number in (*outcome[:4], outcome.left))
+    numbers = (b"%d" % number for number in (*outcome[:4], outcome.left, outcome.absent))
     texts = (outcome.exception, outcome.last)
     words = (text.encode(errors="replace").translate(None, b"\n" + _FIELD)[: TEXT // 2] for text in texts)
     return _FIELD.join([*numbers, *words])
@@ -87,9 +87,9 @@ def _read(rank: int, kind: bytes, payload: bytes) -> Frame:
         host, note = payload.decode().split("\x1f")
         return Started(rank, host, note)
     if kind == b"f":
-        code, signal, told, consequence, left, *texts = payload.decode(errors="replace").split("\x1f")
-        exception, last = texts
-        outcome = Outcome(int(code), int(signal), told == "1", consequence == "1", exception, last, left == "1")
+        *numbers, exception, last = payload.decode(errors="replace").split("\x1f")
+        code, signal, told, consequence, left, absent = map(int, numbers)
+        outcome = Outcome(code, signal, bool(told), bool(consequence), exception, last, bool(left), bool(absent))
         return Ended(rank, outcome)
     return Output(rank, int(kind[:1]), Piece(payload, _CLOSERS[kind[1:]]))
 

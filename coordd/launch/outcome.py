@@ -20,6 +20,7 @@ class Outcome(NamedTuple):
         last: the last line on standard error, or "".
         left: the command exited with code 0 between `init` and `shutdown`, as `os._exit(0)` does, so that ranks that
             still need it fail.
+        absent: the command exited with code 0 and had not called `init`.
     """
 
     code: int = 0
@@ -29,6 +30,7 @@ class Outcome(NamedTuple):
     exception: str = ""
     last: str = ""
     left: bool = False
+    absent: bool = False
 
     @property
     def failed(self) -> bool:

@@ -131,8 +131,9 @@ class Rank:
         words = self._relay.words
         told = self._asked > 0
         exception = words.exception if code or words.exception.startswith("Fatal") else ""
-        left = not code and not number and not told and self._presence.present
-        return Outcome(code, number, told, words.consequence, exception, words.last, left)
+        well = not code and not number and not told
+        left, absent = well and self._presence.present, well and self._presence.never
+        return Outcome(code, number, told, words.consequence, exception, words.last, left, absent)
 
     def _sweep(self) -> None:
         """Ends the command's remaining processes, and forwards the output that they still write."""

@@ -19,6 +19,7 @@ from coordd.ops.messages import (
     Account,
     Blocked,
     Failure,
+    Flushed,
     Goodbye,
     Hello,
     Inquiry,
@@ -117,7 +118,7 @@ class Foreman:
         match message:
             case Report():
                 self._tally.hear(child, message)
-            case Goodbye() | Overdue() | Refused() | Blocked():
+            case Goodbye() | Overdue() | Refused() | Flushed() | Blocked():
                 self._gather(child, message)
             case Hello() | Muster():
                 self._arrive(message.by_rank() if isinstance(message, Muster) else {child: message})
@@ -129,7 +130,7 @@ class Foreman:
             case _:
                 self._up.append(message)
 
-    def _gather(self, child: int, message: Goodbye | Overdue | Refused | Blocked) -> None:
+    def _gather(self, child: int, message: Goodbye | Overdue | Refused | Flushed | Blocked) -> None:
         match message:
             case Goodbye():
                 self._leaving |= self._speakers(child, message.ranks)
@@ -137,7 +138,8 @@ class Foreman:
                     self._senders.append(Goodbye(mask(self._speakers(child, message.ranks)), message.traffic))
             case Overdue():
                 self._note_complaint(child, message)
-            case Refused():  # flush first: a join that arrives later, but goes up earlier, would complete the call
+            # Flush first: a join that arrives later, but goes up earlier, would complete a call that is refused.
+            case Refused() | Flushed():
                 self._up += [*self._blocked.freed(), *self._tally.turn(late=True), message]
             case Blocked():
                 self._blocked.hear(self._speakers(child, message.ranks), message)

@@ -21,6 +21,7 @@ from coordd.ops.messages import (
     Blocked,
     Expecting,
     Failure,
+    Flushed,
     Goodbye,
     Hello,
     Inquiry,
@@ -128,7 +129,7 @@ class Coordinator:
         """Processes one message of a reporter."""
         self._heard = True
         match message:
-            case Report() | Refused() | Blocked() | Goodbye() | Expecting():
+            case Report() | Refused() | Flushed() | Blocked() | Goodbye() | Expecting():
                 self._negotiate(voice, message)
             case Hello() | Muster():
                 self._greet(message.by_rank() if isinstance(message, Muster) else {voice: message})
@@ -143,12 +144,14 @@ class Coordinator:
             case _:
                 self._pass_on(message)
 
-    def _negotiate(self, voice: int, message: Report | Refused | Blocked | Goodbye | Expecting) -> None:
+    def _negotiate(self, voice: int, message: Report | Refused | Flushed | Blocked | Goodbye | Expecting) -> None:
         match message:
             case Report():
                 self._negotiator.hear(voice, message)
             case Refused():
                 self._negotiator.refuse(message)
+            case Flushed():
+                self._negotiator.acknowledge(1 << message.rank, message.plan)
             case Blocked():
                 self._negotiator.note_blocked(self._speakers(voice, message.ranks), message)
             case Goodbye():

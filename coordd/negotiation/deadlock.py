@@ -170,6 +170,8 @@ class HeardDeadlocks:
         missed: by plan, and by name and process set, the failed operations that this rank had not submitted, until the
             script is notified of that deadlock.
         later: takes a notification, and calls `settle` after everything that was submitted before.
+        unsettled: the plans that ended a deadlock with an error for this rank, of which the script was not notified;
+            for the thread of the daemon only.
     """
 
     def __init__(self) -> None:
@@ -177,11 +179,13 @@ class HeardDeadlocks:
         self._heard: dict[tuple[int, ...], int] = {}
         self.missed: dict[int, dict[tuple[str, tuple[int, ...]], Response]] = {}
         self.later: Callable[[Heard], None] = self.settle
+        self.unsettled: set[int] = set()
 
     def note(self, rank: int, plan: Plan) -> None:
         """Records the operations and process sets that deadlocks failed, if this rank had submitted any of them."""
         concerned = {response.deadlock for response in plan.responses if rank in response.recipients}
         concerned |= {plan.sequence for each in plan.unmatched if each.rank == rank}
+        self.unsettled |= concerned & {plan.sequence}
         for number in concerned - {-1}:
             failed = [response for response in plan.responses if response.deadlock == number]
             sets = {response.request.members: number for response in failed}
@@ -227,8 +231,9 @@ class HeardDeadlocks:
         self.later(Heard(plan))
 
     def settle(self, heard: Heard) -> None:
-        """Notes that everything submitted from now on was submitted after the notification."""
+        """Notes that everything submitted from now on was submitted after the notification, or a later one."""
         self.missed.pop(heard.plan, None)
+        self.unsettled = {plan for plan in self.unsettled if plan > heard.plan}
 
     def forget(self, joined: tuple[int, ...]) -> None:
         """Drops the deadlocks of process sets whose members have all joined: ranks that joined early know of none."""
@@ -236,6 +241,8 @@ class HeardDeadlocks:
             for members in list(known):  # the script may be notified of another one meanwhile
                 if _within(members, joined):
                     known.pop(members, None)
+        if not joined:
+            self.unsettled.clear()
         self.missed = {
             number: {key: response for key, response in missed.items() if not _within(key[1], joined)}
             for number, missed in self.missed.items()

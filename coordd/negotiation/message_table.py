@@ -104,8 +104,9 @@ class Negotiator:
         self.leavers = Leavers()
         self._owed = Owed()
         self._refusals = Refusals()
-        self._parts = RefusedParts(self._everybody)
+        self._parts = RefusedParts()
         self._restarts: deque[tuple[int, int]] = deque()  # plans by which ranks got errors, latest first
+        self._unflushed: dict[int, int] = {}  # by plan, the ranks that have yet to acknowledge it
         self._blocked = BlockedRanks()
         self._replaced: deque[_Former] = deque()
         self._seen = [0] * len(self._voices)
@@ -154,7 +155,23 @@ class Negotiator:
         self.leavers.leave(ranks, traffic or Traffic())
         self._refusals.leave(ranks)
         self._parts.leave(ranks, self._everybody)
+        for plan in [*self._unflushed]:
+            self.acknowledge(ranks, plan)
         self._settle_all()
+
+    def acknowledge(self, ranks: int, plan: int) -> None:
+        """Records that ranks have announced all that they submitted before they carried out a plan, or have left.
+
+        Args:
+            ranks: their bit mask.
+            plan: its number.
+        """
+        self._parts.acknowledge(ranks, plan)
+        self._owed.acknowledge(ranks, plan)
+        self._unflushed[plan] = self._unflushed.get(plan, 0) & ~ranks
+        if not self._unflushed[plan]:
+            del self._unflushed[plan]
+            self._restarts = deque(each for each in self._restarts if each[0] != plan)
 
     def refuse(self, refused: Refused) -> None:
         """Fails a collective call or operations that a rank has refused, including later announcements of them.
@@ -179,9 +196,9 @@ class Negotiator:
     def _refuse_part(self, refused: Refused, name: str) -> None:
         """Fails an operation after a rank has refused its part, for ranks that have announced it or will."""
         rank, wanted = 1 << refused.rank, self._mask(refused.members)
-        if self._parts.claim(name, refused.members, rank, self._sequence):  # another rank had refused it before
+        if self._parts.claim(name, refused.members, rank):  # another rank had refused it before
             return
-        if self._owed and self._owed.discharge(refused.rank, name, wanted, refused.seen):
+        if self._owed and self._owed.discharge(refused.rank, name, wanted):
             return
         for slot in self._slots_of_refused(name):
             self._spell_out(slot)
@@ -194,10 +211,23 @@ class Negotiator:
             self._drop_unfinished(entry)
             self._refused.append(answer(refused, entry.first.request, entry.told))
         told = {entry.name: entry.told for entry in entries}
-        before = {each: plan for plan, ranks in self._restarts if refused.seen < plan for each in bits(ranks)}
-        self._parts.enter(refused, name, wanted, wanted & ~(gone | rank), told, before=before)
+        over, before = self._restarted_since(rank)
+        self._parts.enter(refused, name, wanted, wanted & ~(gone | rank | over), told, before=before)
         for entry in [entry for each in names for entry in self._table.get(each, {}).values()]:
             self._refuse_elsewhere(entry.name, entry.members, entry.told)
+
+    def _restarted_since(self, rank: int) -> tuple[int, dict[int, int]]:
+        """Returns the ranks that restarted after an error that ``rank``, a bit mask, had not got when it refused.
+
+        Returns:
+            the ranks that have acknowledged the plan with that error, as a bit mask; and the plan, for the others.
+        """
+        over, before = 0, dict[int, int]()
+        for plan, ranks in self._restarts:
+            if (unflushed := self._unflushed.get(plan, 0)) & rank:
+                over |= ranks & ~unflushed
+                before |= dict.fromkeys(bits(ranks & unflushed), plan)
+        return over, before
 
     def _refuse_elsewhere(self, name: str, members: tuple[int, ...], told: int) -> None:
         """Rejects an operation also with the process set with which other ranks announce it.
@@ -259,8 +289,8 @@ class Negotiator:
 
         A rank that gets no error now, because it has announced none of them, gets one when it does. A rank that gets an
         error, and has yet to announce another of these operations, gets an error for that one if it announces it before
-        it has carried out the plan with the errors: its script has not continued yet. The same holds for ranks that are
-        ``informed`` by another error.
+        it acknowledges the plan with the errors: its script has not got the error yet. The same holds for ranks that
+        are ``informed`` by another error.
         """
         for slot in bits(self._announced_by_any()):
             self._spell_out(slot)
@@ -317,6 +347,9 @@ class Negotiator:
         self._complete.clear()
         lock = self._lock(earnest, responses) if self._latch.watching else ()
         self._forget()
+        flush = self._owed.expiring(self._sequence) or self._parts.expiring(self._sequence)
+        if flush := flush or any(plan == self._sequence for plan, _ in self._restarts):
+            self._unflushed[self._sequence] = self._everybody & ~self._left
         return Plan(
             sequence=self._sequence,
             hits=mask(hits),
@@ -327,6 +360,7 @@ class Negotiator:
             unlock=self._latch.tell(),
             unmatched=unmatched,
             left=left,
+            flush=flush,
         )
 
     def waiting(self, ranks: int) -> list[Waiting]:
@@ -404,7 +438,7 @@ class Negotiator:
             self._note_site(slot, ranks, announcement.site)
         if self._latch.overtakes(request, seen):
             return
-        if (self._owed or self._refusals or self._parts) and not (ranks := self._not_refused(ranks, request, seen)):
+        if (self._owed or self._refusals or self._parts) and not (ranks := self._not_refused(ranks, request)):
             return
         if slot >= 0 and not (self._left or self._absence) and request.name not in self._table:
             if known:
@@ -495,13 +529,12 @@ class Negotiator:
         for rank in bits(members & ~told):
             self._owed.enter(rank, refusal, self._left)
 
-    def _not_refused(self, ranks: int, request: Request, seen: int) -> int:
+    def _not_refused(self, ranks: int, request: Request) -> int:
         """Fails announcements of refused operations, or that contradict an operation that failed before they came.
 
         Args:
             ranks: bit mask of the ranks that announce.
             request: the announced request.
-            seen: the last plan that they had carried out.
 
         Returns:
             the other ranks.
@@ -509,22 +542,22 @@ class Negotiator:
         if request.call in self._refusals:
             self._refused.append(self._refusals.response(request, ranks))
             return 0
-        ranks = self._claim_refusals(ranks, request, seen)
+        ranks = self._claim_refusals(ranks, request)
         if self._parts and ranks:
             before = self._table.get(request.name, {}).get(request.members)
             self._refuse_elsewhere(request.name, request.members, ranks | (before.told if before else 0))
-            ranks = self._claim_refusals(ranks, request, seen)
+            ranks = self._claim_refusals(ranks, request)
         members = self._mask(request.members)
         for rank in bits(ranks):
-            if (refusal := self._owed.claim(rank, request.name, members, seen)) is not None:
+            if (refusal := self._owed.claim(rank, request.name, members)) is not None:
                 self._refused.append(refusal)
                 self._parts.inform(1 << rank if refusal.deadlock >= 0 else 0)
                 ranks &= ~(1 << rank)
         return ranks
 
-    def _claim_refusals(self, ranks: int, request: Request, seen: int) -> int:
+    def _claim_refusals(self, ranks: int, request: Request) -> int:
         """Fails announcements of operations that a rank has refused; returns the other ranks."""
-        for refused, concerned in self._parts.claim(request.name, request.members, ranks, seen):
+        for refused, concerned in self._parts.claim(request.name, request.members, ranks):
             self._refused.append(answer(refused, request, concerned))
             ranks &= ~concerned
         return ranks
@@ -600,9 +633,3 @@ class Negotiator:
         while self._replaced and self._replaced[0].sequence <= oldest:
             self._replaced.popleft()
         self._latch.forget(oldest)
-        while self._restarts and self._restarts[-1][0] <= oldest:
-            self._restarts.pop()
-        if self._owed:
-            self._owed.forget(oldest)
-        if self._parts:
-            self._parts.expire(oldest)

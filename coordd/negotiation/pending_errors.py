@@ -17,8 +17,7 @@ __all__ = ["Owed"]
 class _Refusal(NamedTuple):
     """The pending error of a rank, and the bit mask of the ranks that had left when it was created.
 
-    With a plan ``before``, it applies only to announcements that the rank makes before it has carried out that plan; -1
-    for all.
+    With a plan ``before``, it applies only to announcements from before the rank acknowledges that plan; -1 for all.
     """
 
     response: Response
@@ -47,20 +46,20 @@ class Owed:
             rank: the rank that gets it.
             refusal: the error.
             left: bit mask of the ranks that have left.
-            before: the error applies only to announcements before the rank has carried out this plan; -1 for all.
+            before: the error applies only to announcements from before the rank acknowledges this plan; -1 for all.
         """
         self._refusals.setdefault((refusal.request.name, rank), deque()).append(_Refusal(refusal, left, before))
 
-    def discharge(self, rank: int, name: str, members: int, seen: int) -> bool:
+    def discharge(self, rank: int, name: str, members: int) -> bool:
         """Drops a rank's pending errors for an operation or group that it refuses; returns whether there were any.
 
         The other members have got the error for that part already. The arguments are those of `claim`.
         """
         names = [each for each in self.names if covers(name, each)]
-        dropped = [each for each in names if self.claim(rank, each, members, seen) is not None]
+        dropped = [each for each in names if self.claim(rank, each, members) is not None]
         return bool(dropped)
 
-    def claim(self, rank: int, name: str, members: int, seen: int) -> Response | None:
+    def claim(self, rank: int, name: str, members: int) -> Response | None:
         """Removes and returns the pending error for a rank's announcement; None if there is none.
 
         Args:
@@ -68,13 +67,11 @@ class Owed:
             name: of the operation.
             members: of the process set, as a bit mask; the error applies if the announcement would have contradicted
                 theirs.
-            seen: the last plan that the rank had carried out when it announced.
         """
-        owed = self._refusals.get((name, rank), deque())
-        found = next((each for each in owed if not 0 <= each.before <= seen), None)
-        if found is None or not members & members_mask(found.response.recipients) or members & found.left:
+        owed = self._refusals.get((name, rank))
+        if not owed or not members & members_mask(owed[0].response.recipients) or members & owed[0].left:
             return None
-        owed.remove(found)
+        found = owed.popleft()
         if not owed:
             del self._refusals[name, rank]
         return msgspec.structs.replace(found.response, recipients=(rank,))
@@ -104,7 +101,14 @@ class Owed:
                 if before < 0 and response.deadlock >= 0 and ranks >> rank & 1 and others:
                     owed[place] = owed[place]._replace(before=plan)
 
-    def forget(self, oldest: int) -> None:
-        """Drops errors that apply only to announcements before a plan that all ranks have carried out (``oldest``)."""
-        kept = {key: [each for each in owed if not 0 <= each.before <= oldest] for key, owed in self._refusals.items()}
+    def expiring(self, plan: int) -> bool:
+        """Returns whether errors apply only until ranks acknowledge a plan."""
+        return any(refusal.before == plan for owed in self._refusals.values() for refusal in owed)
+
+    def acknowledge(self, ranks: int, plan: int) -> None:
+        """Drops the errors that apply only until ranks, a bit mask, acknowledge a plan."""
+        kept = {
+            (name, rank): [each for each in owed if each.before != plan or not ranks >> rank & 1]
+            for (name, rank), owed in self._refusals.items()
+        }
         self._refusals = {key: deque(owed) for key, owed in kept.items() if owed}

@@ -35,7 +35,7 @@ class _Part:
         wanted: the members, as a bit mask.
         inside: the members that have yet to announce their part, or all of it.
         heard: by rank, how many operations of the group it has announced.
-        before: by rank, the plan from which on its announcements are unrelated to this one.
+        before: by rank, the plan with whose acknowledgement the rank's part of this operation is over.
     """
 
     first: Refused
@@ -44,12 +44,9 @@ class _Part:
     heard: Counter[int] = field(default_factory=Counter)
     before: dict[int, int] = field(default_factory=dict)
 
-    def expire(self, ranks: int, seen: int) -> None:
-        """Records that ranks, a bit mask, have carried out a plan, from which on this part does not apply to some."""
-        for rank, plan in [*self.before.items()]:
-            if ranks >> rank & 1 and plan <= seen:
-                self.inside &= ~(1 << rank)
-                del self.before[rank]
+    def acknowledge(self, ranks: int, plan: int) -> None:
+        """Records that ranks, a bit mask, have acknowledged a plan."""
+        self.inside &= ~sum(1 << rank for rank, known in self.before.items() if known == plan and ranks >> rank & 1)
 
     def hear(self, ranks: int, size: int) -> None:
         """Records that ranks have announced an operation of a group of ``size``; merged reports change their order."""
@@ -110,12 +107,10 @@ class RefusedParts:
     the n-th operation of a name is the same one on all members, whether they announce or refuse it.
     """
 
-    def __init__(self, everybody: int) -> None:
-        """Starts without refusals; ``everybody`` is the bit mask of all ranks."""
-        self._everybody = everybody
+    def __init__(self) -> None:
         self._parts: dict[_Key, list[_Part]] = {}
         self._sets: dict[str, dict[tuple[int, ...], None]] = {}
-        self._unmet: dict[int, int] = {}  # by rank, the ranks that it has not met since the error of a deadlock
+        self._restarted = 0  # ranks that got the error of a deadlock, until they meet others at a barrier
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -142,8 +137,7 @@ class RefusedParts:
             wanted: bit mask of its members.
             inside: bit mask of the members that may still announce theirs.
             told: by name, bit mask of the members that have announced it.
-            before: by rank, the plan from which on its announcements are unrelated; only for ranks that have such a
-                plan.
+            before: by rank, the plan with whose acknowledgement its part is over; only for ranks that have such a plan.
         """
         part = _Part(refused, wanted, inside, before=dict(before))
         for each, ranks in told.items():
@@ -154,14 +148,13 @@ class RefusedParts:
             if not is_unnamed(name):
                 self._sets.setdefault(name, {})[refused.members] = None
 
-    def claim(self, name: str, members: tuple[int, ...], ranks: int, seen: int) -> list[tuple[Refused, int]]:
+    def claim(self, name: str, members: tuple[int, ...], ranks: int) -> list[tuple[Refused, int]]:
         """Removes and returns the refusals for ranks that announce or refuse their part, with the ranks of each.
 
         Args:
             name: of the operation, or of the group.
             members: of the process set.
             ranks: bit mask of the ranks that announce or refuse it.
-            seen: the last plan that they had carried out by then.
         """
         if not self._parts:
             return []
@@ -169,7 +162,6 @@ class RefusedParts:
         group, size = group_of(name)
         for key, count in (((name, members), 1), ((group, members), size)):
             for part in self._parts.get(key, ()):
-                part.expire(ranks, seen)
                 if concerned := part.inside & ranks:
                     found.append((part.first, concerned))
                     part.hear(concerned, count)
@@ -202,7 +194,7 @@ class RefusedParts:
         return None
 
     def restart(self, ranks: int, plan: int) -> None:
-        """Records that ranks get errors by a plan and restart: after it, refusals from before do not apply to them.
+        """Records that ranks get errors by a plan and restart: earlier refusals apply until they acknowledge it.
 
         Args:
             ranks: their bit mask.
@@ -214,29 +206,31 @@ class RefusedParts:
 
     def inform(self, ranks: int) -> None:
         """Records that ranks, a bit mask, get the error of a deadlock, and may give up operations because of it."""
-        self._unmet |= dict.fromkeys(bits(ranks), self._everybody)
+        self._restarted |= ranks
 
     def meet(self, ranks: int, plan: int) -> None:
         """Records that ranks met at a barrier in a plan.
 
-        After it, earlier refusals do not apply to those that got the error of a deadlock since they last met the
-        refusing rank: they have given up their parts of the operations, which that rank may not have known.
+        Ranks that got the error of a deadlock since they last met others have given up operations, and the refusing
+        rank may not have known of that. So its refusals apply to them only until they acknowledge the plan.
 
         Args:
             ranks: those of the barrier, as a bit mask.
             plan: its number.
         """
-        for part in self._all() if self._unmet else ():
-            met = bits(part.inside & ranks) if ranks >> part.first.rank & 1 else ()
-            given_up = [rank for rank in met if self._unmet.get(rank, 0) >> part.first.rank & 1]
-            part.before |= {rank: plan for rank in given_up if rank not in part.before}
-        left = {rank: unmet & ~ranks if ranks >> rank & 1 else unmet for rank, unmet in self._unmet.items()}
-        self._unmet = {rank: unmet for rank, unmet in left.items() if unmet}
-
-    def expire(self, oldest: int) -> None:
-        """Records that all ranks have carried out a plan."""
         for part in self._all():
-            part.expire(-1, oldest)
+            if ranks >> part.first.rank & 1:
+                part.before |= dict.fromkeys(bits(part.inside & ranks & self._restarted), plan)
+        self._restarted &= ~ranks
+
+    def expiring(self, plan: int) -> bool:
+        """Returns whether refusals apply to some ranks only until these acknowledge a plan."""
+        return any(plan in part.before.values() for part in self._all())
+
+    def acknowledge(self, ranks: int, plan: int) -> None:
+        """Records that ranks, a bit mask, have acknowledged a plan."""
+        for part in self._all():
+            part.acknowledge(ranks, plan)
         for key in [*self._parts]:
             self._forget(key)
 

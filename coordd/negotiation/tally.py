@@ -109,8 +109,7 @@ class Tally:
         if any(told.request.kind is Kind.JOIN for told in report.fresh):
             self._join(ranks, report)
         elif report.fresh and report.seen < self._dated:
-            # Announcements of tensors that are locked, or that have failed in a deadlock, do not count, and only the
-            # date shows that.
+            # Announcements of tensors that are locked do not count, and only the date shows that.
             self._out.append(self._report(seen=report.seen, fresh=report.fresh, ranks=ranks))
         elif len(report.fresh) >= self._batch:
             self._add(ranks, report.fresh)
@@ -129,8 +128,7 @@ class Tally:
         Announcements from before the plan are reported first if they could be misunderstood afterwards.
         """
         slots = sum(1 << slot for slot in {response.slot for response in plan.responses if response.slot >= 0})
-        failed = [response.request.name for response in plan.responses if response.deadlock >= 0]
-        if plan.lock or failed or slots & self._held:
+        if plan.lock or slots & self._held:
             self._flush()
         hits = int.from_bytes(plan.hits, "little") | int.from_bytes(plan.voids, "little")
         for slot in bits(hits) if self._tensors else ():
@@ -143,9 +141,6 @@ class Tally:
             self._forget(response)
             if response.slot >= 0:
                 self._learn(response.slot, response.request)
-        if failed:
-            self._dated = self._last_change = self._seen
-            self._changed |= {self._slots[name]: self._seen for name in failed if name in self._slots}
         if plan.lock:
             self._lock([slot for group in plan.lock for slot in group])
 

@@ -19,7 +19,7 @@ import msgspec
 
 from coordd.errors import CoorddError, MismatchError, RefusedError, ShutdownError
 from coordd.negotiation.bucket import Bucket, Locked
-from coordd.negotiation.deadlock import HeardDeadlocks
+from coordd.negotiation.deadlock import Heard, HeardDeadlocks
 from coordd.negotiation.fusion import buckets
 from coordd.negotiation.locked_plan import Lock
 from coordd.negotiation.response_cache import ResponseCache
@@ -27,7 +27,7 @@ from coordd.negotiation.sequence_numbers import Numbering
 from coordd.negotiation.stand_in import stand_in
 from coordd.negotiation.tensor_table import Entry, TensorTable, announced
 from coordd.negotiation.wire import bits
-from coordd.ops.messages import SILENT_PLANS, Kind, Plan, Refused, Report, Response
+from coordd.ops.messages import SILENT_PLANS, Flushed, Kind, Plan, Refused, Report, Response
 
 __all__ = ["Bucket", "Due", "Locked", "Member"]
 
@@ -35,11 +35,11 @@ __all__ = ["Bucket", "Due", "Locked", "Member"]
 class Due(msgspec.Struct, frozen=True):
     """What a rank has to do now.
 
-    A report to send, if there is one; negotiated ``buckets``, to start in this order; and votes (``words``), to give at
-    once.
+    ``messages`` to send, in this order; negotiated ``buckets``, to start in this order; and votes (``words``), to give
+    at once.
     """
 
-    report: Report | None = None
+    messages: list[Report | Flushed] = []
     buckets: list[Bucket] = []
     words: list[Locked] = []
 
@@ -69,6 +69,8 @@ class Member:
         self.hits = self.misses = 0
         """How many announced tensors were cached, and how many were spelled out."""
         self._unlock: tuple[int, int] | None = None
+        self._flushes: list[int] = []  # plans to acknowledge
+        self._later: list[Entry] = []  # submitted after a plan that is not acknowledged yet because votes are open
         self._left = False
         self._joined: set[tuple[int, ...]] = set()
         self._joining: list[Entry] = []
@@ -92,6 +94,8 @@ class Member:
         for entry in self.table.admit(entries):
             if self.deadlocks.missed and (failed := self.deadlocks.claim(entry.request)) is not None:
                 self._fail(entry, failed)
+            elif self._flushes and self._settled():
+                self._later.append(entry)
             else:
                 self._sort(entry)
         return self._due()
@@ -117,12 +121,15 @@ class Member:
                 self._cache.store(response)
         found = self._buckets(agreed, plan.fusion_bytes)
         self._end_joins({response.request.members for response in agreed if response.request.kind is Kind.JOIN})
-        if self._lock is not None and self._lock.number == plan.unlock:
-            self._break()
-            self._unlock = None  # the coordinator knows
-        if plan.lock:
-            self._enter(Lock(plan.sequence, plan.lock))
+        self._update_lock(plan)
         return self._due(found)
+
+    def settle(self, heard: Heard) -> Due:
+        """Records that everything submitted from now on was submitted after the script was notified of a deadlock."""
+        self.deadlocks.settle(heard)
+        if self._flushes:
+            self._break()
+        return self._due()
 
     def awaited(self) -> Due:
         """Records that a thread waits, after everything that was submitted before has been announced.
@@ -157,13 +164,13 @@ class Member:
         return self.unlock()
 
     def told(self, refused: Refused) -> Refused | None:
-        """Adds the last seen plan to a refusal before it is sent; None if the other ranks know already.
+        """Returns a refusal as it is sent; None if the other ranks know already.
 
         They know of operations that failed in a deadlock, as long as the script has not been informed of the deadlock.
         """
         names = tuple(name for name in refused.names if not self.deadlocks.claim_refused(name, refused.members))
         known = refused.names and not names
-        return None if known else msgspec.structs.replace(refused, names=names, seen=self._seen)
+        return None if known else msgspec.structs.replace(refused, names=names)
 
     def _fail_refused(self, entries: Iterable[Entry]) -> list[Entry]:
         """Fails the entries of a call that this rank has refused; returns the rest."""
@@ -208,10 +215,32 @@ class Member:
         return self._due()
 
     def _due(self, found: list[Bucket] | None = None) -> Due:
-        """Collects the report, the buckets and the votes."""
+        """Collects the messages, the buckets and the votes."""
         report = self._report()
+        messages: list[Report | Flushed] = [] if report is None else [report]
+        if self._flushes and not self._locks:
+            messages += self._acknowledge()
         words, self._words = self._words, []
-        return Due(report, found or [], words)
+        return Due(messages, found or [], words)
+
+    def _settled(self) -> list[int]:
+        """Returns the plans to acknowledge whose errors the script has got."""
+        return [plan for plan in self._flushes if plan not in self.deadlocks.unsettled]
+
+    def _acknowledge(self) -> Iterable[Report | Flushed]:
+        """Yields the acknowledgements, after all that was submitted before, and a report of what was submitted since.
+
+        Only while no vote is open: tensors voted on may yet have to be announced before.
+        """
+        settled = self._settled()
+        self._flushes = [plan for plan in self._flushes if plan not in settled]
+        if not self._left:
+            yield from (Flushed(self.rank, plan) for plan in settled)
+        later, self._later = self._later, []
+        for entry in later:
+            self._sort(entry)
+        if (report := self._report()) is not None:
+            yield report
 
     def _report(self) -> Report | None:
         untold, self._untold = self._untold, []
@@ -263,24 +292,36 @@ class Member:
         for members in sets:
             self.deadlocks.forget(members)
 
+    def _update_lock(self, plan: Plan) -> None:
+        """Ends or begins a lock as a plan says."""
+        if self._lock is not None and self._lock.number == plan.unlock:
+            self._break()
+            self._unlock = None  # the coordinator knows
+        if plan.lock:
+            self._enter(Lock(plan.sequence, plan.lock))
+        if plan.flush:
+            self._flushes.append(plan.sequence)
+            self._break()  # what a lock holds has not been announced
+
     def _enter(self, lock: Lock) -> None:
         """Begins a lock: its tensors that are announced and not released count as submitted just now.
 
         So do joins, which this rank has announced after them.
         """
         self._lock = self._locks[lock.number] = lock
-        self._joining = [entry for entry in self.table if entry.request.kind is Kind.JOIN and not entry.released]
+        pending = [entry for entry in self.table if not entry.released and entry not in self._later]
+        self._joining = [entry for entry in pending if entry.request.kind is Kind.JOIN]
         names = {self._cache.request(slot).name for slot in lock.slots}
         if refused := self._refused_names & names:
             # Tensors that this rank has submitted since do not match the other ranks' announcements.
             self._refused_names -= refused
             self._break()
-        taken_back = [entry for entry in self.table if entry.request.name in names and not entry.released]
+        taken_back = [entry for entry in pending if entry.request.name in names]
         for entry in self._fail_refused(taken_back) if self._refused_calls else taken_back:
             self._sort(entry)
         # A thread that began to wait before the lock is not reported again.
         waited = lock.partial and any(entry.awaited and not entry.released for entry in self.table)
-        if waited or self._left or self._joined:
+        if waited or self._left or self._joined or self._settled():
             self._break()
         self._join()
 

@@ -20,6 +20,7 @@ __all__ = [
     "Blocked",
     "Expecting",
     "Failure",
+    "Flushed",
     "Goodbye",
     "Hello",
     "Inquiry",
@@ -200,7 +201,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     ``voids`` are the slots of operations that end without a result, because all members have only fillers. ``lock`` are
     the slots, by bucket, that are no longer negotiated; the lock's number is this plan's sequence, and the plan that
     ends it has that number in ``unlock``. ``unmatched`` are sends and receives that fail, and ``left`` are ranks that
-    have left, if any rank has asked for them by `Expecting`.
+    have left, if any rank has asked for them by `Expecting`. With ``flush`` every rank acknowledges the plan by
+    `Flushed`.
     """
 
     sequence: int
@@ -213,6 +215,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     unlock: int = 0
     unmatched: tuple[Unmatched, ...] = ()
     left: tuple[Left, ...] = ()
+    flush: bool = False
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -261,8 +264,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     ``call`` is the call's id, equal on all members, and ``members`` its process set, empty for the whole world. Each
     member that leaves the call by an exception sends this once, after everything that it has announced as part of the
     call. Without a call, ``names`` are operations and groups: the message stands in place of the rank's announcement of
-    each. ``reason`` is a sentence about the rank, without its number. ``seen`` is the last plan that it had carried
-    out.
+    each. ``reason`` is a sentence about the rank, without its number.
     """
 
     rank: int
@@ -270,7 +272,16 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     reason: str
     members: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-    seen: int = 0
+
+
+class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
+    """A rank has announced all that it submitted before it carried out a plan.
+
+    If the plan gave the rank the error of a deadlock, also all that its script submitted before it got that error.
+    """
+
+    rank: int
+    plan: int
 
 
 class Loss(msgspec.Struct, frozen=True, array_like=True, tag="loss"):
@@ -421,6 +432,7 @@ Message = (
     | Welcome
     | Goodbye
     | Refused
+    | Flushed
     | Loss
     | Abort
     | Overdue

@@ -27,7 +27,6 @@ from coordd.gradients.discard_step import (
     given_up,
     is_discarded,
     of_step,
-    past_deadlocks,
     reduced_already,
 )
 from coordd.negotiation.tensor_table import show_site
@@ -347,9 +346,8 @@ class Reducer(Placement):
             return
         if self._discarded is not None and not answered and (error is None or of_step(error, own=self._abandoned)):
             return
-        while self._abandoned:  # ranks that got an error in another operation may discard the previous step only now
-            with past_deadlocks():
-                self.drop()
+        if self._abandoned:
+            self.drop()
         if self.complete:
             raise reduced_already()
         if not self._begun:
@@ -359,20 +357,26 @@ class Reducer(Placement):
         self._answered = True
 
     def _end_abandoned(self) -> None:
-        """Waits until the other ranks have discarded the step too; raises the error if ranks wait for each other."""
+        """Waits until the other ranks have discarded the step too.
+
+        If they wait for this rank in another operation, that fails, and they discard the step only then. This rank goes
+        on to wait for them: it has nothing else to do for this step.
+        """
+        while (error := self._wait_abandoned()) is not None and is_deadlock(error):
+            self._clear()  # a new pass may have computed gradients
+            with self.channel.daemon.unbroken(_DISCARDING):
+                self._discard_all()
+                self._told.tell_again()
+        self.consistency.begin_again()  # the comparison may have failed after the other operations
+        self.reset()
+
+    def _wait_abandoned(self) -> BaseException | None:
+        """Waits for this rank's part of an abandoned step; returns the first error."""
         self.underway.wait()
         error = self.underway.failed
         if error is None or self.underway.lost:
             error = self._told.wait() or error
-        if error is not None and is_deadlock(error):
-            self._clear()  # a new pass may have computed gradients
-            self._answered = False
-            with self.channel.daemon.unbroken(_DISCARDING):
-                self._discard_all()
-                self._told.tell_again()
-            raise error
-        self.consistency.begin_again()  # the comparison may have failed after the other operations
-        self.reset()
+        return error
 
     def _discard(self, reason: str = "") -> None:
         """Discards this step because a rank has set the discard flag; all ranks call it.

@@ -101,7 +101,7 @@ def test_a_command_is_told_its_place_in_horovods_words_if_asked_for(as_horovod):
 
 def test_a_command_that_ends_well():
     with RankProcess("import sys; print('one'); print('two', file=sys.stderr)") as rank:
-        assert rank.ended() == Outcome(last="two")
+        assert rank.ended() == Outcome(last="two", absent=True)
         assert rank.wait() == 0
     assert isinstance(rank.frames[0], Started)
     assert rank.frames[0].host == os.uname().nodename
@@ -172,7 +172,7 @@ for present in ({words},):
 os._exit(0)
 """
     with RankProcess(source) as rank:
-        assert rank.ended() == Outcome(left=left)
+        assert rank.ended() == Outcome(left=left, absent=False)
         if left:
             assert rank.process.poll() is None
             rank.process.send_signal(signal.SIGTERM)
@@ -204,7 +204,7 @@ for name in ("INT", "TERM", "USR1", "USR2"):
         rank.ready().process.send_signal(getattr(signal, "SIG" + sent))
         outcome = rank.ended()
         assert rank.text[-1] == "SIG" + received
-        assert outcome == Outcome(told="USR" not in sent)
+        assert outcome == Outcome(told="USR" not in sent, absent="USR" in sent)
 
 
 @pytest.mark.parametrize("handles", [True, False])

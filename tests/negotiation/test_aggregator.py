@@ -15,6 +15,7 @@ from coordd.ops.messages import (
     Announcement,
     Blocked,
     Failure,
+    Flushed,
     Goodbye,
     Hello,
     Inquiry,
@@ -168,15 +169,16 @@ def test_who_leaves_having_sent_messages_is_told_apart():
     ]
 
 
-def test_a_refusal_stays_between_what_the_rank_has_announced_before_and_after():
-    """A join that came before it would complete the call that is refused."""
-    stand, refused = Stand(), Refused(BELOW, "7", "bad")
+@pytest.mark.parametrize("said", [Refused(BELOW, "7", "bad"), Flushed(BELOW, 7)])
+def test_what_dates_announcements_stays_between_those_from_before_and_after(said):
+    """A join that came before a refusal would complete the call that is refused."""
+    stand = Stand()
     join = Report(0, fresh=(Announcement(Request(Kind.JOIN, "join.noname.0", transient=True)),))
     stand.hub.hear(BELOW, announced("w"), now=0.0)
-    stand.hub.hear(BELOW, refused, now=0.0)
+    stand.hub.hear(BELOW, said, now=0.0)
     stand.hub.hear(BELOW, join, now=0.0)
     before, told, after = [message for to, message in stand.turn() if to == ABOVE]
-    assert (before.fresh, told, after.fresh) == (announced("w").fresh, refused, join.fresh)
+    assert (before.fresh, told, after.fresh) == (announced("w").fresh, said, join.fresh)
 
 
 def test_a_rank_that_is_blocked_no_more_is_told_before_what_it_announces():

@@ -178,5 +178,5 @@ def test_a_rank_that_does_not_submit_gives_a_sign_of_life_now_and_then():
 def test_a_sign_of_life_tells_only_what_was_seen():
     member = Star(2).members[1]
     dues = [member.follow(Plan(sequence)) for sequence in range(1, 257)]
-    assert [due.report for due in dues] == [None] * 255 + [Report(256)]
-    assert member.announce([]).report is None
+    assert [due.messages for due in dues] == [[]] * 255 + [[Report(256)]]
+    assert not member.announce([]).messages

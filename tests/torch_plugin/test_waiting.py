@@ -140,7 +140,7 @@ def test_a_step_that_is_discarded_while_others_are_in_a_collective_of_their_forw
         net = weights(SIZES)
         optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
         heard = []
-        for number in range(6 - rank):  # rank 0's next batch is lost as well
+        for number in range(6):
             try:
                 optimizer.zero_grad()
                 _ = 1 / (rank or number - 2)
@@ -154,7 +154,7 @@ def test_a_step_that_is_discarded_while_others_are_in_a_collective_of_their_forw
         return heard, net.state_dict()
 
     (first, values), (second, others) = each_rank(2, body)
-    assert first == [(2, ZeroDivisionError), (3, cd.MismatchError)]
+    assert first == [(2, ZeroDivisionError)]
     assert second == [(2, cd.MismatchError)]
     same([values, others])
 
@@ -166,7 +166,7 @@ def test_no_gradient_of_a_pass_that_could_not_begin_is_left():
         net = weights(SIZES)
         optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
         made = []
-        for number in range(5 + rank):  # rank 1's next batch is lost as well
+        for number in range(5):
             try:
                 _ = 1 / (1 - rank or number - 2)
                 with optimizer.no_sync():

@@ -29,6 +29,7 @@ from coordd.ops.messages import (
     Overdue,
     Plan,
     Refused,
+    Report,
     StallReport,
     Waiting,
     Welcome,
@@ -265,8 +266,8 @@ class Process:
                 before = []
                 if isinstance(item, Refused):
                     self._refuse(item)
-                else:
-                    self.member.deadlocks.settle(item)
+                elif self.failure is None:
+                    self._carry_out(self.member.settle(item))
         self._admit(before)
         if self._hurried and self.failure is None:
             self._carry_out(self.member.awaited())
@@ -299,7 +300,7 @@ class Process:
             self._wake(remaining + 1e-6)
 
     def _carry_out(self, due: Due) -> None:
-        if self._blocks is not None and self._blocks.told and (due.words or due.report is not None):
+        if self._blocks is not None and self._blocks.told and (due.words or due.messages):
             self._blocks.note_news(self._setting.agenda.now)
         for bucket in due.buckets:
             self._note(f"starts bucket {bucket.sequence}: {[entry.request.name for entry in bucket.entries]}")
@@ -312,11 +313,12 @@ class Process:
                 self._open.append(word)
             self._setting.words.give(self.rank, word, self._outcome_arrives)
             self._setting.payload.give(self.rank, word)
-        if due.report is not None:
-            self._setting.ledger.report(self.rank, told(self.member, due.report), seen=due.report.seen)
-            if not self._setting.settings.is_star:
-                self._setting.ledger.hear(self.rank)
-            self.tell(due.report)
+        for message in due.messages:
+            if isinstance(message, Report):
+                self._setting.ledger.report(self.rank, told(self.member, message), seen=message.seen)
+                if not self._setting.settings.is_star:
+                    self._setting.ledger.hear(self.rank)
+            self.tell(message)
 
     @property
     def moving(self) -> bool:

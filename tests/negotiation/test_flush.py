@@ -1,0 +1,138 @@
+"""Acknowledged plans: a refusal or a pending error applies to exactly what a rank submitted before the plan."""
+
+from __future__ import annotations
+
+from coordd.ops.messages import Blocked, Flushed, Kind, Report, Request
+from tests.negotiation.test_worker_lock import run, submit
+from tests.negotiation.test_worker_refusals import assert_in_step, in_a_circle, meet
+from tests.star import Star, allreduce, outcome
+
+MEET = Request(Kind.BARRIER, "meet", transient=True)
+D, E = allreduce("d", 2), allreduce("e", 2)
+
+
+def restarted_and_locked() -> Star:
+    """Two ranks whose scripts have got the error of a deadlock, and then lock ``d``."""
+    star = Star(2, lock_steps=2)
+    handles = in_a_circle(star, {0: "x", 1: "y"})
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    for _ in range(9):
+        submit(star, D)
+        if star.settle().lock:
+            return star
+    raise AssertionError
+
+
+def open_vote_at_a_barrier():
+    """Rank 1 has voted on ``d``, which rank 0 has refused, and its script has passed a barrier; the vote is open."""
+    star = restarted_and_locked()
+    handle = star.submit(1, D)
+    star.report(1)
+    star.refuse(0, "d", "d")
+    barriers = submit(star, MEET)
+    star.each(star.report)
+    star.each(star.hear)
+    assert star.decide().flush
+    star.each(star.follow)
+    star.each(star.land)
+    assert [outcome(barrier) for barrier in barriers] == ["done"] * 2
+    assert outcome(handle) == "pending"
+    return star, handle
+
+
+def test_a_rank_gets_the_refusal_of_what_it_voted_on_before_a_barrier():
+    """The vote fails only after the barrier, so the announcement comes after that, too."""
+    star, handle = open_vote_at_a_barrier()
+    assert not any(isinstance(message, Flushed) for message in star.up[1])
+    star.meet(1)
+    assert [type(message) for message in star.up[1]] == [Report, Flushed]
+    run(star)
+    assert outcome(handle).startswith("RefusedError: rank 0 refused d")
+    assert_in_step(star, "d")
+
+
+def test_what_is_submitted_after_a_barrier_waits_for_open_votes():
+    """It is announced after the acknowledgement, so an older refusal of that name does not apply to it."""
+    star = restarted_and_locked()
+    voted = star.submit(1, D)
+    star.report(1)
+    star.refuse(0, "e", "e")  # rank 1 has given up its part
+    submit(star, MEET)
+    star.each(star.report)
+    star.each(star.hear)
+    assert star.decide().flush
+    star.each(star.follow)
+    star.each(star.land)
+    new = star.submit(1, E)
+    assert star.report(1) is None
+    star.meet(1)
+    run(star)
+    assert [outcome(voted), outcome(new)] == ["pending", "pending"]
+    rest = [star.submit(0, D), star.submit(0, E)]
+    run(star)
+    assert [outcome(handle) for handle in (voted, new, *rest)] == ["done"] * 4
+
+
+def test_a_rank_gets_a_refusal_until_its_script_knows_of_a_deadlock():
+    """Its daemon knows of the deadlock before its script, which has a part of a failed operation in flight."""
+    star, members = Star(4), (0, 2, 3)
+    star.refuse(1, "d", "d")
+    waits = {rank: star.submit(rank, allreduce(name, 2, members=members)) for rank, name in ((0, "x"), (3, "y"))}
+    beside = star.submit(2, allreduce("x", 2, members=members))
+    star.each(star.report)
+    star.each(star.hear)
+    for rank, wait in waits.items():
+        star.coordinator.hear(rank, Blocked(wait.name, star.members[rank].seen), now=star.now)
+    star.decide()
+    star.each(star.follow)
+    handle = star.submit(2, D)
+    run(star)
+    assert outcome(handle).startswith("RefusedError: rank 1 refused d")
+    assert all(outcome(each).startswith("MismatchError") for each in (*waits.values(), beside))
+    meet(star)
+    assert_in_step(star, "d")
+
+
+def test_two_ranks_refuse_an_operation_before_and_after_a_deadlock_is_found_out():
+    star = Star(5)
+    star.refuse(1, "d", "d")
+    star.hear(1)
+    beside = star.submit(2, allreduce("x", 2))
+    held = []
+
+    def refuse():
+        star.refuse(2, "d", "d")
+        held.append(star.up[2].pop())
+
+    handles = [*in_a_circle(star, {0: "x", 4: "y"}, refuse), beside]
+    star.up[2].extend(held)
+    star.hear(2)
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    late = star.submit(3, D)
+    run(star)
+    assert outcome(late).startswith("RefusedError")
+    meet(star)
+    assert_in_step(star, "d")
+
+
+def test_a_late_rank_gets_the_error_of_a_deadlock_also_if_a_barrier_overtakes_its_announcement():
+    """An aggregator may hold the announcement back, and forward the barrier, for which all ranks below have come."""
+    star = Star(4)
+    handles = in_a_circle(star, {0: "x", 1: "y"})
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    late = star.submit(3, allreduce("x", 2))
+    star.report(3)
+    held = star.up[3].pop()
+    submit(star, MEET)
+    star.each(star.report)
+    star.each(star.hear)
+    assert star.decide().flush
+    star.each(star.follow)
+    star.each(star.land)
+    star.up[3].appendleft(held)
+    run(star)
+    assert outcome(late).startswith("MismatchError")
+    assert_in_step(star, "x")
