@@ -31,6 +31,10 @@ _NAN, _INFINITY = 1e305, 1e304
 """Replacements for numbers that are not finite, which would compare equal to anything."""
 _PARAMETERS, _VALUES, _SETTINGS = 8, 8, 63
 """Numbers of parameters, values of each, and settings in one comparison; the next comparison takes others."""
+_SAMPLE, _SUMS = 4096, 8
+"""How many more values of each parameter are read, and in how many sums they are compared."""
+_TURN = (5**0.5 - 1) / 2
+"""Part of the distance between two values by which the next comparison takes others; never the same ones again."""
 _OF_SETTINGS = 1e-4
 """Different processors may compute a schedule's cosine with different last bits."""
 _CAUSES = (
@@ -98,10 +102,16 @@ def places(size: int, count: int) -> np.ndarray:
     return np.unique(np.linspace(0, max(0, size - 1), min(size, count)).astype(np.intp))
 
 
+def places_in_turn(size: int, count: int, turn: int) -> np.ndarray:
+    """Returns up to ``count`` flat indices, evenly spread over an array of ``size`` elements, others in each turn."""
+    count = min(size, count)
+    return ((np.arange(count) + turn * _TURN % 1) * (size / count)).astype(np.intp)
+
+
 class Drifts:
     """The comparisons of one optimizer, each of a part of its parameters and settings, in turn."""
 
-    size = 3 + 2 * (1 + _SETTINGS) + _PARAMETERS * (1 + _VALUES)
+    size = 3 + 2 * (1 + _SETTINGS) + _PARAMETERS * (1 + _VALUES + 1 + _SUMS)
     """Most numbers in one comparison: the framework, and each quantity with its reference."""
 
     def __init__(self, operations: Operations, *, framework: str, prefix: str, process_set: ProcessSet) -> None:
@@ -140,7 +150,7 @@ class Drifts:
         quantities = [
             Quantity("the trained parameters and their groups, as a checksum", (what,), 0.0, decides=True),
             *self._settings(None if settings is None else [*settings], turn),
-            *(self._values(each) for each in _window(trained, turn, _PARAMETERS) if each.size),
+            *(found for each in _window(trained, turn, _PARAMETERS) if each.size for found in self._values(each, turn)),
         ]
         return Drift(
             self._operations,
@@ -164,13 +174,26 @@ class Drifts:
             quantities.append(Quantity(name, (number,), _OF_SETTINGS, self._reference(f" {name}", [number])))
         return [*quantities, *[Quantity("", (None,), 0.0)] * (_SETTINGS - len(chosen))]
 
-    def _values(self, parameter: Trained) -> Quantity:
-        """Reads some values, spread over all of a parameter."""
-        chosen = places(parameter.size, _VALUES)
+    def _values(self, parameter: Trained, turn: int) -> list[Quantity]:
+        """Reads some values of a parameter, and sums of the magnitudes of more, spread over all of it.
+
+        Single values show small differences everywhere, which would cancel in sums; sums show a difference in a small
+        part of the parameter.
+        """
+        chosen = places_in_turn(parameter.size, _SAMPLE, turn)
+        shown, count = places(chosen.size, _VALUES), min(chosen.size, _SUMS)
         found = parameter.read(chosen)
-        values = (None,) * chosen.size if found is None else tuple(map(float, found))
-        reference = self._reference(parameter.name, values)
-        return Quantity(parameter.name, values, parameter.tolerance, reference, between=ROUNDING)
+        if found is None:
+            values, sums = (None,) * shown.size, (None,) * count
+        else:
+            read = np.asarray(found, np.float64)
+            values = tuple(read[shown].tolist())
+            sums = tuple(np.abs(part).sum().item() for part in np.array_split(read, count))
+        name, tolerance = parameter.name, parameter.tolerance
+        return [
+            Quantity(name, values, tolerance, self._reference(name, values), between=ROUNDING),
+            Quantity(name, sums, tolerance, self._reference(f"{name} sums", sums), between=ROUNDING),
+        ]
 
     def _reference(self, key: str, values: Iterable[float | None]) -> float:
         """Returns the largest magnitude that these numbers have had on this rank."""
@@ -241,7 +264,7 @@ class Drift:
 
     def _differing(self, most: np.ndarray, least: np.ndarray) -> list[tuple[str, int]]:
         """Returns the differing quantities, given the extremes: each one's name and the index of a differing number."""
-        found: list[tuple[str, int]] = []
+        found: dict[str, int] = {}
         mixed, start = bool(most[0] > least[0]), 1
         for each in self._quantities:
             stop = start + len(each.values)
@@ -249,11 +272,11 @@ class Drift:
             tolerance = max(each.tolerance, each.between) if mixed else each.tolerance
             apart = most[start:stop] - least[start:stop] > tolerance * scale  # False where either is NaN
             if each.name and apart.any():
-                found.append((each.name, start + int(apart.argmax())))
+                found.setdefault(each.name, start + int(apart.argmax()))
                 if each.decides:
                     break
             start = stop + 1
-        return found
+        return [*found.items()]
 
     def differences(self) -> str:
         """Waits for the result; describes what differs and on which ranks, "" if nothing does. Equal on all ranks.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordd import api
 from coordd.errors import DiscardedStepError, MismatchError
 from coordd.gradients.consistency import NUMPY, Reading
 from coordd.gradients.reducer import Gradients, Parameter
 from coordd.gradients.settings import Choices
-from coordd.gradients.value_check import UNSEEN
+from coordd.gradients.value_check import UNSEEN, places_in_turn
 from coordd.ops.dtypes import digits_of, dtype_of
 from coordd.ops.process_sets import ProcessSet
 from tests.local_ranks import each_rank
@@ -261,3 +263,30 @@ def test_as_horovod_only_warns(caplog):
 )
 def test_digits_of_types(name, digits):
     assert digits_of(dtype_of(name)) == digits
+
+
+def test_a_difference_in_a_small_part_of_a_variable_is_noticed():
+    """Three rows of a hundred, at the next comparison: sums of magnitudes show what no single value does."""
+
+    def body(rank):
+        training = Training(Variable(100, 400))
+        training.steps(2)
+        training.variables[0].array[50:53] *= 1 - rank
+        with pytest.raises(MismatchError, match="w0"):
+            training.steps(4)
+
+    each_rank(2, body)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 300), st.integers(0, 1000))
+def test_places_are_spread_over_all_of_an_array(size, count, turn):
+    found = places_in_turn(size, count, turn)
+    assert len(found) == min(size, count)
+    distances = np.diff([*found, found[0] + size])
+    assert distances.min() >= max(1, size // count)
+    assert distances.max() <= -(-size // count) + 1
+    assert 0 <= found[0] <= found[-1] < size
+
+
+def test_places_differ_from_turn_to_turn_until_all_have_been_seen():
+    assert {place for turn in range(100) for place in places_in_turn(160, 8, turn).tolist()} == {*range(160)}

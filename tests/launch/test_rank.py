@@ -261,7 +261,7 @@ child.stdout.readline()
 print(child.pid)
 """
     with RankProcess(source) as rank:
-        assert rank.ended() == Outcome()
+        assert rank.ended() == Outcome(absent=True)
         child = int(rank.text[0])
         assert rank.wait() == 0
         assert wait_until(lambda: not psutil.pid_exists(child) or not alive(psutil.Process(child)))
