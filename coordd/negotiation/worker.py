@@ -13,7 +13,7 @@ outcome, except that votes on a bucket wait until the buckets with its index in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -39,7 +39,7 @@ class Due(msgspec.Struct, frozen=True):
     at once.
     """
 
-    messages: list[Report | Flushed] = []
+    messages: list[Report | Flushed | Refused] = []
     buckets: list[Bucket] = []
     words: list[Locked] = []
 
@@ -70,7 +70,7 @@ class Member:
         """How many announced tensors were cached, and how many were spelled out."""
         self._unlock: tuple[int, int] | None = None
         self._flushes: list[int] = []  # plans to acknowledge
-        self._later: list[Entry] = []  # submitted after a plan that is not acknowledged yet because votes are open
+        self._later: list[Entry | Refused] = []  # what follows an acknowledgement that waits for open votes
         self._left = False
         self._joined: set[tuple[int, ...]] = set()
         self._joining: list[Entry] = []
@@ -121,6 +121,8 @@ class Member:
                 self._cache.store(response)
         found = self._buckets(agreed, plan.fusion_bytes)
         self._end_joins({response.request.members for response in agreed if response.request.kind is Kind.JOIN})
+        if self.deadlocks.unsettled and any(bucket.request.kind is Kind.BARRIER for bucket in found):
+            self.deadlocks.unsettled.clear()  # the script goes on without having asked for the error
         self._update_lock(plan)
         return self._due(found)
 
@@ -164,13 +166,18 @@ class Member:
         return self.unlock()
 
     def told(self, refused: Refused) -> Refused | None:
-        """Returns a refusal as it is sent; None if the other ranks know already.
+        """Returns a refusal as it is sent; None if it is sent later, or the other ranks know already.
 
         They know of operations that failed in a deadlock, as long as the script has not been informed of the deadlock.
         """
         names = tuple(name for name in refused.names if not self.deadlocks.claim_refused(name, refused.members))
-        known = refused.names and not names
-        return None if known else msgspec.structs.replace(refused, names=names)
+        if refused.names and not names:
+            return None
+        told = msgspec.structs.replace(refused, names=names)
+        if self._settled():
+            self._later.append(told)
+            return None
+        return told
 
     def _fail_refused(self, entries: Iterable[Entry]) -> list[Entry]:
         """Fails the entries of a call that this rank has refused; returns the rest."""
@@ -217,7 +224,7 @@ class Member:
     def _due(self, found: list[Bucket] | None = None) -> Due:
         """Collects the messages, the buckets and the votes."""
         report = self._report()
-        messages: list[Report | Flushed] = [] if report is None else [report]
+        messages: list[Report | Flushed | Refused] = [] if report is None else [report]
         if self._flushes and not self._locks:
             messages += self._acknowledge()
         words, self._words = self._words, []
@@ -227,8 +234,8 @@ class Member:
         """Returns the plans to acknowledge whose errors the script has got."""
         return [plan for plan in self._flushes if plan not in self.deadlocks.unsettled]
 
-    def _acknowledge(self) -> Iterable[Report | Flushed]:
-        """Yields the acknowledgements, after all that was submitted before, and a report of what was submitted since.
+    def _acknowledge(self) -> Iterator[Report | Flushed | Refused]:
+        """Yields the acknowledgements, and then what this rank has submitted and refused since.
 
         Only while no vote is open: tensors voted on may yet have to be announced before.
         """
@@ -237,8 +244,15 @@ class Member:
         if not self._left:
             yield from (Flushed(self.rank, plan) for plan in settled)
         later, self._later = self._later, []
-        for entry in later:
-            self._sort(entry)
+        for item in later:
+            if isinstance(item, Entry):
+                self._sort(item)
+            else:
+                yield from self._reports()
+                yield item
+        yield from self._reports()
+
+    def _reports(self) -> Iterator[Report]:
         if (report := self._report()) is not None:
             yield report
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordd.ops.messages import Blocked, Flushed, Kind, Report, Request
+from coordd.ops.messages import Blocked, Flushed, Kind, Refused, Report, Request
 from tests.negotiation.test_worker_lock import run, submit
 from tests.negotiation.test_worker_refusals import assert_in_step, in_a_circle, meet
 from tests.star import Star, allreduce, outcome
@@ -136,3 +136,39 @@ def test_a_late_rank_gets_the_error_of_a_deadlock_also_if_a_barrier_overtakes_it
     run(star)
     assert outcome(late).startswith("MismatchError")
     assert_in_step(star, "x")
+
+
+def test_a_refusal_after_the_error_of_a_deadlock_follows_the_acknowledgement():
+    """Else it would count as from before, and the other rank, whose script has got the error, would wait for ever."""
+    star = restarted_and_locked()
+    voted = star.submit(1, D)
+    handles = in_a_circle(star, {0: "x", 1: "y"})
+    star.each(star.follow)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    star.refuse(1, "f", "f")
+    assert not any(isinstance(message, Flushed | Refused) for message in star.up[1])
+    star.hear(0)
+    star.meet(1)
+    assert [type(message) for message in star.up[1]][-3:] == [Report, Flushed, Refused]
+    run(star)
+    assert outcome(voted) == "pending"
+    other = star.submit(0, allreduce("f", 2))
+    run(star)
+    assert outcome(other).startswith("RefusedError: rank 1 refused f")
+    assert_in_step(star, "f")
+
+
+def test_a_rank_that_never_asks_for_the_error_of_a_deadlock_goes_on_after_a_barrier():
+    """Its later refusals are news to the others, which got the error."""
+    star = Star(3)
+    beside = star.submit(2, allreduce("x", 2))
+    handles = in_a_circle(star, {0: "x", 1: "y"})
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    meet(star)
+    star.refuse(2, "d", "d")
+    others = [star.submit(rank, D) for rank in (0, 1)]
+    run(star)
+    assert [outcome(handle)[:12] for handle in others] == ["RefusedError"] * 2
+    assert outcome(beside).startswith("MismatchError")
+    assert_in_step(star, "d")
