@@ -167,6 +167,7 @@ def test_a_rank_that_never_asks_for_the_error_of_a_deadlock_goes_on_after_a_barr
     assert all(outcome(handle).startswith("MismatchError") for handle in handles)
     meet(star)
     star.refuse(2, "d", "d")
+    star.hear(2)
     others = [star.submit(rank, D) for rank in (0, 1)]
     run(star)
     assert [outcome(handle)[:12] for handle in others] == ["RefusedError"] * 2
