@@ -48,6 +48,12 @@ log = logging.getLogger("coordd")
 
 _NEVER = sys.maxsize
 _DISCARDING = "the end of a step that is discarded"
+_IDLE_STEPS = 3
+_IDLE = (
+    "this rank has made %d steps in a row without a backward pass through the parameters of its optimizer, and counts "
+    "as zeros in the averages of the other ranks' gradients: if the script trains a copy of the model, or has replaced "
+    "layers, make a new DistributedOptimizer of the parameters that it trains"
+)
 
 
 class Reducer(Placement):
@@ -80,6 +86,7 @@ class Reducer(Placement):
         self.limit = _NEVER
         """A gradient is submitted after this many passes have computed it."""
         self._passes, self._spoilt = 0, ""
+        self._idle = 0  # steps without a backward pass on this rank, in a row
         self._begun = self._reduced = self._finished = self._owed = self._gone_round = False
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self._replaced = False
         self._counted = self._answered = self._nested = False
@@ -140,6 +147,7 @@ class Reducer(Placement):
 
     def _begin_pass(self, first: Gradient) -> None:
         """Determines the step of a backward pass, and whether its gradients are reduced."""
+        self._idle = 0
         if self._abandoned or (self._begun and self._given_up(first)):
             kept = (each for each in self._gradients() if each.by_hand or self._is_local(each))
             self._begin_anew([first, *kept])
@@ -542,7 +550,10 @@ class Reducer(Placement):
         if self._reduced and self.channel.op.averages and self._replaced_by_hand():
             self._begin_anew([each for each in self._gradients() if each.by_hand])
         if not self._finished:
+            idle = not self._begun
             self._finish(stepping=stepping)
+            if idle:
+                self._note_idle_step()
         if self.adopt_late():
             self._finish(stepping=False)
 
@@ -554,6 +565,13 @@ class Reducer(Placement):
             raise CoorddError(text)
         while not self._finished:
             self._round(more=False)
+
+    def _note_idle_step(self) -> None:
+        """Warns, once, that this rank makes steps without backward passes while other ranks have gradients."""
+        grads = [gradient.parameter.grad for gradient in self._gradients()]
+        self._idle += any(grad is not None and grad.layout is torch.strided and bool(grad.any()) for grad in grads)
+        if self._idle == _IDLE_STEPS:
+            log.warning(_IDLE, self._idle)
 
     def reset(self) -> None:
         """Prepares the next step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
@@ -204,3 +205,34 @@ def test_two_steps_in_a_row_are_discarded_while_others_are_in_a_collective_of_th
     assert second == [(2, ZeroDivisionError), (3, ZeroDivisionError), (4, cd.MismatchError)]
     assert first == [(2, cd.MismatchError), (3, cd.DiscardedStepError), (4, cd.MismatchError)]
     same([values, others])
+
+
+def test_a_rank_that_trains_a_copy_of_its_model_is_warned(caplog):
+    """Its steps count as zeros in the others' averages."""
+
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        trained = copy.deepcopy(net) if rank else net
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss_of(trained, 1.0).backward()
+            optimizer.step()
+
+    each_rank(2, body)
+    (told,) = [record.getMessage() for record in caplog.records if "without a backward pass" in record.getMessage()]
+    assert told.startswith("this rank has made 3 steps in a row")
+
+
+def test_a_rank_without_a_batch_now_and_then_is_not_warned(caplog):
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        for number in range(9):
+            optimizer.zero_grad()
+            if not rank or number % 3:
+                loss_of(net, 1.0).backward()
+            optimizer.step()
+
+    each_rank(2, body)
+    assert "without a backward pass" not in caplog.text
