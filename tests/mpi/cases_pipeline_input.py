@@ -137,3 +137,11 @@ def case_a_layer_that_gives_another_structure_each_time() -> None:
 def case_ranks_with_different_settings() -> None:
     told = "the ranks of a pipeline differ in layers_per_proc ([1, 3] on rank 0, [3, 1] on rank 1): "
     refused(dense(4), told, layers_per_proc=[3, 1] if cd.rank() else [1, 3])
+
+
+@ranks(2)
+def case_autocast_on_one_rank() -> None:
+    pipe = pipeline(dense(4))
+    told = r"the ranks of a pipeline differ in autocast \(off on rank 0, bfloat16 on cpu on rank 1\)"
+    with torch.autocast("cpu", enabled=bool(cd.rank())), pytest.raises(cd.ArgumentError, match=told):
+        pipe.train_batch(random(18, 6), torch.zeros(18, dtype=torch.long))

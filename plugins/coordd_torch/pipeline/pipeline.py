@@ -46,6 +46,7 @@ from coordd_torch.pipeline.loss_check import LossCheck
 from coordd_torch.pipeline.malloc_trim import give_back
 from coordd_torch.pipeline.parity import distance, gradients
 from coordd_torch.pipeline.replica_settings import ReplicaSettings, check_defaults
+from coordd_torch.pipeline.rng_and_autocast import autocast_text
 from coordd_torch.pipeline.rng_state import untouched
 from coordd_torch.pipeline.rows import joined, rows_of, taken
 from coordd_torch.pipeline.saving import Saving
@@ -373,7 +374,8 @@ class Pipeline:
         prepared: list[tuple[Batch, Plan]] = []
 
         def prepare(given: dict[str, Any]) -> None:
-            given.update(told(x, y), **{"the scale of the loss": self._scaling.scale if self._scaling else 1.0})
+            scale = self._scaling.scale if self._scaling else 1.0
+            given.update(told(x, y), **{"the scale of the loss": scale, "autocast": autocast_text()})
             prepared.append(self._prepared(x, y, training=training, step=step, keep=keep))
 
         settings = self._replica_settings

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Surroundings", "casting", "seed_for", "seeded", "uncast"]
+__all__ = ["Surroundings", "autocast_text", "casting", "seed_for", "seeded", "uncast"]
+
+_SHOWN = ("cpu", "cuda")
+"""The device types whose autocast mode ranks compare."""
 
 
 def seed_for(seed: int, step: int, stage: int, microbatch: int) -> int:
@@ -49,6 +52,12 @@ def uncast(device: torch.device) -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def autocast_text() -> str:
+    """Describes the autocast mode of this thread, for comparison between ranks."""
+    modes = ((kind, torch.get_autocast_dtype(kind)) for kind in _SHOWN if torch.is_autocast_enabled(kind))
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in modes) or "off"
 
 
 class Surroundings:
