@@ -88,12 +88,14 @@ class _Default:
         """Prepares a daemon; `start` starts it."""
         self.config = config
         self.pid = os.getpid()
-        child = _of_a_rank()
-        self.operations = Operations(Daemon(config, meet(config, one_of_many=not child)))
+        self._child = _of_a_rank()
+        self.operations = Operations(Daemon(config, meet(config, one_of_many=not self._child)))
         self._desk = Desk(self.daemon, identity({} if config.alone else os.environ, turn=next(_turns)))
 
     def start(self) -> None:
         """Starts the daemon, and waits for the other ranks; raises like `Daemon.start`."""
+        place = os.environ.get(presence.VARIABLE, "")
+        presence.enter("" if self._child else place)
         try:
             self.daemon.start()
             self._desk.settle()
@@ -101,7 +103,7 @@ class _Default:
             self.daemon.abandon()
             self._desk.close()
             raise
-        self._presence = os.environ.get(presence.VARIABLE, "") if self.daemon.world.size > 1 else ""
+        self._presence = place if self.daemon.world.size > 1 else ""
         presence.tell(self._presence, present=True)
 
     @property

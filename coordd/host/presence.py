@@ -14,7 +14,7 @@ __all__ = ["VARIABLE", "Presence", "tell"]
 VARIABLE = "_COORDD_PRESENCE"
 """Holds the path of the byte for the rank; processes that the rank starts have no use for it."""
 
-_NEVER, _PRESENT, _AWAY = b"\0", b"\1", b"\2"
+_NEVER, _PRESENT, _AWAY, _ENTERING = b"\0", b"\1", b"\2", b"\3"
 
 
 class Presence:
@@ -34,20 +34,37 @@ class Presence:
     @property
     def present(self) -> bool:
         """Whether the rank has called `init` and has not left."""
-        return self._descriptor >= 0 and os.pread(self._descriptor, 1, 0) == _PRESENT
+        return self._told() == _PRESENT
+
+    @property
+    def entering(self) -> bool:
+        """Whether the rank is in `init`."""
+        return self._told() == _ENTERING
 
     @property
     def never(self) -> bool:
         """Whether the rank has not called `init`."""
-        return self._descriptor >= 0 and os.pread(self._descriptor, 1, 0) in {_NEVER, b""}
+        return self._told() == _NEVER
+
+    def _told(self) -> bytes:
+        return os.pread(self._descriptor, 1, 0) or _NEVER if self._descriptor >= 0 else b""
+
+
+def enter(place: str) -> None:
+    """Writes that the rank is in `init`; does nothing like `tell`."""
+    _write(place, _ENTERING)
 
 
 def tell(place: str, *, present: bool) -> None:
     """Writes the byte; the rank's end. Does nothing without a launcher, or where the byte cannot be opened."""
+    _write(place, _PRESENT if present else _AWAY)
+
+
+def _write(place: str, told: bytes) -> None:
     if place:
         with contextlib.suppress(OSError):
             descriptor = os.open(place, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                os.write(descriptor, _PRESENT if present else _AWAY)
+                os.write(descriptor, told)
             finally:
                 os.close(descriptor)

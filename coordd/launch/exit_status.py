@@ -129,12 +129,13 @@ def _left(record: Record, named: set[int]) -> list[_Cause]:
 
 
 def _absent(record: Record) -> list[_Cause]:
-    """Returns the ranks that exited with code 0 and had not called `init`.
+    """Returns the ranks that exited with code 0 and had not called `init`, if another rank ended inside `init`.
 
-    An MPI launcher then ends the ranks that wait in `init`, without a word.
+    An MPI launcher ends the ranks that wait in `init` then, without a word.
     """
     text = "exited with code 0 without calling init(), in which other ranks waited for it"
-    return [_Cause(end.rank, Outcome(1), text) for end in record.ended if end.outcome.absent]
+    waited = any(end.outcome.entering for end in record.ended)
+    return [_Cause(end.rank, Outcome(1), text) for end in record.ended if end.outcome.absent and waited]
 
 
 def _named(failures: list[_Cause]) -> list[_Cause]:

@@ -65,7 +65,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def _written(outcome: Outcome) -> bytes:
-    numbers = (b"%d" % number for number in (*outcome[:4], outcome.left, outcome.absent))
+    numbers = (b"%d" % number for number in (*outcome[:4], *outcome[6:]))
     texts = (outcome.exception, outcome.last)
     words = (text.encode(errors="replace").translate(None, b"\n" + _FIELD)[: TEXT // 2] for text in texts)
     return _FIELD.join([*numbers, *words])
@@ -88,9 +88,9 @@ def _read(rank: int, kind: bytes, payload: bytes) -> Frame:
         return Started(rank, host, note)
     if kind == b"f":
         *numbers, exception, last = payload.decode(errors="replace").split("\x1f")
-        code, signal, told, consequence, left, absent = map(int, numbers)
-        outcome = Outcome(code, signal, bool(told), bool(consequence), exception, last, bool(left), bool(absent))
-        return Ended(rank, outcome)
+        code, signal, *flags = map(int, numbers)
+        told, consequence, *rest = map(bool, flags)
+        return Ended(rank, Outcome(code, signal, told, consequence, exception, last, *rest))
     return Output(rank, int(kind[:1]), Piece(payload, _CLOSERS[kind[1:]]))
 
 

@@ -21,6 +21,7 @@ class Outcome(NamedTuple):
         left: the command exited with code 0 between `init` and `shutdown`, as `os._exit(0)` does, so that ranks that
             still need it fail.
         absent: the command exited with code 0 and had not called `init`.
+        entering: the command ended inside `init`.
     """
 
     code: int = 0
@@ -31,6 +32,7 @@ class Outcome(NamedTuple):
     last: str = ""
     left: bool = False
     absent: bool = False
+    entering: bool = False
 
     @property
     def failed(self) -> bool:

@@ -133,7 +133,8 @@ class Rank:
         exception = words.exception if code or words.exception.startswith("Fatal") else ""
         well = not code and not number and not told
         left, absent = well and self._presence.present, well and self._presence.never
-        return Outcome(code, number, told, words.consequence, exception, words.last, left, absent)
+        entering = self._presence.entering
+        return Outcome(code, number, told, words.consequence, exception, words.last, left, absent, entering)
 
     def _sweep(self) -> None:
         """Ends the command's remaining processes, and forwards the output that they still write."""

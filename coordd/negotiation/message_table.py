@@ -104,7 +104,7 @@ class Negotiator:
         self.leavers = Leavers()
         self._owed = Owed()
         self._refusals = Refusals()
-        self._parts = RefusedParts()
+        self._parts = RefusedParts(self._everybody)
         self._restarts: deque[tuple[int, int]] = deque()  # plans by which ranks got errors, latest first
         self._unflushed: dict[int, int] = {}  # by plan, the ranks that have yet to acknowledge it
         self._blocked = BlockedRanks()
@@ -566,6 +566,8 @@ class Negotiator:
         response = verdict(entry.parts, entry.absent)
         if response.request.kind is Kind.JOIN and not response.error:
             last = self._end_absence(entry)
+            self._owed.forget(entry.wanted)
+            self._parts.note_met(entry.wanted)
             return msgspec.structs.replace(response, request=msgspec.structs.replace(response.request, root=last))
         if response.request.kind is Kind.BARRIER and not response.error:
             self._owed.meet(entry.wanted & ~entry.absent, self._sequence)

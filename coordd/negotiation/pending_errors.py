@@ -101,6 +101,22 @@ class Owed:
                 if before < 0 and response.deadlock >= 0 and ranks >> rank & 1 and others:
                     owed[place] = owed[place]._replace(before=plan)
 
+    def forget(self, joined: int) -> None:
+        """Drops the errors of deadlocks in operations among ranks, a bit mask, that have all joined.
+
+        Ranks that joined early know nothing of these deadlocks, and all of them continue with equal counts.
+        """
+
+        def over(refusal: _Refusal) -> bool:
+            response = refusal.response
+            return response.deadlock >= 0 and not members_mask(response.recipients) & ~joined
+
+        kept = {
+            (name, rank): [each for each in owed if not (joined >> rank & 1 and over(each))]
+            for (name, rank), owed in self._refusals.items()
+        }
+        self._refusals = {key: deque(owed) for key, owed in kept.items() if owed}
+
     def expiring(self, plan: int) -> bool:
         """Returns whether errors apply only until ranks acknowledge a plan."""
         return any(refusal.before == plan for owed in self._refusals.values() for refusal in owed)

@@ -107,10 +107,12 @@ class RefusedParts:
     the n-th operation of a name is the same one on all members, whether they announce or refuse it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everybody: int) -> None:
+        """Starts without refusals; ``everybody`` is the bit mask of all ranks."""
+        self._everybody = everybody
         self._parts: dict[_Key, list[_Part]] = {}
         self._sets: dict[str, dict[tuple[int, ...], None]] = {}
-        self._restarted = 0  # ranks that got the error of a deadlock, until they meet others at a barrier
+        self._unmet: dict[int, int] = {}  # by rank, the ranks that it has not met since the error of a deadlock
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -206,7 +208,7 @@ class RefusedParts:
 
     def inform(self, ranks: int) -> None:
         """Records that ranks, a bit mask, get the error of a deadlock, and may give up operations because of it."""
-        self._restarted |= ranks
+        self._unmet |= dict.fromkeys(bits(ranks), self._everybody)
 
     def meet(self, ranks: int, plan: int) -> None:
         """Records that ranks met at a barrier in a plan.
@@ -218,10 +220,15 @@ class RefusedParts:
             ranks: those of the barrier, as a bit mask.
             plan: its number.
         """
-        for part in self._all():
-            if ranks >> part.first.rank & 1:
-                part.before |= dict.fromkeys(bits(part.inside & ranks & self._restarted), plan)
-        self._restarted &= ~ranks
+        for part in self._all() if self._unmet else ():
+            met = bits(part.inside & ranks) if ranks >> part.first.rank & 1 else ()
+            part.before |= {rank: plan for rank in met if self._unmet.get(rank, 0) >> part.first.rank & 1}
+        self.note_met(ranks)
+
+    def note_met(self, ranks: int) -> None:
+        """Records that ranks, a bit mask, met at a barrier or in a join, and go on with equal counts of operations."""
+        unmet = {rank: left & ~ranks if ranks >> rank & 1 else left for rank, left in self._unmet.items()}
+        self._unmet = {rank: left for rank, left in unmet.items() if left}
 
     def expiring(self, plan: int) -> bool:
         """Returns whether refusals apply to some ranks only until these acknowledge a plan."""

@@ -122,7 +122,8 @@ class Member:
         found = self._buckets(agreed, plan.fusion_bytes)
         self._end_joins({response.request.members for response in agreed if response.request.kind is Kind.JOIN})
         if self.deadlocks.unsettled and any(bucket.request.kind is Kind.BARRIER for bucket in found):
-            self.deadlocks.unsettled.clear()  # the script goes on without having asked for the error
+            for number in sorted(self.deadlocks.unsettled):  # the script goes on without having asked for the error
+                self.deadlocks.hear(number)
         self._update_lock(plan)
         return self._due(found)
 
@@ -249,7 +250,7 @@ class Member:
                 self._sort(item)
             else:
                 yield from self._reports()
-                yield item
+                yield from () if self._left else (item,)
         yield from self._reports()
 
     def _reports(self) -> Iterator[Report]:

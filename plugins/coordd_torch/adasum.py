@@ -159,10 +159,18 @@ class AdasumStep:
                 parameter.copy_(kept)
 
     def _end_abandoned(self) -> None:
-        """Waits until the other ranks have discarded the step; restarts operations that a deadlock failed."""
-        while self._told.wait() is not None:
+        """Waits until the other ranks have discarded the step; restarts operations that a deadlock failed, once.
+
+        Raises:
+            MismatchError: the other ranks still wait for this rank, and not for the end of this step.
+        """
+        again = False
+        while (error := self._told.wait()) is not None:
             self._consistency.begin_again()
             self._told.tell_again()
+            if again:
+                raise error
+            again = True
         self._told.forget()
 
     def _count(self) -> None:

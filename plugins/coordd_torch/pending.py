@@ -74,10 +74,10 @@ class Underway:
 
     def fail(self, error: BaseException, promise: object = None) -> None:
         """Records a failure of the operation of this handle, and counts it; on the daemon's thread."""
+        self.failed = self.failed or error
         if is_deadlock(error):
             self._unheard.append(error)
-            self.lost.append(promise)
-        self.failed = self.failed or error
+            self.lost.append(promise)  # last: `take_lost` then clears the failure, too
         self.landed()
 
     def landed(self) -> None:

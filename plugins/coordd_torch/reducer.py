@@ -367,14 +367,22 @@ class Reducer(Placement):
     def _end_abandoned(self) -> None:
         """Waits until the other ranks have discarded the step too.
 
-        If they wait for this rank in another operation, that fails, and they discard the step only then. This rank goes
-        on to wait for them: it has nothing else to do for this step.
+        If they wait for this rank in another operation, that fails, and they discard the step only then. So this rank
+        goes on to wait for them, once.
+
+        Raises:
+            MismatchError: they still wait for this rank, and not for the end of this step.
         """
+        again = False
         while (error := self._wait_abandoned()) is not None and is_deadlock(error):
             self._clear()  # a new pass may have computed gradients
             with self.channel.daemon.unbroken(_DISCARDING):
                 self._discard_all()
                 self._told.tell_again()
+            if again:
+                self._answered = False
+                raise error
+            again = True
         self.consistency.begin_again()  # the comparison may have failed after the other operations
         self.reset()
 

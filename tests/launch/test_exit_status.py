@@ -22,6 +22,7 @@ DIED = Outcome(
 )
 SILENT = Outcome(1, consequence=True, exception="PeerError: rank 0 (pid 7 on a) does not answer")
 STOPPED = Outcome(signal=signal.SIGTERM, told=True)
+ENTERING = STOPPED._replace(entering=True)
 BOX = """\
 --------------------------------------------------------------------------
 MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD
@@ -54,8 +55,13 @@ def record(*ends: tuple[int, Outcome], size: int = 2, hosts: str = "aa", **more)
         (record((1, LEFT), (0, DIED)), 1, "rank 1 exited with code 0 but without shutdown(), as os._exit(0) does"),
         (record((0, LEFT), (1, LEFT), (2, DIED), size=3, hosts="aaa"), 1, "rank 1 exited with code 0 but without"),
         (record((1, LEFT), (0, STOPPED)), 1, "rank 1 exited with code 0 but without shutdown()"),
-        (record((1, ABSENT), (0, STOPPED)), 1, "rank 1 exited with code 0 without calling init(), in which"),
-        (record((1, ABSENT), (0, STOPPED), stopped_by=signal.SIGTERM), 143, "ended by SIGTERM"),
+        (record((1, ABSENT), (0, STOPPED)), 143, "rank 0 ended by SIGTERM"),
+        (
+            record((1, ABSENT), (0, ENTERING)),
+            1,
+            "rank 1 exited with code 0 without calling init(), in which",
+        ),
+        (record((1, ABSENT), (0, ENTERING), stopped_by=signal.SIGTERM), 143, "ended by SIGTERM"),
         (record((1, ABSENT), (0, BAD)), 3, "rank 0 exited with code 3: ValueError: bad sample"),
         (record((1, ABSENT), (0, ABSENT)), 0, ""),
         (record((1, LEFT), (0, FINE)), 1, "rank 1 exited with code 0 but without shutdown()"),

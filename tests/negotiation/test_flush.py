@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from coordd.ops.messages import Blocked, Flushed, Kind, Refused, Report, Request
 from tests.negotiation.test_worker_lock import run, submit
 from tests.negotiation.test_worker_refusals import assert_in_step, in_a_circle, meet
@@ -172,4 +174,56 @@ def test_a_rank_that_never_asks_for_the_error_of_a_deadlock_goes_on_after_a_barr
     run(star)
     assert [outcome(handle)[:12] for handle in others] == ["RefusedError"] * 2
     assert outcome(beside).startswith("MismatchError")
+    assert_in_step(star, "d")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_rank_that_never_asks_for_the_error_of_a_deadlock_takes_part_again_after_a_barrier(refuses):
+    """Also in an operation that failed then, and of which it had no part."""
+    star = Star(3)
+    star.submit(2, allreduce("x", 2))
+    handles = in_a_circle(star, {0: "x", 1: "y"})
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    meet(star)
+    if refuses:
+        star.refuse(2, "y", "y")
+        others = [star.submit(rank, allreduce("y", 2)) for rank in (0, 1)]
+        run(star)
+        assert [outcome(handle)[:12] for handle in others] == ["RefusedError"] * 2
+    assert_in_step(star, "y")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_errors_of_a_deadlock_are_over_when_all_have_joined(refuses):
+    """Also for a rank that has none of the failed operations, and refuses its next one of that name or submits it."""
+    star = Star(3)
+    handles = in_a_circle(star, {0: "x", 1: "y"})
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    submit(star, Request(Kind.JOIN, "join", transient=True))
+    run(star)
+    if refuses:
+        star.refuse(2, "x", "x")
+        others = [star.submit(rank, allreduce("x", 2)) for rank in (0, 1)]
+        run(star)
+        assert [outcome(handle)[:12] for handle in others] == ["RefusedError"] * 2
+    assert_in_step(star, "x")
+
+
+def test_a_barrier_of_some_ranks_does_not_count_as_one_with_the_refusing_rank():
+    star = Star(4)
+    handles = in_a_circle(star, {0: "x", 1: "y"})
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    star.refuse(2, "d", "d")
+    some = Request(Kind.BARRIER, "some", transient=True, members=(0, 1))
+    few = [star.submit(rank, some) for rank in (0, 1)]
+    run(star)
+    late = [star.submit(rank, allreduce(name, 2)) for rank in (2, 3) for name in "xy"]
+    late.append(star.submit(3, D))
+    run(star)
+    assert [outcome(handle) for handle in few] == ["done"] * 2
+    assert [outcome(handle)[:12] for handle in late] == ["MismatchErro"] * 4 + ["RefusedError"]
+    meet(star)
     assert_in_step(star, "d")

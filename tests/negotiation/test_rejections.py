@@ -22,7 +22,7 @@ def test_ranks_that_have_left_before_are_not_waited_for():
 
 
 def test_a_refused_group_is_forgotten_when_each_rank_has_announced_all_of_its_own_in_any_order():
-    parts = RefusedParts()
+    parts = RefusedParts(0b111)
     said = Refused(0, "", "refused it", (), ("g_*",))
     parts.enter(said, "g_*", 0b111, 0b110, {"g_1of2": 0b010}, before={})
     assert parts.claim("g_2of3", (), 0b100) == [(said, 0b100)]
@@ -35,7 +35,7 @@ def test_a_refused_group_is_forgotten_when_each_rank_has_announced_all_of_its_ow
 
 
 def test_ranks_with_the_error_of_a_deadlock_get_a_refusal_until_they_have_met_the_refusing_rank():
-    parts = RefusedParts()
+    parts = RefusedParts(0b1111)
     said = Refused(0, "", "refused it", (), ("x",))
     parts.inform(0b0110)
     parts.enter(said, "x", 0b1111, 0b1110, {}, before={})
@@ -47,10 +47,11 @@ def test_ranks_with_the_error_of_a_deadlock_get_a_refusal_until_they_have_met_th
 
 
 def test_ranks_that_have_met_others_since_the_error_of_a_deadlock_get_refusals_again():
-    parts = RefusedParts()
+    parts = RefusedParts(0b1111)
     said = Refused(0, "", "refused it", (), ("x",))
     parts.inform(0b110)
-    parts.meet(0b110, 4)
+    parts.meet(0b110, 4)  # without the refusing rank
+    parts.meet(0b111, 5)
     parts.enter(said, "x", 0b111, 0b110, {}, before={})
     parts.meet(0b111, 5)
     assert not parts.expiring(5)

@@ -475,6 +475,26 @@ def step_of(net, optimizer, factor, *, fails):
     optimizer.step()
 
 
+def test_ranks_that_discard_steps_of_different_optimizers_are_told():
+    """Each waits for the other to discard its own; the second error says so."""
+
+    def body(rank):
+        first, second = weights(SIZES), weights(SIZES)
+        optimizers = [
+            cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+            for net in (first, second)
+        ]
+        if not rank:
+            with pytest.raises(cd.MismatchError, match="ranks wait for each other"):
+                cd.allreduce(torch.ones(1), name="metric")
+        optimizers[rank].discard_step()
+        with pytest.raises(cd.MismatchError, match="not submitted by rank"):
+            optimizers[rank].zero_grad()
+        return True
+
+    assert all(each_rank(2, body))
+
+
 def fail_if(bad):
     if bad:
         raise BadBatchError
