@@ -198,8 +198,3 @@ def takes_a_refused_operation_for_the_call_of_all_that_have_none(monkeypatch):
 @mutant
 def locks_what_a_rank_has_refused(monkeypatch):
     monkeypatch.setattr(RefusedParts, "__iter__", lambda self: iter(()))
-
-
-@mutant
-def keeps_a_refusal_for_ranks_that_gave_up_their_part(monkeypatch):
-    monkeypatch.setattr(RefusedParts, "meet", lambda self, ranks, plan: None)

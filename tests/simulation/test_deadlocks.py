@@ -32,7 +32,6 @@ FIRST = {
     "lets_ranks_stay_joined_after_a_refused_join": 65,
     "takes_a_refused_operation_for_the_call_of_all_that_have_none": 285,
     "locks_what_a_rank_has_refused": 93,
-    "keeps_a_refusal_for_ranks_that_gave_up_their_part": 9_009_473,
 }
 """The first seeds that find them; others do, too, but some take long."""
 
@@ -72,6 +71,10 @@ def test_seeds_have_refusals_verdicts_and_waits_that_are_broken_off():
 def test_a_refusal_that_crosses_a_plan_which_locks_ends_the_lock():
     """Else the others give their words on what is locked, and the rank that has refused never gives one."""
     simulate(200_222)
+
+
+def test_a_refusal_from_before_ranks_waited_for_each_other_does_not_hit_the_next_operation():
+    simulate(9_009_473)
 
 
 def test_a_join_does_not_complete_a_call_that_its_rank_has_refused_before():
