@@ -566,7 +566,7 @@ class Negotiator:
         response = verdict(entry.parts, entry.absent)
         if response.request.kind is Kind.JOIN and not response.error:
             last = self._end_absence(entry)
-            self._owed.forget(entry.wanted)
+            self._owed.forget(entry.wanted, self._everybody)
             self._parts.note_met(entry.wanted)
             return msgspec.structs.replace(response, request=msgspec.structs.replace(response.request, root=last))
         if response.request.kind is Kind.BARRIER and not response.error:

@@ -211,6 +211,20 @@ def test_the_errors_of_a_deadlock_are_over_when_all_have_joined(refuses):
     assert_in_step(star, "x")
 
 
+def test_a_join_of_some_ranks_does_not_end_the_errors_of_operations_of_all():
+    star = Star(3)
+    handles = in_a_circle(star, {0: "x", 1: "y"})
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    some = Request(Kind.JOIN, "join", transient=True, members=(0, 2))
+    joins = [star.submit(rank, some) for rank in (0, 2)]
+    run(star)
+    late = star.submit(2, allreduce("x", 2))
+    run(star)
+    assert [outcome(handle) for handle in joins] == ["done"] * 2
+    assert outcome(late).startswith("MismatchError")
+
+
 def test_a_barrier_of_some_ranks_does_not_count_as_one_with_the_refusing_rank():
     star = Star(4)
     handles = in_a_circle(star, {0: "x", 1: "y"})
