@@ -225,14 +225,18 @@ class HeardDeadlocks:
         return error
 
     def hear(self, plan: int) -> None:
-        """Notes that the script was notified of the deadlock that a plan ended; runs on any thread."""
-        for members in list(self._unheard.pop(plan, {})):
-            self._heard[members] = max(plan, self.last(members))
+        """Notes that the script was notified of the deadlock that a plan ended, or of a later one; on any thread.
+
+        With that, it has also given up what failed in earlier deadlocks, whether it asked for their errors or not.
+        """
+        for number in [number for number in list(self._unheard) if number <= plan]:
+            for members in list(self._unheard.pop(number, {})):
+                self._heard[members] = max(number, self.last(members))
         self.later(Heard(plan))
 
     def settle(self, heard: Heard) -> None:
-        """Notes that everything submitted from now on was submitted after the notification, or a later one."""
-        self.missed.pop(heard.plan, None)
+        """Notes that everything submitted from now on was submitted after the notification."""
+        self.missed = {plan: failed for plan, failed in self.missed.items() if plan > heard.plan}
         self.unsettled = {plan for plan in self.unsettled if plan > heard.plan}
 
     def forget(self, joined: tuple[int, ...]) -> None:

@@ -194,6 +194,19 @@ def test_a_rank_that_never_asks_for_the_error_of_a_deadlock_takes_part_again_aft
     assert_in_step(star, "y")
 
 
+def test_the_error_of_a_later_deadlock_ends_earlier_ones_too():
+    """Also what failed in an earlier one, for whose error the script never asks."""
+    star = Star(2)
+    first = in_a_circle(star, {0: "a", 1: "b"})
+    run(star)
+    assert outcome(first[1]).startswith("MismatchError")  # rank 0 does not ask
+    second = in_a_circle(star, {0: "c", 1: "d"})
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in second)
+    assert [member.deadlocks.last(()) for member in star.members] == [star.members[0].seen] * 2
+    assert_in_step(star, "b")
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 def test_the_errors_of_a_deadlock_are_over_when_all_have_joined(refuses):
     """Also for a rank that has none of the failed operations, and refuses its next one of that name or submits it."""
