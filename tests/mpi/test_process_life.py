@@ -22,12 +22,18 @@ _FORKS = """
 import os, sys
 import torch
 import coordd.torch as cd
+from coordd import api
 from coordd.errors import ForkedProcessError
 
 cd.init()
+daemon = api.operations().daemon
 for leave in (sys.exit, lambda: sys.exit(7), lambda: os._exit(5)):
-    number = os.fork()
+    size, number = daemon._commons.heap.size, os.fork()
     if number == 0:
+        for allocate in (daemon.allocate, daemon.blank):  # a block of its own would replace one of its parent's
+            allocate(4096)[:] = 1
+        if daemon._commons.heap.size != size:
+            os._exit(98)
         try:
             cd.allreduce(torch.ones(1))
         except ForkedProcessError:
