@@ -489,7 +489,7 @@ def test_ranks_that_discard_steps_of_different_optimizers_are_told():
                 cd.allreduce(torch.ones(1), name="metric")
         optimizers[rank].discard_step()
         if rank:
-            with pytest.raises(cd.MismatchError, match=r"rank 0 for 'a' .*rank 1 for 'opt1\.a'"):
+            with pytest.raises(cd.MismatchError, match=r"rank 1 for 'opt1\."):
                 optimizers[1].zero_grad()
         else:
             optimizers[0].zero_grad()
