@@ -101,19 +101,19 @@ class Owed:
                 if before < 0 and response.deadlock >= 0 and ranks >> rank & 1 and others:
                     owed[place] = owed[place]._replace(before=plan)
 
-    def forget(self, joined: int, everybody: int) -> None:
-        """Drops the errors of deadlocks in operations whose members have all joined.
+    def forget(self, joined: int, all_ranks: int) -> None:
+        """Drops the errors of deadlocks in operations of which all members have joined.
 
         Ranks that joined early know nothing of these deadlocks, and all of them continue with equal counts.
 
         Args:
             joined: bit mask of the ranks that have joined.
-            everybody: bit mask of all ranks.
+            all_ranks: bit mask of all ranks.
         """
 
         def over(refusal: _Refusal) -> bool:
             members = refusal.response.request.members
-            return refusal.response.deadlock >= 0 and not (members_mask(members) if members else everybody) & ~joined
+            return refusal.response.deadlock >= 0 and not (members_mask(members) if members else all_ranks) & ~joined
 
         kept = {
             (name, rank): [each for each in owed if not (joined >> rank & 1 and over(each))]

@@ -35,7 +35,7 @@ class _Part:
         wanted: the members, as a bit mask.
         inside: the members that have yet to announce their part, or all of it.
         heard: by rank, how many operations of the group it has announced.
-        before: by rank, the plan with whose acknowledgement the rank's part of this operation is over.
+        before: by rank, the plan that ends the rank's part of this operation, once the rank acknowledges it.
     """
 
     first: Refused
@@ -107,9 +107,9 @@ class RefusedParts:
     the n-th operation of a name is the same one on all members, whether they announce or refuse it.
     """
 
-    def __init__(self, everybody: int) -> None:
-        """Starts without refusals; ``everybody`` is the bit mask of all ranks."""
-        self._everybody = everybody
+    def __init__(self, all_ranks: int) -> None:
+        """Starts without refusals; ``all_ranks`` is their bit mask."""
+        self._all_ranks = all_ranks
         self._parts: dict[_Key, list[_Part]] = {}
         self._sets: dict[str, dict[tuple[int, ...], None]] = {}
         self._unmet: dict[int, int] = {}  # by rank, the ranks that it has not met since the error of a deadlock
@@ -139,7 +139,7 @@ class RefusedParts:
             wanted: bit mask of its members.
             inside: bit mask of the members that may still announce theirs.
             told: by name, bit mask of the members that have announced it.
-            before: by rank, the plan with whose acknowledgement its part is over; only for ranks that have such a plan.
+            before: by rank, the plan that ends its part, once it acknowledges that; only for ranks with such a plan.
         """
         part = _Part(refused, wanted, inside, before=dict(before))
         for each, ranks in told.items():
@@ -208,7 +208,7 @@ class RefusedParts:
 
     def inform(self, ranks: int) -> None:
         """Records that ranks, a bit mask, get the error of a deadlock, and may give up operations because of it."""
-        self._unmet |= dict.fromkeys(bits(ranks), self._everybody)
+        self._unmet |= dict.fromkeys(bits(ranks), self._all_ranks)
 
     def meet(self, ranks: int, plan: int) -> None:
         """Records that ranks met at a barrier in a plan.

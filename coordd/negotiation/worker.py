@@ -232,7 +232,7 @@ class Member:
         return Due(messages, found or [], words)
 
     def _settled(self) -> list[int]:
-        """Returns the plans to acknowledge whose errors the script has got."""
+        """Returns the plans that can be acknowledged: the script has got their errors."""
         return [plan for plan in self._flushes if plan not in self.deadlocks.unsettled]
 
     def _acknowledge(self) -> Iterator[Report | Flushed | Refused]:

@@ -6,19 +6,26 @@ import pytest
 
 from coordd.ops.messages import Blocked, Flushed, Kind, Refused, Report, Request
 from tests.negotiation.test_worker_lock import run, submit
-from tests.negotiation.test_worker_refusals import assert_in_step, in_a_circle, meet
+from tests.negotiation.test_worker_refusals import assert_in_step, catch_deadlock, in_a_circle, meet
 from tests.star import Star, allreduce, outcome
 
 MEET = Request(Kind.BARRIER, "meet", transient=True)
 D, E = allreduce("d", 2), allreduce("e", 2)
 
 
-def restarted_and_locked() -> Star:
-    """Two ranks whose scripts have got the error of a deadlock, and then lock ``d``."""
-    star = Star(2, lock_steps=2)
-    handles = in_a_circle(star, {0: "x", 1: "y"})
+def assert_refused(star: Star, rank: int, name: str):
+    """A refusal reaches all other ranks."""
+    star.refuse(rank, name, name)
+    star.hear(rank)
+    others = [star.submit(other, allreduce(name, 2)) for other in star.ranks if other != rank]
     run(star)
-    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    assert [outcome(handle)[:12] for handle in others] == ["RefusedError"] * len(others)
+
+
+def restarted_and_locked() -> Star:
+    """Two ranks that got the error of a deadlock, and then lock ``d``."""
+    star = Star(2, lock_steps=2)
+    catch_deadlock(star)
     for _ in range(9):
         submit(star, D)
         if star.settle().lock:
@@ -122,9 +129,7 @@ def test_two_ranks_refuse_an_operation_before_and_after_a_deadlock_is_found_out(
 def test_a_late_rank_gets_the_error_of_a_deadlock_also_if_a_barrier_overtakes_its_announcement():
     """An aggregator may hold the announcement back, and forward the barrier, for which all ranks below have come."""
     star = Star(4)
-    handles = in_a_circle(star, {0: "x", 1: "y"})
-    run(star)
-    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    catch_deadlock(star)
     late = star.submit(3, allreduce("x", 2))
     star.report(3)
     held = star.up[3].pop()
@@ -141,7 +146,7 @@ def test_a_late_rank_gets_the_error_of_a_deadlock_also_if_a_barrier_overtakes_it
 
 
 def test_a_refusal_after_the_error_of_a_deadlock_follows_the_acknowledgement():
-    """Else it would count as from before, and the other rank, whose script has got the error, would wait for ever."""
+    """Else it would count as from before the error, and the other rank, which has restarted, would wait for ever."""
     star = restarted_and_locked()
     voted = star.submit(1, D)
     handles = in_a_circle(star, {0: "x", 1: "y"})
@@ -164,15 +169,9 @@ def test_a_rank_that_never_asks_for_the_error_of_a_deadlock_goes_on_after_a_barr
     """Its later refusals are news to the others, which got the error."""
     star = Star(3)
     beside = star.submit(2, allreduce("x", 2))
-    handles = in_a_circle(star, {0: "x", 1: "y"})
-    run(star)
-    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    catch_deadlock(star)
     meet(star)
-    star.refuse(2, "d", "d")
-    star.hear(2)
-    others = [star.submit(rank, D) for rank in (0, 1)]
-    run(star)
-    assert [outcome(handle)[:12] for handle in others] == ["RefusedError"] * 2
+    assert_refused(star, 2, "d")
     assert outcome(beside).startswith("MismatchError")
     assert_in_step(star, "d")
 
@@ -182,15 +181,10 @@ def test_a_rank_that_never_asks_for_the_error_of_a_deadlock_takes_part_again_aft
     """Also in an operation that failed then, and of which it had no part."""
     star = Star(3)
     star.submit(2, allreduce("x", 2))
-    handles = in_a_circle(star, {0: "x", 1: "y"})
-    run(star)
-    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    catch_deadlock(star)
     meet(star)
     if refuses:
-        star.refuse(2, "y", "y")
-        others = [star.submit(rank, allreduce("y", 2)) for rank in (0, 1)]
-        run(star)
-        assert [outcome(handle)[:12] for handle in others] == ["RefusedError"] * 2
+        assert_refused(star, 2, "y")
     assert_in_step(star, "y")
 
 
@@ -211,24 +205,17 @@ def test_the_error_of_a_later_deadlock_ends_earlier_ones_too():
 def test_the_errors_of_a_deadlock_are_over_when_all_have_joined(refuses):
     """Also for a rank that has none of the failed operations, and refuses its next one of that name or submits it."""
     star = Star(3)
-    handles = in_a_circle(star, {0: "x", 1: "y"})
-    run(star)
-    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    catch_deadlock(star)
     submit(star, Request(Kind.JOIN, "join", transient=True))
     run(star)
     if refuses:
-        star.refuse(2, "x", "x")
-        others = [star.submit(rank, allreduce("x", 2)) for rank in (0, 1)]
-        run(star)
-        assert [outcome(handle)[:12] for handle in others] == ["RefusedError"] * 2
+        assert_refused(star, 2, "x")
     assert_in_step(star, "x")
 
 
 def test_a_join_of_some_ranks_does_not_end_the_errors_of_operations_of_all():
     star = Star(3)
-    handles = in_a_circle(star, {0: "x", 1: "y"})
-    run(star)
-    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    catch_deadlock(star)
     some = Request(Kind.JOIN, "join", transient=True, members=(0, 2))
     joins = [star.submit(rank, some) for rank in (0, 2)]
     run(star)
@@ -240,9 +227,7 @@ def test_a_join_of_some_ranks_does_not_end_the_errors_of_operations_of_all():
 
 def test_a_barrier_of_some_ranks_does_not_count_as_one_with_the_refusing_rank():
     star = Star(4)
-    handles = in_a_circle(star, {0: "x", 1: "y"})
-    run(star)
-    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    catch_deadlock(star)
     star.refuse(2, "d", "d")
     some = Request(Kind.BARRIER, "some", transient=True, members=(0, 1))
     few = [star.submit(rank, some) for rank in (0, 1)]

@@ -204,6 +204,13 @@ def in_a_circle(star: Star, waits: dict[int, str], before: Callable[[], object] 
     return handles
 
 
+def catch_deadlock(star: Star):
+    """Ranks 0 and 1 wait for each other, and both scripts get the error."""
+    handles = in_a_circle(star, {0: "x", 1: "y"})
+    run(star)
+    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+
+
 def assert_in_step(star: Star, name: str):
     """The next operations of a name pair rightly."""
     for _ in range(2):
@@ -253,9 +260,7 @@ def test_a_refusal_before_the_script_has_heard_that_ranks_waited_for_each_other_
 @pytest.mark.parametrize("together", [False, True])
 def test_a_rank_that_comes_late_gets_the_error_of_a_deadlock_unless_it_has_met_the_others_since(together):
     star = Star(3)
-    handles = in_a_circle(star, {0: "x", 1: "y"})
-    run(star)
-    assert all(outcome(handle).startswith("MismatchError") for handle in handles)
+    catch_deadlock(star)
     if together:
         meet(star)
         assert_in_step(star, "x")

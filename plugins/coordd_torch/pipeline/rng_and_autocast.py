@@ -13,7 +13,7 @@ import torch
 __all__ = ["Surroundings", "autocast_text", "casting", "seed_for", "seeded", "uncast"]
 
 _SHOWN = ("cpu", "cuda")
-"""The device types whose autocast mode ranks compare."""
+"""Ranks compare the autocast modes of these device types."""
 
 
 def seed_for(seed: int, step: int, stage: int, microbatch: int) -> int:
