@@ -121,11 +121,15 @@ class Member:
                 self._cache.store(response)
         found = self._buckets(agreed, plan.fusion_bytes)
         self._end_joins({response.request.members for response in agreed if response.request.kind is Kind.JOIN})
-        if self.deadlocks.unsettled and any(bucket.request.kind is Kind.BARRIER for bucket in found):
-            for number in sorted(self.deadlocks.unsettled):  # the script goes on without having asked for the error
-                self.deadlocks.hear(number)
+        if any(bucket.request.kind is Kind.BARRIER for bucket in found):
+            self._pass_barrier()
         self._update_lock(plan)
         return self._due(found)
+
+    def _pass_barrier(self) -> None:
+        """Settles the deadlocks of which the script has not asked for the error: it continues without."""
+        for number in sorted(self.deadlocks.unsettled):
+            self.deadlocks.hear(number)
 
     def settle(self, heard: Heard) -> Due:
         """Records that everything submitted from now on was submitted after the script was notified of a deadlock."""

@@ -198,3 +198,8 @@ def takes_a_refused_operation_for_the_call_of_all_that_have_none(monkeypatch):
 @mutant
 def locks_what_a_rank_has_refused(monkeypatch):
     monkeypatch.setattr(RefusedParts, "__iter__", lambda self: iter(()))
+
+
+@mutant
+def keeps_an_error_that_no_script_asks_for_after_a_barrier(monkeypatch):
+    monkeypatch.setattr(Member, "_pass_barrier", lambda self: None)

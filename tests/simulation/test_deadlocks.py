@@ -32,6 +32,7 @@ FIRST = {
     "lets_ranks_stay_joined_after_a_refused_join": 65,
     "takes_a_refused_operation_for_the_call_of_all_that_have_none": 285,
     "locks_what_a_rank_has_refused": 93,
+    "keeps_an_error_that_no_script_asks_for_after_a_barrier": 740,
 }
 """The first seeds that find them; others do, too, but some take long."""
 

@@ -148,13 +148,10 @@ LEAVERS = ("self._end_absence(entry)", "del self._calls[name]", "self._refuse_pa
 # are refusals of what has failed before, of which `test_refusing` and `test_member_refusals` have some. A lock that
 # breaks while a script polls is the loop's affair; `test_liveness` has it.
 NOT_SIMULATED = {"held_since", "_fail_refused", "_refuse_part", "claim_refused", "discharge"}
-# So is what comes between the error of a deadlock and its acknowledgement, and scripts that never ask for the error are
-# not simulated; `test_flush` has both.
+# So is what comes between the error of a deadlock and its acknowledgement; `test_flush` has it.
 NOT_SIMULATED |= {"_acknowledge", "_reports", "_restarted_since", "told"}
 RECOVERY = (
     "self._later.append(",
-    "for number in sorted(self.deadlocks.unsettled)",
-    "self.deadlocks.hear(number)",
     "met = bits(part.inside & ranks)",
     "part.before |= {rank: plan for rank in met",
 )

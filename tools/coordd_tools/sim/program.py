@@ -153,7 +153,7 @@ def _call(worker: Worker, setting: Setting, call: Call) -> Iterator[Pause]:
 def _cross(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]:
     """Submits rounds in this rank's own order, up to the first that fails; then agrees with all ranks to continue."""
     rng, made = setting.rng, list[Made]()
-    order = scene.orders[worker.rank]
+    order, reads = scene.orders[worker.rank], worker.rank not in scene.unread
     yield from _refuse(worker, setting, scene)
     if worker.rank in scene.threads:
         made = worker.submit_beside([(rng.expovariate(1.0), turn) for turn, _ in order[1:] if isinstance(turn, Round)])
@@ -167,14 +167,20 @@ def _cross(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]
         if waits:
             limit = scene.limits.get((worker.rank, turn))
             yield [made[-1]] if limit is None else (made[-1], limit)
-        if made[-1].failed:
+        if reads and made[-1].failed:
             break
+    yield from _end(worker, made)
+    if reads:
+        _hear(made)
+    yield from _agree(worker, scene.agreement)
+
+
+def _end(worker: Worker, made: Sequence[Made]) -> Iterator[Pause]:
+    """Waits until all operations have ended, those of another thread too."""
     while any(not one.poll() for one in made) or worker.busy_beside:
         yield [*made]
         if worker.busy_beside:
             yield _THREAD
-    _hear(made)
-    yield from _agree(worker, scene.agreement)
 
 
 def _refuse(worker: Worker, setting: Setting, scene: Crossing) -> Iterator[Pause]:

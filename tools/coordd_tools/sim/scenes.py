@@ -21,7 +21,7 @@ from coordd_tools.sim.swarm import Swarm, aside
 
 __all__ = ["Call", "Crossing", "Scenes", "draw", "in_phases", "with_refusals"]
 
-_REFUSED = 0.1
+_REFUSED, _UNREAD = 0.1, 0.5
 _SENT, _RECEIVED, _AWAITED, _LARGE = 0.85, 0.9, 0.7, 0.5
 
 _PATIENCE = 1.2
@@ -51,6 +51,7 @@ class Crossing:
         agreement: the barrier that all ranks repeat until it succeeds.
         refused: by rank, the name that it refuses instead of submitting it; ranks that refuse nothing are left out.
         members: the process set of the refused operation.
+        unread: ranks that only poll, and ask for no error before they continue with the barrier.
     """
 
     orders: tuple[tuple[tuple[Round | Letter, bool], ...], ...]
@@ -59,6 +60,7 @@ class Crossing:
     agreement: Round
     refused: dict[int, str] = field(default_factory=dict)
     members: Members = ()
+    unread: frozenset[int] = frozenset()
 
 
 Scene = Call | Crossing
@@ -89,8 +91,10 @@ def draw(rng: Random, size: int, swarm: Swarm, script: Script) -> Scenes:
         for step in range(len(script.orders)):
             if step not in found and side.random() < 0.2:
                 found[step] = refusing.refusal()
-    writer = Random(aside(rng).random())  # noqa: S311 - repeatable, like all of it
+    seeds = aside(rng)
+    writer, reader = Random(seeds.random()), Random(seeds.random())  # noqa: S311 - repeatable, like all of it
     found = _lettered(writer, size, swarm, found)
+    found = _partly_unread(reader, size, found) if swarm.unread else found
     return Scenes(found, _last(writer, size) if swarm.letters and swarm.blocks and not swarm.polling else ())
 
 
@@ -107,6 +111,16 @@ def _lettered(rng: Random, size: int, swarm: Swarm, found: dict[int, Scene]) -> 
         return found
     crossings = {step: scene for step, scene in found.items() if isinstance(scene, Crossing)}
     return found | {step: _with_letters(rng, size, scene) for step, scene in crossings.items()}
+
+
+def _partly_unread(rng: Random, size: int, found: dict[int, Scene]) -> dict[int, Scene]:
+    """Makes some ranks ask for no errors in the crossings."""
+    return {
+        step: replace(scene, unread=frozenset(rank for rank in range(size) if rng.random() < _UNREAD))
+        if isinstance(scene, Crossing)
+        else scene
+        for step, scene in found.items()
+    }
 
 
 def _with_letters(rng: Random, size: int, crossing: Crossing) -> Crossing:

@@ -11,7 +11,7 @@ from random import Random
 __all__ = ["Swarm", "aside"]
 
 _CHANCES = {"crash": 0.2, "abort": 0.1, "impatience": 0.1, "locks": 0.75, "polling": 0.2}
-_LATE = {"calls": 0.25, "blocks": 0.8, "crossings": 0.8, "refusals": 0.4, "letters": 0.5, "phases": 0.2}
+_LATE = {"calls": 0.25, "blocks": 0.8, "crossings": 0.8, "refusals": 0.4, "letters": 0.5, "phases": 0.2, "unread": 0.4}
 
 
 def aside(rng: Random) -> Random:
@@ -54,6 +54,7 @@ class Swarm:
     refusals: bool = False
     letters: bool = False
     phases: bool = False
+    unread: bool = False
 
     @classmethod
     def draw(cls, rng: Random, *, scenes: bool = True) -> Swarm:
@@ -61,8 +62,8 @@ class Swarm:
 
         Args:
             rng: the random generator.
-            scenes: whether ranks may refuse what others submit, wait for each other, and change from phase to phase;
-                without this all other switches stay the same.
+            scenes: whether ranks may refuse what others submit, wait for each other, ignore errors, and change from
+                phase to phase; without this all other switches stay the same.
         """
         side = aside(rng)  # so that the other switches of a seed stay the same
         late = {name: side.random() < chance and scenes for name, chance in _LATE.items()}
