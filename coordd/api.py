@@ -95,7 +95,7 @@ class _Default:
     def start(self) -> None:
         """Starts the daemon, and waits for the other ranks; raises like `Daemon.start`."""
         place = os.environ.get(presence.VARIABLE, "")
-        presence.enter("" if self._child else place)
+        presence.enter("" if self._child or self.config.alone else place)
         try:
             self.daemon.start()
             self._desk.settle()

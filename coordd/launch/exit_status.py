@@ -34,6 +34,7 @@ class Record:
         launcher: name of the launcher.
         hosts: host of each rank that has started.
         ended: the ranks' `Ended` frames, in order of arrival.
+        waiting: ranks that have been in `init` for a while.
         stopped_by: the signal with which the user ended the job, or 0.
         status: exit status of the launcher; negative for signals, as in `subprocess`.
         said: lines of output of the launcher itself.
@@ -43,6 +44,7 @@ class Record:
     launcher: str
     hosts: dict[int, str] = field(default_factory=dict)
     ended: list[Ended] = field(default_factory=list)
+    waiting: set[int] = field(default_factory=set)
     stopped_by: int = 0
     status: int = 0
     said: list[str] = field(default_factory=list)
@@ -51,6 +53,11 @@ class Record:
     def running(self) -> list[int]:
         """Ranks that have started and not ended, ascending."""
         return sorted(self.hosts.keys() - {end.rank for end in self.ended})
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether ranks wait in `init` for a rank that has exited without calling it."""
+        return bool(self.waiting) and any(end.outcome.absent for end in self.ended)
 
     @property
     def well(self) -> bool:

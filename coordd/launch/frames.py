@@ -16,7 +16,7 @@ from typing import NamedTuple
 from coordd.launch.lines import Piece
 from coordd.launch.outcome import Outcome
 
-__all__ = ["LIMIT", "TEXT", "Ended", "Frame", "Output", "Started", "decode", "encode", "whole"]
+__all__ = ["LIMIT", "TEXT", "Ended", "Frame", "Output", "Started", "Waiting", "decode", "encode", "whole"]
 
 LIMIT = 2048  # below every launcher's read size (Open MPI: 4096) and below the size of an atomic pipe write
 TEXT = LIMIT - 64  # bytes available for a piece of output
@@ -50,7 +50,13 @@ class Ended(NamedTuple):
     outcome: Outcome
 
 
-Frame = Output | Started | Ended
+class Waiting(NamedTuple):
+    """A rank's command has been in `init` for a while."""
+
+    rank: int
+
+
+Frame = Output | Started | Waiting | Ended
 
 
 def encode(frame: Frame) -> bytes:
@@ -59,6 +65,8 @@ def encode(frame: Frame) -> bytes:
         fields = [b"%d" % frame.stream + _ENDS[frame.piece.end], frame.piece.text]
     elif isinstance(frame, Started):
         fields = [b"s", frame.host.encode(), frame.note.encode()]
+    elif isinstance(frame, Waiting):
+        fields = [b"w", b""]
     else:
         fields = [b"f", _written(frame.outcome)]
     return _FIELD.join([_MARK, b"%d" % frame.rank, *fields]) + b"\n"
@@ -86,6 +94,8 @@ def _read(rank: int, kind: bytes, payload: bytes) -> Frame:
     if kind == b"s":
         host, note = payload.decode().split("\x1f")
         return Started(rank, host, note)
+    if kind == b"w":
+        return Waiting(rank)
     if kind == b"f":
         *numbers, exception, last = payload.decode(errors="replace").split("\x1f")
         code, signal, *flags = map(int, numbers)

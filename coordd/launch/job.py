@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from coordd.errors import spans
 from coordd.launch.exit_status import Record, Verdict, judge
-from coordd.launch.frames import Ended, Output, Started, decode
+from coordd.launch.frames import Ended, Frame, Output, Started, Waiting, decode
 from coordd.launch.lines import Lines
 from coordd.launch.mpi_flavours import ALONE, Flavour
 from coordd.launch.outcome import signal_name
@@ -158,12 +158,18 @@ class Job:
 
     def _take(self, stream: int, line: bytes) -> None:
         """Handles one line of the launcher's output, usually a frame of a rank."""
-        frame = decode(line)
+        self._show(decode(line), stream, line)
+        if self._record.hopeless:
+            self._ladder.give_up(time.monotonic())
+
+    def _show(self, frame: Frame | None, stream: int, line: bytes) -> None:
         if isinstance(frame, Output):
             self._screen.show(frame)
         elif isinstance(frame, Started):
             self._record.hosts[frame.rank] = frame.host
             self.note(frame.note, frame.host)
+        elif isinstance(frame, Waiting):
+            self._record.waiting.add(frame.rank)
         elif isinstance(frame, Ended):
             self._end(frame)
         else:

@@ -23,7 +23,7 @@ from coordd.host.affinity import DAEMON_CORES, write_cpus
 from coordd.host.cores import cores_here
 from coordd.host.presence import Presence
 from coordd.launch.child import Child
-from coordd.launch.frames import Ended, Started, encode, whole
+from coordd.launch.frames import Ended, Started, Waiting, encode, whole
 from coordd.launch.outcome import Outcome
 from coordd.launch.output_forwarder import Relay
 from coordd.launch.place import place
@@ -32,6 +32,8 @@ from coordd.launch.shares import Share, Wish, describe, divide, thread_variables
 
 __all__ = ["Order", "Rank", "main"]
 
+_LOOK = 1.0  # seconds between two looks at whether the command waits in `init`
+_NEVER = float("inf")
 _QUIET = 0.05  # seconds without output after which an unfinished line is shown
 _LEFTOVERS = 0.3  # seconds for the command's remaining processes to end
 
@@ -106,6 +108,7 @@ class Rank:
         self._rank = here.rank
         self._relay = Relay(here.rank, out=child.out, err=child.err, write=lambda packet: _write(launcher, packet))
         self._launcher = launcher
+        self._was_entering, self._next_look = False, time.monotonic() + _LOOK
         self._poller = select.poll()
         for descriptor in (self._wake, child.out, child.err):
             self._poller.register(descriptor, select.POLLIN)
@@ -115,8 +118,9 @@ class Rank:
         """Serves the command until it has ended and this process may exit; returns the command's exit status."""
         self._relay.say([Started(self._rank, os.uname().nodename, self._note)])
         while (end := self._child.end()) is None:
-            if not self._serve(_QUIET if self._relay.unfinished else None):
+            if not self._serve(_QUIET if self._relay.unfinished else self._patience()):
                 self._relay.flush()
+            self._look()
         self._serve_until(time.monotonic() + _LEFTOVERS, patience=0)
         outcome = self._outcome(*end)
         self._relay.say([Ended(self._rank, outcome)])
@@ -125,6 +129,19 @@ class Rank:
         while (outcome.failed or outcome.left or self._asked) and self._asked < 2:
             self._serve(None)
         return outcome.status
+
+    def _patience(self) -> float | None:
+        return None if self._next_look == _NEVER else max(0.0, self._next_look - time.monotonic())
+
+    def _look(self) -> None:
+        """Reports once that the command waits in `init`, after two looks in a row have found it there."""
+        if time.monotonic() < self._next_look:
+            return
+        entering = self._presence.entering
+        if waiting := entering and self._was_entering:
+            self._relay.say([Waiting(self._rank)])
+        self._was_entering = entering
+        self._next_look = _NEVER if waiting or self._presence.present else time.monotonic() + _LOOK
 
     def _outcome(self, code: int, number: int) -> Outcome:
         self._relay.flush()

@@ -74,6 +74,11 @@ class Ladder:
             self.rung = Rung.LISTEN if failed or self._left else Rung.RUN
             self._since = now
 
+    def give_up(self, now: float) -> None:
+        """Records that the job cannot succeed, though no rank has failed."""
+        if self.rung == Rung.RUN:
+            self.rung, self._since, self._cause_known = Rung.LISTEN, now, True
+
     def ask(self) -> None:
         """Records that the user wants the job to end; a second request ends it at once."""
         self._wanted = Rung.ASK if max(self.rung, self._wanted) < Rung.ASK else Rung.DISMISS

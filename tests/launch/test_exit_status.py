@@ -109,6 +109,19 @@ def test_ranks_that_have_started_and_not_ended_are_known():
     assert record((1, FINE), size=4, hosts="aaa").running == [0, 2]
 
 
+@pytest.mark.parametrize(
+    ("ends", "waiting", "hopeless"),
+    [
+        ([(1, ABSENT)], {0}, True),
+        ([(1, ABSENT)], set(), False),
+        ([(1, FINE)], {0}, False),
+        ([], {0}, False),
+    ],
+)
+def test_a_job_is_hopeless_if_ranks_wait_in_init_for_one_that_has_ended_without(ends, waiting, hopeless):
+    assert record(*ends, waiting=waiting).hopeless is hopeless
+
+
 def test_a_kill_from_nowhere_hints_at_memory_and_is_not_said_of_others():
     verdict = judge(record((1, KILLED), (0, KILLED)))
     assert verdict == Verdict(137, verdict.text)

@@ -12,7 +12,7 @@ import pytest
 
 from coordd.host.affinity import DAEMON_CORES, write_cpus
 from coordd.host.cores import cores_here
-from coordd.launch.frames import Ended, Output, Started, decode
+from coordd.launch.frames import Ended, Output, Started, Waiting, decode
 from coordd.launch.outcome import Outcome
 from coordd.launch.rank import Order
 from tests.launch.started import FOR_EVER, PATIENCE, ROOT, alive, wait_until
@@ -106,6 +106,17 @@ def test_a_command_that_ends_well():
     assert isinstance(rank.frames[0], Started)
     assert rank.frames[0].host == os.uname().nodename
     assert sorted(rank.text) == ["one", "two"]
+
+
+def test_a_command_that_stays_in_init_is_reported_once_even_while_it_prints():
+    source = (
+        "import os, time; from coordd.host import presence; presence.enter(os.environ[presence.VARIABLE])\n"
+        "while True: print('step', flush=True); time.sleep(0.02)"
+    )
+    with RankProcess(source) as rank:
+        rank.read_until(lambda frame: isinstance(frame, Waiting))
+        assert rank.frames[-1] == Waiting(0)
+        assert rank.text
 
 
 def test_the_command_gets_its_place_its_threads_and_nothing_of_ours():

@@ -108,6 +108,25 @@ raise PeerError("rank 1 exited")"""
             assert job.wait() == 3
             assert job.last == "coordd: rank 1 exited with code 3: OSError: disk full"
 
+    def test_end_when_one_has_ended_before_init_in_which_the_other_waits(self):
+        source = "sys.exit(0) if rank else None; import coordd; coordd.init()"
+        with two(source, COORDD_START_SECONDS="1000") as job:
+            assert job.wait() == 1
+            told = "coordd: rank 1 exited with code 0 without calling init(), in which other ranks waited for it"
+            assert job.last == told
+            assert wait_until(lambda: not job.left)
+
+    def test_may_use_coordd_alone_after_the_other_has_ended(self):
+        source = """
+if rank: sys.exit(0)
+os.environ["COORDD_ALONE"] = "1"
+import coordd
+coordd.init()
+print("alone", coordd.size())"""
+        with two(source) as job:
+            assert job.wait() == 0
+            assert job.out == "[0] alone 1\n"
+
     @pytest.mark.parametrize("victim", ["command", "rank"])
     def test_end_when_one_is_killed(self, victim):
         pid = "os.getpid()" if victim == "command" else "os.getppid()"

@@ -57,6 +57,21 @@ def test_a_rank_that_left_is_a_cause_that_is_known():
     assert ladder.due() == 11.6
 
 
+def test_a_job_that_cannot_succeed_is_ended_like_a_failed_one():
+    ladder = Ladder(3, grace=5)
+    ladder.end(10.0, **OK)
+    ladder.give_up(12.0)
+    ladder.give_up(12.1)
+    assert climbed(ladder)[:2] == [(Rung.ASK, 12.6), (Rung.DISMISS, 12.9)]
+
+
+def test_giving_up_changes_nothing_once_a_rank_has_failed():
+    ladder = Ladder(3, grace=5)
+    ladder.end(10.0, **CAUSE)
+    ladder.give_up(10.5)
+    assert ladder.due() == 10.6
+
+
 def test_a_consequence_waits_longer_for_its_cause():
     ladder = Ladder(3, grace=5)
     ladder.end(10.0, **CONSEQUENCE)
