@@ -168,11 +168,11 @@ class Daemon:
             if self._status.parts is not None:
                 self._status.parts.member.table.reserve(entry)
             self._inbox.put(entry, entry.array.nbytes, wake=not lazy)
+            if self._status.ended.is_set():  # it has ended since the check above
+                self._loop.turn_away()
         except BaseException as error:
             self.broken_off(error, f"the submission of {entry.request.name!r}")
             raise
-        if self._status.ended.is_set():  # it has ended since the check above
-            self._loop.turn_away()
 
     def submit_all(self, entries: Sequence[Entry]) -> None:
         """Submits several tensors: all of them or, if the name of one is in flight, none. Raises like `submit`."""
@@ -184,11 +184,11 @@ class Daemon:
                 self._status.parts.member.table.reserve_all(entries)
             for entry in entries:
                 self._inbox.put(entry, entry.array.nbytes)
+            if self._status.ended.is_set():
+                self._loop.turn_away()
         except BaseException as error:
             self.broken_off(error, "the submission of a group")
             raise
-        if self._status.ended.is_set():
-            self._loop.turn_away()
 
     def post(self, letter: Letter, *, lazy: bool = False) -> None:
         """Starts a matched send or receive; raises like `submit`.
@@ -201,11 +201,11 @@ class Daemon:
         self._check_usable()
         try:
             self._do(letter, wake=not lazy or letter.peer not in self._notes)
+            if self._status.ended.is_set():
+                self._loop.turn_away()
         except BaseException as error:
             self.broken_off(error, f"the {letter.word} of {letter.name!r}")
             raise
-        if self._status.ended.is_set():
-            self._loop.turn_away()
 
     def take_back(self, handle: Handle[Any], error: BaseException) -> None:
         """Withdraws a receive that an exception has interrupted, so that the next one of its name gets the message.
@@ -320,6 +320,15 @@ class Daemon:
         if not _raised_by_coordd(error):
             text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
             self.fail(text)
+
+    def raise_failure(self) -> None:
+        """Raises the failure of the job that this rank has reported, once the daemon's thread has it.
+
+        Raises:
+            PeerError: the failure.
+        """
+        self._run_on_thread(lambda: None)
+        self._check_usable()
 
     @contextlib.contextmanager
     def unbroken(self, what: str) -> Iterator[None]:

@@ -309,6 +309,11 @@ class Gradients:
                     bucket.discard()
                 self._told = self._tell(reason)
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether this rank has discarded the step, and has not waited for the others yet."""
+        return self._told is not None
+
     def drop(self, reason: str = _FAILED) -> None:
         """Ends a step that is not completed here; all ranks discard it, and get the reason."""
         if any(bucket.begun for bucket in self._buckets):
@@ -555,7 +560,8 @@ class _Bucket:
                 self._submit()
 
     def _submit(self) -> None:
-        self.handle = self._operations.submit(self._request, self._flat)
+        with self._operations.daemon.unbroken("the submission of gradients"):
+            self.handle = self._operations.submit(self._request, self._flat)
 
 
 def _release(buckets: Iterable[_Bucket]) -> None:

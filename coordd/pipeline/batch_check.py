@@ -78,7 +78,8 @@ class Accord:
         *,
         advice: str = _SAME_BATCHES,
         parts: Sequence[Mapping[str, str] | None] = (),
-    ) -> None:
+        changed: bool | None = None,
+    ) -> bool:
         """Returns if all ranks make the same call with the same batch; all ranks must call it.
 
         Args:
@@ -89,6 +90,11 @@ class Accord:
             advice: what the user should do if ranks differ.
             parts: values that some ranks share, equally many on all ranks; None for a part that this rank does not
                 have.
+            changed: whether something has changed on this rank that may change on some ranks only; None if this rank
+                does not have it.
+
+        Returns:
+            Whether it has changed on some ranks only.
 
         Raises:
             ArgumentError: on all ranks; the text says what differs, and which rank has which value.
@@ -106,7 +112,7 @@ class Accord:
             self._told_error = id(error)
             raise
         try:
-            self._compare(call, found, advice, parts)
+            return self._compare(call, found, advice, parts, changed=changed)
         except CoorddError as error:
             self._told_error = id(error)
             raise
@@ -119,14 +125,21 @@ class Accord:
         return id(error) == self._told_error
 
     def _compare(
-        self, call: str, given: Mapping[str, Any], advice: str, parts: Sequence[Mapping[str, str] | None]
-    ) -> None:
+        self,
+        call: str,
+        given: Mapping[str, Any],
+        advice: str,
+        parts: Sequence[Mapping[str, str] | None],
+        *,
+        changed: bool | None = None,
+    ) -> bool:
         numbers = [_number(given), *(_ABSENT if part is None else _number(part) for part in parts)]
         both = [numbers, [number if number == _ABSENT else -number for number in numbers]]
-        found = np.array(both, np.int64)
-        largest, smallest = self._operations.allreduce(found, name=self._name, op=ReduceOp.MAX).result()
+        found = np.array([[*both[0], changed is True], [*both[1], changed is False]], np.int64)
+        result = self._operations.allreduce(found, name=self._name, op=ReduceOp.MAX).result()
+        largest, smallest = result[:, :-1]
         if all((largest == -smallest) | (largest == _ABSENT)):
-            return
+            return bool(result[:, -1].all())
         everybodys = self._everybodys({**given, **{key: text for part in parts if part for key, text in part.items()}})
         refused = {rank: reason for reason, ranks in dict(everybodys).get(_REFUSED, {}).items() for rank in ranks}
         different = {key: values for key, values in everybodys if len(values) > 1 and key != _REFUSED}

@@ -6,7 +6,6 @@ rank.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
@@ -21,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from coordd import api
 from coordd.daemon.operations import Operations
-from coordd.errors import CoorddError
+from coordd.errors import CoorddError, NotInitializedError, PeerError, ShutdownError, brief
 from coordd.gradients.consistency import Reading, Settings
 from coordd.gradients.reducer import Gradients, Parameter
 from coordd.gradients.settings import Choices
@@ -163,7 +162,7 @@ class TorchReduction:
             self._at_hand(self._variables)
             self._begun = True
             self._fresh.clear()
-            BackwardPass(self._end_of_backward, self._backward_failed, order=self._prefix)
+            BackwardPass(self._end_of_backward, self._backward_failed, self._broken_off, order=self._prefix)
             if self._reduced and self._choices.op is ReduceOp.SUM and self._adds(index):
                 text = (
                     "another backward pass before the step, whose gradients would be added to sums over all ranks: use "
@@ -193,9 +192,24 @@ class TorchReduction:
     def _backward_failed(self) -> None:
         """Runs when a backward pass failed, before its error reaches the script."""
         self._begun = self._reduced = False
-        if self._gradients is not None:
-            with contextlib.suppress(CoorddError):  # the job has failed, so the next operation raises
-                self._gradients.drop("has not completed a backward pass, which has failed")
+        if self._gradients is None or self._operations is None:
+            return
+        try:
+            self._gradients.abandon("has not completed a backward pass, which has failed")
+        except (PeerError, ShutdownError, NotInitializedError):
+            log.debug("the other ranks could not be told that a backward pass has failed", exc_info=True)
+        except Exception as error:  # noqa: BLE001 - the other ranks must not wait for this rank
+            self._operations.daemon.fail(f"could not discard a step: {brief(error)}")
+
+    def _broken_off(self, error: BaseException) -> None:
+        """Fails the job if an exception that coordd has not raised interrupts the end of a backward pass.
+
+        An error for which this rank has discarded the step on all ranks is none of these.
+        """
+        assert self._gradients is not None  # noqa: S101 - the backward pass has begun
+        assert self._operations is not None  # noqa: S101 - as above
+        if not (self._gradients.is_abandoned and isinstance(error, Exception)):
+            self._operations.daemon.broken_off(error, "the reduction of gradients")
 
     def _end_of_backward(self) -> None:
         """Replaces this rank's gradients by the reduced ones.

@@ -23,17 +23,26 @@ class BackwardPass:
     ranks.
     """
 
-    __slots__ = ("__weakref__", "_called", "_ended", "_failed", "_task", "order")
+    __slots__ = ("__weakref__", "_broken", "_called", "_ended", "_failed", "_task", "order")
 
-    def __init__(self, ended: Callable[[], None], failed: Callable[[], None], *, order: str) -> None:
+    def __init__(
+        self,
+        ended: Callable[[], None],
+        failed: Callable[[], None],
+        broken: Callable[[BaseException], None],
+        *,
+        order: str,
+    ) -> None:
         """Registers for the end of the running pass; must be called in one of its hooks.
 
         Args:
             ended: called on the thread of the pass when it succeeds; ``backward()`` raises its error.
             failed: called when the pass fails, before its error reaches the script; must not raise.
+            broken: called with an exception that comes during ``ended`` or right after it, such as that of a signal
+                handler.
             order: sort key for the calls of one pass; equal on all ranks.
         """
-        self._ended, self._failed, self._called = ended, failed, False
+        self._ended, self._failed, self._broken, self._called = ended, failed, broken, False
         self.order = order
         self._task = torch._C._current_graph_task_id()  # noqa: SLF001 - as below
         _running.setdefault(self._task, weakref.WeakSet()).add(self)
@@ -50,7 +59,10 @@ class BackwardPass:
         try:
             for each in waiting:
                 each.end()
-        except BaseException:
+        except BaseException as error:
+            for each in reversed(waiting):
+                if each.interrupt(error):
+                    break
             for each in waiting:
                 each.fail()
             raise
@@ -59,6 +71,12 @@ class BackwardPass:
         """Notifies the owner that the pass succeeded."""
         self._called = True
         self._ended()
+
+    def interrupt(self, error: BaseException) -> bool:
+        """Notifies the owner of an exception, if it was notified of the end before; returns whether it was."""
+        if self._called:
+            self._broken(error)
+        return self._called
 
     def fail(self) -> None:
         """Notifies the owner that the pass failed, unless it was already notified."""

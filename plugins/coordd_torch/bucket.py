@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from coordd.errors import CoorddError
 from coordd.negotiation.tensor_table import Entry
 from coordd_torch.compressed_bucket import Courier
 from coordd_torch.references import are_referenced, version_of, write
@@ -450,10 +449,19 @@ class Bucket:
         reducer = self._reducer
         reducer.open_buckets -= self.open
         self.open = False
-        if self._courier is not None:
-            self._courier.start()
+        entry = self._next_entry() if self._courier is None else self._courier.start()
+        self.submitted = time.monotonic()
+        try:
+            self.underway.submit(entry, lazy=reducer.closing and not reducer.open_buckets)
             self._given = True
-            return
+        except BaseException as error:
+            self._given = True  # it cannot be submitted again
+            reducer.channel.daemon.broken_off(error, "the submission of gradients")
+            raise
+
+    def _next_entry(self) -> Entry:
+        """Returns the entry of this step's reduction."""
+        reducer = self._reducer
         land, array = None, self._memory.array
         if array is not None and self._memory.gone:
             array = view(self._flat)
@@ -464,13 +472,7 @@ class Bucket:
             entry = self._entry = Entry(reducer.channel.request(self.name, array), array, self)
             self._dtype = array.dtype
         entry.array, entry.land, entry.site = array, land, self.underway.site
-        self.submitted = time.monotonic()
-        try:
-            self.underway.submit(entry, lazy=reducer.closing and not reducer.open_buckets)
-        except CoorddError:
-            self._given = True  # it cannot be submitted again
-            raise
-        self._given = True
+        return entry
 
     def _look(self, tail: Any) -> None:
         """Reads the reduced flags, which are equal on all ranks; on the daemon's thread."""

@@ -93,8 +93,8 @@ class Courier:
                 part.copy_(before)
             self._compressor.residuals[name] = part
 
-    def start(self) -> None:
-        """Starts the first round with the bucket's gradients; on the thread of backward."""
+    def start(self) -> Entry:
+        """Returns the entry of the first round, with the bucket's gradients; on the thread of backward."""
         cargo = self._cargo
         with calmly(cargo.flat):
             cargo.news.clear()
@@ -102,7 +102,7 @@ class Courier:
             if self._kept is not None:
                 cargo.flat += self._kept.flat
             self._journey = Journey(self._compressor, cargo)
-            self.underway.submit(self._entry(self._journey, self._journey.begin(self._tail)))
+            return self._entry(self._journey, self._journey.begin(self._tail))
 
     def _entry(self, journey: Journey, array: np.ndarray) -> Entry:
         self.submitted = time.monotonic()

@@ -389,8 +389,8 @@ class Gradient:
         entry.filler = filler
         entry.site = reducer.underway.site
         self.submitted = time.monotonic()
-        self.started = True
         reducer.underway.submit(entry)
+        self.started = True
 
 
 def release(parameter: torch.Tensor) -> None:

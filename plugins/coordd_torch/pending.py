@@ -45,6 +45,7 @@ class Underway:
         self.failed: BaseException | None = None
         self.lost: list[object] = []
         self._unheard: list[BaseException] = []
+        self._interrupted = False  # while it submitted an entry, which may never complete
         # Each counter has one writer, so they need no lock: this thread counts starts, the daemon's completions.
         self._started = 0
         self._landed = 0
@@ -60,6 +61,7 @@ class Underway:
             self._started -= 1
             raise
         except BaseException as error:  # a signal handler has raised: it is unknown whether the entry is submitted
+            self._interrupted = True
             self.channel.daemon.broken_off(error, "the submission of gradients")
             raise
 
@@ -91,7 +93,10 @@ class Underway:
 
         Raises:
             DeadlockError: some are not done, and this is the daemon's thread.
+            PeerError: the job has failed, because an exception has interrupted the submission of one.
         """
+        if self._interrupted:
+            self.channel.daemon.raise_failure()
         while self._landed < self._started:
             check_may_wait("waiting for gradients")
             awaited = self._awaited.setdefault(None, _Landing(self))

@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from coordd.errors import CoorddError, DiscardedStepError, MismatchError, brief, is_deadlock
+from coordd.errors import (
+    CoorddError,
+    DiscardedStepError,
+    MismatchError,
+    NotInitializedError,
+    PeerError,
+    ShutdownError,
+    brief,
+    is_deadlock,
+)
 from coordd.gradients.bucketing import Grouping
 from coordd.gradients.discard_step import (
     discarded,
@@ -131,6 +140,16 @@ class Reducer(Placement):
         """
         if task in self._failed:
             return False
+        try:
+            self._expect_end(task, first)
+        except BaseException as error:
+            self.channel.daemon.broken_off(error, "the start of a backward pass")
+            raise
+        if is_compiled():
+            raise compiled()
+        return True
+
+    def _expect_end(self, task: int, first: Gradient) -> None:
         if not self.expected:
             self._failed.add(task)  # in case it cannot begin: autograd may compute more gradients on other threads
             self._begin_pass(first)
@@ -138,12 +157,17 @@ class Reducer(Placement):
         self.expected.add(task)
         self._finished = False
         self.graphs |= torch.is_grad_enabled()  # it is enabled in hooks if the pass creates a graph
-        self.underway.site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
+        self.underway.site = call_site(sys._getframe(2))  # noqa: SLF001 - the documented way to the caller
         ended, failed = lambda: self.end_of_backward(task), lambda: self.backward_failed(task)
-        BackwardPass(ended, failed, order=self.channel.prefix)
-        if is_compiled():
-            raise compiled()
-        return True
+        BackwardPass(ended, failed, self._broken_off, order=self.channel.prefix)
+
+    def _broken_off(self, error: BaseException) -> None:
+        """Fails the job if an exception that coordd has not raised interrupts the end of a backward pass.
+
+        An exception of a compressor, for which this rank has discarded the step on all ranks, is none of these.
+        """
+        if not (self._abandoned and isinstance(error, Exception)):
+            self.channel.daemon.broken_off(error, "the reduction of gradients")
 
     def _begin_pass(self, first: Gradient) -> None:
         """Determines the step of a backward pass, and whether its gradients are reduced."""
@@ -279,7 +303,7 @@ class Reducer(Placement):
             return
         try:
             self.abandon(reason)
-        except CoorddError:  # the job has failed: later operations raise the error
+        except (PeerError, ShutdownError, NotInitializedError):  # later operations raise the error
             log.debug("the other ranks could not be told that a backward pass has failed", exc_info=True)
         except Exception as error:  # noqa: BLE001 - of a compressor, say; the other ranks must not wait for this rank
             self.channel.daemon.fail(f"could not discard a step: {brief(error)}", traceback.format_exc())
@@ -426,8 +450,7 @@ class Reducer(Placement):
         try:
             self._go_round(more=more, wanted=wanted)
         except BaseException as error:
-            if not (self._abandoned and isinstance(error, Exception)):
-                self.channel.daemon.broken_off(error, "the reduction of gradients")
+            self._broken_off(error)
             raise
 
     def _go_round(self, *, more: bool, wanted: bool) -> None:
@@ -558,7 +581,7 @@ class Reducer(Placement):
         if self._reduced and self.channel.op.averages and self._replaced_by_hand():
             self._begin_anew([each for each in self._gradients() if each.by_hand])
         if not self._finished:
-            idle = not self._begun
+            idle = not (self._begun or any(gradient.by_hand for gradient in self._gradients()))
             self._finish(stepping=stepping)
             if idle:
                 self._note_idle_step()

@@ -117,6 +117,28 @@ def test_stages_may_differ_unless_they_are_tied():
     assert all("lr of 0.weight (0.1 on rank 0, 1.1 on rank 1)" in text for text in texts), texts
 
 
+@pytest.mark.parametrize("which", [{0}, {1}, {0, 1}])
+def test_a_scheduler_that_steps_on_some_ranks_only_is_warned_of_once(caplog, which):
+    def body(rank):
+        pipe = pipeline(replicas=1)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in pipe.optimizers]
+        for _ in range(4):
+            pipe.train_batch(X, Y)
+            if rank in which:
+                for scheduler in schedulers:
+                    scheduler.step()
+
+    with local_ranks(2) as ranks:
+        ranks.each(body)
+    told = [record.getMessage() for record in caplog.records if "hyperparameters" in record.getMessage()]
+    if which == {0, 1}:
+        assert not told
+    else:
+        mine, other = (f"stages of {whose} have changed since the last" for whose in ("this rank", "other ranks"))
+        assert len(told) == 2
+        assert sorted(mine in text for text in told) == sorted(other in text for text in told) == [False, True]
+
+
 def test_training_goes_on_once_they_are_alike():
     def body(rank):
         pipe = pipeline()

@@ -236,3 +236,18 @@ def test_a_rank_without_a_batch_now_and_then_is_not_warned(caplog):
 
     each_rank(2, body)
     assert "without a backward pass" not in caplog.text
+
+
+def test_gradients_that_a_script_sets_itself_are_no_idle_steps(caplog):
+    def body(_):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        for _ in range(5):
+            optimizer.zero_grad()
+            found = torch.autograd.grad(loss_of(net, 1.0), list(net.parameters()))
+            for parameter, gradient in zip(net.parameters(), found, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+    each_rank(2, body)
+    assert "without a backward pass" not in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -60,6 +61,13 @@ from coordd_torch.wrappers import check_plain
 
 __all__ = ["Pipeline"]
 
+log = logging.getLogger("coordd")
+
+_CHANGED = (
+    "hyperparameters of the pipeline stages of %s have changed since the last train_batch, those of %s have not: if it "
+    "is a scheduler, all ranks step one on their own stages' optimizers"
+)
+
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -78,6 +86,8 @@ class Pipeline:
         epochs: number of epochs run by `fit`, including those before a loaded checkpoint was saved.
         spans: the actions of this rank in the last run, with start and end in seconds since the run began.
     """
+
+    _warned = False
 
     @collective_method("Pipeline", namespace=True)
     def __init__(
@@ -383,9 +393,13 @@ class Pipeline:
         # Once the ranks have agreed, other ranks may be waiting to receive from this one, so any error here must be
         # reported.
         with self._engine.telling(where, self._rank, known=self._accord.has_told):
-            self._accord.check(call, prepare, parts=settings.texts() if training and step else settings.nothing)
             if training and step:
+                changed = settings.changed()
+                apart = self._accord.check(call, prepare, parts=settings.texts(), changed=changed)
                 settings.settle()
+                self._note_change(changed, on_some_ranks_only=apart)
+            else:
+                self._accord.check(call, prepare, parts=settings.nothing)
             [(batch, plan)] = prepared
             self._settling.begin()
             for number, stage in self.stages.items():
@@ -394,6 +408,12 @@ class Pipeline:
             self.spans = self._engine.run(plan, self._rank)
             self._ran = latest(self._ran, Run(plan, self.spans, self._engine.since, training))
             return {microbatch: output for stage in self.stages.values() for microbatch, output in stage.end().items()}
+
+    def _note_change(self, changed: bool | None, *, on_some_ranks_only: bool) -> None:
+        """Warns, once, if hyperparameters have changed on some ranks only."""
+        if on_some_ranks_only and not self._warned:
+            self._warned = True
+            log.warning(_CHANGED, *(("this rank", "other ranks") if changed else ("other ranks", "this rank")))
 
     def _prepared(self, x: Any, y: Any, *, training: bool, step: bool, keep: bool) -> tuple[Batch, Plan]:
         """Cuts a batch, and plans its passes."""

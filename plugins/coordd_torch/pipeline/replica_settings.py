@@ -47,6 +47,7 @@ class ReplicaSettings:
         self._held = held
         self._optimizers = optimizers
         self._compared = False
+        self._last: list[_Texts] = []
 
     @property
     def nothing(self) -> list[None]:
@@ -58,6 +59,17 @@ class ReplicaSettings:
         names = {id(value): name for mine in self._held.values() for name, value in mine.items()}
         found = [self._stage(stage, names) if stage in self._held else None for stage in self._replicated]
         return found + [self._parameter(name) for name in self._tied]
+
+    def changed(self) -> bool | None:
+        """Returns whether hyperparameters have changed since the last call; None at the first, and without optimizers.
+
+        Stages without common parameters may differ in them. But a scheduler that steps on one rank only, say, goes
+        unnoticed otherwise.
+        """
+        optimizers = [optimizer for optimizer in self._optimizers.values() if optimizer is not None]
+        now = [_hyperparameters(group) for optimizer in optimizers for group in optimizer.param_groups]
+        before, self._last = self._last, now
+        return now != before if before else None
 
     def settle(self) -> None:
         """Marks the values as compared; they are compared before the first step only."""

@@ -1,0 +1,122 @@
+"""An exception of a signal handler on any line of a hook: the step counts on all ranks or on none, or the job ends.
+
+The exception is raised by a trace function, which sees more places than a signal handler can interrupt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from types import CodeType
+
+import pytest
+import torch
+
+import coordd.torch as cd
+from coordd.errors import DiscardedStepError
+from tests.local_ranks import local_ranks
+from tests.torch_plugin.training import weights
+
+STEPS = 6
+BROKEN = 3
+"""The step in which the exception is raised; the gradients are in buckets by then."""
+SIZES = {"a": 300, "b": 300, "c": 300}
+START = "_expect_end"
+"""From here on the other ranks hear that the pass has failed; before, the script has to call `discard_step()`."""
+ELSEWHERE = ("contextlib", "torch.amp.autocast_mode", "torch.autograd.grad_mode")
+
+
+class TimeIsUpError(Exception):
+    """What the handler raises."""
+
+
+class Handler:
+    """Raises at a place of coordd that a thread reaches, counted from the first hook of a backward pass.
+
+    Places are the functions that it calls, each once, or with ``every`` each call and each line, as often as they come.
+    """
+
+    def __init__(self, number: int, *, every: bool) -> None:
+        self.where = ""
+        self._number = number
+        self._every = every
+        self._places: list[CodeType] | None = None
+
+    def trace(self, frame, event, _):
+        name, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if self._places is None:
+            if code.co_name == START:
+                self._places = []
+            return self.trace if name.startswith("coordd") else None
+        if not name.startswith(("coordd", *ELSEWHERE)):
+            return None
+        if event in {"call", "line"} and (self._every or code not in self._places):
+            self._places.append(code)
+            if len(self._places) > self._number:
+                self.where = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
+                raise TimeIsUpError
+        return self.trace if self._every else None
+
+
+def run(handler, **optimizer):
+    """Trains on two ranks; returns the steps of each, with the values of a gradient, and whether the job has ended."""
+    made: list[list[tuple[int, set[float]]]] = [[], []]
+
+    def body(rank):
+        net = weights(SIZES)
+        given = torch.optim.SGD(net.parameters(), lr=0.0)
+        distributed = cd.DistributedOptimizer(given, net.named_parameters(), **optimizer)
+        for step in range(STEPS):
+            loss = sum((parameter * (step + 1)).sum() for parameter in net.parameters())
+            try:
+                distributed.zero_grad()
+                if rank == 0 and step == BROKEN:
+                    sys.settrace(handler.trace)
+                try:
+                    loss.backward()
+                finally:
+                    sys.settrace(None)
+                made[rank].append((step, {float(parameter.grad.mean()) for parameter in net.parameters()}))
+                distributed.step()
+            except (TimeIsUpError, DiscardedStepError):
+                continue
+
+    with local_ranks(2, fusion_mb=0.002) as ranks:
+        try:
+            ranks.each(body)
+        except RuntimeError:  # those of coordd, and that of autograd which the handler has left disabled
+            return made, True
+    return made, False
+
+
+def check(compression, *, every):
+    """Raises the exception at each place in turn."""
+    kinds = Counter()
+    for number in itertools.count():
+        handler = Handler(number, every=every)
+        made, ended = run(handler, compression=getattr(cd.Compression, compression))
+        if not handler.where:
+            break
+        for step, values in itertools.chain(*made):
+            assert sorted(values) == pytest.approx([step + 1] * len(values), rel=0.02), f"{handler.where}: {made}"
+        if not ended:
+            assert [step for step, _ in made[0]] == [step for step, _ in made[1]], f"{handler.where}: {made}"
+        kinds[ended] += 1
+    assert kinds[True]
+    assert kinds[False]
+
+
+# Python shows what a handler raises in `__del__`, and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_step_that_a_handler_interrupts_counts_on_all_ranks_or_on_none_or_the_job_ends(compression):
+    check(compression, every=False)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_step_that_a_handler_interrupts_on_any_line(compression):
+    check(compression, every=True)
