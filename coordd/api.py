@@ -102,9 +102,11 @@ class _Default:
         except BaseException:
             self.daemon.abandon()
             self._desk.close()
+            presence.tell(place, present=False)
             raise
-        self._presence = place if self.daemon.world.size > 1 else ""
-        presence.tell(self._presence, present=True)
+        several = self.daemon.world.size > 1
+        self._presence = place if several else ""
+        presence.tell(place, present=several)
 
     @property
     def daemon(self) -> Daemon:

@@ -55,7 +55,7 @@ class Record:
         return sorted(self.hosts.keys() - {end.rank for end in self.ended})
 
     @property
-    def hopeless(self) -> bool:
+    def cannot_start(self) -> bool:
         """Whether ranks wait in `init` for a rank that has exited without calling it."""
         return bool(self.waiting) and any(end.outcome.absent for end in self.ended)
 
@@ -110,7 +110,7 @@ def _cause(record: Record) -> _Cause | None:
     others = [end for end in failures if not end.outcome.told]
     named = _named(others)
     left = _left(record, {cause.rank for cause in named})
-    absent = _absent(record) if told else []
+    absent = _absent(record) if told or record.cannot_start else []
     return next(chain(own, _aborted(record.said), left, named, others, absent, told), None)
 
 
@@ -138,10 +138,10 @@ def _left(record: Record, named: set[int]) -> list[_Cause]:
 def _absent(record: Record) -> list[_Cause]:
     """Returns the ranks that exited with code 0 and had not called `init`, if another rank ended inside `init`.
 
-    An MPI launcher ends the ranks that wait in `init` then, without a word.
+    The job ends then: `coordd run` asks the ranks that wait in `init` to end, or the MPI launcher has ended them.
     """
     text = "exited with code 0 without calling init(), in which other ranks waited for it"
-    waited = any(end.outcome.entering for end in record.ended)
+    waited = bool(record.waiting) or any(end.outcome.entering for end in record.ended)
     return [_Cause(end.rank, Outcome(1), text) for end in record.ended if end.outcome.absent and waited]
 
 

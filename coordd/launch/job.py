@@ -159,8 +159,8 @@ class Job:
     def _take(self, stream: int, line: bytes) -> None:
         """Handles one line of the launcher's output, usually a frame of a rank."""
         self._show(decode(line), stream, line)
-        if self._record.hopeless:
-            self._ladder.give_up(time.monotonic())
+        if self._record.cannot_start:
+            self._ladder.end_job(time.monotonic())
 
     def _show(self, frame: Frame | None, stream: int, line: bytes) -> None:
         if isinstance(frame, Output):

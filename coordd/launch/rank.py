@@ -32,7 +32,7 @@ from coordd.launch.shares import Share, Wish, describe, divide, thread_variables
 
 __all__ = ["Order", "Rank", "main"]
 
-_LOOK = 1.0  # seconds between two looks at whether the command waits in `init`
+_CHECK = 1.0  # seconds between two checks of whether the command waits in `init`
 _NEVER = float("inf")
 _QUIET = 0.05  # seconds without output after which an unfinished line is shown
 _LEFTOVERS = 0.3  # seconds for the command's remaining processes to end
@@ -108,7 +108,7 @@ class Rank:
         self._rank = here.rank
         self._relay = Relay(here.rank, out=child.out, err=child.err, write=lambda packet: _write(launcher, packet))
         self._launcher = launcher
-        self._was_entering, self._next_look = False, time.monotonic() + _LOOK
+        self._was_entering, self._next_check = False, time.monotonic() + _CHECK
         self._poller = select.poll()
         for descriptor in (self._wake, child.out, child.err):
             self._poller.register(descriptor, select.POLLIN)
@@ -120,7 +120,7 @@ class Rank:
         while (end := self._child.end()) is None:
             if not self._serve(_QUIET if self._relay.unfinished else self._patience()):
                 self._relay.flush()
-            self._look()
+            self._check_init()
         self._serve_until(time.monotonic() + _LEFTOVERS, patience=0)
         outcome = self._outcome(*end)
         self._relay.say([Ended(self._rank, outcome)])
@@ -131,17 +131,17 @@ class Rank:
         return outcome.status
 
     def _patience(self) -> float | None:
-        return None if self._next_look == _NEVER else max(0.0, self._next_look - time.monotonic())
+        return None if self._next_check == _NEVER else max(0.0, self._next_check - time.monotonic())
 
-    def _look(self) -> None:
-        """Reports once that the command waits in `init`, after two looks in a row have found it there."""
-        if time.monotonic() < self._next_look:
+    def _check_init(self) -> None:
+        """Reports once that the command waits in `init`, if two checks in a row find it there."""
+        if time.monotonic() < self._next_check:
             return
         entering = self._presence.entering
         if waiting := entering and self._was_entering:
             self._relay.say([Waiting(self._rank)])
         self._was_entering = entering
-        self._next_look = _NEVER if waiting or self._presence.present else time.monotonic() + _LOOK
+        self._next_check = _NEVER if waiting or self._presence.present else time.monotonic() + _CHECK
 
     def _outcome(self, code: int, number: int) -> Outcome:
         self._relay.flush()

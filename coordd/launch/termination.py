@@ -74,7 +74,7 @@ class Ladder:
             self.rung = Rung.LISTEN if failed or self._left else Rung.RUN
             self._since = now
 
-    def give_up(self, now: float) -> None:
+    def end_job(self, now: float) -> None:
         """Records that the job cannot succeed, though no rank has failed."""
         if self.rung == Rung.RUN:
             self.rung, self._since, self._cause_known = Rung.LISTEN, now, True

@@ -25,6 +25,7 @@ from coordd.gradients.consistency import Reading, Settings
 from coordd.gradients.reducer import Gradients, Parameter
 from coordd.gradients.settings import Choices
 from coordd.ops.dtypes import dtype_of
+from coordd.ops.handles import raised_by_handler
 from coordd.ops.messages import ReduceOp
 from coordd_torch.backward_pass import BackwardPass
 from coordd_torch.tensors import borrow, from_array, values_at
@@ -162,7 +163,7 @@ class TorchReduction:
             self._at_hand(self._variables)
             self._begun = True
             self._fresh.clear()
-            BackwardPass(self._end_of_backward, self._backward_failed, self._broken_off, order=self._prefix)
+            BackwardPass(self._end_of_backward, self._backward_failed, self._interrupted, order=self._prefix)
             if self._reduced and self._choices.op is ReduceOp.SUM and self._adds(index):
                 text = (
                     "another backward pass before the step, whose gradients would be added to sums over all ranks: use "
@@ -201,15 +202,16 @@ class TorchReduction:
         except Exception as error:  # noqa: BLE001 - the other ranks must not wait for this rank
             self._operations.daemon.fail(f"could not discard a step: {brief(error)}")
 
-    def _broken_off(self, error: BaseException) -> None:
-        """Fails the job if an exception that coordd has not raised interrupts the end of a backward pass.
+    def _interrupted(self, error: BaseException) -> None:
+        """Fails the job if a signal handler has raised an error at the end of a backward pass.
 
-        An error for which this rank has discarded the step on all ranks is none of these.
+        Does nothing for an error for which this rank has already discarded the step.
         """
         assert self._gradients is not None  # noqa: S101 - the backward pass has begun
         assert self._operations is not None  # noqa: S101 - as above
-        if not (self._gradients.is_abandoned and isinstance(error, Exception)):
-            self._operations.daemon.broken_off(error, "the reduction of gradients")
+        plain = isinstance(error, Exception)
+        if not (plain and (self._gradients.is_abandoned or not raised_by_handler(error.__traceback__))):
+            self._operations.daemon.broken_off(error, "a backward pass")
 
     def _end_of_backward(self) -> None:
         """Replaces this rank's gradients by the reduced ones.

@@ -389,8 +389,8 @@ class Gradient:
         entry.filler = filler
         entry.site = reducer.underway.site
         self.submitted = time.monotonic()
-        reducer.underway.submit(entry)
         self.started = True
+        reducer.underway.submit(entry)
 
 
 def release(parameter: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ from coordd.gradients.discard_step import (
     reduced_already,
 )
 from coordd.negotiation.tensor_table import show_site
-from coordd.ops.handles import Handle, call_site, check_may_wait
+from coordd.ops.handles import Handle, call_site, check_may_wait, raised_by_handler
 from coordd.ops.messages import ReduceOp
 from coordd_torch.accumulation import Accumulated, compiled, is_compiled, not_all_have_repeated, replaced, too_many
 from coordd_torch.backward_pass import BackwardPass
@@ -143,7 +143,7 @@ class Reducer(Placement):
         try:
             self._expect_end(task, first)
         except BaseException as error:
-            self.channel.daemon.broken_off(error, "the start of a backward pass")
+            self._interrupted(error)
             raise
         if is_compiled():
             raise compiled()
@@ -159,15 +159,16 @@ class Reducer(Placement):
         self.graphs |= torch.is_grad_enabled()  # it is enabled in hooks if the pass creates a graph
         self.underway.site = call_site(sys._getframe(2))  # noqa: SLF001 - the documented way to the caller
         ended, failed = lambda: self.end_of_backward(task), lambda: self.backward_failed(task)
-        BackwardPass(ended, failed, self._broken_off, order=self.channel.prefix)
+        BackwardPass(ended, failed, self._interrupted, order=self.channel.prefix)
 
-    def _broken_off(self, error: BaseException) -> None:
-        """Fails the job if an exception that coordd has not raised interrupts the end of a backward pass.
+    def _interrupted(self, error: BaseException) -> None:
+        """Fails the job if a signal handler has raised an error at the start or the end of a backward pass.
 
-        An exception of a compressor, for which this rank has discarded the step on all ranks, is none of these.
+        Does nothing for an error for which this rank has already discarded the step, of a compressor, say.
         """
-        if not (self._abandoned and isinstance(error, Exception)):
-            self.channel.daemon.broken_off(error, "the reduction of gradients")
+        plain = isinstance(error, Exception)
+        if not (plain and (self._abandoned or not raised_by_handler(error.__traceback__))):
+            self.channel.daemon.broken_off(error, "a backward pass")
 
     def _begin_pass(self, first: Gradient) -> None:
         """Determines the step of a backward pass, and whether its gradients are reduced."""
@@ -450,7 +451,8 @@ class Reducer(Placement):
         try:
             self._go_round(more=more, wanted=wanted)
         except BaseException as error:
-            self._broken_off(error)
+            if not (self._abandoned and isinstance(error, Exception)):
+                self.channel.daemon.broken_off(error, "the reduction of gradients")
             raise
 
     def _go_round(self, *, more: bool, wanted: bool) -> None:
@@ -581,10 +583,13 @@ class Reducer(Placement):
         if self._reduced and self.channel.op.averages and self._replaced_by_hand():
             self._begin_anew([each for each in self._gradients() if each.by_hand])
         if not self._finished:
-            idle = not (self._begun or any(gradient.by_hand for gradient in self._gradients()))
+            by_hand = not self._begun and any(gradient.by_hand for gradient in self._gradients())
+            idle = not (self._begun or by_hand)
             self._finish(stepping=stepping)
             if idle:
                 self._note_idle_step()
+            elif by_hand:
+                self._idle = 0
         if self.adopt_late():
             self._finish(stepping=False)
 

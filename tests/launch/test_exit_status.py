@@ -62,6 +62,7 @@ def record(*ends: tuple[int, Outcome], size: int = 2, hosts: str = "aa", **more)
             "rank 1 exited with code 0 without calling init(), in which",
         ),
         (record((1, ABSENT), (0, ENTERING), stopped_by=signal.SIGTERM), 143, "ended by SIGTERM"),
+        (record((1, ABSENT), (0, FINE), waiting={0}), 1, "rank 1 exited with code 0 without calling init(), in which"),
         (record((1, ABSENT), (0, BAD)), 3, "rank 0 exited with code 3: ValueError: bad sample"),
         (record((1, ABSENT), (0, ABSENT)), 0, ""),
         (record((1, LEFT), (0, FINE)), 1, "rank 1 exited with code 0 but without shutdown()"),
@@ -110,7 +111,7 @@ def test_ranks_that_have_started_and_not_ended_are_known():
 
 
 @pytest.mark.parametrize(
-    ("ends", "waiting", "hopeless"),
+    ("ends", "waiting", "cannot"),
     [
         ([(1, ABSENT)], {0}, True),
         ([(1, ABSENT)], set(), False),
@@ -118,8 +119,8 @@ def test_ranks_that_have_started_and_not_ended_are_known():
         ([], {0}, False),
     ],
 )
-def test_a_job_is_hopeless_if_ranks_wait_in_init_for_one_that_has_ended_without(ends, waiting, hopeless):
-    assert record(*ends, waiting=waiting).hopeless is hopeless
+def test_a_job_cannot_start_if_ranks_wait_in_init_for_one_that_has_ended_without(ends, waiting, cannot):
+    assert record(*ends, waiting=waiting).cannot_start is cannot
 
 
 def test_a_kill_from_nowhere_hints_at_memory_and_is_not_said_of_others():

@@ -108,7 +108,7 @@ def test_a_command_that_ends_well():
     assert sorted(rank.text) == ["one", "two"]
 
 
-def test_a_command_that_stays_in_init_is_reported_once_even_while_it_prints():
+def test_a_command_that_stays_in_init_is_reported_even_while_it_prints():
     source = (
         "import os, time; from coordd.host import presence; presence.enter(os.environ[presence.VARIABLE])\n"
         "while True: print('step', flush=True); time.sleep(0.02)"

@@ -116,16 +116,15 @@ raise PeerError("rank 1 exited")"""
             assert job.last == told
             assert wait_until(lambda: not job.left)
 
-    def test_may_use_coordd_alone_after_the_other_has_ended(self):
+    def test_end_with_an_error_if_the_one_that_waits_in_init_ends_well_when_it_is_asked_to(self):
         source = """
 if rank: sys.exit(0)
-os.environ["COORDD_ALONE"] = "1"
-import coordd
-coordd.init()
-print("alone", coordd.size())"""
-        with two(source) as job:
-            assert job.wait() == 0
-            assert job.out == "[0] alone 1\n"
+import signal, coordd
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+coordd.init()"""
+        with two(source, COORDD_START_SECONDS="1000") as job:
+            assert job.wait() == 1
+            assert job.last.startswith("coordd: rank 1 exited with code 0 without calling init()")
 
     @pytest.mark.parametrize("victim", ["command", "rank"])
     def test_end_when_one_is_killed(self, victim):

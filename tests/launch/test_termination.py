@@ -60,15 +60,15 @@ def test_a_rank_that_left_is_a_cause_that_is_known():
 def test_a_job_that_cannot_succeed_is_ended_like_a_failed_one():
     ladder = Ladder(3, grace=5)
     ladder.end(10.0, **OK)
-    ladder.give_up(12.0)
-    ladder.give_up(12.1)
+    ladder.end_job(12.0)
+    ladder.end_job(12.1)
     assert climbed(ladder)[:2] == [(Rung.ASK, 12.6), (Rung.DISMISS, 12.9)]
 
 
-def test_giving_up_changes_nothing_once_a_rank_has_failed():
+def test_the_end_of_a_job_that_has_failed_is_not_changed():
     ladder = Ladder(3, grace=5)
     ladder.end(10.0, **CAUSE)
-    ladder.give_up(10.5)
+    ladder.end_job(10.5)
     assert ladder.due() == 10.6
 
 

@@ -411,9 +411,9 @@ class Pipeline:
 
     def _note_change(self, changed: bool | None, *, on_some_ranks_only: bool) -> None:
         """Warns, once, if hyperparameters have changed on some ranks only."""
-        if on_some_ranks_only and not self._warned:
+        if on_some_ranks_only and changed is not None and not self._warned:
             self._warned = True
-            log.warning(_CHANGED, *(("this rank", "other ranks") if changed else ("other ranks", "this rank")))
+            log.warning(_CHANGED, *(("this rank", "another rank") if changed else ("another rank", "this rank")))
 
     def _prepared(self, x: Any, y: Any, *, training: bool, step: bool, keep: bool) -> tuple[Batch, Plan]:
         """Cuts a batch, and plans its passes."""
