@@ -94,15 +94,16 @@ class _Default:
 
     def start(self) -> None:
         """Starts the daemon, and waits for the other ranks; raises like `Daemon.start`."""
-        place = os.environ.get(presence.VARIABLE, "")
-        presence.enter("" if self._child or self.config.alone else place)
+        place = "" if self._child or self.config.alone else os.environ.get(presence.VARIABLE, "")
+        presence.enter(place)
         try:
             self.daemon.start()
             self._desk.settle()
-        except BaseException:
+        except BaseException as error:
             self.daemon.abandon()
             self._desk.close()
-            presence.tell(place, present=False)
+            if isinstance(error, Exception):  # others end the process, which has not left `init` for its launcher
+                presence.tell(place, present=False)
             raise
         several = self.daemon.world.size > 1
         self._presence = place if several else ""

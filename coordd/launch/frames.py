@@ -51,9 +51,10 @@ class Ended(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A rank's command has been in `init` for a while."""
+    """A rank's command has been in `init` for a while, or, with ``over``, is there no longer."""
 
     rank: int
+    over: bool = False
 
 
 Frame = Output | Started | Waiting | Ended
@@ -66,7 +67,7 @@ def encode(frame: Frame) -> bytes:
     elif isinstance(frame, Started):
         fields = [b"s", frame.host.encode(), frame.note.encode()]
     elif isinstance(frame, Waiting):
-        fields = [b"w", b""]
+        fields = [b"w", b"%d" % frame.over]
     else:
         fields = [b"f", _written(frame.outcome)]
     return _FIELD.join([_MARK, b"%d" % frame.rank, *fields]) + b"\n"
@@ -95,7 +96,7 @@ def _read(rank: int, kind: bytes, payload: bytes) -> Frame:
         host, note = payload.decode().split("\x1f")
         return Started(rank, host, note)
     if kind == b"w":
-        return Waiting(rank)
+        return Waiting(rank, payload == b"1")
     if kind == b"f":
         *numbers, exception, last = payload.decode(errors="replace").split("\x1f")
         code, signal, *flags = map(int, numbers)

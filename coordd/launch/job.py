@@ -169,7 +169,7 @@ class Job:
             self._record.hosts[frame.rank] = frame.host
             self.note(frame.note, frame.host)
         elif isinstance(frame, Waiting):
-            self._record.waiting.add(frame.rank)
+            (self._record.waiting.discard if frame.over else self._record.waiting.add)(frame.rank)
         elif isinstance(frame, Ended):
             self._end(frame)
         else:

@@ -108,7 +108,8 @@ class Rank:
         self._rank = here.rank
         self._relay = Relay(here.rank, out=child.out, err=child.err, write=lambda packet: _write(launcher, packet))
         self._launcher = launcher
-        self._was_entering, self._next_check = False, time.monotonic() + _CHECK
+        self._was_entering = self._waits = False
+        self._next_check = time.monotonic() + _CHECK
         self._poller = select.poll()
         for descriptor in (self._wake, child.out, child.err):
             self._poller.register(descriptor, select.POLLIN)
@@ -134,14 +135,15 @@ class Rank:
         return None if self._next_check == _NEVER else max(0.0, self._next_check - time.monotonic())
 
     def _check_init(self) -> None:
-        """Reports once that the command waits in `init`, if two checks in a row find it there."""
+        """Reports that the command waits in `init`, if two checks in a row find it there, and when that ends."""
         if time.monotonic() < self._next_check:
             return
         entering = self._presence.entering
-        if waiting := entering and self._was_entering:
-            self._relay.say([Waiting(self._rank)])
-        self._was_entering = entering
-        self._next_check = _NEVER if waiting or self._presence.present else time.monotonic() + _CHECK
+        waits = entering and self._was_entering
+        if waits != self._waits:
+            self._relay.say([Waiting(self._rank, over=not waits)])
+        self._was_entering, self._waits = entering, waits
+        self._next_check = _NEVER if self._presence.present else time.monotonic() + _CHECK
 
     def _outcome(self, code: int, number: int) -> Outcome:
         self._relay.flush()

@@ -25,7 +25,6 @@ from coordd.gradients.consistency import Reading, Settings
 from coordd.gradients.reducer import Gradients, Parameter
 from coordd.gradients.settings import Choices
 from coordd.ops.dtypes import dtype_of
-from coordd.ops.handles import raised_by_handler
 from coordd.ops.messages import ReduceOp
 from coordd_torch.backward_pass import BackwardPass
 from coordd_torch.tensors import borrow, from_array, values_at
@@ -114,7 +113,9 @@ class TorchReduction:
         for gradient, place in zip(gradients, places, strict=True):
             if gradient is not None:
                 self._put(place, gradient)
-        found = self._wait()
+        assert self._operations is not None  # noqa: S101 - `_at_hand` has set it
+        with self._operations.daemon.unbroken("the end of a reduction"):  # other ranks may make the step
+            found = self._wait()
         return [found[place] for place in places]
 
     def _are_sums(self, gradients: Sequence[Any], places: Sequence[int]) -> bool:
@@ -161,9 +162,9 @@ class TorchReduction:
                 log.warning("a model that had a DistributedOptimizer is trained by another optimizer now")
                 return
             self._at_hand(self._variables)
-            self._begun = True
             self._fresh.clear()
             BackwardPass(self._end_of_backward, self._backward_failed, self._interrupted, order=self._prefix)
+            self._begun = True
             if self._reduced and self._choices.op is ReduceOp.SUM and self._adds(index):
                 text = (
                     "another backward pass before the step, whose gradients would be added to sums over all ranks: use "
@@ -203,15 +204,14 @@ class TorchReduction:
             self._operations.daemon.fail(f"could not discard a step: {brief(error)}")
 
     def _interrupted(self, error: BaseException) -> None:
-        """Fails the job if a signal handler has raised an error at the end of a backward pass.
+        """Fails the job if an exception that coordd has not raised interrupts the end of a backward pass.
 
         Does nothing for an error for which this rank has already discarded the step.
         """
         assert self._gradients is not None  # noqa: S101 - the backward pass has begun
         assert self._operations is not None  # noqa: S101 - as above
-        plain = isinstance(error, Exception)
-        if not (plain and (self._gradients.is_abandoned or not raised_by_handler(error.__traceback__))):
-            self._operations.daemon.broken_off(error, "a backward pass")
+        if not (self._gradients.is_abandoned and isinstance(error, Exception)):
+            self._operations.daemon.broken_off(error, "the end of a backward pass")
 
     def _end_of_backward(self) -> None:
         """Replaces this rank's gradients by the reduced ones.

@@ -283,8 +283,9 @@ class Gradient:
             self.scattered = Scattered(self.reducer.underway, self.name, value)
         assert self.scattered is not None  # noqa: S101 - for the type checker
         self.remember()
-        self.scattered.start(value, filler=filler)
+        entry = self.scattered.entry(value, filler=filler)
         self.started = True
+        self.reducer.underway.submit(entry)
 
     def forget(self) -> None:
         """Drops the passes of an abandoned step: zeroes ``.grad`` unless it was replaced since."""

@@ -143,7 +143,7 @@ class Reducer(Placement):
         try:
             self._expect_end(task, first)
         except BaseException as error:
-            self._interrupted(error)
+            self._not_begun(error)
             raise
         if is_compiled():
             raise compiled()
@@ -161,14 +161,21 @@ class Reducer(Placement):
         ended, failed = lambda: self.end_of_backward(task), lambda: self.backward_failed(task)
         BackwardPass(ended, failed, self._interrupted, order=self.channel.prefix)
 
+    def _not_begun(self, error: BaseException) -> None:
+        """Discards the step, in which a backward pass could not begin, for want of memory, say; or fails the job."""
+        other = isinstance(error, Exception) and not isinstance(error, CoorddError)
+        if other and not self._abandoned and not raised_by_handler(error.__traceback__):
+            self._discard_failed(f"could not begin a backward pass: {brief(error)}")
+        else:
+            self.channel.daemon.broken_off(error, "the start of a backward pass")
+
     def _interrupted(self, error: BaseException) -> None:
-        """Fails the job if a signal handler has raised an error at the start or the end of a backward pass.
+        """Fails the job if an exception that coordd has not raised interrupts the end of a backward pass.
 
         Does nothing for an error for which this rank has already discarded the step, of a compressor, say.
         """
-        plain = isinstance(error, Exception)
-        if not (plain and (self._abandoned or not raised_by_handler(error.__traceback__))):
-            self.channel.daemon.broken_off(error, "a backward pass")
+        if not (self._abandoned and isinstance(error, Exception)):
+            self.channel.daemon.broken_off(error, "the end of a backward pass")
 
     def _begin_pass(self, first: Gradient) -> None:
         """Determines the step of a backward pass, and whether its gradients are reduced."""
@@ -302,6 +309,10 @@ class Reducer(Placement):
             self._passes += 1
             self._observe()
             return
+        self._discard_failed(reason)
+
+    def _discard_failed(self, reason: str) -> None:
+        """Discards this step on all ranks because a backward pass has failed here; fails the job if it cannot."""
         try:
             self.abandon(reason)
         except (PeerError, ShutdownError, NotInitializedError):  # later operations raise the error
@@ -451,8 +462,7 @@ class Reducer(Placement):
         try:
             self._go_round(more=more, wanted=wanted)
         except BaseException as error:
-            if not (self._abandoned and isinstance(error, Exception)):
-                self.channel.daemon.broken_off(error, "the reduction of gradients")
+            self._interrupted(error)
             raise
 
     def _go_round(self, *, more: bool, wanted: bool) -> None:

@@ -60,8 +60,8 @@ class Scattered:
         self.name = name
         self.submitted = 0.0
 
-    def start(self, value: torch.Tensor | None, *, filler: bool) -> None:
-        """Submits this rank's rows; a placeholder says that this rank has no gradient, and may carry a kept one."""
+    def entry(self, value: torch.Tensor | None, *, filler: bool) -> Entry:
+        """Returns the entry of this rank's rows; a placeholder says that there is none, and may carry a kept one."""
         kind = _NOTHING if filler else _GIVEN
         indices = torch.full((1, self._sparse), kind, dtype=torch.int64, device="cpu")
         values = torch.zeros(1, *self._shape[self._sparse :], dtype=self._dtype, device="cpu")
@@ -74,9 +74,7 @@ class Scattered:
         self._values, self._rows = array.dtype, None
         packed = np.concatenate([indices.numpy().view(np.uint8), array.view(np.uint8)], axis=1)
         self.submitted = time.monotonic()
-        self.underway.submit(
-            Entry(self.underway.channel.gathering(self.name, packed), packed, self, self.underway.site)
-        )
+        return Entry(self.underway.channel.gathering(self.name, packed), packed, self, self.underway.site)
 
     def result(self) -> torch.Tensor | None:
         """Returns the reduced gradient, once the operation has completed; None if no rank had a gradient."""

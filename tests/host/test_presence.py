@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import coordd
+from coordd import api
 from coordd.daemon.daemon import Daemon
 from coordd.errors import StartError
 from coordd.host.presence import VARIABLE, Presence
@@ -50,7 +55,7 @@ def test_a_rank_that_is_alone_by_its_settings_does_not_wait_in_init(monkeypatch,
     monkeypatch.setenv("COORDD_ALONE", "1")
     inside = watch(monkeypatch, presence, fails=False)
     coordd.init()
-    assert inside == [["never"]]
+    assert (inside, states(presence)) == ([["never"]], ["never"])
 
 
 def test_a_rank_whose_init_fails_does_not_wait_in_it_any_longer(monkeypatch, presence):
@@ -58,3 +63,10 @@ def test_a_rank_whose_init_fails_does_not_wait_in_it_any_longer(monkeypatch, pre
     with pytest.raises(StartError):
         coordd.init()
     assert (inside, states(presence)) == ([["entering"]], [])
+
+
+def test_a_child_process_of_a_rank_writes_nothing_for_its_parent(monkeypatch, presence):
+    monkeypatch.setenv(api.RANK_PID, str(os.getpid()))
+    script = "import coordd; coordd.init(); coordd.shutdown()"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert states(presence) == ["never"]

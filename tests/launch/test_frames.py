@@ -16,7 +16,7 @@ WORDS = st.text(st.characters(exclude_characters="\n\x1f", exclude_categories=["
 FRAMES = st.one_of(
     st.builds(Output, RANKS, st.sampled_from([1, 2]), st.builds(Piece, LINES, st.sampled_from([b"", b"\r", b"\n"]))),
     st.builds(Started, RANKS, st.from_regex(r"[a-z][a-z0-9.-]{0,60}", fullmatch=True), WORDS),
-    st.builds(Waiting, RANKS),
+    st.builds(Waiting, RANKS, st.booleans()),
     st.builds(
         Ended, RANKS, st.builds(Outcome, RANKS, st.integers(0, 64), *[st.booleans()] * 2, WORDS, WORDS, st.booleans())
     ),

@@ -108,15 +108,21 @@ def test_a_command_that_ends_well():
     assert sorted(rank.text) == ["one", "two"]
 
 
-def test_a_command_that_stays_in_init_is_reported_even_while_it_prints():
-    source = (
-        "import os, time; from coordd.host import presence; presence.enter(os.environ[presence.VARIABLE])\n"
-        "while True: print('step', flush=True); time.sleep(0.02)"
-    )
+def test_a_command_that_stays_in_init_is_reported_even_while_it_prints_and_that_it_leaves():
+    source = """
+import os, signal, time
+from coordd.host import presence
+place = os.environ[presence.VARIABLE]
+signal.signal(signal.SIGUSR1, lambda *_: presence.tell(place, present=False))
+presence.enter(place)
+while True: print('step', flush=True); time.sleep(0.02)"""
     with RankProcess(source) as rank:
         rank.read_until(lambda frame: isinstance(frame, Waiting))
         assert rank.frames[-1] == Waiting(0)
         assert rank.text
+        rank.process.send_signal(signal.SIGUSR1)
+        rank.read_until(lambda frame: isinstance(frame, Waiting))
+        assert rank.frames[-1] == Waiting(0, over=True)
 
 
 def test_the_command_gets_its_place_its_threads_and_nothing_of_ours():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 
 import pytest
 import torch
@@ -35,15 +35,17 @@ class Handler:
     """Raises at a place of coordd that a thread reaches, counted from the first hook of a backward pass.
 
     Places are the functions that it calls, each once, or with ``every`` each call and each line, as often as they come.
+    With ``as_torch`` the exception looks like one of PyTorch, such as for want of memory.
     """
 
-    def __init__(self, number: int, *, every: bool) -> None:
+    def __init__(self, number: int, *, every: bool, as_torch: bool = False) -> None:
         self.where = ""
+        self.trace = MethodType(_of_torch(Handler.raise_there) if as_torch else Handler.raise_there, self)
         self._number = number
         self._every = every
         self._places: list[CodeType] | None = None
 
-    def trace(self, frame, event, _):
+    def raise_there(self, frame, event, _):
         name, code = frame.f_globals.get("__name__", ""), frame.f_code
         if self._places is None:
             if code.co_name == START:
@@ -57,6 +59,11 @@ class Handler:
                 self.where = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
                 raise TimeIsUpError
         return self.trace if self._every else None
+
+
+def _of_torch(function):
+    scope = {**function.__globals__, "__name__": "torch.utils.data"}
+    return FunctionType(function.__code__, scope, function.__name__)
 
 
 def run(handler, **optimizer):
@@ -93,11 +100,11 @@ def run(handler, **optimizer):
     return made, False
 
 
-def check(compression, *, every):
+def check(compression, **kind):
     """Raises the exception at each place in turn."""
     kinds = Counter()
     for number in itertools.count():
-        handler = Handler(number, every=every)
+        handler = Handler(number, **kind)
         made, ended = run(handler, compression=getattr(cd.Compression, compression))
         if not handler.where:
             break
@@ -115,11 +122,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 @pytest.mark.parametrize("compression", ["none", "int8"])
-def test_a_step_that_a_handler_interrupts_counts_on_all_ranks_or_on_none_or_the_job_ends(compression):
-    check(compression, every=False)
+@pytest.mark.parametrize("as_torch", [False, True])
+def test_a_step_that_a_handler_interrupts_counts_on_all_ranks_or_on_none_or_the_job_ends(compression, as_torch):
+    check(compression, every=False, as_torch=as_torch)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("compression", ["none", "int8"])
-def test_a_step_that_a_handler_interrupts_on_any_line(compression):
-    check(compression, every=True)
+@pytest.mark.parametrize("as_torch", [False, True])
+def test_a_step_that_a_handler_interrupts_on_any_line(compression, as_torch):
+    check(compression, every=True, as_torch=as_torch)
