@@ -87,6 +87,24 @@ def test_a_submission_that_is_interrupted_ends_the_job(error, after):
     each_rank(2, body)
 
 
+@pytest.mark.parametrize("code", [0, None, 3])
+def test_a_handler_that_exits_well_in_a_submission_does_not_fail_the_job(code):
+    """As a handler of SIGTERM does that has saved a checkpoint: the process ends, and makes no other step."""
+
+    def body(_):
+        daemon = api.operations().daemon
+        daemon._inbox.put = once(daemon._inbox.put, SystemExit(code), after=True)
+        with pytest.raises(SystemExit):
+            cd.allreduce(torch.ones(2), name="one")
+        return daemon.failing
+
+    if code:
+        with pytest.raises(PeerError, match="interrupted by SystemExit"):
+            each_rank(2, lambda rank: body(rank) and cd.barrier())
+    else:
+        assert each_rank(2, body) == [False, False]
+
+
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_send_that_is_interrupted_ends_the_job(error):
     def body(rank):

@@ -317,6 +317,8 @@ class Daemon:
             error: the exception; an error that coordd raises is a rejection, and leaves nothing half done.
             what: the work.
         """
+        if isinstance(error, SystemExit) and not error.code:
+            return  # the handler ends this process well, as after SIGTERM, and then no step of this rank follows
         if not _raised_by_coordd(error):
             text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
             self.fail(text)

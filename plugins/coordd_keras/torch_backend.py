@@ -211,7 +211,7 @@ class TorchReduction:
         assert self._gradients is not None  # noqa: S101 - the backward pass has begun
         assert self._operations is not None  # noqa: S101 - as above
         if not (self._gradients.is_abandoned and isinstance(error, Exception)):
-            self._operations.daemon.broken_off(error, "the end of a backward pass")
+            self._operations.daemon.broken_off(error, "the reduction of gradients")
 
     def _end_of_backward(self) -> None:
         """Replaces this rank's gradients by the reduced ones.

@@ -175,7 +175,7 @@ class Reducer(Placement):
         Does nothing for an error for which this rank has already discarded the step, of a compressor, say.
         """
         if not (self._abandoned and isinstance(error, Exception)):
-            self.channel.daemon.broken_off(error, "the end of a backward pass")
+            self.channel.daemon.broken_off(error, "the reduction of gradients")
 
     def _begin_pass(self, first: Gradient) -> None:
         """Determines the step of a backward pass, and whether its gradients are reduced."""
