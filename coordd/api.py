@@ -102,7 +102,7 @@ class _Default:
         except BaseException as error:
             self.daemon.abandon()
             self._desk.close()
-            if isinstance(error, Exception):  # others end the process, which has not left `init` for its launcher
+            if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt end the process inside `init`
                 presence.tell(place, present=False)
             raise
         several = self.daemon.world.size > 1

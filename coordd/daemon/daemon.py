@@ -318,7 +318,7 @@ class Daemon:
             what: the work.
         """
         if isinstance(error, SystemExit) and not error.code:
-            return  # the handler ends this process well, as after SIGTERM, and then no step of this rank follows
+            return  # sys.exit(0) in a handler of SIGTERM, say: the process ends, so this rank makes no further step
         if not _raised_by_coordd(error):
             text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
             self.fail(text)

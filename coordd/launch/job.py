@@ -158,11 +158,11 @@ class Job:
 
     def _take(self, stream: int, line: bytes) -> None:
         """Handles one line of the launcher's output, usually a frame of a rank."""
-        self._show(decode(line), stream, line)
+        self._handle(decode(line), stream, line)
         if self._record.cannot_start:
             self._ladder.end_job(time.monotonic())
 
-    def _show(self, frame: Frame | None, stream: int, line: bytes) -> None:
+    def _handle(self, frame: Frame | None, stream: int, line: bytes) -> None:
         if isinstance(frame, Output):
             self._screen.show(frame)
         elif isinstance(frame, Started):

@@ -134,7 +134,7 @@ def test_a_scheduler_that_steps_on_some_ranks_only_is_warned_of_once(caplog, whi
     if which == {0, 1}:
         assert not told
     else:
-        mine, other = (f"stages of {whose} have changed since the last" for whose in ("this rank", "another rank"))
+        mine, other = (f"stages of {ranks} have changed since the last" for ranks in ("this rank", "another rank"))
         assert len(told) == 2
         assert sorted(mine in text for text in told) == sorted(other in text for text in told) == [False, True]
 
