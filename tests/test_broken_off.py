@@ -105,6 +105,24 @@ def test_a_handler_that_exits_well_in_a_submission_does_not_fail_the_job(code):
         assert each_rank(2, body) == [False, False]
 
 
+def test_a_script_that_catches_the_exit_of_a_handler_in_a_submission_of_gradients_does_not_wait_for_ever():
+    def body(rank):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("weight", weight)])
+        daemon = api.operations().daemon
+        if rank == 0:
+            daemon._inbox.put = once(daemon._inbox.put, SystemExit(0), after=False)
+            with pytest.raises(SystemExit):
+                weight.sum().backward()
+            optimizer.zero_grad()
+        else:
+            weight.sum().backward()
+            cd.barrier()
+
+    with pytest.raises(PeerError, match="continued after an exception"):
+        each_rank(2, body)
+
+
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_send_that_is_interrupted_ends_the_job(error):
     def body(rank):
