@@ -129,10 +129,10 @@ class _Default:
 
     def leave(self) -> None:
         """Stops the daemon in step with the other ranks or, after a failure, after the rank that caused it."""
-        if self.operations.uneven and not self.daemon.failing:
+        if self.operations.uneven and not (self.daemon.failing or self.daemon.left_off):
             with contextlib.suppress(CoorddError):  # leaving reports the error
                 self.operations.join().result()
-        if not self.daemon.failing:
+        if not (self.daemon.failing or self.daemon.left_off):
             self.daemon.await_told(_TOLD_SECONDS)
         if self.daemon.failing or not self.daemon.stop():
             self._leave_the_wreck()
@@ -207,10 +207,25 @@ def init(**settings: Any) -> None:
         if _is_worker():
             raise WorkerProcessError
         if _default is None:
+            _refuse_after_exec()
             _default = _started(settings)
         elif _default.config != Config.load(os.environ, **settings):
             text = "init() was called before, with other settings: call shutdown() first, or leave them equal"
             raise ConfigError(text)
+
+
+def _refuse_after_exec() -> None:
+    """Rejects a program that a rank runs in its own place, as by `os.execv`: the rank's connections are gone.
+
+    Raises:
+        StartError: this is one.
+    """
+    if os.environ.get(RANK_PID) == str(os.getpid()):
+        text = (
+            "this program has replaced one that was a rank of a job: call coordd.shutdown() before os.exec, "
+            "and the new program can call init()"
+        )
+        raise StartError(text)
 
 
 def _started(settings: dict[str, Any]) -> _Default:

@@ -4,8 +4,8 @@ It looks at the innermost frame of the script's thread shortly after any thread 
 occasionally as long as a message is pending; so a wait costs nothing, nor does an idle daemon. A rank is never
 reported as blocked while something else in it could submit an operation: a done callback, an operation in flight whose
 result the script may use, or another thread that has submitted one before. Threads that never have, such as those of
-progress bars, get some seconds to do so. So do the other branches of a TensorFlow graph in which the script waits:
-each submission restarts that time.
+progress bars, get some seconds to do so; those that have, and wait for an operation themselves, get longer. So do the
+other branches of a TensorFlow graph in which the script waits. Each submission restarts that time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = ["Awaited", "BlockWatch", "Mail", "Submitter"]
 
 _SECONDS = 1.0
 _WITH_OTHERS = 8.0
+_WITH_WAITING_THREADS = 30.0
 _WITH_NETWORK = 3.0
 _LONGEST_PAUSE, _LONGEST_PAUSE_WITH_MAIL = 8.0, 2.0
 _submitters: Counter[int] = Counter()
@@ -143,6 +144,7 @@ class BlockWatch:
         self._told = _NOTHING
         self._one_of_several = False
         self._in_graph = False
+        self._threads_wait = False  # whether other threads that have submitted operations exist, and all wait for one
         self._first = (_NOTHING, 0.0)
         """What the script was found waiting for, and when it was first found so."""
 
@@ -198,8 +200,9 @@ class BlockWatch:
             return
         if awaits != self._first[0]:
             self._first = awaits, now
+        others = bool(awaits.name) and self._others_may_submit()
         patience = max(self._patience(), _patience_with(awaits))
-        others = bool(awaits.name) and (self._others_may_submit() or now - self._first[1] < patience)
+        others = others or (bool(awaits.name) and now - self._first[1] < patience)
         # A thread may end, or one of several operations that the script waits for, and the script may still wait.
         self.due = now + _SECONDS if others or self._one_of_several else None
         if not awaits.name and (len(self._table) > 0 or self._mail.letters):
@@ -222,10 +225,20 @@ class BlockWatch:
         # Python never removes a foreign thread, such as a TensorFlow thread that has logged, from its list; no public
         # function distinguishes such threads from the others.
         own = (thread for thread in self._other_threads() if not isinstance(thread, threading._DummyThread))  # noqa: SLF001
-        return any(_submitters[thread.ident or 0] for thread in own)
+        submitters = [thread.ident or 0 for thread in own if _submitters[thread.ident or 0]]
+        self._threads_wait = bool(submitters)
+        if not submitters:
+            return False
+        frames = sys._current_frames()  # noqa: SLF001 - the documented way
+        return any(awaited(frames.get(ident)) is None for ident in submitters)
 
     def _patience(self) -> float:
-        """Returns how many seconds threads and graph branches that may submit, but have not yet, get to do so."""
+        """Returns how many seconds threads and graph branches that may submit get to do so.
+
+        A thread that waits for an operation may submit another one when that ends, for which a slow rank may be needed.
+        """
+        if self._threads_wait:
+            return _WITH_WAITING_THREADS
         return _WITH_OTHERS if self._in_graph or self._other_threads() else 0.0
 
     def _other_threads(self) -> list[threading.Thread]:

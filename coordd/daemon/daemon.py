@@ -24,11 +24,11 @@ from coordd.daemon.peer_to_peer import Letter
 from coordd.daemon.rendezvous import Rendezvous
 from coordd.daemon.shared_state import Status, peer_error
 from coordd.daemon.wakeup import Bell
-from coordd.errors import CoorddError, ForkedProcessError, NotInitializedError, StartError, brief, spans
+from coordd.errors import ForkedProcessError, NotInitializedError, StartError, brief, spans
 from coordd.host.world import World
 from coordd.monitoring.stacks import await_end, is_stopped
 from coordd.negotiation.tensor_table import Entry
-from coordd.ops.handles import Handle, check_may_wait, raised_by_handler
+from coordd.ops.handles import Handle, check_may_wait, raised_by_coordd
 from coordd.ops.messages import Failure, Message, Refused
 from coordd.transport.shared_memory.host_memory import Commons
 from coordd.transport.shared_memory.loans import blank
@@ -215,7 +215,7 @@ class Daemon:
             error: the exception. If the message has begun to arrive, it is lost to the script, so the job fails.
         """
         own = handle.poll() and handle.error() is error  # such as the error of converting the result
-        if not (own or _raised_by_coordd(error)):
+        if not (own or raised_by_coordd(error)):
             text = f"was interrupted by {brief(error)} as {handle.name!r} arrived, which is lost: so the job ends"
             self._do(lambda: self._loop.take_back(handle, text))
 
@@ -307,21 +307,30 @@ class Daemon:
             self._status.failing = True
             self._do(lambda: self._loop.report_failure(failure))
 
-    def broken_off(self, error: BaseException, what: str) -> None:
-        """Fails the job if an exception that coordd has not raised has interrupted its work.
+    def broken_off(self, error: BaseException, what: str) -> bool:
+        """Fails the job if an exception that coordd has not raised has interrupted its work; returns whether one has.
 
         Only a signal handler or a lack of memory raises one there. It is then unknown how much of the work is done, and
-        this rank would be out of step with the others without an error.
+        this rank would be out of step with the others without an error. After ``sys.exit(0)`` the job fails only if the
+        script catches that and submits more.
 
         Args:
             error: the exception; an error that coordd raises is a rejection, and leaves nothing half done.
             what: the work.
         """
         if isinstance(error, SystemExit) and not error.code:
-            return  # sys.exit(0) in a handler of SIGTERM, say: the process ends, so this rank makes no further step
-        if not _raised_by_coordd(error):
+            self._status.left_off = what  # a handler of SIGTERM, say, ends the process, so this rank goes no further
+        elif not raised_by_coordd(error):
             text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
             self.fail(text)
+        else:
+            return False
+        return True
+
+    @property
+    def left_off(self) -> bool:
+        """Whether ``sys.exit(0)`` has interrupted coordd's work, so that this rank must not continue."""
+        return bool(self._status.left_off)
 
     def raise_failure(self) -> None:
         """Raises the failure of the job that this rank has reported, once the daemon's thread has it.
@@ -402,6 +411,11 @@ class Daemon:
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcessError
+        if self._status.left_off and threading.current_thread() is not self._thread:
+            self.fail(
+                f"has continued after sys.exit(0) interrupted {self._status.left_off}: ranks are out of step then"
+            )
+            self._run_on_thread(lambda: None)
         if self._status.failure is not None:
             raise peer_error(self._status.failure)
         if self._status.leaving:
@@ -428,8 +442,3 @@ class Daemon:
     def _do(self, work: Work, *, wake: bool = True) -> None:
         """Queues work that does not wait for the batching window."""
         self._inbox.slip(work, wake=wake)
-
-
-def _raised_by_coordd(error: BaseException) -> bool:
-    """Returns whether coordd itself raised an error, not a signal handler, which may call coordd as well."""
-    return isinstance(error, CoorddError) and not raised_by_handler(error.__traceback__)

@@ -59,7 +59,8 @@ class _Group:
         self.entries: list[Entry] = []
         self.names = [*names]
         self._caller = caller
-        self.refused: tuple[Kind, ProcessSet] | None = None
+        self.what: tuple[Kind, ProcessSet] | None = None
+        """The kind and the process set of its operations, once one of them has a name or is refused."""
         self._unnamed = 0
 
     def holds(self, frame: FrameType | None) -> bool:
@@ -102,9 +103,18 @@ class Part:
 
 
 class ThreadState(threading.local):
-    """The group and call that a thread is in, if any, and how many operations it has announced or refused."""
+    """The group and call that a thread is in, if any, and how many operations it has announced or refused.
+
+    Attributes:
+        accounted: the number of announced or refused operations; a group counts as one.
+        refused: how many of them it has refused.
+        in_doubt: whether an operation has a number or is being announced, but is not accounted for. An exception that
+            comes then, which only a signal handler can raise, fails the job: to refuse could count the operation twice.
+    """
 
     accounted = 0
+    refused = 0
+    in_doubt = False
     group: _Group | None = None
     part: Part | None = None
 
@@ -343,6 +353,7 @@ class Operations(Messages):
             site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
         entry = Entry(request, array, handle, site, land, filler)
         if self.thread.group is None:
+            self.thread.in_doubt = True
             self.daemon.submit(entry)
         else:
             self._announce(entry)
@@ -366,20 +377,22 @@ class Operations(Messages):
         group = self.thread.group = _Group(names, users_frame(inspect.currentframe()))
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self.thread.group = before
-            if group.refused is not None:
-                kind, process_set = group.refused
+            if group.what is not None:
+                kind, process_set = group.what
                 self.refuse(kind, group.names, process_set, error)
             raise
         finally:
             self.thread.group = before
+        self.thread.in_doubt = True
         self.daemon.submit_all(group.entries)
         if group.names:
             self.account()
 
     def _announce(self, entry: Entry) -> None:
         if (group := self._group) is None:
+            self.thread.in_doubt = True
             self.daemon.submit(entry)
         else:
             group.entries.append(entry)
@@ -434,11 +447,15 @@ class Operations(Messages):
         if part is not None:
             self.tell_refused_of_part()
         once = True
+        if group is not None:
+            group.what = kind, process_set
         if name is None and group is not None:
             members = self._members(process_set)
             name = group.name(lambda: self._number(kind, members) if part is None else part.name(kind, None))
+            self.thread.in_doubt = False  # the group remembers its names
         elif part is not None:
             once = name is None or not part.steady
+            self.thread.in_doubt = True
             name = part.name(kind, name)
         found = self.request(kind, name, array, process_set, **details)
         return msgspec.structs.replace(found, call=part.call if part is not None else "", transient=once)
@@ -466,10 +483,11 @@ class Operations(Messages):
             text = f"{array.dtype!r} cannot travel as bytes: convert to a number type in this machine's byte order"
             raise ArgumentError(text)
         loose = kind in _LOOSE and self.daemon.config.check == "numel"
+        dtype = name_of(array.dtype)  # before a number is taken, which a refusal takes, too
         return Request(
             kind,
             self._number(kind, members) if name is None else check_name(name),
-            name_of(array.dtype),
+            dtype,
             (array.size,) if loose else array.shape,
             members=members,
             transient=name is None or is_unnamed(name),
@@ -493,6 +511,7 @@ class Operations(Messages):
         """Counts an announced operation; operations of a group are counted with the group."""
         if self.thread.group is None or self._group is None:
             self.thread.accounted += 1
+            self.thread.in_doubt = False
 
     def _concerned(self, process_set: Any) -> tuple[int, ...] | None:
         """Returns the members of a process set that may be unusable; None if this rank is not one of them."""
@@ -506,6 +525,8 @@ class Operations(Messages):
     def refuse(self, kind: Kind, names: Sequence[str | None], process_set: Any, error: BaseException) -> None:
         """Counts operations that this rank has refused, and fails the other members' part of them.
 
+        Fails the job if an exception that coordd has not raised leaves it unknown whether they are announced.
+
         Args:
             kind: of the operations.
             names: of one, or of a group; None for each if they have none.
@@ -515,12 +536,15 @@ class Operations(Messages):
         Raises:
             ArgumentError: a name is unusable.
         """
+        if self.thread.in_doubt and self.daemon.broken_off(error, "the submission of an operation"):
+            return
         members, group, part = self._concerned(process_set), self._group, self.thread.part
         if members is None or not names:
             return
         if group is not None:
-            group.refused = kind, process_set
+            group.what = kind, process_set
             return
+        self.thread.refused += 1
         self.thread.accounted += 1
         if None in names:
             known = names_in_group(self._number(kind, members) if part is None else part.name(kind, None), names)
@@ -562,6 +586,7 @@ class Operations(Messages):
         A joined rank does not count the operations of the others meanwhile, so all start over when all have joined.
         Joins are counted when all have joined: joins that fail in a deadlock have not been submitted by all.
         """
+        self.thread.in_doubt = True
         if kind is Kind.JOIN:
             era, number = "", self._joins[members]
         else:

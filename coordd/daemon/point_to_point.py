@@ -38,7 +38,13 @@ _LONGEST = 250  # the space that a message's header has
 
 
 class _Here(threading.local):
-    """Marks a thread that sends or receives, and therefore may do so again."""
+    """Marks a thread that sends or receives, and therefore may do so again.
+
+    Attributes:
+        posting: whether its last message is being handed to the daemon, or has been.
+    """
+
+    posting = False
 
     def __init__(self) -> None:
         self.submitter = Submitter()
@@ -58,6 +64,7 @@ class Messages:
             ArgumentError: there is no such rank, or the name is unusable.
         """
         letter = self._letter(array, destination, name, outgoing=True)
+        self._here.posting = True
         self.daemon.post(letter)
         return letter.handle
 
@@ -73,8 +80,21 @@ class Messages:
             ArgumentError: there is no such rank, or the name is unusable.
         """
         letter = self._letter(array, source, name, outgoing=False, land=land)
+        self._here.posting = True
         self.daemon.post(letter, lazy=lazy)
         return letter.handle
+
+    def take_back(self, handle: Handle[Any] | None, error: BaseException) -> None:
+        """Withdraws a receive that an exception has interrupted; see `Daemon.take_back`.
+
+        Args:
+            handle: of the receive; None if the exception came first: if the receive had begun, the job fails.
+            error: the exception.
+        """
+        if handle is not None:
+            self.daemon.take_back(handle, error)
+        elif self._here.posting:
+            self.daemon.broken_off(error, "the submission of a receive")
 
     @contextmanager
     def refusing(self, peer: int, name: str, *, outgoing: bool) -> Iterator[None]:
@@ -82,15 +102,20 @@ class Messages:
 
         The peer's receive fails then, or its message is dropped, so the next message of that name matches the next
         one there. If the peer or the name is unusable, nothing can be reported. A receive that the user's own code
-        interrupts, such as a signal handler, has not begun, and its message is left for the next one.
+        interrupts, such as a signal handler, has not begun, and its message is left for the next one. If the message is
+        being handed to the daemon just then, the job fails.
         """
+        self._here.posting = False
         try:
             yield
         except UNTOLD:
             raise
-        except Exception as error:
+        except BaseException as error:
             trace = error.__traceback__  # begins with this function, which the user's own block may have left
-            if not outgoing and raised_by_handler(trace and trace.tb_next):
+            interrupted = raised_by_handler(trace and trace.tb_next) or not isinstance(error, Exception)
+            if self._here.posting and self.daemon.broken_off(error, f"the submission of {name!r}"):
+                raise
+            if not outgoing and interrupted:
                 raise
             site = show_site(call_site(sys._getframe(2)))  # noqa: SLF001 - the documented way to the caller
             reason = f"refused to {'send' if outgoing else 'receive'} {name!r} at {site}: {brief(error)}"[:_LONGEST]

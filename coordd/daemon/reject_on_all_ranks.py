@@ -13,19 +13,18 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from coordd.errors import ArgumentError, CoorddError
+from coordd.errors import ArgumentError
 from coordd.ops.arguments import places
-from coordd.ops.handles import Handle
+from coordd.ops.handles import raised_by_coordd
 from coordd.ops.messages import Kind
 from coordd.ops.process_sets import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
     from coordd.daemon.operations import Operations
 
-__all__ = ["Find", "Name", "await_first", "refusable", "telling"]
+__all__ = ["Find", "Name", "refusable", "telling", "telling_second"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Result = TypeVar("Result")
 Name = tuple[Kind, Sequence[str | None]]
 """The kind of an operation and its name, or those of a group; None for each without a name."""
 Find = Callable[[Mapping[str, Any]], Name]
@@ -42,7 +41,8 @@ def refusable(
     """Decorator: counts and reports the calls that a function refuses; the other members' part of them fails.
 
     Nothing is reported if the operation was announced before the function failed, or if only this rank can know the
-    error: a name that is in flight or unusable. An unusable process set stands for the ranks that it names.
+    error: a name that is in flight or unusable. An unusable process set stands for the ranks that it names. Ctrl-C and
+    an exception of a signal handler are reported like errors, because the script may catch them and continue.
 
     Args:
         kind: the operation; of a group where the function has an argument ``tensors``.
@@ -60,16 +60,17 @@ def refusable(
             operations = args[0] if find is None else find()
             thread = operations.thread
             before = thread.accounted
+            thread.in_doubt = False
             try:
                 found = function(*args, **kwargs)
-            except Exception as error:
+                if announces:
+                    operations.account()
+            except BaseException as error:
                 if thread.accounted == before:
                     with contextlib.suppress(Exception):  # an unusable name counts nothing
                         operations.refuse(*_what(kind, signature, args, kwargs), error)
                 raise
-            if announces:
-                operations.account()
-            elif group and thread.accounted == before:
+            if group and thread.accounted == before:
                 _refuse_empty(operations, kind, _given(signature, args, kwargs))
             return found
 
@@ -111,38 +112,54 @@ class _Told:
         self._operations = operations
         self._what = what
         self._before = operations.accounted
+        operations.thread.in_doubt = False
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception) and self._operations.accounted == self._before:
+        if error is not None and self._operations.accounted == self._before:
             with contextlib.suppress(Exception):  # an unusable name counts nothing
                 self._operations.refuse(*self._what(), error)
 
 
-def await_first(
-    first: Handle[Result], operations: Operations, kind: Kind, second: str | None, process_set: ProcessSet
-) -> Result:
-    """Waits for the first of two operations; if a signal handler ends the wait, the second one is refused here.
+def telling_second(
+    operations: Operations, kind: Kind, second: str | None, process_set: ProcessSet
+) -> AbstractContextManager[None]:
+    """Applies `refusable` to the second of two operations, in a block that submits both and waits for the first.
 
-    The other ranks continue with the second one, so they must learn that this rank does not; otherwise it would be
-    paired with a later one.
+    If that wait is interrupted, the other ranks continue with the second operation. If the first one has failed, they
+    do not, for then it has failed on all of them.
 
     Args:
-        first: the operation.
-        operations: count the operation.
+        operations: count the operations.
         kind: of the second one.
         second: its name.
         process_set: the members.
     """
-    try:
-        return first.result()
-    except CoorddError:
-        raise
-    except Exception as error:
-        operations.refuse(kind, [second], process_set, error)
-        raise
+    return _SecondTold(operations, kind, second, process_set)
+
+
+class _SecondTold:
+    """The context manager of `telling_second`."""
+
+    def __init__(self, operations: Operations, kind: Kind, second: str | None, process_set: ProcessSet) -> None:
+        self._operations = operations
+        self._second = kind, [second], process_set
+        self._before = self._counts()
+
+    def _counts(self) -> tuple[int, int]:
+        return self._operations.accounted, self._operations.thread.refused
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or raised_by_coordd(error):
+            return
+        accounted, refused = self._before
+        if self._counts() == (accounted + 1, refused):
+            self._operations.refuse(*self._second, error)
 
 
 def _what(

@@ -68,14 +68,18 @@ def given_up(site: Site, error: BaseException | None) -> str:
     return f"has called discard_step() at {show_site(site)}{cause}"
 
 
-def of_step(error: BaseException, *, own: bool) -> bool:
+def of_step(error: BaseException, *, own: bool, cause: BaseException | None = None) -> bool:
     """Returns whether an error, or a cause of it, is from a discarded step or from that step's backward pass.
 
     Args:
         error: the error that the script handles.
         own: whether this rank's backward pass caused the discard; otherwise a failing one belongs to a later step.
+        cause: the error for which this rank has discarded the step, if known.
     """
-    return any(isinstance(each, DiscardedStepError) or (own and _of_backward(each)) for each in _origins(error))
+    return any(
+        isinstance(each, DiscardedStepError) or each is cause or (own and _of_backward(each))
+        for each in _origins(error)
+    )
 
 
 def _of_backward(error: BaseException) -> bool:
@@ -89,12 +93,12 @@ def _of_backward(error: BaseException) -> bool:
 
 
 def _origins(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its chain of causes and contexts."""
+    """Yields an error and its chain of causes and contexts, also those that ``raise ... from None`` does not show."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or error.__context__
 
 
 def reduced_already() -> CoorddError:

@@ -7,6 +7,7 @@ killed. The launcher's process keeps one byte of memory, which the rank opens th
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 
 __all__ = ["VARIABLE", "Presence", "tell"]
@@ -23,8 +24,11 @@ class Presence:
     def __init__(self) -> None:
         """Creates the byte, where the system has anonymous memory files; elsewhere nothing is known of the rank."""
         self._descriptor = -1
+        self._memory: mmap.mmap | None = None  # which a forked process can read after it has closed its descriptors
         if hasattr(os, "memfd_create"):
             self._descriptor = os.memfd_create("coordd presence", os.MFD_CLOEXEC)
+            os.ftruncate(self._descriptor, 1)
+            self._memory = mmap.mmap(self._descriptor, 1)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -47,7 +51,7 @@ class Presence:
         return self._told() == _NEVER
 
     def _told(self) -> bytes:
-        return os.pread(self._descriptor, 1, 0) or _NEVER if self._descriptor >= 0 else b""
+        return self._memory[:1] if self._memory is not None else b""
 
 
 def enter(place: str) -> None:

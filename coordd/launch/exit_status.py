@@ -105,9 +105,10 @@ def _cause(record: Record) -> _Cause | None:
     ranks, an end on request.
     """
     failures = [_Cause(*end) for end in record.ended if end.outcome.failed]
-    own = [end for end in failures if not end.outcome.told and not end.outcome.consequence]
-    told = [end for end in failures if end.outcome.told]
-    others = [end for end in failures if not end.outcome.told]
+    gone = any(end.outcome.absent for end in record.ended)
+    told = [end for end in failures if end.outcome.told or (gone and _killed_in_init(end.outcome))]
+    others = [end for end in failures if end not in told]
+    own = [end for end in others if not end.outcome.consequence]
     named = _named(others)
     left = _left(record, {cause.rank for cause in named})
     absent = _absent(record) if told or record.cannot_start else []
@@ -143,6 +144,11 @@ def _absent(record: Record) -> list[_Cause]:
     text = "exited with code 0 without calling init(), in which other ranks waited for it"
     waited = bool(record.waiting) or any(end.outcome.entering for end in record.ended)
     return [_Cause(end.rank, Outcome(1), text) for end in record.ended if end.outcome.absent and waited]
+
+
+def _killed_in_init(outcome: Outcome) -> bool:
+    """Returns whether a rank was killed in `init`, as Open MPI does when another rank exits without calling it."""
+    return outcome.entering and outcome.signal == signal.SIGKILL
 
 
 def _named(failures: list[_Cause]) -> list[_Cause]:

@@ -103,9 +103,8 @@ class Rank:
         environment |= here.in_horovods_words(os.uname().nodename) if order.as_horovod else {}
         self._child = child = Child(order.command, environment, cpus=share.bound_to if bind else (), reset=_HANDLED)
         self._note = describe(cores, here.local_size, wish, bind=bind) if here.local_rank == 0 else ""
-        killed = encode(Ended(here.rank, Outcome(signal=signal.SIGKILL)))
-        self._guard = Guard(child.pid, lambda: _write(launcher, killed))
         self._rank = here.rank
+        self._guard = Guard(child.pid, lambda: _write(launcher, self._killed()))
         self._relay = Relay(here.rank, out=child.out, err=child.err, write=lambda packet: _write(launcher, packet))
         self._launcher = launcher
         self._was_entering = self._waits = False
@@ -114,6 +113,11 @@ class Rank:
         for descriptor in (self._wake, child.out, child.err):
             self._poller.register(descriptor, select.POLLIN)
         self._poller.register(launcher, 0)  # only to detect that it is closed
+
+    def _killed(self) -> bytes:
+        """Returns the frame by which the guard reports that this process was killed, and the command with it."""
+        outcome = Outcome(signal=signal.SIGKILL, entering=self._presence.entering)
+        return encode(Ended(self._rank, outcome))
 
     def run(self) -> int:
         """Serves the command until it has ended and this process may exit; returns the command's exit status."""

@@ -15,7 +15,15 @@ from contextlib import contextmanager
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
-from coordd.errors import DeadlockError, PeerError, RefusedError, ShutdownError, is_deadlock, note_heard
+from coordd.errors import (
+    CoorddError,
+    DeadlockError,
+    PeerError,
+    RefusedError,
+    ShutdownError,
+    is_deadlock,
+    note_heard,
+)
 from coordd.ops.checks import finite
 
 __all__ = [
@@ -27,6 +35,7 @@ __all__ = [
     "forbid_waiting",
     "hear_of",
     "is_users",
+    "raised_by_coordd",
     "raised_by_handler",
     "users_frame",
     "wait_all",
@@ -368,6 +377,11 @@ def raised_by_handler(trace: TracebackType | None) -> bool:
     """
     users = [is_users(frame) for frame, _ in traceback.walk_tb(trace)]
     return any(not outer and inner for outer, inner in itertools.pairwise(users))
+
+
+def raised_by_coordd(error: BaseException) -> bool:
+    """Returns whether coordd itself raised an error, not a signal handler, which may call coordd as well."""
+    return isinstance(error, CoorddError) and not raised_by_handler(error.__traceback__)
 
 
 def is_users(frame: Any, package: str = "coordd") -> bool:

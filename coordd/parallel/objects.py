@@ -15,7 +15,7 @@ import numpy as np
 
 from coordd import api
 from coordd.daemon.operations import Operations
-from coordd.daemon.reject_on_all_ranks import Name, await_first, refusable, telling
+from coordd.daemon.reject_on_all_ranks import Name, refusable, telling_second
 from coordd.errors import RefusedError, brief
 from coordd.ops.arguments import check_rank
 from coordd.ops.messages import Kind
@@ -60,9 +60,8 @@ def broadcast_object(
     data, error = _pickled(obj, root_rank) if root else (np.empty(0, np.uint8), None)
     size = np.array([data.size])
     second = name and f"{name}.t"
-    first = operations.broadcast(size, root_rank, name=_sized(name), process_set=process_set)
-    await_first(first, operations, Kind.BROADCAST, second, process_set)
-    with telling(operations, Kind.BROADCAST, [second], process_set):
+    with telling_second(operations, Kind.BROADCAST, second, process_set):
+        operations.broadcast(size, root_rank, name=_sized(name), process_set=process_set).result()
         if not root:
             data = np.empty(size[0], np.uint8)
         handle = operations.broadcast(data, root_rank, name=second, process_set=process_set)
@@ -87,9 +86,10 @@ def gathered(operations: Operations, obj: Any, name: str | None, process_set: Pr
     data, error = _pickled(obj, operations.daemon.world.rank)
     size = np.array([data.size])
     second = name and f"{name}.t"
-    first = operations.allgather(size, name=_sized(name), process_set=process_set)
-    sizes = await_first(first, operations, Kind.ALLGATHER, second, process_set)
-    joined = operations.allgather(data, name=second, process_set=process_set).result()
+    with telling_second(operations, Kind.ALLGATHER, second, process_set):
+        sizes = operations.allgather(size, name=_sized(name), process_set=process_set).result()
+        handle = operations.allgather(data, name=second, process_set=process_set)
+    joined = handle.result()
     if error is not None:
         raise error
     stops = itertools.accumulate(sizes.tolist(), initial=0)

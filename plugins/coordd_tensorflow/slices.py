@@ -15,7 +15,7 @@ import tensorflow as tf
 from coordd import api
 from coordd.daemon.autograd_rules import Allgather, Source
 from coordd.daemon.operations import Operations
-from coordd.daemon.reject_on_all_ranks import await_first, refusable
+from coordd.daemon.reject_on_all_ranks import refusable, telling_second
 from coordd.errors import ArgumentError, NonFiniteError
 from coordd.ops.arguments import check_reducible
 from coordd.ops.messages import Kind, ReduceOp
@@ -123,9 +123,11 @@ def _gathered(
         raise ArgumentError(text)
     name = operations.number(Kind.ALLREDUCE, process_set) if name is None else name
     second = f"{name}.indices"
-    first = operations.allgather(values, name=name, process_set=process_set, op=op, sized=True, land=_pair)
-    rows, sizes = await_first(first, operations, Kind.ALLGATHER, second, process_set)
-    return rows, sizes, operations.allgather(indices, name=second, process_set=process_set).result()
+    with telling_second(operations, Kind.ALLGATHER, second, process_set):
+        first = operations.allgather(values, name=name, process_set=process_set, op=op, sized=True, land=_pair)
+        rows, sizes = first.result()
+        handle = operations.allgather(indices, name=second, process_set=process_set)
+    return rows, sizes, handle.result()
 
 
 def _pair(rows: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

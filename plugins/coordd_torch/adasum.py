@@ -14,7 +14,7 @@ import torch
 
 from coordd import api
 from coordd.errors import ArgumentError, DiscardedStepError, brief
-from coordd.gradients.discard_step import error_of, given_up, is_discarded, of_step, tell
+from coordd.gradients.discard_step import discarded, error_of, given_up, is_discarded, of_step, tell
 from coordd.ops.handles import Handle, call_site, hear_of
 from coordd.ops.messages import ReduceOp
 from coordd.ops.process_sets import ProcessSet
@@ -69,6 +69,7 @@ class AdasumStep:
         self._consistency = consistency
         self._answered = False
         self._discarded: DiscardedStepError | None = None
+        self._cause: BaseException | None = None  # of the discard, if this rank raises that after it
         self._told = Told()
         self._counted = False
         self._prefix = f"{prefix}adasum."
@@ -123,7 +124,9 @@ class AdasumStep:
         error = sys.exception()
         answered, self._answered = self._answered, True
         if is_discarded(error, self._prefix) or (
-            self._discarded is not None and not answered and (error is None or of_step(error, own=False))
+            self._discarded is not None
+            and not answered
+            and (error is None or of_step(error, own=False, cause=self._cause))
         ):
             return
         site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller
@@ -200,7 +203,10 @@ class AdasumStep:
         try:
             self._consistency.check_alone()
         except ArgumentError as error:
-            self._abandon(f"could not begin it: {brief(error)}")
+            reason = f"could not begin it: {brief(error)}"
+            self._abandon(reason)
+            rank = api.operations().daemon.world.rank
+            self._discarded, self._cause, self._answered = discarded([(rank, reason)], self._prefix), error, False
             raise
         self._count()
         self._follow(optimizer)
@@ -231,7 +237,7 @@ class AdasumStep:
         infinite, discard = self._ask(np.array([0.0 if found is None else found.item(), 0.0])).result().tolist()
         self._counted = False
         if discard:
-            self._discarded, self._answered = error_of(self._tell(""), self._prefix), False
+            self._discarded, self._cause, self._answered = error_of(self._tell(""), self._prefix), None, False
             for _, parameter in self._named:
                 parameter.grad = None
             raise self._discarded.with_traceback(None)

@@ -95,8 +95,7 @@ class Underway:
             DeadlockError: some are not done, and this is the daemon's thread.
             PeerError: the job has failed, because an exception has interrupted the submission of one.
         """
-        if self._interrupted:  # the job has failed, except after sys.exit(0), which the script must not catch
-            self.channel.daemon.fail("continued after an exception had interrupted its submission of gradients")
+        if self._interrupted:
             self.channel.daemon.raise_failure()
         while self._landed < self._started:
             check_may_wait("waiting for gradients")

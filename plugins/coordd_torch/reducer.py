@@ -58,6 +58,12 @@ log = logging.getLogger("coordd")
 _NEVER = sys.maxsize
 _DISCARDING = "the end of a step that is discarded"
 _IDLE_STEPS = 3
+_MISSED_STEPS = 10
+_MISSED = (
+    "this rank has computed no gradient of %s (%d parameters) for %d steps in a row, while other ranks have: its "
+    "gradient counts as zeros. If the script has replaced a layer or a parameter, give the new one to the optimizer on "
+    "all ranks. If ranks use different layers on purpose, such as experts, ignore this"
+)
 _IDLE = (
     "this rank has made %d steps in a row without a backward pass through the parameters of its optimizer, and counts "
     "as zeros in the averages of the other ranks' gradients: if the script trains a copy of the model, or has replaced "
@@ -96,10 +102,15 @@ class Reducer(Placement):
         """A gradient is submitted after this many passes have computed it."""
         self._passes, self._spoilt = 0, ""
         self._idle = 0  # steps without a backward pass on this rank, in a row
+        self._missed_before: dict[Gradient, int] | None = (
+            None  # how often in a row; those of the first step do not count
+        )
+        self._never_computed: set[Gradient] = set()
         self._begun = self._reduced = self._finished = self._owed = self._gone_round = False
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self._replaced = False
         self._counted = self._answered = self._nested = False
         self._discarded: CoorddError | None = None
+        self._cause: BaseException | None = None  # of the discard, if this rank raises that after it
         self._told = Told()
         self._adrift: list[Gradient] = []
         self._accumulated = Accumulated()
@@ -259,7 +270,7 @@ class Reducer(Placement):
 
     def _refused(self, gradient: Gradient) -> CoorddError:
         error = too_many(gradient, self.passes_per_step, nested=self._nested or nested())
-        self.abandon(f"has computed a gradient too often: {error}")
+        self.abandon(f"has computed a gradient too often: {error}", error)
         return error
 
     def end_of_backward(self, task: int) -> None:
@@ -301,7 +312,7 @@ class Reducer(Placement):
         self._failed.add(task)
         if self._abandoned:
             self._clear()  # gradients computed since
-        if self._abandoned or self._replaced:
+        if self._abandoned or self._replaced or self.channel.daemon.left_off:
             return
         reason = f"has not completed its backward pass at {show_site(self.underway.site)}, which has failed"
         if self.limit != 1 and not self.touched:
@@ -327,7 +338,7 @@ class Reducer(Placement):
             self.abandon(reason)
             self._raise_discarded()
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, error: BaseException | None = None) -> None:
         """Discards this step on all ranks, without waiting.
 
         Takes part in all reductions that the others wait for in this round: in buckets with the discard flag, so that
@@ -336,7 +347,9 @@ class Reducer(Placement):
 
         Args:
             reason: what this rank has done, as the end of a sentence.
+            error: what this rank raises then, if it does: `discard_step` recognises it as an error of this step.
         """
+        self._cause = error
         self._count()
         if not self._gone_round:
             self.adopt_late()  # the other ranks do so at the beginning of this round
@@ -388,7 +401,8 @@ class Reducer(Placement):
             if self._discarded is not None:
                 self._clear()
             return
-        if self._discarded is not None and not answered and (error is None or of_step(error, own=self._abandoned)):
+        known = self._discarded is not None and not answered
+        if known and (error is None or of_step(error, own=self._abandoned, cause=self._cause)):
             return
         if self._abandoned:
             self.drop()
@@ -441,7 +455,7 @@ class Reducer(Placement):
         error = error_of(self.channel.tell("discarded", reason), self.channel.prefix)
         self._clear()
         self.reset()
-        self._discarded, self._answered = error, False
+        self._discarded, self._cause, self._answered = error, None, False
         self._raise_discarded()
 
     def _raise_discarded(self) -> None:
@@ -475,6 +489,8 @@ class Reducer(Placement):
             self._listen()
             self._adrift = [gradient for bucket in self._buckets for gradient in bucket.missing()]
             moving = [gradient for gradient in self._loose if gradient.started and gradient.scattered is None]
+            if self._buckets:
+                self._note_missed()
         missing = [gradient for gradient in (*self._loose, *self._adrift) if not gradient.started]
         again = False
         if first and self._buckets and not (missing or moving or self._change):
@@ -508,7 +524,7 @@ class Reducer(Placement):
         try:
             self.consistency.hear()
         except MismatchError as error:
-            self._discarded, self._answered = error, True
+            self._discarded, self._cause, self._answered = error, None, True
             raise
 
     def _reduce(self, *, first: bool, wanted: bool) -> None:
@@ -526,17 +542,17 @@ class Reducer(Placement):
             self._start(alone, wanted=wanted)
             self._close_buckets()  # the last bucket carries the flags of this step
         except Exception as error:
-            self.abandon(f"could not give its gradients away: {brief(error)}")
+            self.abandon(f"could not give its gradients away: {brief(error)}", error)
             raise
         self._gone_round = True
         self.underway.wait()
         if self.underway.lost and (failed := self.underway.failed) is not None:
-            self.abandon(f"could not reduce its gradients: {brief(failed)}")
+            self.abandon(f"could not reduce its gradients: {brief(failed)}", failed)
             raise failed
         if any(bucket.refused for bucket in self._buckets):
             self._discard()
-        if self.underway.failed is not None and not (first and self._buckets):
-            self.abandon(f"could not reduce its gradients: {brief(self.underway.failed)}")
+        if (failed := self.underway.failed) is not None and not (first and self._buckets):
+            self.abandon(f"could not reduce its gradients: {brief(failed)}", failed)
         self.underway.settle()
         if wanted:
             self._settle(alone)
@@ -558,7 +574,7 @@ class Reducer(Placement):
         try:
             others_more, again, discard, present, strided = self._question(more=more, moving=moving).result().tolist()
         except MismatchError as error:
-            self.abandon(f"could not end its step: {brief(error)}")
+            self.abandon(f"could not end its step: {brief(error)}", error)
             raise
         if discard:
             self._discard()
@@ -607,10 +623,26 @@ class Reducer(Placement):
         if not self._begun:
             self._begin_step()
         if stepping and (text := self._accumulated.check(filter(self._is_local, self._gradients()))):
-            self.abandon(f"has refused to make it: {text}")
-            raise CoorddError(text)
+            refusal = CoorddError(text)
+            self.abandon(f"has refused to make it: {text}", refusal)
+            raise refusal
         while not self._finished:
             self._round(more=False)
+
+    def _note_missed(self) -> None:
+        """Warns, once a gradient, if a parameter that this rank has trained gets gradients from other ranks only."""
+        missed, self.missed = self.missed, []
+        if self._missed_before is None:
+            self._never_computed.update(missed)
+        if not missed:
+            self._missed_before = {}
+            return
+        before = self._missed_before or {}
+        self._missed_before = {each: before.get(each, 0) + 1 for each in missed if each not in self._never_computed}
+        long = [each for each, times in self._missed_before.items() if times == _MISSED_STEPS]
+        if long and self._idle < _IDLE_STEPS:
+            log.warning(_MISSED, long[0].name, len(long), _MISSED_STEPS)
+            self._never_computed.update(long)
 
     def _note_idle_step(self) -> None:
         """Warns, once, that this rank makes steps without backward passes while other ranks have gradients."""

@@ -147,6 +147,25 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
         assert messages == ([] if has_submitted else ["x"])
 
 
+def test_threads_that_wait_for_operations_themselves_get_longer(monkeypatch):
+    handle, others = Handle("x"), Handle("y")
+    table = TensorTable()
+    table.admit([Entry(Request(Kind.BARRIER, each.name), np.empty(0), each) for each in (handle, others)])
+    messages: list[str] = []
+    with waiting(handle) as thread, waiting(others) as other:
+        by_ident = {found.ident: found for found in threading.enumerate()}
+        monkeypatch.setattr(threading, "main_thread", lambda: by_ident[thread])
+        monkeypatch.setattr(threading, "enumerate", lambda: [by_ident[thread], by_ident[other]])
+        monkeypatch.setattr(blocked_script, "_submitters", Counter([other]))
+        watch = watching(table, lambda: thread, messages)
+        watch.note_wait(0.0)
+        watch.look(2.0)
+        watch.look(2.0 + blocked_script._WITH_OTHERS)
+        assert messages == []
+        watch.look(2.0 + blocked_script._WITH_WAITING_THREADS)
+        assert messages == ["x"]
+
+
 def test_a_thread_that_has_ended_submits_nothing_whatever_else_gets_its_number(monkeypatch):
     monkeypatch.setattr(blocked_script, "_submitters", Counter())
     local = threading.local()

@@ -47,6 +47,18 @@ def case_other_initial_values_of_a_built_model() -> None:
         apart(lambda rank, **chosen: made(dense(4, 4, 4, 4, 4, seed=rank), **chosen), "initial values", **settings)
 
 
+def frozen(model: nn.Module, *, on: int) -> nn.Module:
+    model[0].weight.requires_grad_(cd.rank() != on)
+    return model
+
+
+@ranks(2)
+def case_a_layer_that_is_frozen_on_one_rank() -> None:
+    for rank in range(2):
+        apart(lambda _, rank=rank: made(frozen(dense(4, 4, 4, 4), on=rank)), "0.weight.*frozen")
+        apart(lambda _, rank=rank: made(lambda: frozen(dense(4, 4, 4, 4), on=rank)), "0.weight.*frozen")
+
+
 @ranks(2)
 def case_other_initial_values_of_builders() -> None:
     apart(lambda rank: made(lambda: dense(4, 4, 4, 4, seed=rank)), r"initial values.*torch\.manual_seed")

@@ -81,6 +81,18 @@ print("after", os.environ == before, flush=True)
 coordd.init()
 print("again", coordd.allreduce([1.0 + coordd.rank()]).tolist(), flush=True)
 """
+_REPLACED = """
+import os, sys
+import coordd
+
+coordd.init()
+print("size", coordd.size(), flush=True)
+if "AGAIN" not in os.environ:
+    os.environ["AGAIN"] = "1"
+    if os.environ["SHUT_DOWN"] == "1":
+        coordd.shutdown()
+    os.execv(sys.executable, sys.orig_argv)
+"""
 _CONTAINER = """
 import os
 import numpy as np
@@ -132,6 +144,16 @@ def test_other_libraries_and_children_see_no_world_that_is_not_theirs() -> None:
     counts = {"size 1": 2, "child 0 1": 2, "mpi 1": 2, "child 0 2": 1, "child 1 2": 1}
     counts |= {"given back True": 2, "after True": 2, "again [1.5]": 2}
     assert {line: outcome.stdout.count(line) for line in counts} == counts, str(outcome)
+
+
+@pytest.mark.parametrize("shut_down", [False, True])
+def test_a_program_that_replaces_that_of_a_rank_is_no_world_of_one(shut_down: bool) -> None:
+    outcome = launch(2, _REPLACED, launcher="coordd", timeout=60, variables={"SHUT_DOWN": str(int(shut_down))})
+    assert outcome.stdout.count("size 2") == 2 + 2 * shut_down, str(outcome)
+    assert "size 1" not in outcome.stdout, str(outcome)
+    assert (outcome.returncode == 0) == shut_down, str(outcome)
+    if not shut_down:
+        assert "call coordd.shutdown() before os.exec" in outcome.stderr, str(outcome)
 
 
 def _can_unshare() -> bool:

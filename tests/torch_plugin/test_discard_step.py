@@ -213,8 +213,12 @@ def test_every_rank_hears_which_rank_has_discarded_its_step_and_why():
         assert "rank 1 has called discard_step() at " in text
 
 
-@pytest.mark.parametrize("chained", [True, False])
-def test_an_error_of_the_step_may_be_wrapped(chained):
+CHAINS = {"from the error": True, "in its handler": False, "from None": None}
+
+
+@pytest.mark.parametrize("moment", ["forward", "middle"])
+@pytest.mark.parametrize("chained", CHAINS)
+def test_an_error_of_the_step_may_be_wrapped(chained, moment):
     def body(rank):
         net = weights(SIZES)
         optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
@@ -223,13 +227,11 @@ def test_an_error_of_the_step_may_be_wrapped(chained):
             optimizer.zero_grad()
             try:
                 try:
-                    if rank == 0 and number == 2:
-                        raise BadBatchError  # noqa: TRY301 - as in a script
-                    loss_of(net, 1.0).backward()
-                except Exception as error:
-                    if chained:
-                        raise ValueError(number) from error
-                    raise ValueError(number)  # noqa: B904 - as in a script
+                    passes(net, 1.0, moment if rank == 0 and number == 2 else "", optimizer)
+                except (BadBatchError, MemoryError, cd.DiscardedStepError) as error:
+                    if CHAINS[chained] is False:
+                        raise ValueError(number)  # noqa: B904 - as in a script
+                    raise ValueError(number) from (error if CHAINS[chained] else None)
             except ValueError:
                 optimizer.discard_step()
                 continue
@@ -238,6 +240,75 @@ def test_an_error_of_the_step_may_be_wrapped(chained):
         return made
 
     assert each_rank(2, body) == [[0, 1, 3, 4]] * 2
+
+
+class Broken:
+    """A compression that fails once."""
+
+    def __init__(self):
+        self.fails = False
+
+    def compress(self, tensor):
+        if self.fails:
+            self.fails = False
+            raise ValueError("out of range")
+        return tensor, None
+
+    def decompress(self, tensor, _):
+        return tensor
+
+
+def clip_too_early(net, *_):
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+def break_compression(_, __, broken):
+    broken.fails = True
+
+
+def take_memory(_, optimizer, __):
+    reducer = optimizer._coordd
+    reducer._start = fails_once(reducer._start)
+
+
+@pytest.mark.parametrize("cause", [clip_too_early, break_compression, take_memory])
+def test_an_error_of_step_itself_discards_one_step(cause):
+    """It averages there after passes that only accumulate; the recipe calls `discard_step` after any error."""
+
+    def body(rank):
+        net, broken = weights(SIZES), Broken()
+        chosen = {"compression": broken} if cause is break_compression else {}
+        given = torch.optim.SGD(net.parameters(), lr=1e-3)
+        optimizer = cd.DistributedOptimizer(given, net.named_parameters(), **chosen)
+        made = []
+        for number in range(6):
+            try:
+                optimizer.zero_grad()
+                for _ in range(2):
+                    with optimizer.no_sync():
+                        sum(parameter.sum() * (1.0 + number) for parameter in net.parameters()).backward()
+                if rank == 0 and number == 3:
+                    cause(net, optimizer, broken)
+                optimizer.step()
+                made.append((number, float(net.a.grad[0])))
+            except (cd.PeerError, cd.ShutdownError):
+                raise
+            except (ValueError, MemoryError, cd.CoorddError):
+                optimizer.discard_step()
+        return made
+
+    assert each_rank(2, body) == [[(number, 2.0 * (1 + number)) for number in (0, 1, 2, 4, 5)]] * 2
+
+
+def fails_once(function):
+    left = [MemoryError("no memory")]
+
+    def start(*args, **options):
+        if left:
+            raise left.pop()
+        return function(*args, **options)
+
+    return start
 
 
 def test_it_may_come_too_late():

@@ -1,20 +1,17 @@
-"""An exception of a signal handler on any line of a hook: the step counts on all ranks or on none, or the job ends.
-
-The exception is raised by a trace function, which sees more places than a signal handler can interrupt.
-"""
+"""An exception of a signal handler on any line of a hook: the step counts on all ranks or on none, or the job ends."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 from collections import Counter
-from types import CodeType, FunctionType, MethodType
 
 import pytest
 import torch
 
 import coordd.torch as cd
 from coordd.errors import CoorddError, DiscardedStepError
+from tests.interrupting import Handler, TimeIsUpError
 from tests.local_ranks import local_ranks
 from tests.torch_plugin.training import weights
 
@@ -22,48 +19,11 @@ STEPS = 6
 BROKEN = 3
 """The step in which the exception is raised; the gradients are in buckets by then."""
 SIZES = {"a": 300, "b": 300, "c": 300}
-START = "_expect_end"
-"""From here on the other ranks hear that the pass has failed; before, the script has to call `discard_step()`."""
-ELSEWHERE = ("contextlib", "torch.amp.autocast_mode", "torch.autograd.grad_mode")
 
 
-class TimeIsUpError(Exception):
-    """What the handler raises."""
-
-
-class Handler:
-    """Raises at a place of coordd that a thread reaches, counted from the first hook of a backward pass.
-
-    Places are the functions that it calls, each once, or with ``every`` each call and each line, as often as they come.
-    With ``as_torch`` the exception looks like one of PyTorch, such as for want of memory.
-    """
-
-    def __init__(self, number: int, *, every: bool, as_torch: bool = False) -> None:
-        self.where = ""
-        self.trace = MethodType(_of_torch(Handler.raise_there) if as_torch else Handler.raise_there, self)
-        self._number = number
-        self._every = every
-        self._places: list[CodeType] | None = None
-
-    def raise_there(self, frame, event, _):
-        name, code = frame.f_globals.get("__name__", ""), frame.f_code
-        if self._places is None:
-            if code.co_name == START:
-                self._places = []
-            return self.trace if name.startswith("coordd") else None
-        if not name.startswith(("coordd", *ELSEWHERE)):
-            return None
-        if event in {"call", "line"} and (self._every or code not in self._places):
-            self._places.append(code)
-            if len(self._places) > self._number:
-                self.where = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
-                raise TimeIsUpError
-        return self.trace if self._every else None
-
-
-def _of_torch(function):
-    scope = {**function.__globals__, "__name__": "torch.utils.data"}
-    return FunctionType(function.__code__, scope, function.__name__)
+def begins(frame):
+    """From here on the other ranks hear that the pass has failed; before, the script has to call `discard_step()`."""
+    return frame.f_code.co_name == "_expect_end"
 
 
 def run(handler, **optimizer):
@@ -86,7 +46,7 @@ def run(handler, **optimizer):
                     sys.settrace(None)
                 made[rank].append((step, {float(parameter.grad.mean()) for parameter in net.parameters()}))
                 distributed.step()
-            except (TimeIsUpError, DiscardedStepError):
+            except (TimeIsUpError, SystemExit, DiscardedStepError):
                 continue
 
     with local_ranks(2, fusion_mb=0.002) as ranks:
@@ -104,7 +64,7 @@ def check(compression, **kind):
     """Raises the exception at each place in turn."""
     kinds = Counter()
     for number in itertools.count():
-        handler = Handler(number, **kind)
+        handler = Handler(number, begins=begins, **kind)
         made, ended = run(handler, compression=getattr(cd.Compression, compression))
         if not handler.where:
             break
@@ -121,14 +81,17 @@ def check(compression, **kind):
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+KINDS = {"handler": {}, "exit": {"error": SystemExit}, "torch": {"as_torch": True}}
+
+
 @pytest.mark.parametrize("compression", ["none", "int8"])
-@pytest.mark.parametrize("as_torch", [False, True])
-def test_a_step_that_a_handler_interrupts_counts_on_all_ranks_or_on_none_or_the_job_ends(compression, as_torch):
-    check(compression, every=False, as_torch=as_torch)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_a_handler_interrupts_counts_on_all_ranks_or_on_none_or_the_job_ends(compression, kind):
+    check(compression, every=False, **KINDS[kind])
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("compression", ["none", "int8"])
-@pytest.mark.parametrize("as_torch", [False, True])
-def test_a_step_that_a_handler_interrupts_on_any_line(compression, as_torch):
-    check(compression, every=True, as_torch=as_torch)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_a_handler_interrupts_on_any_line(compression, kind):
+    check(compression, every=True, **KINDS[kind])

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
@@ -236,6 +237,44 @@ def test_a_rank_without_a_batch_now_and_then_is_not_warned(caplog):
 
     each_rank(2, body)
     assert "without a backward pass" not in caplog.text
+
+
+def replaced(net, name):
+    """Gives a model another parameter, of which the optimizer does not know."""
+    setattr(net, name, nn.Parameter(getattr(net, name).detach().clone()))
+
+
+@pytest.mark.parametrize(("steps", "warnings"), [(16, 1), (30, 1), (10, 0)])
+def test_a_rank_that_replaces_a_parameter_in_the_model_alone_is_warned(caplog, steps, warnings):
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        for number in range(steps):
+            if rank and number == 3:
+                replaced(net, "a")
+            optimizer.zero_grad()
+            loss_of(net, 1.0).backward()
+            optimizer.step()
+
+    each_rank(2, body)
+    told = [record.getMessage() for record in caplog.records if "computed no gradient of" in record.getMessage()]
+    assert len(told) == warnings
+    assert all("no gradient of a (1 parameters) for 10 steps" in text for text in told)
+
+
+def test_a_rank_that_uses_a_layer_never_or_now_and_then_is_not_warned(caplog):
+    def body(rank):
+        net = weights(SIZES)
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+        for number in range(24):
+            optimizer.zero_grad()
+            used = [net.c] if rank else [net.a, net.b, net.c]
+            used += [net.b] * (rank and number % 8 == 2)
+            sum(parameter.sum() for parameter in used).backward()
+            optimizer.step()
+
+    each_rank(2, body)
+    assert "computed no gradient of" not in caplog.text
 
 
 def test_gradients_that_a_script_sets_itself_are_no_idle_steps(caplog):

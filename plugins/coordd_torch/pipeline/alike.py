@@ -33,7 +33,8 @@ def structure(captured: Captured) -> Iterator[str]:
     """Yields the parameters, the modules and the computation of each layer, one item per line."""
     model = captured.model
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield f"{name} {tuple(tensor.shape)} {str(tensor.dtype)[6:]}"
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        yield f"{name} {tuple(tensor.shape)} {str(tensor.dtype)[6:]}{', frozen' * frozen}"
     for name, module in model.named_modules():
         yield _ADDRESS.sub("", f"{name or 'the model'}: {type(module).__name__}({_details(module)})")
     for name, nodes in captured.layers:
