@@ -5,10 +5,12 @@ They are raised by a trace function, which sees more places than a signal handle
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import itertools
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType, MethodType
 
-__all__ = ["Handler", "TimeIsUpError"]
+__all__ = ["Handler", "TimeIsUpError", "handlers"]
 
 ELSEWHERE = ("contextlib", "torch.amp.autocast_mode", "torch.autograd.grad_mode")
 
@@ -56,6 +58,17 @@ class Handler:
                 self.where = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
                 raise self._error
         return self.trace if self._every else None
+
+
+def handlers(**options) -> Iterator[Handler]:
+    """Yields a handler for each place in turn; its user runs a job with it before it takes the next one."""
+    for number in itertools.count():
+        handler = Handler(number, **options)
+        yield handler
+        if not handler.where:
+            return
+        if number % 16 == 0:  # jobs that have failed leave cycles with open descriptors
+            gc.collect()
 
 
 def _of_torch(function):
