@@ -28,8 +28,8 @@ from coordd.errors import ForkedProcessError, NotInitializedError, StartError, b
 from coordd.host.world import World
 from coordd.monitoring.stacks import await_end, is_stopped
 from coordd.negotiation.tensor_table import Entry
-from coordd.ops.handles import Handle, check_may_wait, raised_by_coordd
-from coordd.ops.messages import Failure, Message, Refused
+from coordd.ops.handles import Handle, check_may_wait, exits, raised_by_coordd
+from coordd.ops.messages import Failure, Message, Refused, Request
 from coordd.transport.shared_memory.host_memory import Commons
 from coordd.transport.shared_memory.loans import blank
 from coordd.transport.shared_memory.notes import Notes
@@ -162,6 +162,8 @@ class Daemon:
             ForkedProcessError: this is a forked child.
         """
         self._check_usable()
+        if self._status.left_off:
+            self.check_in_step(_part_of(entry.request))
         if self.config.check_in_flight:
             seal(entry, rank=self.world.rank)
         try:
@@ -171,12 +173,14 @@ class Daemon:
             if self._status.ended.is_set():  # it has ended since the check above
                 self._loop.turn_away()
         except BaseException as error:
-            self.broken_off(error, f"the submission of {entry.request.name!r}")
+            self.broken_off(error, f"the submission of {entry.request.name!r}", part=_part_of(entry.request))
             raise
 
     def submit_all(self, entries: Sequence[Entry]) -> None:
         """Submits several tensors: all of them or, if the name of one is in flight, none. Raises like `submit`."""
         self._check_usable()
+        for entry in entries if self._status.left_off else ():
+            self.check_in_step(_part_of(entry.request))
         for entry in entries if self.config.check_in_flight else ():
             seal(entry, rank=self.world.rank)
         try:
@@ -187,7 +191,7 @@ class Daemon:
             if self._status.ended.is_set():
                 self._loop.turn_away()
         except BaseException as error:
-            self.broken_off(error, "the submission of a group")
+            self.broken_off(error, "the submission of a group", part=_part_of(entries[0].request) if entries else "")
             raise
 
     def post(self, letter: Letter, *, lazy: bool = False) -> None:
@@ -199,12 +203,14 @@ class Daemon:
                 wake it, other messages are always polled for.
         """
         self._check_usable()
+        if self._status.left_off:
+            self.check_in_step(letter.name)
         try:
             self._do(letter, wake=not lazy or letter.peer not in self._notes)
             if self._status.ended.is_set():
                 self._loop.turn_away()
         except BaseException as error:
-            self.broken_off(error, f"the {letter.word} of {letter.name!r}")
+            self.broken_off(error, f"the {letter.word} of {letter.name!r}", part=letter.name)
             raise
 
     def take_back(self, handle: Handle[Any], error: BaseException) -> None:
@@ -307,19 +313,21 @@ class Daemon:
             self._status.failing = True
             self._do(lambda: self._loop.report_failure(failure))
 
-    def broken_off(self, error: BaseException, what: str) -> bool:
+    def broken_off(self, error: BaseException, what: str, *, part: str) -> bool:
         """Fails the job if an exception that coordd has not raised has interrupted its work; returns whether one has.
 
         Only a signal handler or a lack of memory raises one there. It is then unknown how much of the work is done, and
-        this rank would be out of step with the others without an error. After ``sys.exit(0)`` the job fails only if the
-        script catches that and submits more.
+        this rank would be out of step with the others without an error. After ``sys.exit(0)``, of a handler of SIGTERM,
+        say, this rank ends; the job fails only if the script continues with what is out of step.
 
         Args:
             error: the exception; an error that coordd raises is a rejection, and leaves nothing half done.
             what: the work.
+            part: what is out of step then: an operation's or a message's name, "" for operations without names, or an
+                optimizer's part; see `check_in_step`.
         """
-        if isinstance(error, SystemExit) and not error.code:
-            self._status.left_off = what  # a handler of SIGTERM, say, ends the process, so this rank goes no further
+        if exits(error):
+            self._status.left_off[part] = what
         elif not raised_by_coordd(error):
             text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
             self.fail(text)
@@ -329,8 +337,22 @@ class Daemon:
 
     @property
     def left_off(self) -> bool:
-        """Whether ``sys.exit(0)`` has interrupted coordd's work, so that this rank must not continue."""
+        """Whether ``sys.exit(0)`` has interrupted coordd's work."""
         return bool(self._status.left_off)
+
+    def check_in_step(self, part: str) -> None:
+        """Fails the job if the script continues with what ``sys.exit(0)`` has interrupted.
+
+        Args:
+            part: what is to be continued; see `broken_off`.
+
+        Raises:
+            PeerError: it continues.
+        """
+        what = self._status.left_off.get(part)
+        if what is not None and threading.current_thread() is not self._thread:
+            self.fail(f"has continued after sys.exit(0) interrupted {what}: ranks are out of step then")
+            self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raises the failure of the job that this rank has reported, once the daemon's thread has it.
@@ -342,12 +364,12 @@ class Daemon:
         self._check_usable()
 
     @contextlib.contextmanager
-    def unbroken(self, what: str) -> Iterator[None]:
+    def unbroken(self, what: str, *, part: str) -> Iterator[None]:
         """Fails the job if an exception that coordd has not raised interrupts the work inside; see `broken_off`."""
         try:
             yield
         except BaseException as error:
-            self.broken_off(error, what)
+            self.broken_off(error, what, part=part)
             raise
 
     def note_told(self, handle: Handle[Any]) -> None:
@@ -411,11 +433,6 @@ class Daemon:
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcessError
-        if self._status.left_off and threading.current_thread() is not self._thread:
-            self.fail(
-                f"has continued after sys.exit(0) interrupted {self._status.left_off}: ranks are out of step then"
-            )
-            self._run_on_thread(lambda: None)
         if self._status.failure is not None:
             raise peer_error(self._status.failure)
         if self._status.leaving:
@@ -442,3 +459,8 @@ class Daemon:
     def _do(self, work: Work, *, wake: bool = True) -> None:
         """Queues work that does not wait for the batching window."""
         self._inbox.slip(work, wake=wake)
+
+
+def _part_of(request: Request) -> str:
+    """Returns what is out of step if the submission of an operation is interrupted; see `Daemon.broken_off`."""
+    return "" if request.transient else request.name

@@ -41,7 +41,7 @@ from coordd.ops.arguments import (
     name_of,
 )
 from coordd.ops.checks import finite
-from coordd.ops.handles import Handle, call_site, users_frame
+from coordd.ops.handles import Handle, call_site, exits, users_frame
 from coordd.ops.messages import Kind, ReduceOp, Refused, Request
 from coordd.ops.process_sets import ProcessSet, check_process_set, global_process_set, named_ranks
 
@@ -525,7 +525,8 @@ class Operations(Messages):
     def refuse(self, kind: Kind, names: Sequence[str | None], process_set: Any, error: BaseException) -> None:
         """Counts operations that this rank has refused, and fails the other members' part of them.
 
-        Fails the job if an exception that coordd has not raised leaves it unknown whether they are announced.
+        Fails the job if an exception that coordd has not raised leaves it unknown whether they are announced, and after
+        ``sys.exit(0)``, which the others need not hear of, if the script continues; see `Daemon.broken_off`.
 
         Args:
             kind: of the operations.
@@ -536,8 +537,10 @@ class Operations(Messages):
         Raises:
             ArgumentError: a name is unusable.
         """
-        if self.thread.in_doubt and self.daemon.broken_off(error, "the submission of an operation"):
-            return
+        if self.thread.in_doubt or exits(error):
+            alone = "" if None in names or self.thread.part is not None else "".join(filter(None, names[:1]))
+            if self.daemon.broken_off(error, "the submission of an operation", part=alone):
+                return
         members, group, part = self._concerned(process_set), self._group, self.thread.part
         if members is None or not names:
             return

@@ -25,7 +25,7 @@ from coordd.errors import (
 )
 from coordd.negotiation.tensor_table import show_site
 from coordd.ops.arguments import check_name, check_rank
-from coordd.ops.handles import Handle, call_site, hear_of, raised_by_handler
+from coordd.ops.handles import Handle, call_site, exits, hear_of, raised_by_handler
 
 __all__ = ["UNTOLD", "Land", "Messages"]
 
@@ -41,10 +41,10 @@ class _Here(threading.local):
     """Marks a thread that sends or receives, and therefore may do so again.
 
     Attributes:
-        posting: whether its last message is being handed to the daemon, or has been.
+        posted: the last message that was handed to the daemon, or is being handed to it.
     """
 
-    posting = False
+    posted: Letter | None = None
 
     def __init__(self) -> None:
         self.submitter = Submitter()
@@ -63,8 +63,7 @@ class Messages:
         Raises:
             ArgumentError: there is no such rank, or the name is unusable.
         """
-        letter = self._letter(array, destination, name, outgoing=True)
-        self._here.posting = True
+        letter = self._here.posted = self._letter(array, destination, name, outgoing=True)
         self.daemon.post(letter)
         return letter.handle
 
@@ -79,22 +78,9 @@ class Messages:
         Raises:
             ArgumentError: there is no such rank, or the name is unusable.
         """
-        letter = self._letter(array, source, name, outgoing=False, land=land)
-        self._here.posting = True
+        letter = self._here.posted = self._letter(array, source, name, outgoing=False, land=land)
         self.daemon.post(letter, lazy=lazy)
         return letter.handle
-
-    def take_back(self, handle: Handle[Any] | None, error: BaseException) -> None:
-        """Withdraws a receive that an exception has interrupted; see `Daemon.take_back`.
-
-        Args:
-            handle: of the receive; None if the exception came first: if the receive had begun, the job fails.
-            error: the exception.
-        """
-        if handle is not None:
-            self.daemon.take_back(handle, error)
-        elif self._here.posting:
-            self.daemon.broken_off(error, "the submission of a receive")
 
     @contextmanager
     def refusing(self, peer: int, name: str, *, outgoing: bool) -> Iterator[None]:
@@ -105,7 +91,7 @@ class Messages:
         interrupts, such as a signal handler, has not begun, and its message is left for the next one. If the message is
         being handed to the daemon just then, the job fails.
         """
-        self._here.posting = False
+        before = self._here.posted
         try:
             yield
         except UNTOLD:
@@ -113,7 +99,12 @@ class Messages:
         except BaseException as error:
             trace = error.__traceback__  # begins with this function, which the user's own block may have left
             interrupted = raised_by_handler(trace and trace.tb_next) or not isinstance(error, Exception)
-            if self._here.posting and self.daemon.broken_off(error, f"the submission of {name!r}"):
+            posted = self._here.posted
+            mine = posted is not before and posted is not None and (posted.name, posted.peer) == (name, peer)
+            if mine and self.daemon.broken_off(error, f"the submission of {name!r}", part=name):
+                raise
+            if outgoing and exits(error):
+                self.daemon.broken_off(error, f"the submission of {name!r}", part=name)
                 raise
             if not outgoing and interrupted:
                 raise

@@ -53,8 +53,8 @@ class Status:
         self.script = threading.main_thread().ident or 0
         """The thread in which the script runs."""
         self.failing = False
-        self.left_off = ""
-        """The work that ``sys.exit(0)`` has interrupted; this rank must submit nothing more."""
+        self.left_off: dict[str, str] = {}
+        """The work that ``sys.exit(0)`` has interrupted, by what is out of step then; see `Daemon.broken_off`."""
         """Whether the job has failed, or this rank is about to report that it has."""
         self.leaving = False
         self.stopping = False

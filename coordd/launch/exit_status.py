@@ -105,8 +105,7 @@ def _cause(record: Record) -> _Cause | None:
     ranks, an end on request.
     """
     failures = [_Cause(*end) for end in record.ended if end.outcome.failed]
-    gone = any(end.outcome.absent for end in record.ended)
-    told = [end for end in failures if end.outcome.told or (gone and _killed_in_init(end.outcome))]
+    told = [end for end in failures if end.outcome.told or _killed_in_init(end.rank, record)]
     others = [end for end in failures if end not in told]
     own = [end for end in others if not end.outcome.consequence]
     named = _named(others)
@@ -146,9 +145,16 @@ def _absent(record: Record) -> list[_Cause]:
     return [_Cause(end.rank, Outcome(1), text) for end in record.ended if end.outcome.absent and waited]
 
 
-def _killed_in_init(outcome: Outcome) -> bool:
-    """Returns whether a rank was killed in `init`, as Open MPI does when another rank exits without calling it."""
-    return outcome.entering and outcome.signal == signal.SIGKILL
+def _killed_in_init(rank: int, record: Record) -> bool:
+    """Returns whether a rank was killed in `init` after another one had exited without calling it, as by Open MPI."""
+    for end in record.ended:
+        if end.rank == rank:
+            return False
+        if end.outcome.absent:
+            break
+    return any(
+        end.rank == rank and end.outcome.entering and end.outcome.signal == signal.SIGKILL for end in record.ended
+    )
 
 
 def _named(failures: list[_Cause]) -> list[_Cause]:

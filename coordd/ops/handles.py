@@ -32,6 +32,7 @@ __all__ = [
     "call_site",
     "called_from",
     "check_may_wait",
+    "exits",
     "forbid_waiting",
     "hear_of",
     "is_users",
@@ -377,6 +378,11 @@ def raised_by_handler(trace: TracebackType | None) -> bool:
     """
     users = [is_users(frame) for frame, _ in traceback.walk_tb(trace)]
     return any(not outer and inner for outer, inner in itertools.pairwise(users))
+
+
+def exits(error: BaseException) -> bool:
+    """Returns whether an error ends the process with exit code 0, as ``sys.exit()`` in a handler of SIGTERM does."""
+    return isinstance(error, SystemExit) and not error.code
 
 
 def raised_by_coordd(error: BaseException) -> bool:

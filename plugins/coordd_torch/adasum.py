@@ -28,12 +28,17 @@ from coordd_torch.scaler import forget_scale, forgets_scale
 __all__ = ["AdasumStep"]
 
 
+_PART = "steps of Adasum"
+
+
 def _whole(hook: Callable[..., None]) -> Callable[..., None]:
     """Fails the job if a foreign exception, as from a signal handler, ends a hook: the other ranks make the step."""
 
     @functools.wraps(hook)
     def whole(*args: Any) -> None:
-        with api.operations().daemon.unbroken("a step of Adasum"):
+        daemon = api.operations().daemon
+        daemon.check_in_step(_PART)
+        with daemon.unbroken("a step of Adasum", part=_PART):
             hook(*args)
 
     return whole
@@ -123,10 +128,9 @@ class AdasumStep:
         """Discards the current step on all ranks; see `Reducer.discard_step`."""
         error = sys.exception()
         answered, self._answered = self._answered, True
+        cause, self._cause = self._cause, None  # its traceback keeps what the step has computed
         if is_discarded(error, self._prefix) or (
-            self._discarded is not None
-            and not answered
-            and (error is None or of_step(error, own=False, cause=self._cause))
+            self._discarded is not None and not answered and (error is None or of_step(error, own=False, cause=cause))
         ):
             return
         site = call_site(sys._getframe(1))  # noqa: SLF001 - the documented way to the caller

@@ -456,7 +456,7 @@ class Bucket:
             self._given = True
         except BaseException as error:
             self._given = True  # it cannot be submitted again
-            reducer.channel.daemon.broken_off(error, "the submission of gradients")
+            reducer.channel.broken_off(error, "the submission of gradients")
             raise
 
     def _next_entry(self) -> Entry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -48,6 +49,7 @@ class Channel:
         self.daemon = operations.daemon
         self.as_horovod = operations.as_horovod
         self.prefix = prefix
+        self._part = f"{prefix}steps"
         self.op = op
         self.members = process_set.count(self.daemon.world.size)
         self._predivide = predivide
@@ -55,6 +57,23 @@ class Channel:
         self._chosen = compressor
         self._measured = 0
         self.compress(wanted=True)
+
+    def broken_off(self, error: BaseException, what: str) -> None:
+        """Notes that an exception has interrupted the reduction of these gradients; see `Daemon.broken_off`."""
+        self.daemon.broken_off(error, what, part=self._part)
+
+    def unbroken(self, what: str) -> AbstractContextManager[None]:
+        """Applies `broken_off` to a block."""
+        return self.daemon.unbroken(what, part=self._part)
+
+    def check_in_step(self) -> None:
+        """Fails the job if ``sys.exit(0)`` has interrupted the reduction of these gradients, and the script continues.
+
+        Raises:
+            PeerError: it continues.
+        """
+        if self.daemon.left_off:
+            self.daemon.check_in_step(self._part)
 
     @property
     def joins(self) -> int:

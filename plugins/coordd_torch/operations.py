@@ -355,12 +355,11 @@ def recv(tensor: Tensor, source: int, name: str) -> Tensor:
         DeadlockError: called in a done callback, or on the daemon's thread, which would wait for its own work.
     """
     check_may_wait(f"receiving {name!r}")
-    handle = None
+    handle = recv_async(tensor, source, name)
     try:
-        handle = recv_async(tensor, source, name)
         return handle.result()
     except BaseException as error:
-        api.operations().take_back(handle, error)
+        api.operations().daemon.take_back(handle, error)
         raise
 
 

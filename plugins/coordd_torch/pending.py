@@ -54,6 +54,7 @@ class Underway:
 
     def submit(self, entry: Entry, *, lazy: bool = False) -> None:
         """Submits an entry to the daemon; ``lazy`` if this thread calls `wait` next."""
+        self.channel.check_in_step()
         try:
             self._started += 1
             self.channel.daemon.submit(entry, lazy=lazy)
@@ -62,7 +63,7 @@ class Underway:
             raise
         except BaseException as error:  # a signal handler has raised: it is unknown whether the entry is submitted
             self._interrupted = True
-            self.channel.daemon.broken_off(error, "the submission of gradients")
+            self.channel.broken_off(error, "the submission of gradients")
             raise
 
     def land(self, value: np.ndarray, convert: Callable[[np.ndarray], Any] | None) -> None:
@@ -96,6 +97,7 @@ class Underway:
             PeerError: the job has failed, because an exception has interrupted the submission of one.
         """
         if self._interrupted:
+            self.channel.check_in_step()
             self.channel.daemon.raise_failure()
         while self._landed < self._started:
             check_may_wait("waiting for gradients")

@@ -48,6 +48,7 @@ from coordd_torch.consistency import Consistency
 from coordd_torch.finiteness import Finiteness
 from coordd_torch.gradient import Gradient, nested
 from coordd_torch.late_parameters import Groups
+from coordd_torch.missing_gradients import MissingGradients
 from coordd_torch.pending import Told
 from coordd_torch.placement import Placement
 
@@ -58,12 +59,6 @@ log = logging.getLogger("coordd")
 _NEVER = sys.maxsize
 _DISCARDING = "the end of a step that is discarded"
 _IDLE_STEPS = 3
-_MISSED_STEPS = 10
-_MISSED = (
-    "this rank has computed no gradient of %s (%d parameters) for %d steps in a row, while other ranks have: its "
-    "gradient counts as zeros. If the script has replaced a layer or a parameter, give the new one to the optimizer on "
-    "all ranks. If ranks use different layers on purpose, such as experts, ignore this"
-)
 _IDLE = (
     "this rank has made %d steps in a row without a backward pass through the parameters of its optimizer, and counts "
     "as zeros in the averages of the other ranks' gradients: if the script trains a copy of the model, or has replaced "
@@ -102,10 +97,7 @@ class Reducer(Placement):
         """A gradient is submitted after this many passes have computed it."""
         self._passes, self._spoilt = 0, ""
         self._idle = 0  # steps without a backward pass on this rank, in a row
-        self._missed_before: dict[Gradient, int] | None = (
-            None  # how often in a row; those of the first step do not count
-        )
-        self._never_computed: set[Gradient] = set()
+        self._missing = MissingGradients(lambda: (each.parameter for each in self._gradients()))
         self._begun = self._reduced = self._finished = self._owed = self._gone_round = False
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self._replaced = False
         self._counted = self._answered = self._nested = False
@@ -178,7 +170,7 @@ class Reducer(Placement):
         if other and not self._abandoned and not raised_by_handler(error.__traceback__):
             self._discard_failed(f"could not begin a backward pass: {brief(error)}")
         else:
-            self.channel.daemon.broken_off(error, "the start of a backward pass")
+            self.channel.broken_off(error, "the start of a backward pass")
 
     def _interrupted(self, error: BaseException) -> None:
         """Fails the job if an exception that coordd has not raised interrupts the end of a backward pass.
@@ -186,7 +178,7 @@ class Reducer(Placement):
         Does nothing for an error for which this rank has already discarded the step, of a compressor, say.
         """
         if not (self._abandoned and isinstance(error, Exception)):
-            self.channel.daemon.broken_off(error, "the reduction of gradients")
+            self.channel.broken_off(error, "the reduction of gradients")
 
     def _begin_pass(self, first: Gradient) -> None:
         """Determines the step of a backward pass, and whether its gradients are reduced."""
@@ -358,7 +350,7 @@ class Reducer(Placement):
         self._answered = False
         self._clear()
         first, self._gone_round = not self._gone_round, True
-        with self.channel.daemon.unbroken(_DISCARDING):
+        with self.channel.unbroken(_DISCARDING):
             flagged, again = self._discard_all()
             if not ((first or again) and self._buckets):
                 self._told.tell(lambda: self._question(discard=True))
@@ -401,8 +393,9 @@ class Reducer(Placement):
             if self._discarded is not None:
                 self._clear()
             return
-        known = self._discarded is not None and not answered
-        if known and (error is None or of_step(error, own=self._abandoned, cause=self._cause)):
+        known, cause = self._discarded is not None and not answered, self._cause
+        self._cause = None  # its traceback keeps what the step has computed
+        if known and (error is None or of_step(error, own=self._abandoned, cause=cause)):
             return
         if self._abandoned:
             self.drop()
@@ -426,7 +419,7 @@ class Reducer(Placement):
         again = False
         while (error := self._wait_abandoned()) is not None and is_deadlock(error):
             self._clear()  # a new pass may have computed gradients
-            with self.channel.daemon.unbroken(_DISCARDING):
+            with self.channel.unbroken(_DISCARDING):
                 self._discard_all()
                 self._told.tell_again()
             if again:
@@ -489,8 +482,9 @@ class Reducer(Placement):
             self._listen()
             self._adrift = [gradient for bucket in self._buckets for gradient in bucket.missing()]
             moving = [gradient for gradient in self._loose if gradient.started and gradient.scattered is None]
-            if self._buckets:
-                self._note_missed()
+            if self._buckets and wanted and self._idle < _IDLE_STEPS:
+                self._missing.note_step({each.name: each.parameter for each in self.missed})
+            self.missed.clear()
         missing = [gradient for gradient in (*self._loose, *self._adrift) if not gradient.started]
         again = False
         if first and self._buckets and not (missing or moving or self._change):
@@ -629,21 +623,6 @@ class Reducer(Placement):
         while not self._finished:
             self._round(more=False)
 
-    def _note_missed(self) -> None:
-        """Warns, once a gradient, if a parameter that this rank has trained gets gradients from other ranks only."""
-        missed, self.missed = self.missed, []
-        if self._missed_before is None:
-            self._never_computed.update(missed)
-        if not missed:
-            self._missed_before = {}
-            return
-        before = self._missed_before or {}
-        self._missed_before = {each: before.get(each, 0) + 1 for each in missed if each not in self._never_computed}
-        long = [each for each, times in self._missed_before.items() if times == _MISSED_STEPS]
-        if long and self._idle < _IDLE_STEPS:
-            log.warning(_MISSED, long[0].name, len(long), _MISSED_STEPS)
-            self._never_computed.update(long)
-
     def _note_idle_step(self) -> None:
         """Warns, once, that this rank makes steps without backward passes while other ranks have gradients."""
         grads = [gradient.parameter.grad for gradient in self._gradients()]
@@ -685,7 +664,7 @@ class Reducer(Placement):
 
     def drop(self) -> None:
         """Completes pending reductions of this step, which other ranks may wait for, before its memory is reused."""
-        with self.channel.daemon.unbroken("the end of a step"):
+        with self.channel.unbroken("the end of a step"):
             if self._begun and (self._owed or self.touched) and not self._abandoned:
                 self._take_part_without_gradients()
             if self._abandoned:
@@ -693,7 +672,7 @@ class Reducer(Placement):
             elif self._begun:
                 self.underway.wait()
                 self.reset()
-            self._discarded = None
+            self._discarded = self._cause = None
 
     def _take_part_without_gradients(self) -> None:
         """Makes the rounds of this step that other ranks may wait for; drops local gradients of this rank."""

@@ -62,7 +62,8 @@ def in_rounds(
     for tensor, name in zip(tensors, names, strict=True):
         if not tensor.is_floating_point() or not tensor.numel():
             with turns.telling():
-                handle = allreduce_async(tensor, None, turns.take(), op, process_set=process_set, **scales)
+                handle = allreduce_async(tensor, None, turns.name(), op, process_set=process_set, **scales)
+                turns.advance()
             found.append(handle.result())
             continue
         with calmly(tensor):
@@ -88,13 +89,15 @@ class _Turns:
         self._number = 0
         self.process_set = process_set
 
-    def take(self) -> str:
+    def name(self) -> str:
         """Returns the name of the next round."""
         if self._base is None:
             self._base = api.operations().number(Kind.ALLREDUCE, self.process_set)
-        name = self._next() or ""
+        return self._next() or ""
+
+    def advance(self) -> None:
+        """Notes that the next round was submitted."""
         self._number += 1
-        return name
 
     def telling(self) -> AbstractContextManager[None]:
         """Context that reports an error before the next round is submitted to the ranks that wait in that round."""
@@ -112,6 +115,7 @@ def _carried(journey: Journey, turns: _Turns) -> Tensor:
     while array is not None:
         with turns.telling():
             handle = _announced(array, journey, turns)
+            turns.advance()
         arrived = handle.result()
         with turns.telling():
             array = journey.land(arrived)
@@ -120,7 +124,7 @@ def _carried(journey: Journey, turns: _Turns) -> Tensor:
 
 def _announced(array: np.ndarray, journey: Journey, turns: _Turns) -> Handle[np.ndarray]:
     operations = api.operations()
-    where: dict[str, Any] = {"name": turns.take(), "process_set": turns.process_set}
+    where: dict[str, Any] = {"name": turns.name(), "process_set": turns.process_set}
     if journey.kind is Kind.ALLREDUCE:
         return operations.allreduce(array, op=ReduceOp.AVERAGE, **where)
     if journey.kind is Kind.ALLGATHER:

@@ -69,6 +69,7 @@ def record(*ends: tuple[int, Outcome], size: int = 2, hosts: str = "aa", **more)
             "rank 1 exited with code 0 without calling init(), in which",
         ),
         (record((1, ABSENT), (0, KILLED)), 137, "rank 0 ended by SIGKILL"),
+        (record((0, KILLED._replace(entering=True)), (1, ABSENT)), 137, "rank 0 ended by SIGKILL"),
         (record((1, ABSENT), (0, BAD)), 3, "rank 0 exited with code 3: ValueError: bad sample"),
         (record((1, ABSENT), (0, ABSENT)), 0, ""),
         (record((1, LEFT), (0, FINE)), 1, "rank 1 exited with code 0 but without shutdown()"),
