@@ -129,10 +129,10 @@ class _Default:
 
     def leave(self) -> None:
         """Stops the daemon in step with the other ranks or, after a failure, after the rank that caused it."""
-        if self.operations.uneven and not (self.daemon.failing or self.daemon.left_off):
+        if self.operations.uneven and not (self.daemon.failing or self.daemon.half_done):
             with contextlib.suppress(CoorddError):  # leaving reports the error
                 self.operations.join().result()
-        if not (self.daemon.failing or self.daemon.left_off):
+        if not (self.daemon.failing or self.daemon.half_done):
             self.daemon.await_told(_TOLD_SECONDS)
         if self.daemon.failing or not self.daemon.stop():
             self._leave_the_wreck()

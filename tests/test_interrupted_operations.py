@@ -14,7 +14,7 @@ import torch
 
 import coordd.torch as cd
 from coordd.errors import CoorddError, DuplicateNameError, PeerError
-from tests.interrupting import TimeIsUpError, handlers
+from tests.interrupting import Handler, TimeIsUpError, handlers
 from tests.local_ranks import local_ranks
 
 OPERATIONS = 5
@@ -140,3 +140,28 @@ def test_a_script_that_catches_an_exception_in_an_operation_gets_right_results_o
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_it_does_on_any_line(kind, error):
     check(kind, error, every=True)
+
+
+class Unpicklable:
+    """Cannot be pickled; the error is none that a rank refuses an object for."""
+
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+def test_ranks_that_are_interrupted_at_different_places_of_one_call_stay_in_step():
+    """One does not begin it, and another waits for its first operation, after which a second one comes."""
+
+    def body(rank):
+        handler = Handler(0, every=True, begins=lambda frame: frame.f_code.co_name == "_stand_at")
+        sys.settrace(handler.trace if rank else None)
+        try:
+            cd.allgather_object(0 if rank else Unpicklable())
+        except (KeyboardInterrupt, TimeIsUpError):
+            pass
+        finally:
+            sys.settrace(None)
+        return [cd.allgather_object((index, rank)) for index in range(3)]
+
+    with local_ranks(2) as ranks:
+        assert ranks.each(body) == [[[(index, 0), (index, 1)] for index in range(3)]] * 2

@@ -25,7 +25,7 @@ __all__ = ["Awaited", "BlockWatch", "Mail", "Submitter"]
 
 _SECONDS = 1.0
 _WITH_OTHERS = 8.0
-_WITH_WAITING_THREADS = 30.0
+_WITH_WAITING_THREADS = 300.0
 _WITH_NETWORK = 3.0
 _LONGEST_PAUSE, _LONGEST_PAUSE_WITH_MAIL = 8.0, 2.0
 _submitters: Counter[int] = Counter()

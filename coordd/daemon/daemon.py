@@ -22,14 +22,14 @@ from coordd.daemon.event_loop import Loop, Work
 from coordd.daemon.message_queue import Inbox
 from coordd.daemon.peer_to_peer import Letter
 from coordd.daemon.rendezvous import Rendezvous
-from coordd.daemon.shared_state import Status, peer_error
+from coordd.daemon.shared_state import Series, Status, peer_error, series_of
 from coordd.daemon.wakeup import Bell
 from coordd.errors import ForkedProcessError, NotInitializedError, StartError, brief, spans
 from coordd.host.world import World
 from coordd.monitoring.stacks import await_end, is_stopped
 from coordd.negotiation.tensor_table import Entry
 from coordd.ops.handles import Handle, check_may_wait, exits, raised_by_coordd
-from coordd.ops.messages import Failure, Message, Refused, Request
+from coordd.ops.messages import Failure, Message, Refused
 from coordd.transport.shared_memory.host_memory import Commons
 from coordd.transport.shared_memory.loans import blank
 from coordd.transport.shared_memory.notes import Notes
@@ -163,7 +163,7 @@ class Daemon:
         """
         self._check_usable()
         if self._status.left_off:
-            self.check_in_step(_part_of(entry.request))
+            self.check_in_step(series_of(entry.request.name))
         if self.config.check_in_flight:
             seal(entry, rank=self.world.rank)
         try:
@@ -173,14 +173,14 @@ class Daemon:
             if self._status.ended.is_set():  # it has ended since the check above
                 self._loop.turn_away()
         except BaseException as error:
-            self.broken_off(error, f"the submission of {entry.request.name!r}", part=_part_of(entry.request))
+            self.broken_off(error, f"the submission of {entry.request.name!r}", series=series_of(entry.request.name))
             raise
 
     def submit_all(self, entries: Sequence[Entry]) -> None:
         """Submits several tensors: all of them or, if the name of one is in flight, none. Raises like `submit`."""
         self._check_usable()
         for entry in entries if self._status.left_off else ():
-            self.check_in_step(_part_of(entry.request))
+            self.check_in_step(series_of(entry.request.name))
         for entry in entries if self.config.check_in_flight else ():
             seal(entry, rank=self.world.rank)
         try:
@@ -191,7 +191,8 @@ class Daemon:
             if self._status.ended.is_set():
                 self._loop.turn_away()
         except BaseException as error:
-            self.broken_off(error, "the submission of a group", part=_part_of(entries[0].request) if entries else "")
+            for entry in entries:
+                self.broken_off(error, "the submission of a group", series=series_of(entry.request.name))
             raise
 
     def post(self, letter: Letter, *, lazy: bool = False) -> None:
@@ -204,13 +205,13 @@ class Daemon:
         """
         self._check_usable()
         if self._status.left_off:
-            self.check_in_step(letter.name)
+            self.check_in_step((letter.name, letter.peer))
         try:
             self._do(letter, wake=not lazy or letter.peer not in self._notes)
             if self._status.ended.is_set():
                 self._loop.turn_away()
         except BaseException as error:
-            self.broken_off(error, f"the {letter.word} of {letter.name!r}", part=letter.name)
+            self.broken_off(error, f"the {letter.word} of {letter.name!r}", series=(letter.name, letter.peer))
             raise
 
     def take_back(self, handle: Handle[Any], error: BaseException) -> None:
@@ -313,7 +314,7 @@ class Daemon:
             self._status.failing = True
             self._do(lambda: self._loop.report_failure(failure))
 
-    def broken_off(self, error: BaseException, what: str, *, part: str) -> bool:
+    def broken_off(self, error: BaseException, what: str, *, series: Series, all_submitted: bool = False) -> bool:
         """Fails the job if an exception that coordd has not raised has interrupted its work; returns whether one has.
 
         Only a signal handler or a lack of memory raises one there. It is then unknown how much of the work is done, and
@@ -323,11 +324,12 @@ class Daemon:
         Args:
             error: the exception; an error that coordd raises is a rejection, and leaves nothing half done.
             what: the work.
-            part: what is out of step then: an operation's or a message's name, "" for operations without names, or an
-                optimizer's part; see `check_in_step`.
+            series: what is out of step then; see `check_in_step`.
+            all_submitted: whether only the wait for the work was interrupted, so that this rank can still join.
         """
         if exits(error):
-            self._status.left_off[part] = what
+            self._status.left_off[series] = what
+            self._status.half_done |= not all_submitted
         elif not raised_by_coordd(error):
             text = f"was interrupted by {brief(error)} during {what}: ranks are out of step then, so the job ends"
             self.fail(text)
@@ -336,20 +338,24 @@ class Daemon:
         return True
 
     @property
-    def left_off(self) -> bool:
-        """Whether ``sys.exit(0)`` has interrupted coordd's work."""
-        return bool(self._status.left_off)
+    def half_done(self) -> bool:
+        """Whether ``sys.exit(0)`` has interrupted coordd's work before all of it was submitted."""
+        return self._status.half_done
 
-    def check_in_step(self, part: str) -> None:
+    def has_left_off(self, series: Series) -> bool:
+        """Returns whether ``sys.exit(0)`` has interrupted this; see `broken_off`."""
+        return series in self._status.left_off
+
+    def check_in_step(self, series: Series) -> None:
         """Fails the job if the script continues with what ``sys.exit(0)`` has interrupted.
 
         Args:
-            part: what is to be continued; see `broken_off`.
+            series: what is to be continued; see `broken_off`.
 
         Raises:
             PeerError: it continues.
         """
-        what = self._status.left_off.get(part)
+        what = self._status.left_off.get(series)
         if what is not None and threading.current_thread() is not self._thread:
             self.fail(f"has continued after sys.exit(0) interrupted {what}: ranks are out of step then")
             self.raise_failure()
@@ -364,12 +370,12 @@ class Daemon:
         self._check_usable()
 
     @contextlib.contextmanager
-    def unbroken(self, what: str, *, part: str) -> Iterator[None]:
+    def unbroken(self, what: str, *, series: Series) -> Iterator[None]:
         """Fails the job if an exception that coordd has not raised interrupts the work inside; see `broken_off`."""
         try:
             yield
         except BaseException as error:
-            self.broken_off(error, what, part=part)
+            self.broken_off(error, what, series=series)
             raise
 
     def note_told(self, handle: Handle[Any]) -> None:
@@ -459,8 +465,3 @@ class Daemon:
     def _do(self, work: Work, *, wake: bool = True) -> None:
         """Queues work that does not wait for the batching window."""
         self._inbox.slip(work, wake=wake)
-
-
-def _part_of(request: Request) -> str:
-    """Returns what is out of step if the submission of an operation is interrupted; see `Daemon.broken_off`."""
-    return "" if request.transient else request.name

@@ -23,6 +23,7 @@ from coordd.daemon.blocked_script import Submitter
 from coordd.daemon.daemon import Daemon
 from coordd.daemon.point_to_point import UNTOLD, Land, Messages
 from coordd.daemon.reject_on_all_ranks import refusable
+from coordd.daemon.shared_state import series_of
 from coordd.errors import (
     ArgumentError,
     brief,
@@ -41,7 +42,7 @@ from coordd.ops.arguments import (
     name_of,
 )
 from coordd.ops.checks import finite
-from coordd.ops.handles import Handle, call_site, exits, users_frame
+from coordd.ops.handles import Handle, Observer, call_site, exits, users_frame
 from coordd.ops.messages import Kind, ReduceOp, Refused, Request
 from coordd.ops.process_sets import ProcessSet, check_process_set, global_process_set, named_ranks
 
@@ -97,7 +98,7 @@ class Part:
         if name is None:
             name = f"{kind.name.lower()}.{self._numbers[kind]}"
             self._numbers[kind] += 1
-        elif self.steady:
+        elif self.steady or name.startswith(f"{self._title}: "):
             return name
         return f"{self._title}: {name}"
 
@@ -522,6 +523,28 @@ class Operations(Messages):
             ranks = named_ranks(process_set, world.size)
             return ranks if not ranks or world.rank in ranks else None
 
+    def refusal_after(
+        self, first: Handle[Any], kind: Kind, name: str, process_set: ProcessSet, error: BaseException
+    ) -> None:
+        """Fails the other members' part of an operation once another one has completed, unless that fails.
+
+        Args:
+            first: the other operation; if it fails, it does so on all members, which do not continue then.
+            kind: of the operation that this rank does not submit.
+            name: its name, which is no number.
+            process_set: the members.
+            error: the reason.
+        """
+        part = self.thread.part
+        known = name if part is None else part.name(kind, name)
+        refused = self._refused(kind, (known,), self._members(process_set), error)
+
+        def refuse(done: Handle[Any]) -> None:
+            if done.error() is None:
+                self._tell(refused)
+
+        first.add_done_callback(Observer(refuse))
+
     def refuse(self, kind: Kind, names: Sequence[str | None], process_set: Any, error: BaseException) -> None:
         """Counts operations that this rank has refused, and fails the other members' part of them.
 
@@ -538,8 +561,10 @@ class Operations(Messages):
             ArgumentError: a name is unusable.
         """
         if self.thread.in_doubt or exits(error):
-            alone = "" if None in names or self.thread.part is not None else "".join(filter(None, names[:1]))
-            if self.daemon.broken_off(error, "the submission of an operation", part=alone):
+            unnamed = self._numbering(kind, self._concerned(process_set) or ())
+            what = "the submission of an operation"
+            interrupted = [self.daemon.broken_off(error, what, series=series_of(name or unnamed)) for name in names]
+            if any(interrupted):
                 return
         members, group, part = self._concerned(process_set), self._group, self.thread.part
         if members is None or not names:
@@ -595,8 +620,13 @@ class Operations(Messages):
         else:
             era = self.era(members)
             number = next(self._numbers.setdefault((kind, members, era), count()))
+        return f"{self._numbering(kind, members)}{era}{number}"
+
+    @staticmethod
+    def _numbering(kind: Kind, members: tuple[int, ...]) -> str:
+        """Returns what begins the names of the unnamed operations of a kind and a process set; see `series_of`."""
         which = f"({spans(members)})." if members else ""
-        return f"{kind.name.lower()}.noname.{which}{era}{number}"
+        return f"{kind.name.lower()}.noname.{which}"
 
     def number(self, kind: Kind, process_set: ProcessSet) -> str:
         """Takes the name that the next unnamed operation would get; for an operation that consists of several."""

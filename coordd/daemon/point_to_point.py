@@ -41,10 +41,11 @@ class _Here(threading.local):
     """Marks a thread that sends or receives, and therefore may do so again.
 
     Attributes:
-        posted: the last message that was handed to the daemon, or is being handed to it.
+        posted: the name and the peer of the last message that was handed to the daemon, or is being handed to it; each
+            message has a tuple of its own.
     """
 
-    posted: Letter | None = None
+    posted: tuple[str, int] = "", -1
 
     def __init__(self) -> None:
         self.submitter = Submitter()
@@ -63,7 +64,8 @@ class Messages:
         Raises:
             ArgumentError: there is no such rank, or the name is unusable.
         """
-        letter = self._here.posted = self._letter(array, destination, name, outgoing=True)
+        letter = self._letter(array, destination, name, outgoing=True)
+        self._here.posted = (name, letter.peer)
         self.daemon.post(letter)
         return letter.handle
 
@@ -78,7 +80,8 @@ class Messages:
         Raises:
             ArgumentError: there is no such rank, or the name is unusable.
         """
-        letter = self._here.posted = self._letter(array, source, name, outgoing=False, land=land)
+        letter = self._letter(array, source, name, outgoing=False, land=land)
+        self._here.posted = (name, letter.peer)
         self.daemon.post(letter, lazy=lazy)
         return letter.handle
 
@@ -99,12 +102,9 @@ class Messages:
         except BaseException as error:
             trace = error.__traceback__  # begins with this function, which the user's own block may have left
             interrupted = raised_by_handler(trace and trace.tb_next) or not isinstance(error, Exception)
-            posted = self._here.posted
-            mine = posted is not before and posted is not None and (posted.name, posted.peer) == (name, peer)
-            if mine and self.daemon.broken_off(error, f"the submission of {name!r}", part=name):
-                raise
-            if outgoing and exits(error):
-                self.daemon.broken_off(error, f"the submission of {name!r}", part=name)
+            mine = self._here.posted is not before and self._here.posted == (name, peer)
+            unclear = mine or (outgoing and exits(error))
+            if unclear and self.daemon.broken_off(error, f"the submission of {name!r}", series=(name, peer)):
                 raise
             if not outgoing and interrupted:
                 raise

@@ -11,18 +11,18 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from coordd.errors import ArgumentError
 from coordd.ops.arguments import places
-from coordd.ops.handles import raised_by_coordd
+from coordd.ops.handles import Handle, raised_by_coordd
 from coordd.ops.messages import Kind
 from coordd.ops.process_sets import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
     from coordd.daemon.operations import Operations
 
-__all__ = ["Find", "Name", "refusable", "telling", "telling_second"]
+__all__ = ["Find", "Name", "SecondOperation", "refusable", "telling"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Name = tuple[Kind, Sequence[str | None]]
@@ -60,7 +60,8 @@ def refusable(
             operations = args[0] if find is None else find()
             thread = operations.thread
             before = thread.accounted
-            thread.in_doubt = False
+            if not announces:  # otherwise its caller may have taken the number
+                thread.in_doubt = False
             try:
                 found = function(*args, **kwargs)
                 if announces:
@@ -123,43 +124,45 @@ class _Told:
                 self._operations.refuse(*self._what(), error)
 
 
-def telling_second(
-    operations: Operations, kind: Kind, second: str | None, process_set: ProcessSet
-) -> AbstractContextManager[None]:
-    """Applies `refusable` to the second of two operations, in a block that submits both and waits for the first.
+class SecondOperation:
+    """Applies `refusable` to the second of two operations: the block submits both, and waits for the first.
 
-    If that wait is interrupted, the other ranks continue with the second operation. If the first one has failed, they
-    do not, for then it has failed on all of them.
+    If that wait is interrupted, the other ranks continue with the second operation, once the first has completed.
 
-    Args:
-        operations: count the operations.
-        kind: of the second one.
-        second: its name.
-        process_set: the members.
+    Attributes:
+        first: the block sets it to the handle of the first operation.
     """
-    return _SecondTold(operations, kind, second, process_set)
 
+    def __init__(self, operations: Operations, kind: Kind, second: str, process_set: ProcessSet) -> None:
+        """Prepares the block.
 
-class _SecondTold:
-    """The context manager of `telling_second`."""
-
-    def __init__(self, operations: Operations, kind: Kind, second: str | None, process_set: ProcessSet) -> None:
+        Args:
+            operations: count the operations.
+            kind: of the second one.
+            second: its name; no number, so that ranks that do not come to it count alike.
+            process_set: the members.
+        """
+        self.first: Handle[Any] | None = None
         self._operations = operations
-        self._second = kind, [second], process_set
+        self._second = kind, second, process_set
         self._before = self._counts()
 
     def _counts(self) -> tuple[int, int]:
         return self._operations.accounted, self._operations.thread.refused
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None or raised_by_coordd(error):
             return
         accounted, refused = self._before
         if self._counts() == (accounted + 1, refused):
-            self._operations.refuse(*self._second, error)
+            if self.first is None:
+                self._operations.thread.in_doubt = True  # the block has not got the handle
+                self._operations.refuse(self._second[0], [self._second[1]], self._second[2], error)
+            else:
+                self._operations.refusal_after(self.first, *self._second, error)
 
 
 def _what(

@@ -6,6 +6,7 @@ handler of status queries.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,11 @@ from coordd.negotiation.worker import Member
 from coordd.ops.messages import Account, Failure, Inquiry
 from coordd.transport.shared_memory.host_memory import Commons
 
-__all__ = ["Parts", "Status", "peer_error"]
+__all__ = ["Parts", "Series", "Status", "peer_error", "series_of"]
+
+_NUMBERED = re.compile(r".*?\.noname\.(?:\([^)]*\)\.)?", re.DOTALL)
+Series = tuple[Any, ...]
+"""Operations that match in order: those of one name, unnamed ones of a kind and a set, an optimizer's steps."""
 
 
 class Parts(NamedTuple):
@@ -53,9 +58,11 @@ class Status:
         self.script = threading.main_thread().ident or 0
         """The thread in which the script runs."""
         self.failing = False
-        self.left_off: dict[str, str] = {}
-        """The work that ``sys.exit(0)`` has interrupted, by what is out of step then; see `Daemon.broken_off`."""
         """Whether the job has failed, or this rank is about to report that it has."""
+        self.left_off: dict[Series, str] = {}
+        """The work that ``sys.exit(0)`` has interrupted, by what is out of step then; see `Daemon.broken_off`."""
+        self.half_done = False
+        """Whether some of that work is not submitted, so that this rank cannot take part in anything any more."""
         self.leaving = False
         self.stopping = False
         self.abandoned = False
@@ -73,6 +80,12 @@ class Status:
     def place(self, rank: int) -> str:
         """Returns where a rank's process runs."""
         return f"pid {self.pids[rank]} on {self.world.hosts[rank]}" if self.pids else "not yet arrived"
+
+
+def series_of(name: str) -> Series:
+    """Returns the series of an operation: all unnamed ones of its kind and process set, or all of its name."""
+    found = _NUMBERED.match(name)
+    return (found[0] if found else name,)
 
 
 def peer_error(failure: Failure) -> PeerError:

@@ -30,7 +30,7 @@ from coordd.ops.handles import Handle, check_may_wait, wait_all
 from coordd.ops.messages import Kind
 from coordd.parallel.parameter_list import Inventory, not_on_all
 
-__all__ = ["PART", "Choices", "Gradients", "Parameter", "Reduced"]
+__all__ = ["STEPS", "Choices", "Gradients", "Parameter", "Reduced"]
 
 log = logging.getLogger("coordd")
 
@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 _LAST_BUCKET_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
 """Smaller gradients are packed without gaps, so that a framework may take them as one array."""
-PART = "steps"
+STEPS = ("steps", "gradients")
 """What is out of step if the reduction of gradients is interrupted; see `Daemon.broken_off`."""
 _FAILED = "has not completed a step, which has failed"
 
@@ -264,7 +264,7 @@ class Gradients:
             self._end_abandoned()
         self._rename_after_deadlock()
         try:
-            with self._operations.daemon.unbroken("the reduction of gradients", part=PART):
+            with self._operations.daemon.unbroken("the reduction of gradients", series=STEPS):
                 return self._reduce(absent)
         finally:
             self._reset()
@@ -303,7 +303,7 @@ class Gradients:
         Args:
             reason: what this rank has done, as the end of a sentence.
         """
-        with self._turns, self._operations.daemon.unbroken("the end of a step that is discarded", part=PART):
+        with self._turns, self._operations.daemon.unbroken("the end of a step that is discarded", series=STEPS):
             if self._told is None:
                 self._rename_after_deadlock()
                 self._count_step()
@@ -562,8 +562,8 @@ class _Bucket:
                 self._submit()
 
     def _submit(self) -> None:
-        self._operations.daemon.check_in_step(PART)
-        with self._operations.daemon.unbroken("the submission of gradients", part=PART):
+        self._operations.daemon.check_in_step(STEPS)
+        with self._operations.daemon.unbroken("the submission of gradients", series=STEPS):
             self.handle = self._operations.submit(self._request, self._flat)
 
 

@@ -28,6 +28,7 @@ from coordd.ops.checks import finite
 
 __all__ = [
     "Handle",
+    "Observer",
     "awaited",
     "call_site",
     "called_from",
@@ -201,7 +202,7 @@ class Handle(Generic[Result]):
     @property
     def has_callbacks(self) -> bool:
         """Whether the script has callbacks that have not been called yet."""
-        return any(known.call is not hear_of for known in list(self._callbacks))
+        return not all(known.call is hear_of or isinstance(known.call, Observer) for known in list(self._callbacks))
 
     def resolve(self, result: Result) -> None:
         """Completes the operation; for the daemon."""
@@ -273,6 +274,18 @@ class Handle(Generic[Result]):
     def __repr__(self) -> str:
         state = "failed" if self._error else "done" if self._done else "pending"
         return f"<Handle {self.name!r} {state}>"
+
+
+class Observer:
+    """A done callback of coordd itself, which submits no operation."""
+
+    def __init__(self, call: Callable[[Handle[Any]], None]) -> None:
+        """Wraps a function."""
+        self._call = call
+
+    def __call__(self, handle: Handle[Any]) -> None:
+        """Calls it."""
+        self._call(handle)
 
 
 def hear_of(_: Handle[Any]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from coordd import api
 from coordd.daemon.operations import Operations
-from coordd.daemon.reject_on_all_ranks import Name, refusable, telling_second
+from coordd.daemon.reject_on_all_ranks import Name, SecondOperation, refusable
 from coordd.errors import RefusedError, brief
 from coordd.ops.arguments import check_rank
 from coordd.ops.messages import Kind
@@ -27,6 +27,12 @@ __all__ = ["allgather_object", "broadcast_object", "gathered", "sizes_of"]
 def _sized(name: str | None) -> str | None:
     """Returns the name of the first of the two operations, which carries the size of the second."""
     return name and f"{name}.sz"
+
+
+def _names(operations: Operations, kind: Kind, name: str | None, process_set: ProcessSet) -> tuple[str, str]:
+    """Returns the names of both operations; without a name, the call takes one number, however far it comes."""
+    first = _sized(name) or operations.number(kind, process_set)
+    return first, f"{name or first}.t"
 
 
 def sizes_of(kind: Kind) -> Callable[[Mapping[str, Any]], Name]:
@@ -59,9 +65,10 @@ def broadcast_object(
     root = api.rank() == root_rank
     data, error = _pickled(obj, root_rank) if root else (np.empty(0, np.uint8), None)
     size = np.array([data.size])
-    second = name and f"{name}.t"
-    with telling_second(operations, Kind.BROADCAST, second, process_set):
-        operations.broadcast(size, root_rank, name=_sized(name), process_set=process_set).result()
+    title, second = _names(operations, Kind.BROADCAST, name, process_set)
+    with SecondOperation(operations, Kind.BROADCAST, second, process_set) as block:
+        block.first = operations.broadcast(size, root_rank, name=title, process_set=process_set)
+        block.first.result()
         if not root:
             data = np.empty(size[0], np.uint8)
         handle = operations.broadcast(data, root_rank, name=second, process_set=process_set)
@@ -85,9 +92,10 @@ def gathered(operations: Operations, obj: Any, name: str | None, process_set: Pr
     """Implements `allgather_object` with the given operations."""
     data, error = _pickled(obj, operations.daemon.world.rank)
     size = np.array([data.size])
-    second = name and f"{name}.t"
-    with telling_second(operations, Kind.ALLGATHER, second, process_set):
-        sizes = operations.allgather(size, name=_sized(name), process_set=process_set).result()
+    title, second = _names(operations, Kind.ALLGATHER, name, process_set)
+    with SecondOperation(operations, Kind.ALLGATHER, second, process_set) as block:
+        block.first = operations.allgather(size, name=title, process_set=process_set)
+        sizes = block.first.result()
         handle = operations.allgather(data, name=second, process_set=process_set)
     joined = handle.result()
     if error is not None:

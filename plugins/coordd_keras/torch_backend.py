@@ -22,7 +22,7 @@ from coordd import api
 from coordd.daemon.operations import Operations
 from coordd.errors import CoorddError, NotInitializedError, PeerError, ShutdownError, brief
 from coordd.gradients.consistency import Reading, Settings
-from coordd.gradients.reducer import PART, Gradients, Parameter
+from coordd.gradients.reducer import STEPS, Gradients, Parameter
 from coordd.gradients.settings import Choices
 from coordd.ops.dtypes import dtype_of
 from coordd.ops.messages import ReduceOp
@@ -114,7 +114,7 @@ class TorchReduction:
             if gradient is not None:
                 self._put(place, gradient)
         assert self._operations is not None  # noqa: S101 - `_at_hand` has set it
-        with self._operations.daemon.unbroken("the end of a reduction", part=PART):  # other ranks may make the step
+        with self._operations.daemon.unbroken("the end of a reduction", series=STEPS):  # other ranks may make the step
             found = self._wait()
         return [found[place] for place in places]
 
@@ -211,7 +211,7 @@ class TorchReduction:
         assert self._gradients is not None  # noqa: S101 - the backward pass has begun
         assert self._operations is not None  # noqa: S101 - as above
         if not (self._gradients.is_abandoned and isinstance(error, Exception)):
-            self._operations.daemon.broken_off(error, "the reduction of gradients", part=PART)
+            self._operations.daemon.broken_off(error, "the reduction of gradients", series=STEPS)
 
     def _end_of_backward(self) -> None:
         """Replaces this rank's gradients by the reduced ones.

@@ -15,7 +15,7 @@ import tensorflow as tf
 from coordd import api
 from coordd.daemon.autograd_rules import Allgather, Source
 from coordd.daemon.operations import Operations
-from coordd.daemon.reject_on_all_ranks import refusable, telling_second
+from coordd.daemon.reject_on_all_ranks import SecondOperation, refusable
 from coordd.errors import ArgumentError, NonFiniteError
 from coordd.ops.arguments import check_reducible
 from coordd.ops.messages import Kind, ReduceOp
@@ -123,9 +123,9 @@ def _gathered(
         raise ArgumentError(text)
     name = operations.number(Kind.ALLREDUCE, process_set) if name is None else name
     second = f"{name}.indices"
-    with telling_second(operations, Kind.ALLGATHER, second, process_set):
-        first = operations.allgather(values, name=name, process_set=process_set, op=op, sized=True, land=_pair)
-        rows, sizes = first.result()
+    with SecondOperation(operations, Kind.ALLGATHER, second, process_set) as block:
+        block.first = operations.allgather(values, name=name, process_set=process_set, op=op, sized=True, land=_pair)
+        rows, sizes = block.first.result()
         handle = operations.allgather(indices, name=second, process_set=process_set)
     return rows, sizes, handle.result()
 

@@ -28,7 +28,7 @@ from coordd_torch.scaler import forget_scale, forgets_scale
 __all__ = ["AdasumStep"]
 
 
-_PART = "steps of Adasum"
+_STEPS = ("steps", "Adasum")
 
 
 def _whole(hook: Callable[..., None]) -> Callable[..., None]:
@@ -37,8 +37,8 @@ def _whole(hook: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(hook)
     def whole(*args: Any) -> None:
         daemon = api.operations().daemon
-        daemon.check_in_step(_PART)
-        with daemon.unbroken("a step of Adasum", part=_PART):
+        daemon.check_in_step(_STEPS)
+        with daemon.unbroken("a step of Adasum", series=_STEPS):
             hook(*args)
 
     return whole

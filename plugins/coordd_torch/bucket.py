@@ -493,7 +493,6 @@ class Bucket:
         for index, gradient, saved in self._absent:
             place, value = self._memory.rooms([gradient])[0], gradient.parameter.grad
             if self._memory.marks[index] != 0:  # not `> 0`: complex numbers have no order
-                self._reducer.missed.append(gradient)
                 if value is not None and saved is not None and value is not place and value.layout is torch.strided:
                     write(value, place)  # the user may refer to it
                     gradient.remember()

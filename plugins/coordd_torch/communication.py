@@ -49,7 +49,7 @@ class Channel:
         self.daemon = operations.daemon
         self.as_horovod = operations.as_horovod
         self.prefix = prefix
-        self._part = f"{prefix}steps"
+        self._steps = ("steps", prefix)
         self.op = op
         self.members = process_set.count(self.daemon.world.size)
         self._predivide = predivide
@@ -58,13 +58,13 @@ class Channel:
         self._measured = 0
         self.compress(wanted=True)
 
-    def broken_off(self, error: BaseException, what: str) -> None:
+    def broken_off(self, error: BaseException, what: str, *, all_submitted: bool = False) -> None:
         """Notes that an exception has interrupted the reduction of these gradients; see `Daemon.broken_off`."""
-        self.daemon.broken_off(error, what, part=self._part)
+        self.daemon.broken_off(error, what, series=self._steps, all_submitted=all_submitted)
 
     def unbroken(self, what: str) -> AbstractContextManager[None]:
         """Applies `broken_off` to a block."""
-        return self.daemon.unbroken(what, part=self._part)
+        return self.daemon.unbroken(what, series=self._steps)
 
     def check_in_step(self) -> None:
         """Fails the job if ``sys.exit(0)`` has interrupted the reduction of these gradients, and the script continues.
@@ -72,8 +72,13 @@ class Channel:
         Raises:
             PeerError: it continues.
         """
-        if self.daemon.left_off:
-            self.daemon.check_in_step(self._part)
+        if self.has_left_off:
+            self.daemon.check_in_step(self._steps)
+
+    @property
+    def has_left_off(self) -> bool:
+        """Whether ``sys.exit(0)`` has interrupted the reduction of these gradients."""
+        return self.daemon.has_left_off(self._steps)
 
     @property
     def joins(self) -> int:

@@ -69,8 +69,6 @@ class Placement:
         self._buckets: list[Bucket] = []
         self._loose: list[Gradient] = []
         self._moving: list[Gradient] = []
-        self.missed: list[Gradient] = []
-        """Gradients in buckets that only other ranks have in this round."""
         self._hooks: dict[Gradient, RemovableHandle] = {}
         self._hooked: list[torch.Tensor] = []
         self._behind: list[int] = []

@@ -48,7 +48,6 @@ from coordd_torch.consistency import Consistency
 from coordd_torch.finiteness import Finiteness
 from coordd_torch.gradient import Gradient, nested
 from coordd_torch.late_parameters import Groups
-from coordd_torch.missing_gradients import MissingGradients
 from coordd_torch.pending import Told
 from coordd_torch.placement import Placement
 
@@ -97,7 +96,6 @@ class Reducer(Placement):
         """A gradient is submitted after this many passes have computed it."""
         self._passes, self._spoilt = 0, ""
         self._idle = 0  # steps without a backward pass on this rank, in a row
-        self._missing = MissingGradients(lambda: (each.parameter for each in self._gradients()))
         self._begun = self._reduced = self._finished = self._owed = self._gone_round = False
         self._repeated = self._adds = self._asks = self._wants_again = self._abandoned = self._replaced = False
         self._counted = self._answered = self._nested = False
@@ -178,7 +176,7 @@ class Reducer(Placement):
         Does nothing for an error for which this rank has already discarded the step, of a compressor, say.
         """
         if not (self._abandoned and isinstance(error, Exception)):
-            self.channel.broken_off(error, "the reduction of gradients")
+            self.channel.broken_off(error, "the reduction of gradients", all_submitted=self._gone_round)
 
     def _begin_pass(self, first: Gradient) -> None:
         """Determines the step of a backward pass, and whether its gradients are reduced."""
@@ -304,7 +302,7 @@ class Reducer(Placement):
         self._failed.add(task)
         if self._abandoned:
             self._clear()  # gradients computed since
-        if self._abandoned or self._replaced or self.channel.daemon.left_off:
+        if self._abandoned or self._replaced or self.channel.has_left_off:
             return
         reason = f"has not completed its backward pass at {show_site(self.underway.site)}, which has failed"
         if self.limit != 1 and not self.touched:
@@ -482,9 +480,6 @@ class Reducer(Placement):
             self._listen()
             self._adrift = [gradient for bucket in self._buckets for gradient in bucket.missing()]
             moving = [gradient for gradient in self._loose if gradient.started and gradient.scattered is None]
-            if self._buckets and wanted and self._idle < _IDLE_STEPS:
-                self._missing.note_step({each.name: each.parameter for each in self.missed})
-            self.missed.clear()
         missing = [gradient for gradient in (*self._loose, *self._adrift) if not gradient.started]
         again = False
         if first and self._buckets and not (missing or moving or self._change):

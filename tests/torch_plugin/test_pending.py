@@ -36,7 +36,7 @@ class Daemon:
 
 def started(count: int, answer: Any) -> tuple[Underway, Daemon]:
     daemon = Daemon(lambda: answer(underway))
-    underway = Underway(SimpleNamespace(daemon=daemon))  # type: ignore[arg-type]
+    underway = Underway(SimpleNamespace(daemon=daemon, check_in_step=lambda: None))  # type: ignore[arg-type]
     for entry in range(count):
         underway.submit(entry)  # type: ignore[arg-type]
     return underway, daemon

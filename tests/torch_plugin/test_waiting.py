@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
 import coordd.torch as cd
 from tests.local_ranks import each_rank
@@ -237,49 +236,6 @@ def test_a_rank_without_a_batch_now_and_then_is_not_warned(caplog):
 
     each_rank(2, body)
     assert "without a backward pass" not in caplog.text
-
-
-def layer(net, name):
-    """Replaces a layer, whose parameters the optimizer does not know."""
-    setattr(net, name, nn.Linear(2, 2))
-
-
-def parameter(net, name):
-    """Replaces a parameter in its layer."""
-    getattr(net, name).weight = nn.Parameter(torch.ones(2, 2))
-
-
-def nothing(*_):
-    """Uses layers b and c from now on only."""
-
-
-def train_two_layers(rank, steps, changes):
-    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
-    for each in net.parameters():  # the ranks are threads, which share the generator
-        nn.init.ones_(each)
-    optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
-    for number in range(steps):
-        changed = rank == 1 and number >= 3
-        if changed and number == 3:
-            changes(net, "a")
-        optimizer.zero_grad()
-        used = "bc" if changed and changes is nothing else "abc"
-        sum(net[name](torch.ones(1, 2)).sum() for name in used).backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize(("changes", "count"), [(layer, 2), (parameter, 1)])
-def test_a_rank_that_replaces_a_layer_or_a_parameter_alone_is_warned(caplog, changes, count):
-    each_rank(2, lambda rank: train_two_layers(rank, 12, changes))
-    (told,) = [record.getMessage() for record in caplog.records if "computed no gradient of" in record.getMessage()]
-    assert told.startswith("this rank has computed no gradient of a.")
-    assert f"({count} parameters) for 5 steps in a row" in told
-
-
-@pytest.mark.parametrize(("changes", "steps"), [(nothing, 20), (layer, 7)])
-def test_a_rank_that_uses_a_layer_no_more_or_replaces_it_for_a_few_steps_is_not_warned(caplog, changes, steps):
-    each_rank(2, lambda rank: train_two_layers(rank, steps, changes))
-    assert "computed no gradient of" not in caplog.text
 
 
 def test_gradients_that_a_script_sets_itself_are_no_idle_steps(caplog):
