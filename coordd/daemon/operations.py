@@ -42,7 +42,7 @@ from coordd.ops.arguments import (
     name_of,
 )
 from coordd.ops.checks import finite
-from coordd.ops.handles import Handle, Observer, call_site, exits, users_frame
+from coordd.ops.handles import Handle, Observer, call_site, exits, raised_by_coordd, users_frame
 from coordd.ops.messages import Kind, ReduceOp, Refused, Request
 from coordd.ops.process_sets import ProcessSet, check_process_set, global_process_set, named_ranks
 
@@ -98,9 +98,13 @@ class Part:
         if name is None:
             name = f"{kind.name.lower()}.{self._numbers[kind]}"
             self._numbers[kind] += 1
-        elif self.steady or name.startswith(f"{self._title}: "):
+        elif self.steady or self.numbers(name):
             return name
         return f"{self._title}: {name}"
+
+    def numbers(self, name: str | None) -> bool:
+        """Returns whether an operation has no name, or one that this call has given to an unnamed one before."""
+        return name is None or name.startswith(f"{self._title}: ")
 
 
 class ThreadState(threading.local):
@@ -455,7 +459,7 @@ class Operations(Messages):
             name = group.name(lambda: self._number(kind, members) if part is None else part.name(kind, None))
             self.thread.in_doubt = False  # the group remembers its names
         elif part is not None:
-            once = name is None or not part.steady
+            once = part.numbers(name) or not part.steady
             self.thread.in_doubt = True
             name = part.name(kind, name)
         found = self.request(kind, name, array, process_set, **details)
@@ -487,7 +491,7 @@ class Operations(Messages):
         dtype = name_of(array.dtype)  # before a number is taken, which a refusal takes, too
         return Request(
             kind,
-            self._number(kind, members) if name is None else check_name(name),
+            self._number(kind, members) if name is None else _checked(name),
             dtype,
             (array.size,) if loose else array.shape,
             members=members,
@@ -560,12 +564,8 @@ class Operations(Messages):
         Raises:
             ArgumentError: a name is unusable.
         """
-        if self.thread.in_doubt or exits(error):
-            unnamed = self._numbering(kind, self._concerned(process_set) or ())
-            what = "the submission of an operation"
-            interrupted = [self.daemon.broken_off(error, what, series=series_of(name or unnamed)) for name in names]
-            if any(interrupted):
-                return
+        if self._is_unclear(kind, names, process_set, error):
+            return
         members, group, part = self._concerned(process_set), self._group, self.thread.part
         if members is None or not names:
             return
@@ -578,11 +578,28 @@ class Operations(Messages):
             known = names_in_group(self._number(kind, members) if part is None else part.name(kind, None), names)
         else:
             known = [*names] if part is None else [part.name(kind, name) for name in names]
-        refused = self._refused(kind, tuple(check_name(name or "") for name in known), members, error)
+        refused = self._refused(kind, tuple(_checked(name or "") for name in known), members, error)
         if part is None:
             self._tell(refused)
-        elif None in names or not part.steady:  # a steady name recurs: its refusal would hit the next call
+        elif part.numbers(names[0]) or not part.steady:  # a steady name recurs: its refusal would hit the next call
             part.refused += refused
+
+    def _is_unclear(self, kind: Kind, names: Sequence[str | None], process_set: Any, error: BaseException) -> bool:
+        """Returns whether operations cannot be refused: perhaps they are announced, or the process exits.
+
+        Then it fails the job, or notes the exit. In a collective call an exit is refused like an error.
+        """
+        what = "the submission of an operation"
+        if self.thread.part is not None:
+            unclear = self.thread.in_doubt and not raised_by_coordd(error)
+            if unclear:
+                self.daemon.fail(f"was interrupted by {brief(error)} during {what}: ranks are out of step then")
+            return unclear
+        if not (self.thread.in_doubt or exits(error)):
+            return False
+        unnamed = self._numbering(kind, self._concerned(process_set) or ())
+        noted = [self.daemon.broken_off(error, what, series=series_of(name or unnamed)) for name in names]
+        return any(noted)
 
     def tell_refused_of_part(self) -> None:
         """Sends the pending refusals of the call that this thread is in, and continues."""
@@ -632,6 +649,15 @@ class Operations(Messages):
         """Takes the name that the next unnamed operation would get; for an operation that consists of several."""
         members, part = self._members(process_set), self.thread.part
         return self._number(kind, members) if part is None else part.name(kind, None)
+
+
+def _checked(name: Any) -> str:
+    """Returns a usable name; a number may be longer than a user's name, for it lists the ranks of its process set.
+
+    Raises:
+        ArgumentError: it is unusable.
+    """
+    return name if isinstance(name, str) and is_unnamed(name) else check_name(name)
 
 
 def _rows_of(found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

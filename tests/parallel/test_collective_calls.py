@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 import coordd.torch as cd
 from coordd import api
+from coordd.daemon import operations
 from coordd.parallel.collective_calls import CollectiveCall
 from tests.local_ranks import come_together, each_rank
 
@@ -284,3 +286,33 @@ def test_joins_of_different_sets_that_wait_for_each_other_end_on_all(settings):
     found = each_rank(3, body, **settings)
     assert [sums for sums, _ in found] == [[1.0, 1.0]] * 3
     assert len({last for _, last in found}) == 1
+
+
+class Exit:
+    """An object whose pickling is interrupted by a handler that exits."""
+
+    def __reduce__(self):
+        sys.exit(0)
+
+
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("cause", ["a root that there is not", "an exit"])
+def test_unnamed_objects_that_are_refused_in_a_call_are_told_and_later_ones_match(steady, cause):
+    def body(rank):
+        exits = cause == "an exit"
+        with CollectiveCall("Thing", steady=steady):
+            with pytest.raises((cd.ArgumentError, cd.RefusedError, SystemExit)):
+                cd.broadcast_object(None if rank else Exit(), 0 if rank or exits else 7)
+            found = cd.allgather_object(rank)
+        return found, cd.allgather_object(rank)
+
+    assert each_rank(2, body) == [([0, 1], [0, 1])] * 2
+
+
+def test_objects_may_be_shared_in_a_process_set_whose_number_is_a_long_text(monkeypatch):
+    monkeypatch.setattr(operations, "spans", lambda _: "0, " * 500)
+
+    def body(rank):
+        return cd.allgather_object(rank, process_set=cd.ProcessSet([0, 1])) if rank < 2 else None
+
+    assert each_rank(3, body) == [[0, 1], [0, 1], None]
