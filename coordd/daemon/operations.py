@@ -108,7 +108,7 @@ class Part:
 
 
 class ThreadState(threading.local):
-    """The group and call that a thread is in, if any, and how many operations it has announced or refused.
+    """The group and call of a thread, if any, and how many operations it has announced or refused.
 
     Attributes:
         accounted: the number of announced or refused operations; a group counts as one.

@@ -289,7 +289,7 @@ def test_joins_of_different_sets_that_wait_for_each_other_end_on_all(settings):
 
 
 class Exit:
-    """An object whose pickling is interrupted by a handler that exits."""
+    """Ends the process when it is pickled, as a signal handler may at that moment."""
 
     def __reduce__(self):
         sys.exit(0)
