@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from coordd.daemon.point_to_point import Messages
 from coordd.daemon.wakeup import Bell
 from coordd.errors import CoorddError, DeadlockError, PeerError
 from coordd_torch.tensors import borrow
+from tests.interrupting import Handler
 from tests.local_ranks import each_rank
 
 REASON = "rank 0 was interrupted by .* during "
@@ -103,6 +105,59 @@ def test_a_handler_that_exits_well_in_a_submission_does_not_fail_the_job(code):
             each_rank(2, lambda rank: body(rank) and cd.barrier())
     else:
         assert each_rank(2, body) == [False, False]
+
+
+def exits_in(function, operate):
+    """Calls an operation, in which a handler exits with code 0 as soon as a function of coordd is called."""
+    handler = Handler(0, every=True, begins=lambda frame: frame.f_code.co_name == function, error=SystemExit)
+    sys.settrace(handler.trace)
+    try:
+        with pytest.raises(SystemExit):
+            operate()
+    finally:
+        sys.settrace(None)
+
+
+def test_other_ranks_go_on_alone_if_a_handler_exits_before_anything_is_submitted():
+    def body(rank):
+        if rank:
+            exits_in("borrow", lambda: cd.allreduce(torch.ones(2), name="one"))
+            assert not api.operations().daemon.half_done  # so that it joins when it leaves
+            sums = []
+        else:
+            sums = [cd.allreduce(torch.ones(2), op=cd.Sum, name="one")[0].item() for _ in range(3)]
+        cd.join()
+        return sums
+
+    assert each_rank(2, body) == [[1.0, 1.0, 1.0], []]
+
+
+@pytest.mark.parametrize("name", [None, "objects"])
+@pytest.mark.parametrize("operate", [cd.allgather_object, cd.broadcast_object])
+def test_other_ranks_go_on_alone_if_a_handler_exits_in_the_wait_for_the_first_of_two_operations(operate, name):
+    def body(rank):
+        if rank:
+            exits_in("result", lambda: operate(0, name=name))
+            assert not api.operations().daemon.half_done
+            found = []
+        else:
+            found = [operate(index, name=name) for index in range(3)]
+        cd.join()
+        return found
+
+    assert each_rank(2, body)[0] == ([[0], [1], [2]] if operate is cd.allgather_object else [0, 1, 2])
+
+
+@pytest.mark.parametrize("name", [None, "objects"])
+def test_a_script_that_catches_such_an_exit_and_calls_the_next_operation_ends_the_job(name):
+    def body(rank):
+        if rank:
+            exits_in("result", lambda: cd.allgather_object(0, name=name))
+        for index in range(3):
+            cd.allgather_object(index, name=name)
+
+    with pytest.raises(PeerError, match=r"continued after sys\.exit\(0\) interrupted the wait for the first"):
+        each_rank(2, body)
 
 
 def test_a_script_that_catches_the_exit_of_a_handler_in_a_submission_of_gradients_does_not_wait_for_ever():

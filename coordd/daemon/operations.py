@@ -532,6 +532,8 @@ class Operations(Messages):
     ) -> None:
         """Fails the other members' part of an operation once another one has completed, unless that fails.
 
+        After ``sys.exit(0)`` it does not: this rank joins or leaves, and the job fails only if the script continues.
+
         Args:
             first: the other operation; if it fails, it does so on all members, which do not continue then.
             kind: of the operation that this rank does not submit.
@@ -540,6 +542,10 @@ class Operations(Messages):
             error: the reason.
         """
         part = self.thread.part
+        if part is None and exits(error):
+            what = "the wait for the first of two operations"
+            self.daemon.broken_off(error, what, series=series_of(first.name), all_submitted=True)
+            return
         known = name if part is None else part.name(kind, name)
         refused = self._refused(kind, (known,), self._members(process_set), error)
 
@@ -598,7 +604,9 @@ class Operations(Messages):
         if not (self.thread.in_doubt or exits(error)):
             return False
         unnamed = self._numbering(kind, self._concerned(process_set) or ())
-        noted = [self.daemon.broken_off(error, what, series=series_of(name or unnamed)) for name in names]
+        joins = not self.thread.in_doubt  # nothing is submitted, so the operations complete if this rank joins
+        series = [series_of(name or unnamed) for name in names]
+        noted = [self.daemon.broken_off(error, what, series=each, all_submitted=joins) for each in series]
         return any(noted)
 
     def tell_refused_of_part(self) -> None:

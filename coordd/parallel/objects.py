@@ -95,14 +95,18 @@ def gathered(operations: Operations, obj: Any, name: str | None, process_set: Pr
     title, second = _names(operations, Kind.ALLGATHER, name, process_set)
     with SecondOperation(operations, Kind.ALLGATHER, second, process_set) as block:
         block.first = operations.allgather(size, name=title, process_set=process_set)
-        sizes = block.first.result()
-        handle = operations.allgather(data, name=second, process_set=process_set)
-    joined = handle.result()
+        block.first.result()
+        handle = operations.allgather(data, name=second, process_set=process_set, sized=True, land=_pair)
+    joined, sizes = handle.result()
     if error is not None:
         raise error
-    stops = itertools.accumulate(sizes.tolist(), initial=0)
+    stops = itertools.accumulate(filter(None, sizes.tolist()), initial=0)  # a joined rank has no object
     found = [pickle.loads(joined[start:stop].data) for start, stop in itertools.pairwise(stops)]  # noqa: S301 - as above
     return _checked(found)
+
+
+def _pair(rows: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return rows, sizes
 
 
 class _Refusal:
