@@ -84,7 +84,7 @@ class Trained(NamedTuple):
     what: str
     size: int
     tolerance: float
-    read: Callable[[np.ndarray], Sequence[float] | None]
+    read: Callable[[np.ndarray], Sequence[float] | np.ndarray | None]
 
 
 def is_due(number: int) -> bool:

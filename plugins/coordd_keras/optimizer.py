@@ -5,6 +5,7 @@ It returns the same object and replaces its class by a subclass, so Keras treats
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,12 +27,21 @@ from coordd_keras.hyperparameters import Hyperparameters
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "distribute", "is_distributed"]
 
+log = logging.getLogger("coordd")
+
 
 class _Plan:
     """Distributed state of an optimizer."""
 
     def __init__(
-        self, way: Reduction | None, settings: Hyperparameters, *, passes: int, average: bool, scale: int
+        self,
+        way: Reduction | None,
+        settings: Hyperparameters,
+        *,
+        passes: int,
+        average: bool,
+        scale: int,
+        unsaved: Sequence[str] = (),
     ) -> None:
         """Keeps the settings.
 
@@ -41,6 +51,7 @@ class _Plan:
             passes: backward passes per step.
             average: whether accumulated gradients are divided by `passes`.
             scale: divisor for the gradients of local variables, which are not reduced.
+            unsaved: the settings, as text, that `load_model` must be given again.
         """
         self.way = way
         self._settings = settings
@@ -58,6 +69,7 @@ class _Plan:
         self.local: dict[int, Any] = {}
         """Variables whose gradients are not reduced, by id; the references keep the ids unique."""
         self._scale = scale
+        self._unsaved = unsaved
 
     def common(self, variables: Sequence[Any]) -> list[Any]:
         """Returns the variables whose gradients are reduced."""
@@ -73,6 +85,12 @@ class _Plan:
         given = [gradient for gradient, variable in pairs if id(variable) in mine]
         reduced = iter(self.way.reduce(given, common, self._settings))
         return [next(reduced) if id(variable) in mine else self._scaled(gradient) for gradient, variable in pairs]
+
+    def warn_unsaved(self) -> None:
+        """Warns, once, when a model is saved: its file holds the plain optimizer."""
+        unsaved, self._unsaved = self._unsaved, ()
+        if unsaved:
+            log.warning("a saved model does not hold %s: give it to load_model, too", ", ".join(unsaved))
 
     def _scaled(self, gradient: Any) -> Any:
         return gradient if gradient is None or self._scale == 1 else keras.ops.convert_to_tensor(gradient) / self._scale
@@ -98,6 +116,11 @@ class _Distributed(keras.optimizers.Optimizer):
             raise ArgumentError(text)
         super().build(variables)
         _prepare(self, list(variables))
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the plain optimizer's variables."""
+        self._coordd.warn_unsaved()
+        super().save_own_variables(store)
 
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
@@ -294,12 +317,20 @@ def distribute(
         passes=passes,
         average=average,
         scale=process_set.count(api.size()) if scale_local_gradients else 1,
+        unsaved=_unsaved(choices.op, passes, average=average),
     )
     if name is not None:
         optimizer.name = name
     if optimizer.built:
         _prepare(optimizer, list(optimizer._trainable_variables))  # noqa: SLF001 - Keras has no public way
     return optimizer
+
+
+def _unsaved(op: ReduceOp, passes: int, *, average: bool) -> list[str]:
+    """Returns the settings that are not default values, and without which a model would train on differently."""
+    found = [] if op is ReduceOp.AVERAGE else [f"op={''.join(map(str.capitalize, op.name.split('_')))}"]
+    found += [f"backward_passes_per_step={passes}"] * (passes > 1)
+    return found + ["average_aggregated_gradients=True"] * average
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from coordd.ops.messages import ReduceOp
 from coordd.parallel.collective_calls import CollectiveCall, collective
 from coordd_keras.compression import Compression
 from coordd_keras.optimizer import distribute
@@ -22,8 +23,14 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = Compression.none,
     legacy_opts: bool = False,
+    *,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
 ) -> Any:
     """Loads a model like `keras.models.load_model`, and wraps its optimizer in a `DistributedOptimizer` again.
+
+    The file holds the plain optimizer, so give the settings of the `DistributedOptimizer` again.
 
     Args:
         filepath: a file that ``model.save`` wrote.
@@ -31,6 +38,9 @@ def load_model(
         custom_objects: other objects, by name, that Keras does not know.
         compression: as for `DistributedOptimizer`.
         legacy_opts: ignored.
+        op: as for `DistributedOptimizer`.
+        backward_passes_per_step: as for `DistributedOptimizer`.
+        average_aggregated_gradients: as for `DistributedOptimizer`.
 
     Raises:
         MismatchError: on all ranks, if they load different models or pass different settings.
@@ -42,5 +52,12 @@ def load_model(
     if getattr(model, "optimizer", None) is None:
         _call.lines.append("no optimizer")
     else:
-        distribute(_call, model.optimizer, compression=compression)
+        distribute(
+            _call,
+            model.optimizer,
+            compression=compression,
+            op=op,
+            passes=backward_passes_per_step,
+            average=average_aggregated_gradients,
+        )
     return model

@@ -126,8 +126,11 @@ def _gathered(
     with SecondOperation(operations, Kind.ALLGATHER, second, process_set) as block:
         block.first = operations.allgather(values, name=name, process_set=process_set, op=op, sized=True, land=_pair)
         rows, sizes = block.first.result()
-        handle = operations.allgather(indices, name=second, process_set=process_set)
-    return rows, sizes, handle.result()
+        handle = operations.allgather(indices, name=second, process_set=process_set, sized=True, land=_pair)
+    found, counts = handle.result()
+    if len(rows) != len(found):  # a rank has joined between the two
+        rows = rows[np.repeat(counts == sizes, sizes)]
+    return rows, counts, found
 
 
 def _pair(rows: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ from coordd.ops.process_sets import ProcessSet
 from coordd_torch.start import Start, hyperparameters
 from coordd_torch.tensors import values_at
 
-__all__ = ["Consistency"]
+__all__ = ["Consistency", "trained"]
 
 log = logging.getLogger("coordd")
 
@@ -129,17 +129,18 @@ class Consistency:
     def _compare(self) -> Drift:
         optimizer = self._optimizer()
         groups = optimizer.param_groups if optimizer is not None else []
-        trained = [
-            _trained(self._names.get(id(value), f"param.{number}.{place}"), value)
+        found = [
+            trained(self._names.get(id(value), f"param.{number}.{place}"), value)
             for number, group in enumerate(groups)
             for place, value in enumerate(group["params"])
             if value.requires_grad
         ]
-        trained.sort(key=operator.attrgetter("name"))
-        return self._drifts.begin(trained, hyperparameters(groups), step=self.steps, unknown=self.local)
+        found.sort(key=operator.attrgetter("name"))
+        return self._drifts.begin(found, hyperparameters(groups), step=self.steps, unknown=self.local)
 
 
-def _trained(name: str, value: Tensor) -> Trained:
+def trained(name: str, value: Tensor) -> Trained:
+    """Describes a parameter whose values are compared; it must be floating-point or complex."""
     what, size, exact = _kind(value.shape, value.dtype)
     return Trained(name, what, size, exact, functools.partial(values_at, value))
 

@@ -1,9 +1,11 @@
 """``model.compile`` and ``fit`` on several ranks, as on one with all their batches; on every backend, and on two."""
 
 import itertools
+import logging
 import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
@@ -204,6 +206,31 @@ def case_models_are_saved_and_loaded() -> None:
     everyones = cd.allgather_object(again.get_weights())
     for theirs in everyones:
         np.testing.assert_allclose(theirs[0], everyones[0][0], rtol=1e-5, atol=1e-6)
+
+
+def case_a_loaded_model_accumulates_as_before() -> None:
+    """The file holds the plain optimizer, so saving says what `load_model` must be given again."""
+    folder = Path(cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None))
+    optimizer = cd.DistributedOptimizer(
+        keras.optimizers.SGD(0.01), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    found = together(optimizer, 2)
+    with mock.patch.object(logging.getLogger("coordd"), "warning") as warn:
+        for name in ("first.keras", "second.keras"):
+            found.save(folder / f"{cd.rank()}.{name}")
+    told, *_ = warn.call_args.args
+    assert warn.call_count == 1, warn.call_args_list
+    assert told % warn.call_args.args[1:] == (
+        "a saved model does not hold backward_passes_per_step=2, average_aggregated_gradients=True: give it to "
+        "load_model, too"
+    )
+    cd.barrier()
+    again = cd.load_model(folder / "0.second.keras", backward_passes_per_step=2, average_aggregated_gradients=True)
+    x, y = mine(2)
+    for trained in (found, again):
+        trained.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    same(again, found, 1e-6)
+    assert int(again.optimizer.iterations) == int(found.optimizer.iterations)
 
 
 def case_operations_on_values() -> None:

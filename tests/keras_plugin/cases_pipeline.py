@@ -257,3 +257,17 @@ def case_replicas_draw_different_numbers() -> None:
     pipe.train_on_batch(*data("chain", 12))
     (state,) = (np.array(keras.ops.convert_to_numpy(each)) for each in model.layers[1].non_trainable_variables)
     assert len({int(each[0]) for each in cd.allgather_object(state)}) == 2
+
+
+@ranks(2, deadline=60)
+def case_replicas_that_become_different_are_told_of_it() -> None:
+    x, y = data("chain", 16)
+    pipe = staged(seeded(chain), data_parallel=2)
+    pipe.train_on_batch(x, y)
+    if cd.rank():
+        for variable in pipe.optimizer._trainable_variables:
+            variable.assign(variable * 1.1)
+    pipe.train_on_batch(x, y)
+    with pytest.raises(cd.MismatchError, match=r"no longer have the same values of .*on rank 0; .* on rank 1"):
+        pipe.train_on_batch(x, y)
+    pipe.train_on_batch(x, y)

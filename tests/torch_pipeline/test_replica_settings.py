@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -103,6 +104,83 @@ def test_what_comes_later_is_told_before_the_next_step(name, steps):
     texts = refused(body)
     assert all(told in text for text in texts), texts
     assert all("the same optimizer, hyperparameters and values" in text for text in texts)
+
+
+def changed(pipe):
+    for value in next(iter(pipe.stages.values())).module.parameters():
+        value.data.mul_(1.1)
+
+
+def without_momentum(pipe):
+    for optimizer in pipe.optimizers:
+        optimizer.state.clear()
+
+
+@pytest.mark.parametrize(("model", "replicas"), [(None, 2), (tied, 1)])
+@pytest.mark.parametrize("change", [changed, without_momentum])
+@pytest.mark.parametrize("after", [1, 5])
+def test_values_that_become_different_later_are_told_one_step_after_they_are_compared(model, replicas, change, after):
+    def body(rank):
+        def sgd(values):
+            return torch.optim.SGD(values, lr=0.05, momentum=0.9)
+
+        pipe = pipeline(model and model(), sgd, replicas=replicas)
+        for step in range(1, 20):
+            try:
+                pipe.train_batch(X, Y)
+            except cd.MismatchError as error:
+                return step, str(error)
+            if rank and step == after:
+                change(pipe)
+        return 20, ""
+
+    with local_ranks(2) as ranks:
+        told = ranks.each(body)
+    next_due = {1: 2, 5: 8}[after]
+    assert [step for step, _ in told] == [next_due + 1 + (change is without_momentum and after == 1) * 2] * 2
+    assert all("a Pipeline no longer have the same values of 0." in text for _, text in told)
+    assert all(re.search(r"\(-?[\d.]+ on rank 0; -?[\d.]+ on rank 1\)", text) for _, text in told)
+
+
+def test_a_rank_without_the_parameter_hears_of_different_values_too():
+    def body(rank):
+        config = cd.PipelineConfig(microbatches=2, split="layers", data_parallel=[1, 2])
+        pipe = cd.Pipeline(copy.deepcopy(MODEL), config, optimizer=sgd(), loss=functional.mse_loss)
+        pipe.train_batch(X, Y)
+        if rank == 2:
+            changed(pipe)
+        pipe.train_batch(X, Y)
+        with pytest.raises(CoorddError, match=r"no longer have the same values of 2\.") as told:
+            pipe.train_batch(X, Y)
+        return type(told.value).__name__
+
+    with local_ranks(3) as ranks:
+        assert ranks.each(body) == ["RefusedError", "MismatchError", "MismatchError"]
+
+
+def test_different_values_are_allowed_without_check_parameters():
+    def body(rank):
+        pipe = pipeline()
+        for step in range(4):
+            pipe.train_batch(X, Y)
+            if rank and not step:
+                changed(pipe)
+
+    with local_ranks(2, check_parameters=False) as ranks:
+        ranks.each(body)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "pipedream", "2bw"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_of_a_parameter_stay_equal_under_each_schedule(schedule, replicas):
+    def body(_):
+        config = cd.PipelineConfig(microbatches=2, split="layers", data_parallel=replicas, schedule=schedule)
+        pipe = cd.Pipeline(tied(), config, optimizer=torch.optim.Adam, loss=functional.mse_loss)
+        for _ in range(9):
+            pipe.train_batch(X, Y)
+
+    with local_ranks(2 * replicas) as ranks:
+        ranks.each(body)
 
 
 def test_stages_may_differ_unless_they_are_tied():

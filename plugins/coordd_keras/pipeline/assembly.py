@@ -13,6 +13,8 @@ from keras.src.backend.common import global_state  # Keras has no public API for
 
 from coordd.daemon.operations import Operations
 from coordd.errors import ArgumentError
+from coordd.gradients.value_check import Trained
+from coordd.ops.dtypes import digits_of, dtype_of
 from coordd.ops.messages import ReduceOp
 from coordd.parallel.objects import allgather_object
 from coordd.pipeline.batch_check import ALIKE, Accord, settings
@@ -22,9 +24,10 @@ from coordd.pipeline.microbatch import cut
 from coordd.pipeline.plans import Plans
 from coordd.pipeline.profile import Profile
 from coordd.pipeline.record import Run, latest
+from coordd.pipeline.replica_values import ReplicaValues
 from coordd_keras.pipeline.autodiff import Autodiff, Computation, autodiff, floats
 from coordd_keras.pipeline.description import described, initial_values
-from coordd_keras.pipeline.graph import Graph, arrays_of, is_seed
+from coordd_keras.pipeline.graph import Graph, arrays_of, is_seed, place_of
 from coordd_keras.pipeline.layout import Layout, Part
 from coordd_keras.pipeline.profiling import measured
 from coordd_keras.pipeline.rows import rows_of, taken
@@ -112,6 +115,9 @@ class Assembly:
         self._held = {key: variable for mine in held.values() for key, variable in mine.items()}
         sharing = Sharing(held, self._owners, operations, name=name)
         sharing.align()
+        self.replica_values = ReplicaValues(
+            operations, self._shared(), framework=keras.backend.backend(), name=f"{name}.replicas"
+        )
         parts = {number: self.layout.parts[number] for number in held}
         for number, part in parts.items():
             judging = compiled if number == self.layout.last else {}
@@ -244,6 +250,12 @@ class Assembly:
                 variable.assign(value)
         return whole
 
+    def _shared(self) -> Iterable[tuple[Sequence[int], Trained]]:
+        """Yields the trained variables that other ranks have, too, with these ranks; in the order of the model."""
+        for key, variable in sorted(self._held.items(), key=lambda item: place_of(item[0])):
+            if len(self._owners[key]) > 1 and variable.trainable:
+                yield self._owners[key], _trained(variable)
+
     def _averaged(self, stages: Iterable[int]) -> list[str]:
         """Returns the keys of layer state that replicas average."""
         states = (pair for number in stages for pair in self.layout.states(number).items())
@@ -308,6 +320,18 @@ class Assembly:
                     f"{variable.path} is in stages {told}, each of which would keep statistics of its own: let no cut "
                     "separate the layers that have it"
                 )
+
+
+def _trained(variable: Any) -> Trained:
+    """Describes a variable whose values are compared between ranks."""
+    dtype = dtype_of(variable.dtype)
+
+    def read(places: np.ndarray) -> np.ndarray:
+        found: np.ndarray = arrays_of([variable])[0].reshape(-1)[places].astype(np.float64)
+        return found
+
+    what = f"{tuple(variable.shape)} {variable.dtype}"
+    return Trained(variable.path, what, math.prod(variable.shape), digits_of(dtype) ** 0.5, read)
 
 
 def _outlined(model: Model, shape: tuple[int | None, ...]) -> keras.Model:

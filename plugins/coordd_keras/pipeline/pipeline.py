@@ -340,6 +340,7 @@ class Pipeline:
             given.update(told(x, y))
             if self._made is not None:  # before the split, the ranks compare the whole optimizer
                 if training:
+                    self._made.replica_values.check()
                     given["the learning rate"] = float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
                 prepared.append(self._cut(x, y, training=training, judged=judged))
 
@@ -347,6 +348,8 @@ class Pipeline:
         with self._made.telling(known=self._accord.has_told) if self._made is not None else nullcontext():
             self._accord.check(call, prepare)
             self._assemble(x)
+            if training:
+                self._assembly.replica_values.begin()
             [(batch, each)] = prepared or [self._cut(x, y, training=training, judged=judged)]
             with self._assembly.telling():
                 self._assembly.run(Work(batch, training=training, judged=judged), each)

@@ -29,8 +29,10 @@ from coordd.pipeline.plans import Plans
 from coordd.pipeline.profile import Profile
 from coordd.pipeline.record import Run, latest, record
 from coordd.pipeline.recording import Recording
+from coordd.pipeline.replica_values import ReplicaValues
 from coordd.pipeline.simulate import Span
 from coordd.pipeline.versions import Versions
+from coordd_torch.consistency import trained
 from coordd_torch.gradient import check_unreduced
 from coordd_torch.pipeline.alike import materialised, structure, title, values
 from coordd_torch.pipeline.boundary import Boundary
@@ -384,6 +386,8 @@ class Pipeline:
         prepared: list[tuple[Batch, Plan]] = []
 
         def prepare(given: dict[str, Any]) -> None:
+            if training and step:
+                self._replica_values.check()
             scale = self._scaling.scale if self._scaling else 1.0
             given.update(told(x, y), **{"the scale of the loss": scale, "autocast": autocast_text()})
             prepared.append(self._prepared(x, y, training=training, step=step, keep=keep))
@@ -397,6 +401,7 @@ class Pipeline:
                 changed = settings.changed()
                 apart = self._accord.check(call, prepare, parts=settings.texts(), changed=changed)
                 settings.settle()
+                self._replica_values.begin()
                 self._note_change(changed, on_some_ranks_only=apart)
             else:
                 self._accord.check(call, prepare, parts=settings.nothing)
@@ -463,6 +468,17 @@ class Pipeline:
                 check_step(made)
                 check_unreduced(own)
         self._replica_settings = ReplicaSettings(placed, list(self.layout.tied), held, optimizers)
+        shared = {key: value for mine in held.values() for key, value in mine.items() if len(owners[key]) > 1}
+        self._replica_values = ReplicaValues(
+            self._operations,
+            (
+                (owners[key], trained(key, value))
+                for key, value in sorted(shared.items())
+                if value.is_floating_point() or value.is_complex()
+            ),
+            framework="PyTorch",
+            name=f"{self._name}.replicas",
+        )
         if self._replica_settings.nothing:
             self._accord.check("Pipeline", {}, parts=self._replica_settings.texts())
         check_defaults(optimizers, self._operations, name=self._name)
