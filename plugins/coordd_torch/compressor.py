@@ -173,7 +173,12 @@ class Compressor:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads the result of `state_dict`; call it between two steps."""
+        """Loads the result of `state_dict`; call it between two steps.
+
+        Residuals that it does not contain become zero: it may come from before the first step.
+        """
+        for name in self.residuals.keys() - state["residuals"].keys():
+            self.residuals[name].zero_()
         for name, value in state["residuals"].items():
             if name in self.residuals:
                 self.residuals[name].copy_(value)

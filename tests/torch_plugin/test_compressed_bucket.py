@@ -258,6 +258,13 @@ def test_a_loss_scale_that_changes_scales_what_is_kept():
         assert torch.equal(value, before[name] / 2)
 
 
+def test_a_state_from_before_the_first_step_has_no_residuals():
+    (_, compressor), _ = run(lambda: Compression.topk(ratio=0.1))
+    assert any(value.any() for value in compressor.residuals.values())
+    compressor.load_state_dict(Compression.topk(ratio=0.1).state_dict())
+    assert not any(value.any() for value in compressor.residuals.values())
+
+
 def test_an_error_in_a_later_round_reaches_backward():
     class Broken(Faithful):
         def exchange(self, cargo):
