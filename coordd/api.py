@@ -90,6 +90,7 @@ class _Default:
         self.pid = os.getpid()
         self._child = _of_a_rank()
         self.operations = Operations(Daemon(config, meet(config, one_of_many=not self._child)))
+        self.operations.session = next(_sessions)
         self._desk = Desk(self.daemon, identity({} if config.alone else os.environ, turn=next(_turns)))
 
     def start(self) -> None:
@@ -174,6 +175,7 @@ def _fail(reason: str, traceback: str, error: BaseException | None) -> bool:
 _TELL_SECONDS = 2.0
 _guard = threading.RLock()  # reentrant: a signal handler that runs during `init` may call `shutdown`
 _forked_midway = False  # whether another thread of the parent was in `init` or `shutdown` when this process was forked
+_sessions = itertools.count()
 _turns = itertools.count(step=2)  # of the status servers: each uses two
 # Created at import: ``sys.exit(main())`` looks the function up before ``main`` calls `init`.
 _exits = ExitWatch(_fail, in_brief)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -46,7 +46,7 @@ from coordd.ops.handles import Handle, Observer, call_site, exits, raised_by_coo
 from coordd.ops.messages import Kind, ReduceOp, Refused, Request
 from coordd.ops.process_sets import ProcessSet, check_process_set, global_process_set, named_ranks
 
-__all__ = ["Operations", "Part"]
+__all__ = ["Operations", "Part", "Prefix"]
 
 _LONGEST = 1000
 """Maximum number of characters of an error that other ranks receive."""
@@ -127,8 +127,28 @@ class ThreadState(threading.local):
         self._submitter = Submitter()  # once per thread
 
 
+class Prefix(NamedTuple):
+    """The prefix of an object's operations: unique in later sessions, too, where new objects count from the start.
+
+    Attributes:
+        text: unique in the session in which the object was created.
+        session: the number of that session in this process.
+    """
+
+    text: str
+    session: int
+
+    def within(self, operations: Operations) -> str:
+        """Returns the prefix in another session; equal on all ranks, because they have begun as many since."""
+        ago = operations.session - self.session
+        return f"{self.text}{ago}ago." if ago else self.text
+
+
 class Operations(Messages):
     """The operations of one daemon; numbers unnamed operations."""
+
+    session = 0
+    """How many sessions of this process were before this one."""
 
     def __init__(self, daemon: Daemon) -> None:
         super().__init__(daemon)
@@ -139,7 +159,7 @@ class Operations(Messages):
         """The error with which the end of the job reached a graph; the framework wraps it in one of its own."""
         self.memo: dict[Any, Any] = {}
         """Values that plugins keep for as long as this daemon runs."""
-        self._namespaces: Counter[tuple[int, ...]] = Counter()
+        self._namespaces: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._calls: Counter[tuple[tuple[int, ...], str]] = Counter()
         self.thread = ThreadState()
         self._numbers: dict[tuple[Kind, tuple[int, ...], str], Iterator[int]] = {}
@@ -410,15 +430,17 @@ class Operations(Messages):
     def namespace(self, members: tuple[int, ...] = ()) -> str:
         """Returns a prefix for the names of one more optimizer: none for the first, then ``opt1.`` and so on.
 
-        Each process set has its own count, so that ranks that are not members need not count.
+        Each process set has its own count, so that ranks that are not members need not count. After a deadlock the
+        count restarts, because one rank may have begun to create an optimizer that the others have not.
 
         Args:
             members: of the process set; none for the whole world.
         """
-        number = self._namespaces[members]
-        self._namespaces[members] += 1
+        era = self.era(members, joins=False)
+        number = self._namespaces[members, era]
+        self._namespaces[members, era] += 1
         which = f"({spans(members)})." if members else ""
-        return f"{which}opt{number}." if number or members else ""
+        return f"{which}{era}opt{number}." if number or members or era else ""
 
     def number_call(self, members: tuple[int, ...]) -> str:
         """Returns the id of one more call that the members of a process set make together; equal on all of them."""
@@ -548,6 +570,9 @@ class Operations(Messages):
             return
         known = name if part is None else part.name(kind, name)
         refused = self._refused(kind, (known,), self._members(process_set), error)
+        if part is not None and not part.steady:  # sent if the script goes on, else the call as a whole is refused
+            part.refused += refused
+            return
 
         def refuse(done: Handle[Any]) -> None:
             if done.error() is None:

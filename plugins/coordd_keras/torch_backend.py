@@ -19,7 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from coordd import api
-from coordd.daemon.operations import Operations
+from coordd.daemon.operations import Operations, Prefix
 from coordd.errors import CoorddError, NotInitializedError, PeerError, ShutdownError, brief
 from coordd.gradients.consistency import Reading, Settings
 from coordd.gradients.reducer import STEPS, Gradients, Parameter
@@ -44,7 +44,7 @@ class TorchReduction:
 
     def __init__(self, choices: Choices, prefix: str) -> None:
         self._choices = choices
-        self._prefix = prefix
+        self._prefix = Prefix(prefix, api.operations().session)
         self._variables: list[Any] = []
         self._parameters: list[torch.Tensor] = []
         self._described: list[Parameter] = []
@@ -144,10 +144,8 @@ class TorchReduction:
             self._adopt(variables)
         operations = api.operations()
         if self._gradients is None or self._operations is not operations:
-            self._operations = operations
-            self._gradients = Gradients(
-                operations, self._described, self._choices, prefix=self._prefix, reading=READING
-            )
+            self._operations, prefix = operations, self._prefix.within(operations)
+            self._gradients = Gradients(operations, self._described, self._choices, prefix=prefix, reading=READING)
 
     def _ready(self, index: int, parameter: torch.Tensor) -> None:
         """Runs when autograd has accumulated a gradient.
@@ -163,7 +161,8 @@ class TorchReduction:
                 return
             self._at_hand(self._variables)
             self._fresh.clear()
-            BackwardPass(self._end_of_backward, self._backward_failed, self._interrupted, order=self._prefix)
+            order = self._prefix.within(api.operations())
+            BackwardPass(self._end_of_backward, self._backward_failed, self._interrupted, order=order)
             self._begun = True
             if self._reduced and self._choices.op is ReduceOp.SUM and self._adds(index):
                 text = (

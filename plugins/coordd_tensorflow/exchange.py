@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from coordd import api
-from coordd.daemon.operations import Operations
+from coordd.daemon.operations import Operations, Prefix
 from coordd.errors import ArgumentError, brief
 from coordd.gradients.bucketing import Grouping
 from coordd.gradients.consistency import Reading, Settings
@@ -79,7 +79,7 @@ class Exchange:
                 set of variables gets a new prefix, and later tapes for the same variables share it.
         """
         self._choices = choices
-        self._prefix = prefix
+        self._prefix = None if prefix is None else Prefix(prefix, api.source()().session)
 
     def reduce(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], settings: Settings | None = None
@@ -123,10 +123,14 @@ class Exchange:
         if settings is None:  # an optimizer uses its gradients itself, outside any tape
             self._derive(gradients, found, dense)
         wanted = source().daemon.config.nonfinite
+        prefix = "" if self._prefix is None else way.prefix  # tapes in several threads take theirs in any order
         for index in sparse:
             name = name_of(variables[index], index)
             slices = allreduce(
-                gradients[index], op=self._choices.op, name=f"sparse.{name}", process_set=self._choices.process_set
+                gradients[index],
+                op=self._choices.op,
+                name=f"{prefix}sparse.{name}{variables[index].shape}",
+                process_set=self._choices.process_set,
             )
             found[index] = slices if wanted == "ignore" else checked_finite(slices, name, wanted)
         return found
@@ -154,7 +158,7 @@ class _Way:
     def __init__(
         self,
         key: Hashable,
-        prefix: str | None,
+        prefix: Prefix | None,
         parameters: Sequence[Parameter],
         choices: Choices,
         reading: Reading,
@@ -166,7 +170,8 @@ class _Way:
         self._source = api.source()
         self._lock = threading.Lock()
         # Chosen here, so that prefixes follow program order on all ranks, inside or outside the process set.
-        self._prefix = _prefix(self._source(), key, prefix)
+        self.prefix = _prefix(self._source(), key, prefix)
+        self._made = Prefix(self.prefix, self._source().session)
 
     @property
     def gradients(self) -> Gradients:
@@ -175,9 +180,8 @@ class _Way:
         with self._lock:
             found: Gradients | None = memo.get(self._key)
             if found is None:
-                found = Gradients(
-                    self._source(), self._parameters, self._choices, prefix=self._prefix, reading=self._reading
-                )
+                prefix = memo.setdefault((self._key, "prefix"), self._made.within(self._source()))
+                found = Gradients(self._source(), self._parameters, self._choices, prefix=prefix, reading=self._reading)
                 memo[self._key] = found
         found.serve(self._parameters, self._reading)
         return found
@@ -224,7 +228,7 @@ class _Way:
         return wait
 
 
-def _prefix(operations: Operations, key: Hashable, prefix: str | None) -> str:
+def _prefix(operations: Operations, key: Hashable, prefix: Prefix | None) -> str:
     """Returns the prefix for a key: a new one, or the optimizer's, with a number from its second key on."""
     memo = operations.memo
     if (found := memo.get((key, "prefix"))) is None:
@@ -232,7 +236,7 @@ def _prefix(operations: Operations, key: Hashable, prefix: str | None) -> str:
             found = operations.namespace()
         else:
             number = memo[prefix, "ways"] = memo.get((prefix, "ways"), -1) + 1
-            found = f"{prefix}{number}." if number else prefix
+            found = prefix.within(operations) + (f"{number}." if number else "")
         memo[key, "prefix"] = found
     return str(found)
 
@@ -243,7 +247,7 @@ class _Dense:
     def __init__(
         self,
         choices: Choices,
-        prefix: str | None,
+        prefix: Prefix | None,
         gradients: Sequence[Gradient],
         variables: Sequence[Any],
         sparse: Sequence[Any],
@@ -263,8 +267,6 @@ class _Dense:
         ]
         # Not the grouping itself: it identifies variables by address, and an address may be reused later on some ranks.
         grouped = choices.grouping.choice(map(variable_of, variables))
-        key = (replace(choices, grouping=_ANY), grouped, prefix, *map(str, self._parameters))
-        place = place_in_graph(key)
         others = [
             Parameter(
                 name_of(variable, index),
@@ -275,9 +277,23 @@ class _Dense:
             for index, variable in enumerate(sparse)
             if tf.TensorShape(variable.shape).is_fully_defined()
         ]
+        key = (
+            replace(choices, grouping=_ANY),
+            grouped,
+            prefix,
+            *map(str, self._parameters),
+            "sparse",
+            *map(str, others),
+        )
+        place = place_in_graph(key)
         # A later occurrence in a graph may run while the step of an earlier one still changes the variables.
         reading = (UNREADABLE if place else READING)._replace(others=tuple(others))
         self._way = _Way((*key, place), prefix, self._parameters, choices, reading)
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the names of its operations."""
+        return self._way.prefix
 
     def reduce(self, settings: Settings | None) -> list[Gradient]:
         """Starts the buckets and waits for all, for an optimizer with these settings."""

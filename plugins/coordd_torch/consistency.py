@@ -140,7 +140,7 @@ class Consistency:
 
 
 def trained(name: str, value: Tensor) -> Trained:
-    """Describes a parameter whose values are compared; it must be floating-point or complex."""
+    """Describes a parameter whose values are compared; it requires a gradient, so it is floating-point or complex."""
     what, size, exact = _kind(value.shape, value.dtype)
     return Trained(name, what, size, exact, functools.partial(values_at, value))
 

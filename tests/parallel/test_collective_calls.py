@@ -316,3 +316,20 @@ def test_objects_may_be_shared_in_a_process_set_whose_number_is_a_long_text(monk
         return cd.allgather_object(rank, process_set=cd.ProcessSet([0, 1])) if rank < 2 else None
 
     assert each_rank(3, body) == [[0, 1], [0, 1], None]
+
+
+def test_an_optimizer_that_one_rank_alone_begins_to_make_does_not_shift_later_ones():
+    def made(rank):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = cd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("weight", weight)])
+        (weight.sum() * (rank + 1)).backward()
+        optimizer.step()
+        return weight.grad.tolist()
+
+    def body(rank):
+        with pytest.raises(cd.MismatchError, match="ranks wait for each other"):
+            made(rank) if rank else cd.barrier()
+        come_together()
+        return [made(rank) for _ in range(2)]
+
+    assert each_rank(2, body) == [[[1.5, 1.5]] * 2] * 2

@@ -3,6 +3,7 @@
 import gc
 import json
 import tempfile
+import threading
 import time
 import unittest.mock
 import weakref
@@ -570,3 +571,29 @@ def heard(gradients: Gradients, seconds: float) -> bool:
         if (told := gradients._told) is not None and told.wait(0.1):
             return True
     return False
+
+
+@ranks(2, deadline=60)
+def case_sparse_gradients_of_two_threads_are_not_mixed_up() -> None:
+    """Both variables have TensorFlow's default name; the threads of each rank begin in another order."""
+    tables = [tf.Variable(tf.ones((rows, 4))) for rows in (100, 50)]
+    assert len({table.name for table in tables}) == 1
+    turns = [threading.Event() for _ in tables]
+    turns[cd.rank()].set()
+    found: dict[int, list[list[float]]] = {0: [], 1: []}
+
+    def train(which: int) -> None:
+        turns[which].wait()
+        for _ in range(3):
+            with cd.DistributedGradientTape(tf.GradientTape()) as tape:
+                loss = tf.reduce_sum(tf.gather(tables[which], [cd.rank()])) * 100.0**which
+            turns[1 - which].set()
+            slices = tape.gradient(loss, [tables[which]])[0]
+            found[which].append(slices.values[:, 0].numpy().tolist())
+
+    threads = [threading.Thread(target=train, args=(which,)) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: [[0.5, 0.5]] * 3, 1: [[50.0, 50.0]] * 3}

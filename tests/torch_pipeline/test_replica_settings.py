@@ -158,6 +158,48 @@ def test_a_rank_without_the_parameter_hears_of_different_values_too():
         assert ranks.each(body) == ["RefusedError", "MismatchError", "MismatchError"]
 
 
+class Codebook(nn.Module):
+    """Writes to a frozen parameter in its forward pass, from the rows that it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, x.abs().max()))
+        return x
+
+
+def test_replicas_may_write_to_frozen_parameters_as_to_buffers():
+    rows = torch.arange(12.0).reshape(4, 3)
+
+    def body(_):
+        torch.manual_seed(0)
+        pipe = pipeline(nn.Sequential(Codebook(), nn.Linear(3, 3)))
+        for _ in range(6):
+            pipe.train_batch(rows, Y)
+
+    with local_ranks(2) as ranks:
+        ranks.each(body)
+
+
+def test_what_was_compared_before_a_checkpoint_is_loaded_is_forgotten(tmp_path):
+    def body(rank):
+        pipe = pipeline()
+        pipe.train_batch(X, Y)
+        pipe.save(tmp_path / "saved")
+        if rank:
+            changed(pipe)
+        pipe.train_batch(X, Y)
+        pipe.load(tmp_path / "saved")
+        for _ in range(4):
+            pipe.train_batch(X, Y)
+
+    with local_ranks(2) as ranks:
+        ranks.each(body)
+
+
 def test_different_values_are_allowed_without_check_parameters():
     def body(rank):
         pipe = pipeline()
@@ -183,7 +225,7 @@ def test_copies_of_a_parameter_stay_equal_under_each_schedule(schedule, replicas
         ranks.each(body)
 
 
-def test_stages_may_differ_unless_they_are_tied():
+def test_stages_may_differ_unless_they_are_tied(caplog):
     def free(rank):
         pipe = pipeline(optimizer=torch.optim.Adam if rank else sgd(), replicas=1)
         pipe.optimizers[0].param_groups[0]["lr"] = 0.01 * (rank + 1)
@@ -191,6 +233,8 @@ def test_stages_may_differ_unless_they_are_tied():
 
     with local_ranks(2) as ranks:
         assert len(set(ranks.each(free))) == 1
+    [told] = [record.getMessage() for record in caplog.records if "classes" in record.getMessage()]
+    assert "different classes (SGD on rank 0, Adam on rank 1)" in told
     texts = refused(lambda rank: pipeline(tied(), sgd(0.1 + rank), replicas=1))
     assert all("lr of 0.weight (0.1 on rank 0, 1.1 on rank 1)" in text for text in texts), texts
 

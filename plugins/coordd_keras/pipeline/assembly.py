@@ -116,7 +116,11 @@ class Assembly:
         sharing = Sharing(held, self._owners, operations, name=name)
         sharing.align()
         self.replica_values = ReplicaValues(
-            operations, self._shared(), framework=keras.backend.backend(), name=f"{name}.replicas"
+            operations,
+            self._shared,
+            framework=keras.backend.backend(),
+            name=f"{name}.replicas",
+            remedy="Pipeline(whole(), ...) again, which copies the values of the first rank",
         )
         parts = {number: self.layout.parts[number] for number in held}
         for number, part in parts.items():
@@ -253,7 +257,7 @@ class Assembly:
     def _shared(self) -> Iterable[tuple[Sequence[int], Trained]]:
         """Yields the trained variables that other ranks have, too, with these ranks; in the order of the model."""
         for key, variable in sorted(self._held.items(), key=lambda item: place_of(item[0])):
-            if len(self._owners[key]) > 1 and variable.trainable:
+            if len(self._owners[key]) > 1 and variable.trainable and floats(variable):
                 yield self._owners[key], _trained(variable)
 
     def _averaged(self, stages: Iterable[int]) -> list[str]:

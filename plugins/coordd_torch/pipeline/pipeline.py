@@ -323,6 +323,7 @@ class Pipeline:
             ArgumentError: on all ranks: the checkpoint is incomplete, or of another model or optimizer.
         """
         self.epochs = self._saving.load(Path(folder), optimizer=optimizer)
+        self._replica_values.forget()
 
     def record(self, path: str | Path | None = None) -> Recording:
         """Gathers the actions of all ranks in the last training step, and a prediction; all ranks call it.
@@ -471,13 +472,12 @@ class Pipeline:
         shared = {key: value for mine in held.values() for key, value in mine.items() if len(owners[key]) > 1}
         self._replica_values = ReplicaValues(
             self._operations,
-            (
-                (owners[key], trained(key, value))
-                for key, value in sorted(shared.items())
-                if value.is_floating_point() or value.is_complex()
+            lambda: (
+                (owners[key], trained(key, value)) for key, value in sorted(shared.items()) if value.requires_grad
             ),
             framework="PyTorch",
             name=f"{self._name}.replicas",
+            remedy="load(...) with a checkpoint of save(...)",
         )
         if self._replica_settings.nothing:
             self._accord.check("Pipeline", {}, parts=self._replica_settings.texts())

@@ -7,6 +7,7 @@ Optimizers of one class must have the same defaults: a learning rate that depend
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,12 @@ from coordd_torch.checksums import checksum
 
 __all__ = ["ReplicaSettings", "check_defaults"]
 
+log = logging.getLogger("coordd")
+
+_CLASSES = (
+    "the stages of a pipeline have optimizers of different classes (%s): unless this is meant, let optimizer= return "
+    "the same class on all ranks"
+)
 _Texts = dict[str, str]
 
 
@@ -116,6 +123,8 @@ def check_defaults(
 ) -> None:
     """Checks that optimizers of one class have the same defaults on all ranks; all ranks must call it.
 
+    Optimizers of different classes are warned of on rank 0: they may be meant, or a mistake of one rank.
+
     Args:
         optimizers: of this rank's stages.
         operations: of the daemon.
@@ -129,10 +138,17 @@ def check_defaults(
         for optimizer in optimizers.values()
         for key, text in _hyperparameters(getattr(optimizer, "defaults", {})).items()
     }
+    own = sorted({type(optimizer).__name__ for optimizer in optimizers.values() if optimizer is not None})
     values: dict[str, dict[str, list[int]]] = {}
-    for rank, found in enumerate(gathered(operations, sorted(mine), f"{name}.defaults", global_process_set)):
+    classes: dict[str, list[int]] = {}
+    everybodys = gathered(operations, (own, sorted(mine)), f"{name}.defaults", global_process_set)
+    for rank, (kinds, found) in enumerate(everybodys):
+        for kind in kinds:
+            classes.setdefault(kind, []).append(rank)
         for key, text in found:
             values.setdefault(key, {}).setdefault(text, []).append(rank)
+    if len(classes) > 1 and operations.daemon.world.rank == 0:
+        log.warning(_CLASSES, ", ".join(f"{kind} on {ranks_text(ranks)}" for kind, ranks in classes.items()))
     told = [
         f"{key} ({', '.join(f'{text} on {ranks_text(ranks)}' for text, ranks in each.items())})"
         for key, each in values.items()
