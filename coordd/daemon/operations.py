@@ -427,7 +427,7 @@ class Operations(Messages):
         site = call_site(sys._getframe(2))  # noqa: SLF001 - the documented way to the caller
         return Entry(request, array, self.daemon.handle(request.name), site)
 
-    def namespace(self, members: tuple[int, ...] = ()) -> str:
+    def namespace(self, members: tuple[int, ...] = (), *, anew: bool = True) -> str:
         """Returns a prefix for the names of one more optimizer: none for the first, then ``opt1.`` and so on.
 
         Each process set has its own count, so that ranks that are not members need not count. After a deadlock the
@@ -435,8 +435,9 @@ class Operations(Messages):
 
         Args:
             members: of the process set; none for the whole world.
+            anew: whether the count restarts after a deadlock.
         """
-        era = self.era(members, joins=False)
+        era = self.era(members, joins=False) if anew else ""
         number = self._namespaces[members, era]
         self._namespaces[members, era] += 1
         which = f"({spans(members)})." if members else ""

@@ -123,7 +123,7 @@ class Exchange:
         if settings is None:  # an optimizer uses its gradients itself, outside any tape
             self._derive(gradients, found, dense)
         wanted = source().daemon.config.nonfinite
-        prefix = "" if self._prefix is None else way.prefix  # tapes in several threads take theirs in any order
+        prefix = "" if self._prefix is None else self._prefix.text  # tapes in several threads take theirs in any order
         for index in sparse:
             name = name_of(variables[index], index)
             slices = allreduce(
@@ -152,6 +152,9 @@ class Exchange:
         return reduced
 
 
+_of_tapes: dict[Hashable, Prefix] = {}
+
+
 class _Way:
     """The buckets as used by functions inside a graph, without the tensors, which would stay alive forever."""
 
@@ -170,8 +173,7 @@ class _Way:
         self._source = api.source()
         self._lock = threading.Lock()
         # Chosen here, so that prefixes follow program order on all ranks, inside or outside the process set.
-        self.prefix = _prefix(self._source(), key, prefix)
-        self._made = Prefix(self.prefix, self._source().session)
+        self._made = Prefix(_prefix(self._source(), key, prefix), self._source().session)
 
     @property
     def gradients(self) -> Gradients:
@@ -229,11 +231,17 @@ class _Way:
 
 
 def _prefix(operations: Operations, key: Hashable, prefix: Prefix | None) -> str:
-    """Returns the prefix for a key: a new one, or the optimizer's, with a number from its second key on."""
+    """Returns the prefix for a key: a new one, or the optimizer's, with a number from its second key on.
+
+    A key of tapes of an earlier session keeps its prefix, because one rank alone may trace their function again.
+    """
     memo = operations.memo
     if (found := memo.get((key, "prefix"))) is None:
-        if prefix is None:
-            found = operations.namespace()
+        if prefix is None and key in _of_tapes:
+            found = _of_tapes[key].within(operations)
+        elif prefix is None:
+            found = operations.namespace(anew=False)  # one rank alone may know the key from before a deadlock
+            _of_tapes[key] = Prefix(found, operations.session)
         else:
             number = memo[prefix, "ways"] = memo.get((prefix, "ways"), -1) + 1
             found = prefix.within(operations) + (f"{number}." if number else "")
@@ -289,11 +297,6 @@ class _Dense:
         # A later occurrence in a graph may run while the step of an earlier one still changes the variables.
         reading = (UNREADABLE if place else READING)._replace(others=tuple(others))
         self._way = _Way((*key, place), prefix, self._parameters, choices, reading)
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of the names of its operations."""
-        return self._way.prefix
 
     def reduce(self, settings: Settings | None) -> list[Gradient]:
         """Starts the buckets and waits for all, for an optimizer with these settings."""
