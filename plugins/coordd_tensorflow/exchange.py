@@ -153,6 +153,7 @@ class Exchange:
 
 
 _of_tapes: dict[Hashable, Prefix] = {}
+"""The prefixes of tapes by the key of their parameters, over all sessions of this process."""
 
 
 class _Way:

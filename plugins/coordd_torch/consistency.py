@@ -140,7 +140,7 @@ class Consistency:
 
 
 def trained(name: str, value: Tensor) -> Trained:
-    """Describes a parameter whose values are compared; it requires a gradient, so it is floating-point or complex."""
+    """Describes a parameter for the comparison of values; it requires a gradient, so it has no integer dtype."""
     what, size, exact = _kind(value.shape, value.dtype)
     return Trained(name, what, size, exact, functools.partial(values_at, value))
 

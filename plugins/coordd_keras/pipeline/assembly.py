@@ -327,7 +327,7 @@ class Assembly:
 
 
 def _trained(variable: Any) -> Trained:
-    """Describes a variable whose values are compared between ranks."""
+    """Describes a variable for the comparison of its values between ranks."""
     dtype = dtype_of(variable.dtype)
 
     def read(places: np.ndarray) -> np.ndarray:

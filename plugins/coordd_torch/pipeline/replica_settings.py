@@ -79,7 +79,7 @@ class ReplicaSettings:
         return now != before if before else None
 
     def settle(self) -> None:
-        """Marks the values as compared; they are compared before the first step only."""
+        """Marks the initial values as compared; `ReplicaValues` compares later ones."""
         self._compared = True
 
     def _stage(self, stage: int, names: Mapping[int, str]) -> _Texts:
@@ -141,8 +141,8 @@ def check_defaults(
     own = sorted({type(optimizer).__name__ for optimizer in optimizers.values() if optimizer is not None})
     values: dict[str, dict[str, list[int]]] = {}
     classes: dict[str, list[int]] = {}
-    everybodys = gathered(operations, (own, sorted(mine)), f"{name}.defaults", global_process_set)
-    for rank, (kinds, found) in enumerate(everybodys):
+    by_rank = gathered(operations, (own, sorted(mine)), f"{name}.defaults", global_process_set)
+    for rank, (kinds, found) in enumerate(by_rank):
         for kind in kinds:
             classes.setdefault(kind, []).append(rank)
         for key, text in found:
