@@ -5,13 +5,14 @@ Framework threads put work into its message queue and wait on handles; nothing e
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,23 @@ __all__ = ["Daemon"]
 _END_SECONDS = 3.0
 _GIVE_UP_SECONDS = 0.3
 _LOOK_SECONDS = 0.1
+
+
+class _Unbroken:
+    """Context manager of `Daemon.unbroken`; a class, because each step enters it and a generator takes longer."""
+
+    __slots__ = ("_daemon", "_series", "_what")
+
+    def __init__(self, daemon: Daemon, what: str, series: Series) -> None:
+        self._daemon, self._what, self._series = daemon, what, series
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: TracebackType | None) -> None:
+        """Notes an exception."""
+        if error is not None:
+            self._daemon.broken_off(error, self._what, series=self._series)
 
 
 class Daemon:
@@ -369,14 +387,9 @@ class Daemon:
         self._run_on_thread(lambda: None)
         self._check_usable()
 
-    @contextlib.contextmanager
-    def unbroken(self, what: str, *, series: Series) -> Iterator[None]:
+    def unbroken(self, what: str, *, series: Series) -> AbstractContextManager[None]:
         """Fails the job if an exception that coordd has not raised interrupts the work inside; see `broken_off`."""
-        try:
-            yield
-        except BaseException as error:
-            self.broken_off(error, what, series=series)
-            raise
+        return _Unbroken(self, what, series)
 
     def note_told(self, handle: Handle[Any]) -> None:
         """Adds an operation that informs other ranks and should complete before this rank leaves."""

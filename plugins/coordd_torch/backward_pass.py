@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 
@@ -9,7 +10,8 @@ import torch
 
 __all__ = ["BackwardPass"]
 
-_running: dict[int, weakref.WeakSet[BackwardPass]] = {}
+_ORDER = operator.attrgetter("order")
+_running: dict[int, list[weakref.ref[BackwardPass]]] = {}
 """The objects that wait for the end of each run, by autograd's task id.
 
 Only autograd holds strong references to these objects, and drops them if the run fails."""
@@ -45,7 +47,7 @@ class BackwardPass:
         self._ended, self._failed, self._broken, self._called = ended, failed, broken, False
         self.order = order
         self._task = torch._C._current_graph_task_id()  # noqa: SLF001 - as below
-        _running.setdefault(self._task, weakref.WeakSet()).add(self)
+        _running.setdefault(self._task, []).append(weakref.ref(self))
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - there is no public way; FSDP uses it, too
         engine.queue_callback(self)
 
@@ -55,7 +57,8 @@ class BackwardPass:
         If one of them raises, the pass has failed for the others, which are notified before the error reaches the
         script.
         """
-        waiting = sorted(_running.pop(self._task, ()), key=lambda each: each.order)
+        found = [each() for each in _running.pop(self._task, ())]
+        waiting = sorted((each for each in found if each is not None), key=_ORDER)
         try:
             for each in waiting:
                 each.end()

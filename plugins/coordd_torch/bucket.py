@@ -238,7 +238,8 @@ class Bucket:
         """Whether the script has set gradients of this step that backward has not computed."""
         self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pairs of a gradient that stays where it is because the user refers to it, and the place of its reduction."""
-        self._missing = len(gradients)
+        self.awaited = len(gradients)
+        """Number of gradients that are not ready."""
         self._entry: Entry | None = None
         self._dtype: np.dtype[Any] | None = None
         self.refused = False
@@ -249,7 +250,7 @@ class Bucket:
             names, places = [gradient.name for gradient in gradients], self._memory.order
             self._courier = Courier(reducer.underway, name, self._flat, values, names, places=places, land=self._look)
         for gradient in gradients:
-            gradient.bucket = self
+            gradient.bucket, gradient.small = self, gradient not in self._large
 
     def _adopt(self, memory: _Memory) -> None:
         self._memory, self._flat, self._places = memory, memory.flat, memory.places
@@ -310,9 +311,9 @@ class Bucket:
         if gradient in self._large and not self._move(gradient):
             gradient.started = False
             return
-        self._missing -= 1
+        self.awaited -= 1
         # The last open bucket is submitted only when backward has ended: until then this rank can report a failure.
-        if not self._missing and self._early and self._reducer.open_buckets > 1:
+        if not self.awaited and self._early and self._reducer.open_buckets > 1:
             self._submit()
 
     def _move(self, gradient: Gradient) -> bool:
@@ -326,7 +327,7 @@ class Bucket:
         """Copies the small gradients to their places in one operation; usually all of them are ready and dense."""
         memory = self._memory
         values = tuple(map(_GRADIENT, memory.small_parameters))
-        if not self._missing and values and _all_dense(values):
+        if not self.awaited and values and _all_dense(values):
             self._move_all(memory.small_gradients, values)
             return
         del values  # `_move_all` needs them without other references from coordd
@@ -374,7 +375,7 @@ class Bucket:
         """Fills the places of missing gradients and starts the reduction; does nothing if it has started."""
         if not self.open:
             return
-        if not self._missing:
+        if not self.awaited:
             self._submit()
             return
         for index, gradient in enumerate(self._gradients):
@@ -403,7 +404,7 @@ class Bucket:
     @property
     def full(self) -> bool:
         """Whether all gradients are ready and the reduction has not started."""
-        return self.open and not self._missing
+        return self.open and not self.awaited
 
     def take_back(self, lost: list[object]) -> bool:
         """Marks the reduction as not started if it is among the lost handles; returns whether it is."""
@@ -538,7 +539,7 @@ class Bucket:
         if self._entry is not None:  # an array that shares the memory would count as a gradient that the user keeps
             self._entry.array, self._entry.land = _NOTHING, None
         self.open, self._given, self.refused = True, False, False
-        self._missing = len(self._gradients)
+        self.awaited = len(self._gradients)
         self._by_hand = False
         self._absent.clear()
         self._outside.clear()

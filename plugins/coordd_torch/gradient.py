@@ -44,6 +44,8 @@ class Gradient:
         # The attributes that each backward pass reads come first, so that they share cache lines.
         self.reducer = reducer
         self.bucket: Bucket | None = None
+        self.small = False
+        """Whether its bucket copies it together with others, when the last one is ready."""
         self.started = False
         self.passes = 0
         self.parameter = parameter
@@ -107,7 +109,13 @@ class Gradient:
         if self.started:
             reducer.repeat(self)
         elif self.passes >= reducer.limit:
-            self.submit()
+            bucket = self.bucket
+            if self.small and bucket is not None and bucket.open and bucket.awaited > 1 and reducer.finiteness is None:
+                # As `submit` does, without calls, because most gradients of most steps come here.
+                reducer.touched = self.started = True
+                bucket.awaited -= 1
+            else:
+                self.submit()
 
     @property
     def given(self) -> bool:
@@ -198,6 +206,7 @@ class Gradient:
     def leave_bucket(self) -> None:
         """Leaves its bucket when that is retired; from then on the gradient is reduced on its own."""
         self.bucket = self.strides = None
+        self.small = False
 
     def remember(self, *, changed: bool = False) -> None:
         """Records the tensor that ``.grad`` is, and its version counter.

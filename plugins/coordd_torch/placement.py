@@ -32,6 +32,7 @@ __all__ = ["Placement"]
 
 _BEHIND = operator.attrgetter("_cdata")
 """The C++ tensor of a Python tensor, whose hooks autograd calls; there is no public way to get it."""
+_GRADIENT = operator.attrgetter("grad")
 _LAST_BUCKET_BYTES = 1 << 20
 _UNUSED_STEPS = 16
 """A parameter in no group is released after this many steps in which no rank has its gradient."""
@@ -198,8 +199,6 @@ class Placement:
 
     def let_go(self, gradients: Sequence[Gradient]) -> None:
         """Stops reducing gradients, between two steps, so that coordd does not keep their parameters alive."""
-        if not gradients:
-            return
         leaving, self._lists = set(gradients), []
         for gradient in leaving:
             self.known.discard(id(gradient.parameter))
@@ -254,9 +253,9 @@ class Placement:
 
         If none was cleared, they count as the reduced gradients, clipped, say.
         """
-        gradients = self._gradients()
-        if not [gradient for gradient in gradients if gradient.parameter.grad is None]:  # the usual case
+        if not any(map(operator.is_, map(_GRADIENT, self._hooked), itertools.repeat(None))):  # the usual case, quickly
             return False
+        gradients = self._gradients()
         had = [gradient for gradient in gradients if gradient.started]
         given_up = all(gradient.changed for gradient in had) and any(gradient.cleared for gradient in had)
         beside = (gradient for gradient in gradients if gradient.started or not gradient.passes)

@@ -201,8 +201,12 @@ class Reducer(Placement):
 
     def _begin_step(self) -> None:
         self._begun, self._discarded = True, None
-        if self._joins != self.channel.joins or any(bucket.outdated for bucket in self._buckets):
+        if self._joins != self.channel.joins:
             self._start_over()
+        for bucket in self._buckets:  # a loop, because this delays each backward pass
+            if bucket.outdated:
+                self._start_over()
+                break
         for bucket in self._buckets:
             bucket.secure()
 
@@ -646,8 +650,9 @@ class Reducer(Placement):
             self._move_in()
         if self._change is not None:
             self._rearrange(self._change)
-        self.let_go(unused)
-        self.consistency.forget(gradient.parameter for gradient in unused)
+        if unused:
+            self.let_go(unused)
+            self.consistency.forget(gradient.parameter for gradient in unused)
 
     def end_step(self, *, made: bool) -> None:
         """Ends a step; `made` is False if the optimizer or ``nonfinite`` skipped it."""
@@ -659,6 +664,9 @@ class Reducer(Placement):
 
     def drop(self) -> None:
         """Completes pending reductions of this step, which other ranks may wait for, before its memory is reused."""
+        if not (self._begun or self._abandoned):
+            self._discarded = self._cause = None
+            return
         with self.channel.unbroken("the end of a step"):
             if self._begun and (self._owed or self.touched) and not self._abandoned:
                 self._take_part_without_gradients()
