@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType, MethodType
 
 __all__ = ["Handler", "TimeIsUpError", "handlers"]
 
 ELSEWHERE = ("contextlib", "torch.amp.autocast_mode", "torch.autograd.grad_mode")
+TIMES = 4
+"""How often the exception is raised at one place, in as many jobs, where the thread comes there often."""
 
 
 class TimeIsUpError(Exception):
@@ -22,7 +25,8 @@ class TimeIsUpError(Exception):
 class Handler:
     """Raises at a place of coordd that a thread reaches, counted from the first call for which ``begins`` is true.
 
-    Places are the functions that it calls, each once, or with ``every`` each call and each line, as often as they come.
+    Places are the functions that it calls, each once, or with ``every`` each call and each line, the first times that
+    they come: a comparison of parameters runs some lines hundreds of times.
     With ``as_torch`` the exception looks like one of PyTorch, such as for want of memory. The thread sets ``trace`` as
     its trace function.
     """
@@ -42,19 +46,22 @@ class Handler:
         self._every = every
         self._begins = begins
         self._error = error
-        self._places: list[CodeType] | None = None
+        self._count = 0
+        self._places: Counter[tuple[CodeType, str, int]] | None = None
 
     def raise_there(self, frame, event, _):
         name, code = frame.f_globals.get("__name__", ""), frame.f_code
         if self._places is None:
             if name.startswith("coordd") and self._begins(frame):
-                self._places = []
+                self._places = Counter()
             return self.trace if name.startswith("coordd") else None
         if not name.startswith(("coordd", *ELSEWHERE)):
             return None
-        if event in {"call", "line"} and (self._every or code not in self._places):
-            self._places.append(code)
-            if len(self._places) > self._number and not self.where:
+        place = (code, event, frame.f_lineno) if self._every else (code, "", 0)
+        if event in {"call", "line"} and self._places[place] < (TIMES if self._every else 1):
+            self._places[place] += 1
+            self._count += 1
+            if self._count > self._number and not self.where:
                 self.where = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
                 raise self._error
         return self.trace if self._every else None

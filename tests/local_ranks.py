@@ -61,8 +61,11 @@ class LocalRanks:
                     self.daemons[rank].fail(f"failed: {error!r}", "".join(traceback.format_exception(error)))
 
         self._in_threads(body, max(seconds, SECONDS))
-        if errors:
-            raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+        try:
+            if errors:
+                raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+        finally:
+            errors.clear()  # this frame, and so what the errors' frames hold, would live as long as they
         return results
 
     def errors(self, function: Function, kind: type[BaseException]) -> list[Any]:

@@ -54,9 +54,7 @@ class KerasState:
         if api.rank():
             return
         self._values = {name: getattr(self, name) for name in self._values}
-        arrays = {
-            str(index): np.asarray(keras.ops.convert_to_numpy(each)) for index, each in enumerate(self._variables())
-        }
+        arrays = {str(index): _storable(each) for index, each in enumerate(self._variables())}
         arrays[_VALUES] = np.array(json.dumps(self._values))
         unfinished = self._path.with_name(f"{self._path.name}.tmp")
         with unfinished.open("wb") as file:
@@ -77,13 +75,16 @@ class KerasState:
                 found = self._read()
             except ArgumentError as error:
                 problem = str(error)
-        found, problem = broadcast_object((found, problem), 0, name="coordd.state")
+        mine = {name: getattr(self, name) for name in self._values}
+        there, values, problem = broadcast_object(
+            (found is not None, {**mine, **(found or {})}, problem), 0, name="coordd.state"
+        )
         if problem:
             raise ArgumentError(problem)
         copy_variables(self._variables(), 0)
-        self._values |= found or {}
+        self._values |= values
         self._show()
-        return found is not None
+        return bool(there)
 
     def _read(self) -> dict[str, Any]:
         """Reads the file into the variables; returns the values."""
@@ -107,6 +108,12 @@ class KerasState:
     def _show(self) -> None:
         for name, value in self._values.items():
             setattr(self, name, value)
+
+
+def _storable(variable: Any) -> np.ndarray:
+    """Returns a variable's values, bfloat16 and its kin as float32, because NumPy's files cannot hold them."""
+    array = np.asarray(keras.ops.convert_to_numpy(variable))
+    return array.astype(np.float32) if array.dtype.kind == "V" else array
 
 
 class CommitStateCallback(keras.callbacks.Callback):

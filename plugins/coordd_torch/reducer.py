@@ -343,7 +343,8 @@ class Reducer(Placement):
             reason: what this rank has done, as the end of a sentence.
             error: what this rank raises then, if it does: `discard_step` recognises it as an error of this step.
         """
-        self._cause = error
+        # If the job has failed, no step follows, whose begin would drop the error; its traceback keeps the graph.
+        self._cause = None if isinstance(error, PeerError) else error
         self._count()
         if not self._gone_round:
             self.adopt_late()  # the other ranks do so at the beginning of this round

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from coordd import api
 from coordd.errors import ArgumentError
@@ -18,6 +19,9 @@ from coordd_torch.as_horovod import fill_missing
 from coordd_torch.operations import broadcast_async_
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+
+_EXTRA_STATE = "_extra_state"
+"""How PyTorch names what a module's ``get_extra_state`` returns."""
 
 
 @collective("broadcast_parameters")
@@ -35,7 +39,7 @@ def broadcast_parameters(
         process_set: the ranks that take part.
 
     Raises:
-        ArgumentError: `params` has another type.
+        ArgumentError: `params` has another type, or contains dictionaries or lists of tensors.
         MismatchError: names differ between ranks, and nothing is copied; or a shape or dtype differs.
     """
     named = _named(params)
@@ -60,7 +64,21 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.T
     else:
         text = f"invalid params of type: {type(params).__name__}; give model.state_dict() or named_parameters()"
         raise ArgumentError(text)
+    for name, value in found:
+        if not name.endswith(_EXTRA_STATE) and _nests(value):
+            text = (
+                f"{name!r} is a {type(value).__name__}, whose tensors would not be copied: call broadcast_parameters "
+                "for each state_dict(), broadcast_optimizer_state for that of an optimizer, and broadcast_object for "
+                "anything else"
+            )
+            raise ArgumentError(text)
     return [(name, value) for name, value in found if isinstance(value, torch.Tensor)]
+
+
+def _nests(value: Any) -> bool:
+    """Returns whether a value is a dictionary or list, of any depth, with tensors in it."""
+    leaves = pytree.tree_leaves(value)
+    return not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 @collective("broadcast_optimizer_state")

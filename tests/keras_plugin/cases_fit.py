@@ -315,6 +315,35 @@ def case_a_job_that_is_started_anew_goes_on() -> None:
         cd.KerasState(model(), path)
 
 
+def case_a_state_is_that_of_rank_0_also_before_the_first_commit() -> None:
+    path = Path(cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None)) / "state.npz"
+    state = cd.KerasState(compiled(keras.optimizers.SGD()), path, seed=cd.rank(), note=["mine"])
+    assert not state.restore()
+    assert (state.seed, state.note, state.epoch) == (0, ["mine"], 0)
+
+
+def case_a_model_in_bfloat16_is_restored() -> None:
+    path = Path(cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None)) / "state.npz"
+
+    def made() -> tuple[keras.Model, cd.KerasState]:
+        found = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16")])
+        found.compile(keras.optimizers.Adam(0.01), "mse")
+        return found, cd.KerasState(found, path)
+
+    first, state = made()
+    for variable in first.variables:
+        variable.assign(np.arange(np.prod(variable.shape)).reshape(variable.shape) / 3)
+    state.commit()
+    cd.barrier()
+    second, state = made()
+    assert state.restore()
+    assert [variable.dtype for variable in second.variables] == ["bfloat16"] * 2
+    for one, other in zip(first.variables, second.variables, strict=True):
+        np.testing.assert_array_equal(
+            *(keras.ops.convert_to_numpy(keras.ops.cast(each, "float32")) for each in (one, other))
+        )
+
+
 @ranks(2)
 def case_a_second_pass_adds_to_the_average_of_the_first() -> None:
     """Also on a rank that does not use a variable in it; the trainer's own loop makes one pass a step."""

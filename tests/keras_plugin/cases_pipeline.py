@@ -203,6 +203,59 @@ def case_models_may_have_several_outputs_and_regularisers() -> None:
 
 
 @ranks(2, deadline=60)
+def case_a_microbatch_without_weight_does_not_count() -> None:
+    """The mean over its tokens, of which none counts, is NaN."""
+    random = np.random.default_rng(3)
+    x, y = random.normal(size=(12, 5, 4)), random.integers(-1, 3, (12, 5))
+    y[3:6] = -1
+
+    def tokens(truth, guess):
+        counts = ops.cast(truth >= 0, guess.dtype)
+        found = keras.losses.sparse_categorical_crossentropy(ops.maximum(truth, 0), guess, from_logits=True)
+        return ops.sum(found * counts) / ops.sum(counts)
+
+    def made() -> keras.Model:
+        return keras.Sequential([keras.Input((5, 4)), *(layers.Dense(4, activation="tanh") for _ in range(3))])
+
+    model = seeded(made)
+    model.compile(sgd(), tokens)
+    for recompute in (False, True):
+        config = cd.Config(layers_per_proc=[1, 2], microbatches=4, recompute=recompute)
+        pipe = cd.Pipeline(
+            seeded(made), config, optimizer=sgd(), loss=tokens, weight=lambda _, truth: (truth >= 0).sum()
+        )
+        model = seeded(made)
+        model.compile(sgd(), tokens)
+        for _ in range(2):
+            np.testing.assert_allclose(pipe.train_on_batch(x, y), np.ravel(model.train_on_batch(x, y))[0], rtol=1e-5)
+            model.reset_metrics()
+        same(pipe.whole(), model, 1e-5)
+        assert np.isfinite(pipe.evaluate(x, y))
+
+
+@ranks(2, deadline=60)
+def case_a_schedule_goes_on_where_all_layers_of_a_rank_are_frozen() -> None:
+    x, y = data("chain", 12)
+
+    def made() -> keras.Model:
+        model = chain()
+        for layer in model.layers[:4]:
+            layer.trainable = False
+        return model
+
+    def decaying() -> keras.optimizers.Optimizer:
+        return keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5))
+
+    pipe = staged(seeded(made), decaying(), layers_per_proc=[4, 4])
+    model = plain(seeded(made), decaying())
+    for _ in range(4):
+        pipe.train_on_batch(x, y)
+        model.train_on_batch(x, y)
+    same(pipe.whole(), model, 1e-4)
+    assert float(ops.convert_to_numpy(pipe.optimizer.learning_rate)) == pytest.approx(0.1 / 16)
+
+
+@ranks(2, deadline=60)
 def case_a_function_builds_only_what_is_needed() -> None:
     built: list[keras.Model] = []
 

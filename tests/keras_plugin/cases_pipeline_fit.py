@@ -97,6 +97,31 @@ def case_metrics_may_be_arrays() -> None:
         np.testing.assert_allclose(found[kind], expected, rtol=1e-5)
 
 
+@ranks(2, deadline=60)
+def case_losses_of_several_outputs_are_those_of_keras() -> None:
+    """A check of the loss, and a second forward pass, must not count in them."""
+    x, y = data("chain", 16)
+    x = x.astype("float32")
+    targets = [np.eye(3)[y], np.eye(3)[y] * 5]
+
+    def made() -> keras.Model:
+        seen = keras.Input((2, 3))
+        hidden = layers.Dense(6, activation="tanh")(layers.Flatten()(seen))
+        return keras.Model(seen, [layers.Dense(3, name="early")(hidden), layers.Dense(3, name="late")(hidden)])
+
+    details = {"batch_size": 8, "epochs": 3, "shuffle": False, "verbose": 0, "validation_data": (x, targets)}
+    model = seeded(made)
+    model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"])
+    expected = model.fit(x, targets, **details).history
+    for recompute in (False, True):
+        config = cd.Config(split="layers", microbatches=4, recompute=recompute)
+        pipe = cd.Pipeline(seeded(made), config, optimizer=keras.optimizers.SGD(0.1), loss=["mse", "mae"])
+        found = pipe.fit(x, targets, **details).history
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)
+
+
 class Largest(keras.metrics.Metric):
     """The largest value that the first replica has had."""
 

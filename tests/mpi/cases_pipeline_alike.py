@@ -60,6 +60,24 @@ def case_a_layer_that_is_frozen_on_one_rank() -> None:
 
 
 @ranks(2)
+def case_a_layer_in_evaluation_mode_on_one_rank() -> None:
+    """It stays so in training, so the rank that has the stage would decide."""
+
+    def made_with(rank: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        for layer in (model[1], model[3]) if cd.rank() == rank else ():
+            layer.eval()
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        return model
+
+    for rank in range(2):
+        apart(lambda _, rank=rank: made(made_with(rank)), "1: Dropout.*in evaluation mode.*3: BatchNorm1d")
+    made(made_with(0).eval() if cd.rank() else made_with(2))  # a pipeline trains a model that is in evaluation mode
+
+
+@ranks(2)
 def case_other_initial_values_of_builders() -> None:
     apart(lambda rank: made(lambda: dense(4, 4, 4, 4, seed=rank)), r"initial values.*torch\.manual_seed")
 

@@ -39,6 +39,25 @@ def test_what_is_no_tensor_is_left_alone():
     assert each_rank(2, body) == [(1.0, {"extra": 0}, 1), (1.0, {"extra": 1}, 1)]
 
 
+def test_nested_tensors_are_refused():
+    head = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(head.parameters())
+    head(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+    def body(_):
+        for name, params in (
+            ("head", {"body": torch.ones(1), "head": head.state_dict()}),
+            ("state", optimizer.state_dict()),
+            ("0", [list(head.parameters())]),
+        ):
+            with pytest.raises(cd.ArgumentError, match=f"'{name}' is a .*broadcast_parameters for each state_dict"):
+                cd.broadcast_parameters(params)
+        cd.broadcast_parameters({"weight": torch.ones(1), "_extra_state": {"scale": torch.ones(1)}})
+
+    each_rank(2, body)
+
+
 @pytest.mark.parametrize("params", ["weights", 7, torch.ones(2), None])
 def test_what_are_no_parameters_is_refused(params):
     def body(rank):

@@ -25,6 +25,7 @@ class Call(NamedTuple):
         training: whether layers are called in training mode.
         judged: whether the loss of the output or of layers is computed.
         measured: whether metrics are updated with the output.
+        counts: whether the loss counts; if not, that of the output is zero, because it may be NaN.
     """
 
     values: Sequence[Any]
@@ -33,6 +34,7 @@ class Call(NamedTuple):
     training: bool = False
     judged: bool = False
     measured: bool = False
+    counts: bool = True
 
 
 class Result(NamedTuple):
@@ -77,8 +79,10 @@ class Computation:
         if self.part.loss is None:
             own = self.part.losses  # losses of regularizers and of layers that call add_loss
             loss = sum(own[1:], own[0]) if own else None
-        else:
+        elif call.counts:
             loss = self.part.compute_loss(y=call.targets, y_pred=found, training=call.training)
+        else:
+            loss = sum(keras.ops.sum(output * 0) for output in keras.tree.flatten(found) if floats(output))
         if self._last and call.measured and call.targets is not None:
             self.part.compute_metrics(None, call.targets, found, None)
         return loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import keras
@@ -45,7 +45,7 @@ class _Passage:
     entering: dict[int, list[int]]
     found: Result | None = None
     kept: Any = None
-    state: Sequence[Any] = ()
+    state: Mapping[int, Any] = field(default_factory=dict)
     seed: int | None = None
 
 
@@ -102,8 +102,6 @@ class KerasStage(BaseStage):
         self._layout = layout
         self._last = number == layout.last
         self._variables = list(self.part.trainable_variables)
-        heard = [variable for metric in self.part.metrics for variable in metric.variables]
-        self._state = [*self.part.non_trainable_variables, *heard]
         self._autodiff = autodiff
         self._prepared = False
         self._add = add
@@ -111,7 +109,7 @@ class KerasStage(BaseStage):
         self._recompute = recompute
         self._compress = compress
         self._seed = seed
-        self._seeds = {layout.graph.key(variable): variable for variable in self._state if is_seed(variable)}
+        self._seeds = {layout.graph.key(variable): variable for variable in self._state() if is_seed(variable)}
         self._random = np.random.default_rng()
         self._steps = 0
         self._check = None
@@ -139,7 +137,7 @@ class KerasStage(BaseStage):
         passage = self._entered(microbatch, given, work)
         if work.judged and not self._prepared:
             self._prepared = True
-            state = arrays_of(self._state)
+            state = self._saved()
             self._autodiff.prepare(passage.call)
             self._reset(state)
         found = self._computed(microbatch, passage)
@@ -213,6 +211,7 @@ class KerasStage(BaseStage):
             training=work.training,
             judged=work.judged,
             measured=work.judged,
+            counts=not work.judged or work.batch.weight(microbatch) > 0,
         )
         return _Passage(call, entering)
 
@@ -224,7 +223,7 @@ class KerasStage(BaseStage):
         self._sow(microbatch, passage)
         with self._autodiff.seeded(passage.seed):
             if self._recompute:
-                passage.state = arrays_of(self._state)
+                passage.state = self._saved()
                 return self._autodiff.run(passage.call)
             found, passage.kept = self._autodiff.record(passage.call, self._entering(passage))
         passage.found = found
@@ -237,7 +236,7 @@ class KerasStage(BaseStage):
 
     def _replay(self, passage: _Passage) -> None:
         """Recomputes a forward pass with the same dropout, without updating statistics again."""
-        now = arrays_of(self._state)
+        now = self._saved()
         self._reset(passage.state)
         call = passage.call._replace(measured=False)
         with self._autodiff.seeded(passage.seed):
@@ -246,7 +245,7 @@ class KerasStage(BaseStage):
 
     def _judged(self, outputs: Sequence[Any], masks: Sequence[Any], targets: Any) -> float:
         """Computes the loss of outputs without updating metrics."""
-        state = arrays_of(self._state)
+        state = self._saved()
         given = [keras.ops.convert_to_tensor(output) for output in outputs]
         for output, mask in zip(given, masks, strict=True):
             if mask is not None:
@@ -258,9 +257,24 @@ class KerasStage(BaseStage):
             self._reset(state)
         return float(keras.ops.convert_to_numpy(loss))
 
-    def _reset(self, state: Sequence[Any]) -> None:
-        for variable, value in zip(self._state, state, strict=True):
-            variable.assign(value)
+    def _state(self) -> list[Any]:
+        """Returns the variables that a forward pass may change, metrics' included, of which Keras makes some later."""
+        heard = [variable for metric in self.part.metrics for variable in metric.variables]
+        return [*self.part.non_trainable_variables, *heard]
+
+    def _saved(self) -> dict[int, Any]:
+        """Returns the values of these variables by the ids of the variables."""
+        variables = self._state()
+        return dict(zip(map(id, variables), arrays_of(variables), strict=True))
+
+    def _reset(self, state: Mapping[int, Any]) -> None:
+        """Restores the values of `_saved`; metrics that did not exist then are reset."""
+        for metric in self.part.metrics:
+            if not state.keys() >= set(map(id, metric.variables)):
+                metric.reset_state()
+        for variable in self._state():
+            if id(variable) in state:
+                variable.assign(state[id(variable)])
 
     def _sow(self, microbatch: int, passage: _Passage) -> None:
         """Seeds the random numbers of a microbatch from the user's seed; with recompute, seeds them in any case."""

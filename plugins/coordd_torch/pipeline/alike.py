@@ -36,7 +36,9 @@ def structure(captured: Captured) -> Iterator[str]:
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         yield f"{name} {tuple(tensor.shape)} {str(tensor.dtype)[6:]}{', frozen' * frozen}"
     for name, module in model.named_modules():
-        yield _ADDRESS.sub("", f"{name or 'the model'}: {type(module).__name__}({_details(module)})")
+        frozen = model.training and not module.training  # it stays so in training
+        what = f"{type(module).__name__}({_details(module)}){', in evaluation mode' * frozen}"
+        yield _ADDRESS.sub("", f"{name or 'the model'}: {what}")
     for name, nodes in captured.layers:
         told = "\n".join(_ADDRESS.sub("", str(node.format_node())) for node in nodes)
         yield f"what layer {name} computes ({_digest(told.encode())})"
