@@ -399,9 +399,11 @@ class Operations(Messages):
             DuplicateNameError: the name of one of them is in flight.
         """
         before = self.thread.group
-        group = self.thread.group = _Group(names, users_frame(inspect.currentframe()))
+        group = _Group(names, users_frame(inspect.currentframe()))
         try:
+            self.thread.group = group
             yield
+            self.thread.in_doubt = True  # the last line: what is interrupted before is refused
         except BaseException as error:
             self.thread.group = before
             if group.what is not None:
@@ -410,7 +412,6 @@ class Operations(Messages):
             raise
         finally:
             self.thread.group = before
-        self.thread.in_doubt = True
         self.daemon.submit_all(group.entries)
         if group.names:
             self.account()

@@ -55,6 +55,7 @@ class Batch:
         self._each = len(parts) // steps
         self._weigh = weigh
         self._summed = summed
+        self._rows = [float(part.stop - part.start) for part in parts]
         self._amounts = [self.amount(part) for part in parts]
 
     @property
@@ -102,14 +103,25 @@ class Batch:
         """Returns the factor of a microbatch's loss in the loss of its step."""
         if self._summed:
             return 1.0
+        return self._part(self._amounts, microbatch)
+
+    def by_rows(self, microbatch: int) -> float:
+        """Returns a microbatch's part of the rows of its step, the factor of a loss that is a mean of rows."""
+        return self._part(self._rows, microbatch)
+
+    def _part(self, amounts: Sequence[float], microbatch: int) -> float:
         first = microbatch // self._each * self._each
-        return self._amounts[microbatch] / (sum(self._amounts[first : first + self._each]) or 1.0)
+        return amounts[microbatch] / (sum(amounts[first : first + self._each]) or 1.0)
 
     def share(self, microbatch: int) -> float:
         """Returns the factor of a microbatch's loss in the loss of the batch."""
         if self._summed:
             return 1.0
         return self._amounts[microbatch] / (sum(self._amounts) or 1.0)
+
+    def share_by_rows(self, microbatch: int) -> float:
+        """Returns a microbatch's part of the rows of the batch."""
+        return self._rows[microbatch] / sum(self._rows)
 
     @property
     def shares(self) -> list[tuple[slice, float]]:

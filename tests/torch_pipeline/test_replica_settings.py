@@ -171,35 +171,6 @@ class Codebook(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam])
-def test_sparse_gradients_of_replicas_are_added_up(optimizer):
-    """Both have other rows of the batch, and so of the embedding."""
-    rows, targets = torch.tensor([0, 3, 3, 5]), torch.arange(8.0).reshape(4, 2)
-    table = nn.Embedding(7, 2, sparse=True)
-
-    def made(values):
-        return optimizer(list(values), lr=0.1)
-
-    alone = copy.deepcopy(table)
-    single = made(alone.parameters())
-    for _ in range(3):
-        single.zero_grad()
-        functional.mse_loss(alone(rows), targets).backward()
-        single.step()
-
-    def body(_):
-        config = cd.PipelineConfig(microbatches=1, split="layers", data_parallel=2)
-        model = nn.Sequential(copy.deepcopy(table), nn.Identity())
-        pipe = cd.Pipeline(model, config, optimizer=made, loss=functional.mse_loss)
-        for _ in range(3):
-            pipe.train_batch(rows, targets)
-        return next(iter(pipe.stages.values())).module.get_parameter("0.weight").detach()
-
-    with local_ranks(2) as ranks:
-        for found in ranks.each(body):
-            torch.testing.assert_close(found, alone.weight.detach())
-
-
 def test_replicas_may_write_to_frozen_parameters_as_to_buffers():
     rows = torch.arange(12.0).reshape(4, 3)
 

@@ -38,11 +38,19 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Result of a forward pass: outputs, their masks, and the loss or None."""
+    """Result of a forward pass.
+
+    Attributes:
+        outputs: of the stage.
+        masks: for each output its Keras mask, or None.
+        loss: of the output and of layers, or None.
+        own: the part of it that regularizers and layers add, which ``weight=`` does not weight; or None.
+    """
 
     outputs: Sequence[Any]
     masks: Sequence[Any]
     loss: Any
+    own: Any = None
 
 
 class Computation:
@@ -63,8 +71,10 @@ class Computation:
         masks = {"mask": list(call.masks)} if any(mask is not None for mask in call.masks) else {}
         found = self.part(list(call.values), training=call.training, **masks)
         outputs = keras.tree.flatten(found)
-        loss = self._judged(call, found) if call.judged else None
-        return Result(outputs, [getattr(output, "_keras_mask", None) for output in outputs], loss)
+        own = self.part.losses if call.judged else []  # losses of regularizers and of layers that call add_loss
+        added = sum(own[1:], own[0]) if own else None
+        loss = self._judged(call, found, added) if call.judged else None
+        return Result(outputs, [getattr(output, "_keras_mask", None) for output in outputs], loss, added)
 
     def prepare(self, call: Call) -> None:
         """Lets Keras create the variables of losses and metrics before a graph is traced."""
@@ -75,10 +85,9 @@ class Computation:
                 self.part.test_on_batch(list(call.values), call.targets)
             self.part.reset_metrics()
 
-    def _judged(self, call: Call, found: Any) -> Any:
+    def _judged(self, call: Call, found: Any, own: Any) -> Any:
         if self.part.loss is None:
-            own = self.part.losses  # losses of regularizers and of layers that call add_loss
-            loss = sum(own[1:], own[0]) if own else None
+            loss = own
         elif call.counts:
             loss = self.part.compute_loss(y=call.targets, y_pred=found, training=call.training)
         else:

@@ -92,7 +92,8 @@ class Settling:
 
     def finalize(self) -> None:
         """Lets the optimizer replace weights with their averages, if it keeps any."""
-        self._optimizer.finalize_variable_values(list(self._variables.values()))
+        if self._variables:
+            self._optimizer.finalize_variable_values(list(self._variables.values()))
 
     def _applied(self, gradients: Mapping[str, Any]) -> None:
         self._optimizer.apply(list(gradients.values()), [self._variables[key] for key in gradients])

@@ -145,7 +145,10 @@ class KerasStage(BaseStage):
             if self._check is not None and work.training:
                 self._check.look(microbatch, found.outputs, found.masks, work.batch)
             loss = float(keras.ops.convert_to_numpy(found.loss))
-            self.loss = (self.loss or 0.0) + loss * work.batch.share(microbatch)
+            share = work.batch.share(microbatch)
+            self.loss = (self.loss or 0.0) + loss * share
+            if found.own is not None and (rest := work.batch.share_by_rows(microbatch) - share):
+                self.loss += float(keras.ops.convert_to_numpy(found.own)) * rest
         if not self._last:
             self._send(microbatch, found)
         elif not work.judged:
@@ -167,7 +170,10 @@ class KerasStage(BaseStage):
             sent = [found.outputs[places[number]] for number in numbers]
             roots += [pair for pair in zip(sent, gradients, strict=True) if pair[1] is not None]
         if found.loss is not None:
-            roots.append((found.loss, work.batch.weight(microbatch) * work.scale))
+            weight = work.batch.weight(microbatch)
+            roots.append((found.loss, weight * work.scale))
+            if found.own is not None and (rest := work.batch.by_rows(microbatch) - weight):
+                roots.append((found.own, rest * work.scale))
         entered, own = self._autodiff.back(passage.kept, roots)
         for variable, gradient in zip(self._variables, own, strict=True):
             if gradient is not None:

@@ -86,9 +86,6 @@ class Sharing:
             return
         idle = parameter.grad is None
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        sparse_dim = 0
-        if gradient.layout is torch.sparse_coo:  # of an embedding; the ranks may have different rows
-            sparse_dim, gradient = gradient.sparse_dim(), gradient.to_dense()
         array, back = borrow(gradient)
         request = self._operations.request(
             Kind.ALLREDUCE, f"{self._name}.{key}", array, self._sets[key], op=ReduceOp.SUM, prescale=1.0, postscale=1.0
@@ -96,8 +93,7 @@ class Sharing:
 
         def land(result: np.ndarray | None) -> None:
             if result is not None:  # None: no rank has a gradient, so the optimizer skips the parameter
-                found = back(result)
-                parameter.grad = found.to_sparse(sparse_dim) if sparse_dim else found
+                parameter.grad = back(result)
 
         # Without a gradient this rank takes part only if another rank has one.
         self._pending.append((self._operations.submit(request, array, filler=idle), land))
