@@ -343,7 +343,7 @@ class Reducer(Placement):
             reason: what this rank has done, as the end of a sentence.
             error: what this rank raises then, if it does: `discard_step` recognises it as an error of this step.
         """
-        # If the job has failed, no step follows, whose begin would drop the error; its traceback keeps the graph.
+        # The traceback keeps the graph alive. The next step drops the error, but after a failed job there is none.
         self._cause = None if isinstance(error, PeerError) else error
         self._count()
         if not self._gone_round:

@@ -67,7 +67,7 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.T
     for name, value in found:
         if not name.endswith(_EXTRA_STATE) and _nests(value):
             text = (
-                f"{name!r} is a {type(value).__name__}, whose tensors would not be copied: call broadcast_parameters "
+                f"{name!r} is a {type(value).__name__}: tensors inside it are not copied, so call broadcast_parameters "
                 "for each state_dict(), broadcast_optimizer_state for that of an optimizer, and broadcast_object for "
                 "anything else"
             )

@@ -25,7 +25,7 @@ class Call(NamedTuple):
         training: whether layers are called in training mode.
         judged: whether the loss of the output or of layers is computed.
         measured: whether metrics are updated with the output.
-        counts: whether the loss counts; if not, that of the output is zero, because it may be NaN.
+        counts: whether the loss of the output counts; if not, it is replaced by zero, because it may be NaN.
     """
 
     values: Sequence[Any]

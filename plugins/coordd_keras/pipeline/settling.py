@@ -85,7 +85,7 @@ class Settling:
             self._clip()
         if there := {key: self._sums[key] for key in self._variables if key in self._sums}:
             self._apply(there)
-        else:  # all stages of a rank may be frozen; its learning rate follows a schedule as that of the others
+        else:  # all stages of this rank may be frozen: a schedule counts this step, as it does on the other ranks
             getattr(self._optimizer, "inner_optimizer", self._optimizer)._iterations.assign_add(1)  # noqa: SLF001 - no public way
         self._sums.clear()
         self._sharing.average(self._statistics)
