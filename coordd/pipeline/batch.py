@@ -123,6 +123,10 @@ class Batch:
         """Returns a microbatch's part of the rows of the batch."""
         return self._rows[microbatch] / sum(self._rows)
 
+    def counted(self, microbatch: int) -> float:
+        """Returns for how many rows a microbatch counts in means over several batches."""
+        return self.share(microbatch) * sum(self._rows)
+
     @property
     def shares(self) -> list[tuple[slice, float]]:
         """The rows of each microbatch, and its share of the batch."""

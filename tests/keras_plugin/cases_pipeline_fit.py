@@ -31,9 +31,56 @@ def case_averages_take_the_place_of_weights_at_the_end() -> None:
     x, y = data("chain", 12)
     details = {"use_ema": True, "ema_momentum": 0.5}
     pipe, model = staged(seeded(chain), sgd(**details)), plain(seeded(chain), sgd(**details))
+    seen: list[list[np.ndarray]] = []
+
+    class Last(keras.callbacks.Callback):
+        def on_train_end(self, logs=None) -> None:
+            seen.append((pipe.whole() if self.model is pipe else model).get_weights())
+
     for each in (pipe, model):
-        each.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        each.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[Last()])
     same(pipe.whole(), model, 1e-4)
+    for mine, expected in zip(*seen, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-4)
+    before = model.get_weights()
+    pipe = staged(model, keras.optimizers.SGD(use_ema=True))
+    pipe.fit(x, y, epochs=0, verbose=0)  # without a step there are no averages
+    for mine, expected in zip(pipe.whole().get_weights(), before, strict=True):
+        np.testing.assert_array_equal(mine, expected)
+
+
+@ranks(2, deadline=60)
+def case_averages_include_variables_without_gradients() -> None:
+    """All variables of the first rank are behind `stop_gradient`, or were frozen in an earlier pipeline's steps."""
+    x, y = data("chain", 12)
+    for frequency in (None, 3):
+        details = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": frequency}
+        pipe, model = (
+            staged(seeded(stopped), sgd(**details), layers_per_proc=[3, 1]),
+            plain(seeded(stopped), sgd(**details)),
+        )
+        for each in (pipe, model):
+            each.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        same(pipe.whole(), model, 1e-4)
+    model = seeded(chain)
+    for layer in model.layers[:4]:
+        layer.trainable = False
+    optimizer = keras.optimizers.SGD(0.0, use_ema=True)  # the averages are the values, which do not change
+    found = []
+    for _ in range(2):
+        pipe = staged(model, optimizer, layers_per_proc=[4, 4])
+        pipe.fit(x, y, batch_size=12, epochs=2, verbose=0)
+        found.append(pipe.whole().get_weights())
+        for layer in model.layers:
+            layer.trainable = True
+    for mine, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-6)
+
+
+def stopped() -> keras.Model:
+    seen = keras.Input((2, 3))
+    hidden = layers.Dense(6, activation="tanh")(layers.Flatten()(seen))
+    return keras.Model(seen, layers.Dense(3)(layers.Lambda(ops.stop_gradient)(hidden)))
 
 
 @ranks(2, deadline=60)
@@ -117,6 +164,40 @@ def case_losses_of_several_outputs_are_those_of_keras() -> None:
         config = cd.Config(split="layers", microbatches=4, recompute=recompute)
         pipe = cd.Pipeline(seeded(made), config, optimizer=keras.optimizers.SGD(0.1), loss=["mse", "mae"])
         found = pipe.fit(x, targets, **details).history
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)
+
+
+@ranks(2, deadline=60)
+def case_losses_of_several_outputs_count_by_weight() -> None:
+    """As in the unsplit model."""
+    random = np.random.default_rng(5)
+    x, y = random.normal(size=(20, 5, 4)), random.integers(0, 3, (20, 5))
+    y[:, 1:][random.random((20, 4)) < 0.6] = -1
+    y[:4, 1:] = -1
+
+    def made() -> keras.Model:
+        seen = keras.Input((5, 4))
+        hidden = layers.Dense(6, activation="tanh")(seen)
+        return keras.Model(seen, [layers.Dense(3, name="early")(hidden), layers.Dense(3, name="late")(hidden)])
+
+    losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1) for _ in range(2)]
+    # Equal batches: in a compiled graph of TensorFlow, Keras counts each batch once, whatever its rows.
+    details = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": (x, [y, y])}
+    model = seeded(made)
+    model.compile(keras.optimizers.SGD(0.1), losses)
+    expected = model.fit(x, [y, y], **details).history
+    for counts, replicas, recompute in (([1, 2], 1, False), ([1, 2], 1, True), ([3], 2, False)):
+        config = cd.Config(layers_per_proc=counts, data_parallel=replicas, microbatches=3, recompute=recompute)
+        pipe = cd.Pipeline(
+            seeded(made),
+            config,
+            optimizer=keras.optimizers.SGD(0.1),
+            loss=losses,
+            weight=lambda _, truth: (truth[0] >= 0).sum(),
+        )
+        found = pipe.fit(x, [y, y], **details).history
         assert found.keys() == expected.keys()
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)
@@ -257,6 +338,10 @@ def case_what_cannot_be_done_is_said() -> None:
         staged(seeded(chain), cd.DistributedOptimizer(sgd()))
     with pytest.raises(cd.ArgumentError, match="would skip steps on some ranks only"):
         staged(seeded(chain), keras.optimizers.LossScaleOptimizer(sgd()))
+    with pytest.raises(cd.ArgumentError, match="give larger batches with more microbatches"):
+        staged(seeded(chain), sgd(global_clipnorm=1.0, gradient_accumulation_steps=2))
+    with pytest.raises(cd.ArgumentError, match="give larger batches with more microbatches"):
+        staged(seeded(chain), sgd(gradient_accumulation_steps=2), clip_norm=1.0)
     pipe = staged(seeded(chain))
     with pytest.raises(cd.ArgumentError, match="loss= compares the output with targets, and there are none: give y"):
         pipe.train_on_batch(x)

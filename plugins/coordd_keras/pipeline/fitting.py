@@ -50,6 +50,7 @@ def fit(
     train: Callable[[Any, Any], float],
     conclude: Callable[[], dict[str, Any]],
     evaluate: Callable[[], dict[str, Any]] | None,
+    finalize: Callable[[], None],
     batch_size: int,
     least: int,
     epochs: range,
@@ -66,6 +67,7 @@ def fit(
         train: takes a step and returns the mean loss.
         conclude: returns the metrics since its last call.
         evaluate: returns loss and metrics of validation data; called after each epoch.
+        finalize: called after the last step, before ``on_train_end`` of the callbacks.
         batch_size: rows of a step; the last step of an epoch has the remaining rows, unless there are too few.
         least: minimum number of rows of a batch.
         epochs: epoch numbers.
@@ -108,6 +110,7 @@ def fit(
         heard.on_epoch_end(epoch, logs)
         if pipe.stop_training:
             break
+    finalize()
     heard.on_train_end(logs)
     found: keras.callbacks.History = next(each for each in heard.callbacks if isinstance(each, keras.callbacks.History))
     return found

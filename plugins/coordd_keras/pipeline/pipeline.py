@@ -193,11 +193,12 @@ class Pipeline:
         self._assemble(taken(x, slice(0, batch_size)))
         self._assembly.reset()
         self._fits += 1
-        history = fit(
+        return fit(
             self,
             (x, y),
             train=self.train_on_batch,
             conclude=self._assembly.metrics,
+            finalize=self._assembly.finalize,
             evaluate=None if held_out is None else lambda: self._evaluated(held_out[0], held_out[1], size),
             batch_size=batch_size,
             least=self._plans.least,
@@ -207,8 +208,6 @@ class Pipeline:
             verbose=0 if self._rank else 1 if verbose == "auto" else int(verbose),
             callbacks=callbacks,
         )
-        self._assembly.finalize()
-        return history
 
     def train_on_batch(self, x: Any, y: Any = None) -> float:
         """Takes one step; with a schedule whose weights are stale (``pipedream``), one step for each microbatch.
@@ -422,6 +421,12 @@ def _checked(config: PipelineConfig, optimizer: Any) -> PipelineConfig:
             "loss_scale_factor, or the policy mixed_bfloat16, which needs no scale"
         )
     most = optimizer.global_clipnorm
+    if (most is not None or config.clip_norm is not None) and optimizer.gradient_accumulation_steps:
+        raise ArgumentError(
+            "a pipeline clips the gradients of each batch by their global norm, and gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps} accumulates those of several batches first: give larger batches "
+            "with more microbatches instead, or clip with clipnorm= or clipvalue="
+        )
     if most is not None:
         optimizer.global_clipnorm = None  # it would clip by the norm of this rank's gradients only
         config = replace(config, clip_norm=min(most, config.clip_norm or most))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import numpy as np
 
 from coordd.daemon.operations import Operations
@@ -62,6 +63,14 @@ class Settling:
         self._sums: dict[str, Any] = {}
         if self._variables and not optimizer.built:
             optimizer.build(list(self._variables.values()))
+            if optimizer.use_ema and int(keras.ops.convert_to_numpy(optimizer.iterations)):
+                # These variables were frozen in the steps of an earlier pipeline: their averages are their values.
+                for variable, average in zip(
+                    self._variables.values(),
+                    optimizer._model_variables_moving_average,  # noqa: SLF001 - no public way
+                    strict=True,
+                ):
+                    average.assign(variable)
 
     def add(self, variable: Any, gradient: Any) -> None:
         """Adds a microbatch's gradient of a variable to its sum."""
@@ -85,18 +94,32 @@ class Settling:
             self._clip()
         if there := {key: self._sums[key] for key in self._variables if key in self._sums}:
             self._apply(there)
-        else:  # all stages of this rank may be frozen: a schedule counts this step, as it does on the other ranks
-            getattr(self._optimizer, "inner_optimizer", self._optimizer)._iterations.assign_add(1)  # noqa: SLF001 - no public way
+        else:
+            self._count()
         self._sums.clear()
         self._sharing.average(self._statistics)
 
     def finalize(self) -> None:
-        """Lets the optimizer replace weights with their averages, if it keeps any."""
-        if self._variables:
+        """Lets the optimizer replace weights with their averages, if it keeps any and has taken a step."""
+        if self._variables and int(keras.ops.convert_to_numpy(self._optimizer.iterations)):
             self._optimizer.finalize_variable_values(list(self._variables.values()))
 
     def _applied(self, gradients: Mapping[str, Any]) -> None:
         self._optimizer.apply(list(gradients.values()), [self._variables[key] for key in gradients])
+
+    def _count(self) -> None:
+        """Counts a step in which no variable of this rank has a gradient, as Keras does where another variable has one.
+
+        Learning rate schedules count it, and moving averages are updated. Keras has no public way to do this.
+        """
+        optimizer = self._optimizer
+        if self._variables and optimizer.use_ema:
+            variables = optimizer._trainable_variables  # noqa: SLF001 - no public way
+            optimizer._update_model_variables_moving_average(variables)  # noqa: SLF001 - as above
+            every = optimizer.ema_overwrite_frequency
+            if every and (int(keras.ops.convert_to_numpy(optimizer.iterations)) + 1) % every == 0:
+                optimizer.finalize_variable_values(variables)
+        optimizer._iterations.assign_add(1)  # noqa: SLF001 - as above
 
     def _clip(self) -> None:
         mine = (self._codec.array(gradient) for key, gradient in self._sums.items() if key in self._counted)

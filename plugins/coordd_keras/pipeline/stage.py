@@ -140,6 +140,7 @@ class KerasStage(BaseStage):
             state = self._saved()
             self._autodiff.prepare(passage.call)
             self._reset(state)
+        means = self._means() if work.judged else []
         found = self._computed(microbatch, passage)
         if found.loss is not None:
             if self._check is not None and work.training:
@@ -149,6 +150,7 @@ class KerasStage(BaseStage):
             self.loss = (self.loss or 0.0) + loss * share
             if found.own is not None and (rest := work.batch.share_by_rows(microbatch) - share):
                 self.loss += float(keras.ops.convert_to_numpy(found.own)) * rest
+            _count(means, work.batch.counted(microbatch))
         if not self._last:
             self._send(microbatch, found)
         elif not work.judged:
@@ -263,6 +265,11 @@ class KerasStage(BaseStage):
             self._reset(state)
         return float(keras.ops.convert_to_numpy(loss))
 
+    def _means(self) -> list[tuple[Any, list[np.ndarray]]]:
+        """Returns Keras's means of the losses of several outputs, each with its present total and count."""
+        judge = self.part._compile_loss  # noqa: SLF001 - Keras has no public way to tell them from other metrics
+        return [] if judge is None else [(mean, arrays_of([mean.total, mean.count])) for mean in judge.metrics]
+
     def _state(self) -> list[Any]:
         """Returns the variables that a forward pass may change, metrics' included, of which Keras makes some later."""
         heard = [variable for metric in self.part.metrics for variable in metric.variables]
@@ -301,6 +308,21 @@ class KerasStage(BaseStage):
 
     def _packed(self, value: Any) -> np.ndarray:
         return pack(value, self._autodiff.codec, compress=lambda tensor: self._compress if floats(tensor) else None)[0]
+
+
+def _count(means: Sequence[tuple[Any, list[np.ndarray]]], rows: float) -> None:
+    """Changes the weight of what was added to Keras's means since their totals and counts were read.
+
+    Args:
+        means: each with its total and count at that time.
+        rows: the number of rows that it counts for.
+    """
+    for mean, (total, count) in means:
+        new_total, new_count = arrays_of([mean.total, mean.count])
+        grown = float(new_count - count)
+        if grown not in {0.0, rows}:
+            mean.total.assign(total + (new_total - total) * (rows / grown))
+            mean.count.assign(count + rows)
 
 
 def _drawn(*source: int) -> np.ndarray:
