@@ -80,6 +80,26 @@ def case_gradients_are_clipped_together() -> None:
                 pipe.train_on_batch(x, y)
                 model.train_on_batch(x, y)
             same(pipe.whole(), model, 1e-6)
+            pipe = staged(pipe.whole(), pipe.optimizer)  # the optimizer still has its norm
+            assert pipe.optimizer.global_clipnorm == 0.05
+            pipe.train_on_batch(x, y)
+            model.train_on_batch(x, y)
+            same(pipe.whole(), model, 1e-6)
+
+
+@ranks(2, deadline=60)
+def case_frozen_layers_may_be_anywhere() -> None:
+    """The check of the loss, and a second forward pass, must not assign to frozen weights that backward needs."""
+    x, y = data("chain", 12)
+    for place, recompute in ((-1, False), (-1, True), (4, True)):
+        model, expected = seeded(chain), seeded(chain)
+        model.layers[place].trainable = expected.layers[place].trainable = False
+        pipe = staged(model, layers_per_proc=[3, 5], recompute=recompute)
+        plain(expected)
+        for _ in range(2):
+            pipe.train_on_batch(x, y)
+            expected.train_on_batch(x, y)
+        same(pipe.whole(), expected, 1e-5)
 
 
 @ranks(2)

@@ -144,6 +144,36 @@ def case_metrics_may_be_arrays() -> None:
         np.testing.assert_allclose(found[kind], expected, rtol=1e-5)
 
 
+class Several(keras.metrics.Metric):
+    """Gives several results by name."""
+
+    def __init__(self) -> None:
+        super().__init__(name="several")
+        self.sum = self.add_variable((), "zeros", name="sum")
+        self.rows = self.add_variable((), "zeros", name="rows")
+
+    def update_state(self, truth, guess, sample_weight=None) -> None:
+        self.sum.assign_add(ops.sum(ops.cast(guess, self.sum.dtype)))
+        self.rows.assign_add(ops.cast(ops.shape(guess)[0], self.rows.dtype))
+
+    def result(self):
+        return {"mean": self.sum / self.rows, "rows": ops.convert_to_tensor(self.rows)}
+
+
+@ranks(2, deadline=60)
+def case_metrics_may_have_several_results() -> None:
+    x, y = data("chain", 12)
+    config = cd.Config(layers_per_proc=[4, 4], microbatches=3)
+    pipe = cd.Pipeline(seeded(chain), config, optimizer=sgd(), loss=cross_entropy(), metrics=[Several()])
+    model = seeded(chain)
+    model.compile(sgd(), cross_entropy(), metrics=[Several()])
+    details = {"batch_size": 12, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": (x, y)}
+    found, expected = pipe.fit(x, y, **details).history, model.fit(x, y, **details).history
+    assert found.keys() == expected.keys() >= {"mean", "val_rows"}
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)
+
+
 @ranks(2, deadline=60)
 def case_losses_of_several_outputs_are_those_of_keras() -> None:
     """A check of the loss, and a second forward pass, must not count in them."""

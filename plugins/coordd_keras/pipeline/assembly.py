@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -365,11 +365,19 @@ def _results(part: keras.Model, heard: Sequence[Sequence[Sequence[np.ndarray]]])
     for place, metric in enumerate(_metrics(part)):
         for at, variable in enumerate(metric.variables):
             variable.assign(_TOGETHER[variable.aggregation]([each[place][at] for each in heard]))
-        value = metric.result()
-        for name, each in (value if isinstance(value, dict) else {metric.name: value}).items():
+        for name, each in _flattened(metric.name, metric.result()):
             array = keras.ops.convert_to_numpy(each)
             found[name] = array if array.ndim else float(array)
     return found
+
+
+def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the values of a result, which may be dictionaries in a dictionary, by their own names, as Keras does."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flattened(key, each)
+    else:
+        yield name, value
 
 
 def _metrics(part: keras.Model) -> list[Any]:

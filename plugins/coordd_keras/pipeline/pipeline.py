@@ -428,6 +428,5 @@ def _checked(config: PipelineConfig, optimizer: Any) -> PipelineConfig:
             "with more microbatches instead, or clip with clipnorm= or clipvalue="
         )
     if most is not None:
-        optimizer.global_clipnorm = None  # it would clip by the norm of this rank's gradients only
         config = replace(config, clip_norm=min(most, config.clip_norm or most))
     return config

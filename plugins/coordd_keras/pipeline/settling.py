@@ -105,7 +105,12 @@ class Settling:
             self._optimizer.finalize_variable_values(list(self._variables.values()))
 
     def _applied(self, gradients: Mapping[str, Any]) -> None:
-        self._optimizer.apply(list(gradients.values()), [self._variables[key] for key in gradients])
+        optimizer = self._optimizer
+        most, optimizer.global_clipnorm = optimizer.global_clipnorm, None  # Keras would use the norm of this rank only
+        try:
+            optimizer.apply(list(gradients.values()), [self._variables[key] for key in gradients])
+        finally:
+            optimizer.global_clipnorm = most
 
     def _count(self) -> None:
         """Counts a step in which no variable of this rank has a gradient, as Keras does where another variable has one.

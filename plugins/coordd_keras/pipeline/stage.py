@@ -281,13 +281,17 @@ class KerasStage(BaseStage):
         return dict(zip(map(id, variables), arrays_of(variables), strict=True))
 
     def _reset(self, state: Mapping[int, Any]) -> None:
-        """Restores the values of `_saved`; metrics that did not exist then are reset."""
+        """Restores the values of `_saved`; metrics that did not exist then are reset.
+
+        Only what has changed is assigned: PyTorch refuses to run backward if a variable that it needs was assigned to.
+        """
         for metric in self.part.metrics:
             if not state.keys() >= set(map(id, metric.variables)):
                 metric.reset_state()
-        for variable in self._state():
-            if id(variable) in state:
-                variable.assign(state[id(variable)])
+        variables = self._state()
+        for variable, now in zip(variables, arrays_of(variables), strict=True):
+            if (before := state.get(id(variable))) is not None and before.tobytes() != now.tobytes():
+                variable.assign(before)
 
     def _sow(self, microbatch: int, passage: _Passage) -> None:
         """Seeds the random numbers of a microbatch from the user's seed; with recompute, seeds them in any case."""
