@@ -124,8 +124,11 @@ class Batch:
         return self._rows[microbatch] / sum(self._rows)
 
     def counted(self, microbatch: int) -> float:
-        """Returns for how many rows a microbatch counts in means over several batches."""
-        return self.share(microbatch) * sum(self._rows)
+        """Returns for how many rows a microbatch counts in means over several batches.
+
+        If no microbatch of the batch has a weight, its loss is zero, and all its rows count.
+        """
+        return self.share(microbatch) * sum(self._rows) if any(self._amounts) else self._rows[microbatch]
 
     @property
     def shares(self) -> list[tuple[slice, float]]:

@@ -77,6 +77,47 @@ def case_averages_include_variables_without_gradients() -> None:
         np.testing.assert_allclose(mine, expected, rtol=1e-6)
 
 
+@ranks(2, deadline=60)
+def case_averages_of_a_compiled_model_go_on() -> None:
+    """Its optimizer has the variables of the whole model, in another order than the stages."""
+    x, y = data("chain", 12)
+    for settings in ({"layers_per_proc": [8], "data_parallel": 2}, {"layers_per_proc": [4, 4]}):
+        models = [plain(seeded(branches), sgd(use_ema=True, ema_momentum=0.5)) for _ in range(2)]
+        for model in models:
+            model.fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0)
+        pipe = staged(models[0], models[0].optimizer, **settings)
+        for each in (pipe, models[1]):
+            each.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        same(pipe.whole(), models[1], 1e-4)
+
+
+@ranks(2, deadline=60)
+def case_callbacks_are_told_of_validation() -> None:
+    x, y = data("chain", 12)
+    seen: list[str] = []
+
+    class Told(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None) -> None:
+            seen.append("begin")
+
+        def on_test_end(self, logs=None) -> None:
+            seen.append(" ".join(sorted(logs)))
+
+    pipe = staged(seeded(chain))
+    pipe.fit(x, y, batch_size=12, epochs=2, verbose=0, validation_data=(x, y), callbacks=[Told()])
+    assert seen == ["begin", "accuracy loss"] * 2
+
+
+def branches() -> keras.Model:
+    seen = keras.Input((2, 3))
+    flat = layers.Flatten()(seen)
+    one, other = (layers.Dense(6, activation="tanh")(flat) for _ in range(2))
+    one = layers.Dense(6, activation="tanh")(one)
+    for _ in range(2):
+        other = layers.Dense(6, activation="tanh")(other)
+    return keras.Model(seen, layers.Dense(3)(layers.Add()([other, one])))
+
+
 def stopped() -> keras.Model:
     seen = keras.Input((2, 3))
     hidden = layers.Dense(6, activation="tanh")(layers.Flatten()(seen))
@@ -170,6 +211,7 @@ def case_metrics_may_have_several_results() -> None:
     details = {"batch_size": 12, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": (x, y)}
     found, expected = pipe.fit(x, y, **details).history, model.fit(x, y, **details).history
     assert found.keys() == expected.keys() >= {"mean", "val_rows"}
+    np.testing.assert_allclose(pipe.evaluate(x, y), model.evaluate(x, y, verbose=0), rtol=1e-4)
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)
 
@@ -188,13 +230,18 @@ def case_losses_of_several_outputs_are_those_of_keras() -> None:
 
     details = {"batch_size": 8, "epochs": 3, "shuffle": False, "verbose": 0, "validation_data": (x, targets)}
     model = seeded(made)
-    model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"])
+    metrics = [["mse", "mae"], ["mae"]]
+    model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"], metrics=metrics)
     expected = model.fit(x, targets, **details).history
     for recompute in (False, True):
         config = cd.Config(split="layers", microbatches=4, recompute=recompute)
-        pipe = cd.Pipeline(seeded(made), config, optimizer=keras.optimizers.SGD(0.1), loss=["mse", "mae"])
+        pipe = cd.Pipeline(
+            seeded(made), config, optimizer=keras.optimizers.SGD(0.1), loss=["mse", "mae"], metrics=metrics
+        )
         found = pipe.fit(x, targets, **details).history
         assert found.keys() == expected.keys()
+        listed, given = pipe.evaluate(x, targets), model.evaluate(x, targets, verbose=0)
+        np.testing.assert_allclose(listed, given, rtol=1e-4)  # in the same order
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)
 
@@ -203,9 +250,10 @@ def case_losses_of_several_outputs_are_those_of_keras() -> None:
 def case_losses_of_several_outputs_count_by_weight() -> None:
     """As in the unsplit model."""
     random = np.random.default_rng(5)
-    x, y = random.normal(size=(20, 5, 4)), random.integers(0, 3, (20, 5))
-    y[:, 1:][random.random((20, 4)) < 0.6] = -1
+    x, y = random.normal(size=(30, 5, 4)), random.integers(0, 3, (30, 5))
+    y[:, 1:][random.random((30, 4)) < 0.6] = -1
     y[:4, 1:] = -1
+    y[20:] = -1  # in the last batch nothing counts
 
     def made() -> keras.Model:
         seen = keras.Input((5, 4))

@@ -204,7 +204,7 @@ class Assembly:
         return [found[place] for place in sorted(found)]
 
     def metrics(self) -> dict[str, Any]:
-        """Returns the metrics since `reset`, merged over all replicas, on every rank; resets them.
+        """Returns the metrics since `reset`, merged over all replicas, in Keras's order, on every rank; resets them.
 
         Raises:
             ArgumentError: on all ranks, if a metric has no result.
@@ -214,23 +214,27 @@ class Assembly:
             for number, stage in self.stages.items()
         }
         heard = allgather_object(mine, name=f"{self._name}.metrics")
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[str, Any] = {}
+        names: dict[int, tuple[list[str], list[str]]] = {}
         wrong = ""
         try:
             for number, stage in self.stages.items():
                 if self._rank == self._placed[number][0]:
-                    found[number] = _results(stage.part, [heard[rank][number] for rank in self._placed[number]])
+                    found |= _results(stage.part, [heard[rank][number] for rank in self._placed[number]])
+                    names[number] = _names(stage.part)
         except Exception as error:  # noqa: BLE001 - a metric may raise any error, and the other ranks wait
             wrong = f"a metric has no result: {error!r}"
-        everybodys = allgather_object((found, wrong), name=f"{self._name}.results")
+        everybodys = allgather_object((found, names, wrong), name=f"{self._name}.results")
         self.reset()
-        for results, wrong in everybodys:
+        for results, others, wrong in everybodys:
             if wrong:
                 raise ArgumentError(wrong)
             found |= results
-        # Keras puts the metrics of the loss and of the output before those of layers.
-        order = sorted(found, key=lambda number: (number != self.layout.last, number))
-        return {name: value for number in order for name, value in found[number].items()}
+            names |= others
+        # Keras's order: metrics of the output, losses, metrics of layers; then, sorted, what has the name of no metric.
+        every = [names[number] for number in sorted(names)]
+        known = [name for kind in zip(*every, strict=True) for each in kind for name in each]
+        return {name: found[name] for name in [*known, *sorted(found)] if name in found}
 
     def reset(self) -> None:
         """Resets all metrics."""
@@ -378,6 +382,16 @@ def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flattened(key, each)
     else:
         yield name, value
+
+
+def _names(part: keras.Model) -> tuple[list[str], list[str]]:
+    """Returns the names of the metrics of the model's outputs and losses, and those of the metrics of layers."""
+    of_layers = {id(metric) for layer in part.layers for metric in layer.metrics}
+    found: tuple[list[str], list[str]] = ([], [])
+    for metric in _metrics(part):
+        # Keras keeps the metrics of all outputs in one.
+        found[id(metric) in of_layers].extend(each.name for each in getattr(metric, "metrics", [metric]))
+    return found
 
 
 def _metrics(part: keras.Model) -> list[Any]:

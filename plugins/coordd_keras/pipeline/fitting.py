@@ -106,7 +106,10 @@ def fit(
             heard.on_train_batch_end(step, {"loss": total / count})
         logs = {"loss": total / count, **conclude()}
         if evaluate is not None:
-            logs |= {f"val_{name}": value for name, value in evaluate().items()}
+            heard.on_test_begin()
+            judged = evaluate()
+            heard.on_test_end(judged)
+            logs |= {f"val_{name}": value for name, value in judged.items()}
         heard.on_epoch_end(epoch, logs)
         if pipe.stop_training:
             break

@@ -100,9 +100,21 @@ class Settling:
         self._sharing.average(self._statistics)
 
     def finalize(self) -> None:
-        """Lets the optimizer replace weights with their averages, if it keeps any and has taken a step."""
-        if self._variables and int(keras.ops.convert_to_numpy(self._optimizer.iterations)):
-            self._optimizer.finalize_variable_values(list(self._variables.values()))
+        """Replaces weights with their averages, if the optimizer keeps any and has taken a step.
+
+        Keras's `finalize_variable_values` takes the variables with which the optimizer was built: those of the whole
+        model, in its order, if the model was compiled or loaded with it.
+        """
+        optimizer = self._optimizer
+        if not self._variables or not optimizer.use_ema or not int(keras.ops.convert_to_numpy(optimizer.iterations)):
+            return
+        for variable, average in zip(
+            optimizer._trainable_variables,  # noqa: SLF001 - no public way
+            optimizer._model_variables_moving_average,  # noqa: SLF001 - as above
+            strict=True,
+        ):
+            if id(variable) in self._keys:
+                variable.assign(average)
 
     def _applied(self, gradients: Mapping[str, Any]) -> None:
         optimizer = self._optimizer

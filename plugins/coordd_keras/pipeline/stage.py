@@ -324,8 +324,8 @@ def _count(means: Sequence[tuple[Any, list[np.ndarray]]], rows: float) -> None:
     for mean, (total, count) in means:
         new_total, new_count = arrays_of([mean.total, mean.count])
         grown = float(new_count - count)
-        if grown not in {0.0, rows}:
-            mean.total.assign(total + (new_total - total) * (rows / grown))
+        if grown != rows:
+            mean.total.assign(total + (new_total - total) * (rows / grown if grown else 0.0))
             mean.count.assign(count + rows)
 
 
