@@ -107,9 +107,9 @@ def fit(
         logs = {"loss": total / count, **conclude()}
         if evaluate is not None:
             heard.on_test_begin()
-            judged = evaluate()
-            heard.on_test_end(judged)
-            logs |= {f"val_{name}": value for name, value in judged.items()}
+            results = evaluate()
+            heard.on_test_end(results)
+            logs |= {f"val_{name}": value for name, value in results.items()}
         heard.on_epoch_end(epoch, logs)
         if pipe.stop_training:
             break

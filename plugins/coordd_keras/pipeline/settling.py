@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -65,11 +65,7 @@ class Settling:
             optimizer.build(list(self._variables.values()))
             if optimizer.use_ema and int(keras.ops.convert_to_numpy(optimizer.iterations)):
                 # These variables were frozen in the steps of an earlier pipeline: their averages are their values.
-                for variable, average in zip(
-                    self._variables.values(),
-                    optimizer._model_variables_moving_average,  # noqa: SLF001 - no public way
-                    strict=True,
-                ):
+                for variable, average in self._averages():
                     average.assign(variable)
 
     def add(self, variable: Any, gradient: Any) -> None:
@@ -95,7 +91,7 @@ class Settling:
         if there := {key: self._sums[key] for key in self._variables if key in self._sums}:
             self._apply(there)
         else:
-            self._count()
+            self._step_without_gradients()
         self._sums.clear()
         self._sharing.average(self._statistics)
 
@@ -108,13 +104,8 @@ class Settling:
         optimizer = self._optimizer
         if not self._variables or not optimizer.use_ema or not int(keras.ops.convert_to_numpy(optimizer.iterations)):
             return
-        for variable, average in zip(
-            optimizer._trainable_variables,  # noqa: SLF001 - no public way
-            optimizer._model_variables_moving_average,  # noqa: SLF001 - as above
-            strict=True,
-        ):
-            if id(variable) in self._keys:
-                variable.assign(average)
+        for variable, average in self._averages():
+            variable.assign(average)
 
     def _applied(self, gradients: Mapping[str, Any]) -> None:
         optimizer = self._optimizer
@@ -124,7 +115,18 @@ class Settling:
         finally:
             optimizer.global_clipnorm = most
 
-    def _count(self) -> None:
+    def _averages(self) -> Iterator[tuple[Any, Any]]:
+        """Yields this rank's variables with their averages, which Keras keeps in the order of the optimizer's build."""
+        optimizer = self._optimizer
+        for variable, average in zip(
+            optimizer._trainable_variables,  # noqa: SLF001 - no public way
+            optimizer._model_variables_moving_average,  # noqa: SLF001 - as above
+            strict=True,
+        ):
+            if id(variable) in self._keys:
+                yield variable, average
+
+    def _step_without_gradients(self) -> None:
         """Counts a step in which no variable of this rank has a gradient, as Keras does where another variable has one.
 
         Learning rate schedules count it, and moving averages are updated. Keras has no public way to do this.

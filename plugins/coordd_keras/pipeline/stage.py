@@ -150,7 +150,7 @@ class KerasStage(BaseStage):
             self.loss = (self.loss or 0.0) + loss * share
             if found.own is not None and (rest := work.batch.share_by_rows(microbatch) - share):
                 self.loss += float(keras.ops.convert_to_numpy(found.own)) * rest
-            _count(means, work.batch.counted(microbatch))
+            _reweight(means, work.batch.counted(microbatch))
         if not self._last:
             self._send(microbatch, found)
         elif not work.judged:
@@ -314,7 +314,7 @@ class KerasStage(BaseStage):
         return pack(value, self._autodiff.codec, compress=lambda tensor: self._compress if floats(tensor) else None)[0]
 
 
-def _count(means: Sequence[tuple[Any, list[np.ndarray]]], rows: float) -> None:
+def _reweight(means: Sequence[tuple[Any, list[np.ndarray]]], rows: float) -> None:
     """Changes the weight of what was added to Keras's means since their totals and counts were read.
 
     Args:
