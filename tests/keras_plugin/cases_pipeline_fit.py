@@ -152,6 +152,39 @@ def case_fit_is_that_of_keras() -> None:
     assert pipe.evaluate(x, y, return_dict=True).keys() == {"loss", "accuracy"}
 
 
+class Stops(keras.callbacks.Callback):
+    """Ends training in one of Keras's calls."""
+
+    def __init__(self, call: str, number: int) -> None:
+        super().__init__()
+        self._calls = 0
+
+        def stop(*_args: object, **_details: object) -> None:
+            self.model.stop_training = self._calls == number
+            self._calls += 1
+
+        setattr(self, call, stop)
+
+
+@ranks(2, deadline=60)
+def case_callbacks_end_training_after_the_step() -> None:
+    x, y = data("chain", 20)
+    for stop in (("on_train_batch_end", 5), ("on_epoch_begin", 1), ("on_train_begin", 0), ("on_epoch_end", 0)):
+        pipe, model = staged(seeded(chain)), plain(seeded(chain))
+        held = (x[:8], y[:8])
+        both = [
+            each.fit(
+                x, y, batch_size=5, epochs=3, shuffle=False, verbose=0, validation_data=held, callbacks=[Stops(*stop)]
+            )
+            for each in (pipe, model)
+        ]
+        same(pipe.whole(), model, 1e-5)
+        mine, expected = (found.history for found in both)
+        assert list(mine) == list(expected), stop
+        for name, values in expected.items():
+            np.testing.assert_allclose(mine[name], values, rtol=1e-4)
+
+
 @ranks(2, deadline=60)
 def case_checkpoints_are_of_the_whole_model() -> None:
     x, y = data("chain", 12)
@@ -436,6 +469,69 @@ def case_what_cannot_be_done_is_said() -> None:
     with pytest.raises(cd.ArgumentError, match="is a sum over rows"):
         cd.Pipeline(chain(), loss=keras.losses.MeanSquaredError(reduction="sum"))
     assert np.isfinite(pipe.train_on_batch(x, y))
+
+
+def overriding(name: str) -> keras.Model:
+    """A functional model with a method or property of its own, which does what Keras's does."""
+    own = getattr(keras.Model, name, None)
+    if not isinstance(own, property):
+
+        def own(self, *args: object, **details: object) -> object:
+            return getattr(keras.Model, name)(self, *args, **details)
+
+    made = type("Own", (keras.Model,), {name: own})
+    seen = keras.Input((2, 3))
+    return made(seen, layers.Dense(3)(layers.Dense(4)(layers.Flatten()(seen))))
+
+
+@ranks(2)
+def case_models_with_methods_of_their_own_are_refused() -> None:
+    x, y = data("chain", 12)
+    for name in ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics", "metrics"):
+        with pytest.raises(cd.ArgumentError, match=f"none of its methods, and Own has {name} of its own: give keras"):
+            staged(overriding(name)).train_on_batch(x, y)
+    model = overriding("build_from_config")  # not called in training
+    model.train_step = lambda data: None
+    with pytest.raises(cd.ArgumentError, match="Own has train_step of its own"):
+        staged(model).evaluate(x, y)
+    del model.train_step
+    assert np.isfinite(staged(model).train_on_batch(x, y))
+
+
+@ranks(2)
+def case_layers_are_not_frozen_or_thawed_later() -> None:
+    x, y = data("chain", 12)
+    for before in (True, False):
+        model = seeded(chain)
+        model.layers[1].trainable = before
+        pipe = staged(model, layers_per_proc=[4, 4])
+        pipe.train_on_batch(x, y)
+        model.layers[1].trainable = not before
+        wanted = "had (True|False) when the pipeline was made: make a new Pipeline of whole()"
+        with pytest.raises(cd.CoorddError, match=wanted):
+            pipe.train_on_batch(x, y)
+        assert np.isfinite(pipe.evaluate(x, y)[0])
+        again = staged(pipe.whole(), layers_per_proc=[4, 4])
+        kernel = keras.ops.convert_to_numpy(model.layers[1].kernel)
+        again.train_on_batch(x, y)
+        moved = bool((keras.ops.convert_to_numpy(again.whole().layers[1].kernel) != kernel).any())
+        assert moved == (not before)
+
+
+@ranks(2)
+def case_policies_that_need_more_than_gradients_are_refused() -> None:
+    x, y = data("chain", 12)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with pytest.raises(cd.ArgumentError, match="the policy mixed_float16 needs a scaled loss"):
+            staged(seeded(chain)).train_on_batch(x, y)
+        assert np.isfinite(staged(seeded(chain), sgd(loss_scale_factor=64.0)).train_on_batch(x, y))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model = seeded(chain)
+    model.quantize("float8")
+    with pytest.raises(cd.ArgumentError, match="is a scale of float8 that is overwritten by its gradient"):
+        staged(model).train_on_batch(x, y)
 
 
 def case_layers_that_need_each_other_stay_together() -> None:

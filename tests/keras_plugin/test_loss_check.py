@@ -104,23 +104,84 @@ def test_outputs_without_rows_are_warned_of():
         look(mean, outputs=OUT[:4])
 
 
+def look_at_layers(*losses, count=4, values=OUT, **details) -> int:
+    """Checks the losses that layers would add for such values, and returns how often they were computed."""
+    from coordd_keras.pipeline.loss_check import LayerLossCheck
+
+    calls = []
+
+    def computed(given, masks):
+        calls.append(len(given[0]))
+        return [("bent", float(loss(given[0]))) for loss in losses]
+
+    found, given = LayerLossCheck(computed, **details), batch(count)
+    found.begin(given)
+    for part in given.parts:
+        found.look([values[part]], [None])
+    return len(calls)
+
+
+def test_losses_of_layers_may_be_means_and_constants():
+    with warnings.catch_warnings(action="error"):
+        assert look_at_layers(lambda x: (x**2).mean(), lambda x: 3.0, lambda x: -(x**2).mean()) == 3
+        look_at_layers(lambda x: (x**2).mean(), values=OUT[:, None])
+        assert look_at_layers(lambda x: (x**2).sum(), count=1) == 0  # one microbatch is the whole batch
+        assert look_at_layers(lambda x: (x**2).sum(), count=12) == 0  # single rows tell nothing
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_losses_of_layers_that_sum_over_rows_are_refused(declared):
+    with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
+        look_at_layers(lambda x: 3.0, lambda x: (x**2).sum(), declared=declared)
+    with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
+        look_at_layers(lambda x: 0.0, lambda x: (x**2).sum(), declared=declared)
+
+
+def test_losses_of_layers_that_are_neither_are_warned_of():
+    with pytest.warns(UserWarning, match="the layer 'bent' adds a loss to it that is no mean over rows"):
+        look_at_layers(lambda x: x.mean() ** 2)
+    with warnings.catch_warnings(action="error"):
+        look_at_layers(lambda x: x.mean() ** 2, declared=True)
+
+
 _PROGRAM = """
+import sys
 import keras, numpy as np
 import coordd.keras as cd
 
+
+class Adds(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(keras.ops.sum(keras.ops.square(inputs)))
+        return inputs
+
+
+def total(y, p):
+    return keras.ops.sum(keras.ops.square(y - p))
+
+
+(place,) = sys.argv[1:]
 cd.init()
 dense = keras.layers.Dense
-model = keras.Sequential([keras.Input((4,)), dense(4, kernel_initializer="ones"), dense(2, kernel_initializer="ones")])
-total = lambda y, p: keras.ops.sum(keras.ops.square(y - p))
-pipe = cd.Pipeline(model, cd.PipelineConfig(microbatches=4), optimizer="sgd", loss=total)
+model = keras.Sequential([
+    keras.Input((4,)), dense(4, kernel_initializer="ones"), *([Adds()] if place == "layer" else []),
+    dense(3, kernel_initializer="ones"), dense(2, kernel_initializer="ones"),
+])
+loss = total if place == "loss" else "mse"
+config = cd.PipelineConfig(microbatches=4, layers_per_proc=[len(model.layers) - 1, 1])
+pipe = cd.Pipeline(model, config, optimizer="sgd", loss=loss)
 pipe.fit(np.ones((12, 4), "float32"), np.ones((12, 2), "float32"), batch_size=12, verbose=0)
 """
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-def test_a_function_that_adds_rows_up_is_refused_on_all_ranks(backend):
-    outcome = launch(2, _PROGRAM, launcher="coordd", variables={"KERAS_BACKEND": backend})
+@pytest.mark.parametrize(
+    ("place", "rank", "told"),
+    [("loss", 1, "loss= adds rows up"), ("layer", 0, "the layer 'adds' adds a loss that sums over rows")],
+)
+def test_losses_that_add_rows_up_are_refused_on_all_ranks(backend, place, rank, told):
+    outcome = launch(2, _PROGRAM, place, launcher="coordd", variables={"KERAS_BACKEND": backend})
     assert outcome.returncode != 0, str(outcome)
-    assert "ArgumentError: loss= adds rows up" in outcome.of_rank(1), str(outcome)
-    assert "PeerError: rank 1" in outcome.of_rank(0), str(outcome)
+    assert f"ArgumentError: {told}" in outcome.of_rank(rank), str(outcome)
+    assert f"PeerError: rank {rank}" in outcome.of_rank(1 - rank), str(outcome)

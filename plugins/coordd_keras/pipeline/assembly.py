@@ -97,6 +97,7 @@ class Assembly:
         sketch = plans.sketch
         self._model, self._shape = model, (None, *keras.tree.flatten(x)[0].shape[1:])
         self._graph = Graph(_outlined(model, self._shape))
+        _check_precision(self._graph.model, optimizer)
         self.initial = initial_values(self._graph)
         """Initial values of the variables, compared between ranks."""
         accord.check("Pipeline", settings(config) | described(self._graph, optimizer), advice=ALIKE)
@@ -113,6 +114,7 @@ class Assembly:
             for key, stages in self.layout.holders.items()
         }
         self._held = {key: variable for mine in held.values() for key, variable in mine.items()}
+        self._trainable = {key: bool(variable.trainable) for key, variable in self._held.items()}
         sharing = Sharing(held, self._owners, operations, name=name)
         sharing.align()
         self.replica_values = ReplicaValues(
@@ -160,6 +162,20 @@ class Assembly:
             text = f"the model takes {len(names)} inputs ({', '.join(names)}), and is given {len(given)}"
             raise ArgumentError(text)
         return {str(number): array for number, array in zip(graph.inputs, given, strict=True)}
+
+    def check_trainable(self) -> None:
+        """Checks that no layer was frozen or thawed since the model was split.
+
+        Raises:
+            ArgumentError: a layer was; the text says what to do.
+        """
+        for key, before in self._trainable.items():
+            variable = self._held[key]
+            if bool(variable.trainable) != before:
+                raise ArgumentError(
+                    f"{variable.path} has trainable={not before}, and had {before} when the pipeline was made: make a "
+                    "new Pipeline of whole() to train other weights"
+                )
 
     def telling(self, *, known: Callable[[BaseException], bool] = lambda _: False) -> AbstractContextManager[None]:
         """Reports an error inside the block to all ranks, which may wait to receive, unless ``known`` accepts it."""
@@ -328,6 +344,25 @@ class Assembly:
                     f"{variable.path} is in stages {told}, each of which would keep statistics of its own: let no cut "
                     "separate the layers that have it"
                 )
+
+
+def _check_precision(model: keras.Model, optimizer: Any) -> None:
+    """Rejects dtype policies for which Keras does more than compute gradients and add them up.
+
+    Raises:
+        ArgumentError: the policy needs a loss scale, or has scales that are not trained by gradients.
+    """
+    if model.dtype_policy.name == "mixed_float16" and not optimizer.loss_scale_factor:
+        raise ArgumentError(
+            "the policy mixed_float16 needs a scaled loss, and a pipeline does not adapt the scale as model.fit does: "
+            "set loss_scale_factor of the optimizer, such as 1024, or use mixed_bfloat16, which needs none"
+        )
+    for variable in model.variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ArgumentError(
+                f"{variable.path} is a scale of float8 that is overwritten by its gradient, and a pipeline would add "
+                "up those of microbatches: train without quantize('float8')"
+            )
 
 
 def _trained(variable: Any) -> Trained:

@@ -18,7 +18,7 @@ class Trainable(Protocol):
     """Interface of the trained pipeline.
 
     Attributes:
-        stop_training: callbacks set it to end training after the current epoch.
+        stop_training: callbacks set it to end training after the current step.
     """
 
     stop_training: bool
@@ -104,6 +104,8 @@ def fit(
             total += train(taken(x, chosen), taken(y, chosen)) * len(chosen)
             count += len(chosen)
             heard.on_train_batch_end(step, {"loss": total / count})
+            if pipe.stop_training:
+                break
         logs = {"loss": total / count, **conclude()}
         if evaluate is not None:
             heard.on_test_begin()

@@ -15,6 +15,23 @@ from coordd.pipeline.graph import Layer
 __all__ = ["Graph", "arrays_of", "is_seed", "place_of", "states_of", "variables_of"]
 
 
+_METHODS = (
+    "call",
+    "compute_loss",
+    "compute_mask",
+    "compute_metrics",
+    "get_metrics_result",
+    "make_predict_function",
+    "make_test_function",
+    "make_train_function",
+    "metrics",
+    "predict_step",
+    "test_step",
+    "train_step",
+)
+"""What ``fit``, ``evaluate`` and ``predict`` of Keras call of a model, and a pipeline does not."""
+
+
 @dataclass(frozen=True)
 class _Call:
     """One call of a layer or of an operation such as an addition.
@@ -47,12 +64,19 @@ class Graph:
         """Reads the graph of a built model.
 
         Raises:
-            ArgumentError: the model has no graph, because its own code calls the layers, or it has no layers.
+            ArgumentError: the model has no graph, because its own code calls the layers; it overrides what Keras would
+                call to train it; or it has no layers.
         """
         if not (isinstance(model, keras.Model) and getattr(model, "inputs", None)):
             raise ArgumentError(
                 f"a {type(model).__name__} cannot be split, for only its own code knows in which order its layers are "
                 "called: make a keras.Sequential of them, or a functional model, keras.Model(inputs, outputs)"
+            )
+        if own := [name for name in _METHODS if _overrides(model, name)]:
+            raise ArgumentError(
+                f"a pipeline runs the layers of a model and none of its methods, and {type(model).__name__} has "
+                f"{', '.join(own)} of its own: give keras.Model(model.inputs, model.outputs) if the layers alone are "
+                "meant, with loss= and metrics="
             )
         self.model = model
         self.tensors: list[Any] = []
@@ -92,6 +116,12 @@ class Graph:
                 self._numbers[id(tensor)] = len(self.tensors)
                 self.tensors.append(tensor)
         return tuple(self._numbers[id(tensor)] for tensor in tensors)
+
+
+def _overrides(model: keras.Model, name: str) -> bool:
+    """Returns whether a method or property of a model is not Keras's own."""
+    owner = next((each for each in type(model).__mro__ if name in vars(each)), keras.Model)
+    return name in vars(model) or owner.__module__.partition(".")[0] != "keras"
 
 
 def variables_of(operation: Any) -> list[Any]:

@@ -2,7 +2,8 @@
 
 A pipeline adds up the losses of microbatches, each weighted by its rows or by ``weight=``. The sum equals the loss of
 the batch only if the loss is such a mean over rows: then the loss of some rows equals the weighted mean of the losses
-of two parts of them. The last stage compares these in some runs (`coordd.pipeline.loss_check`).
+of two parts of them. The last stage compares these in some runs (`coordd.pipeline.loss_check`), and each stage does the
+same for the losses that its layers add, which are weighted by rows.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from coordd.pipeline import loss_check
 from coordd.pipeline.batch import Batch
 from coordd.pipeline.loss_check import UnclearError
 
-__all__ = ["Judge", "LossCheck"]
+__all__ = ["AddedLosses", "Judge", "LayerLossCheck", "LossCheck"]
 
 Judge = Callable[[Sequence[Any], Sequence[Any], Any], float]
 """Computes the loss of a list of outputs with their masks and targets; changes no metric."""
+
+AddedLosses = Callable[[Sequence[Any], Sequence[Any]], list[tuple[str, float]]]
+"""Computes the losses that the layers of a stage add for its inputs with their masks, each with the layer's name."""
 
 _NOISE, _NOISE_16 = 1e-3, 5e-2
 """Relative rounding tolerance when losses are compared; the second for outputs with 16-bit dtypes."""
@@ -136,6 +140,78 @@ class LossCheck(loss_check.LossCheck):
             "loss of the batch: give weight=, which returns the number of what the loss of a microbatch is the mean "
             "of, such as lambda x, y: (y != -1).sum(), or set microbatches=1 without replicas"
         )
+
+
+class LayerLossCheck(loss_check.LossCheck):
+    """Compares the losses that layers add for a microbatch with those for its halves."""
+
+    def __init__(self, added: AddedLosses, *, declared: bool = False) -> None:
+        """Keeps the settings.
+
+        Args:
+            added: computes the losses; changes no variable.
+            declared: whether the user declares losses to be means; if not, one that is neither mean nor sum causes a
+                warning.
+        """
+        super().__init__(weighted=False, declared=declared)
+        self._added = added
+
+    def look(self, values: Sequence[Any], masks: Sequence[Any]) -> None:
+        """Checks the losses of layers with a stage's inputs for a microbatch; only the first of a run is checked.
+
+        Raises:
+            ArgumentError: a layer's loss is a sum over rows; the text says what to do.
+        """
+        if self._active:
+            self._attempt(lambda: self._checked(values, masks))
+            self._active = False
+            self.warn()
+
+    def _checked(self, values: Sequence[Any], masks: Sequence[Any]) -> bool:
+        """Returns whether the check was conclusive."""
+        given = [keras.ops.convert_to_numpy(value) for value in values]
+        told = [None if mask is None else keras.ops.convert_to_numpy(mask) for mask in masks]
+        counts = {len(array) if array.ndim else 0 for array in [*given, *(mask for mask in told if mask is not None)]}
+        if len(counts) != 1:
+            raise UnclearError("layers add losses to it, and inputs of their stage have different numbers of rows")
+        rows = counts.pop()
+        if rows < 2:
+            return False
+        parts = (slice(0, rows), slice(0, rows // 2), slice(rows // 2, rows))
+        found = [
+            self._added([array[part] for array in given], [None if mask is None else mask[part] for mask in told])
+            for part in parts
+        ]
+        noise = _NOISE_16 if any(array.itemsize < 4 for array in given if array.dtype.kind == "f") else _NOISE
+        means = [_is_mean(*losses, rows=rows, noise=noise) for losses in zip(*found, strict=True)]
+        return all(means)
+
+
+def _is_mean(
+    whole: tuple[str, float], first: tuple[str, float], second: tuple[str, float], *, rows: int, noise: float
+) -> bool:
+    """Returns whether a layer's loss for some rows is known to be the mean of those for their halves.
+
+    Raises:
+        ArgumentError: it is their sum.
+        UnclearError: it is neither.
+    """
+    name, loss = whole
+    half, rest = first[1], second[1]
+    if not all(map(math.isfinite, (loss, half, rest))):
+        return False
+    scale = max(abs(loss), abs(half), abs(rest))
+    if abs(loss - (half * (rows // 2) + rest * (rows - rows // 2)) / rows) <= noise * scale:
+        return scale > 0
+    if abs(loss - half - rest) <= noise * scale:
+        raise ArgumentError(
+            f"the layer {name!r} adds a loss that sums over rows, and a pipeline takes it for their mean, so its "
+            "gradients would be divided by the number of microbatches: let it be the mean over rows, or set "
+            "microbatches=1 without replicas"
+        )
+    raise UnclearError(
+        f"the layer {name!r} adds a loss to it that is no mean over rows, so each microbatch adds its own"
+    )
 
 
 def _joined(first: _Sample, second: _Sample) -> _Sample:

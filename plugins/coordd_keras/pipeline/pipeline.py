@@ -47,7 +47,7 @@ class Pipeline:
         config: how the model is split and trained.
         optimizer: of this rank's variables. Its learning rate may be set to another number, equal on all ranks. On
             TensorFlow its step is a graph, as in ``model.fit``, which sees no other change after the first step.
-        stop_training: callbacks set it, equally on all ranks, to end `fit` after the epoch.
+        stop_training: callbacks set it, equally on all ranks, to end `fit` after the step.
     """
 
     @collective_method("Pipeline", namespace=True)
@@ -339,6 +339,7 @@ class Pipeline:
             given.update(told(x, y))
             if self._made is not None:  # before the split, the ranks compare the whole optimizer
                 if training:
+                    self._made.check_trainable()
                     self._made.replica_values.check()
                     given["the learning rate"] = float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
                 prepared.append(self._cut(x, y, training=training, judged=judged))

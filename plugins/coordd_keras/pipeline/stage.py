@@ -16,7 +16,7 @@ from coordd.pipeline.versions import Versions
 from coordd_keras.pipeline.autodiff import Autodiff, Call, Result, floats
 from coordd_keras.pipeline.graph import arrays_of, is_seed, place_of
 from coordd_keras.pipeline.layout import Layout, Part
-from coordd_keras.pipeline.loss_check import LossCheck
+from coordd_keras.pipeline.loss_check import LayerLossCheck, LossCheck
 
 __all__ = ["KerasStage", "Work"]
 
@@ -115,6 +115,7 @@ class KerasStage(BaseStage):
         self._check = None
         if self._last and self.part.loss is not None:
             self._check = LossCheck(self._judged, weighted=weighted, declared=declared)
+        self._layer_check = LayerLossCheck(self._added, declared=declared)
         self._work: Work | None = None
         self._passages: dict[int, _Passage] = {}
         self.loss: float | None = None
@@ -126,8 +127,10 @@ class KerasStage(BaseStage):
         self.loss = None
         self.outputs = {}
         self._passages.clear()
-        if self._check is not None and work.training and work.judged:
-            self._check.begin(work.batch)
+        if work.training and work.judged:
+            self._layer_check.begin(work.batch)
+            if self._check is not None:
+                self._check.begin(work.batch)
         self.restart()
 
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
@@ -145,6 +148,8 @@ class KerasStage(BaseStage):
         if found.loss is not None:
             if self._check is not None and work.training:
                 self._check.look(microbatch, found.outputs, found.masks, work.batch)
+            if found.own is not None and work.training:
+                self._layer_check.look(passage.call.values, passage.call.masks)
             loss = float(keras.ops.convert_to_numpy(found.loss))
             share = work.batch.share(microbatch)
             self.loss = (self.loss or 0.0) + loss * share
@@ -264,6 +269,17 @@ class KerasStage(BaseStage):
         finally:
             self._reset(state)
         return float(keras.ops.convert_to_numpy(loss))
+
+    def _added(self, values: Sequence[Any], masks: Sequence[Any]) -> list[tuple[str, float]]:
+        """Computes the losses that layers add for some rows, without updating statistics and metrics."""
+        state = self._saved()
+        given = {"mask": list(masks)} if any(mask is not None for mask in masks) else {}
+        try:
+            self.part(list(values), training=False, **given)
+            found = [(layer.name, loss) for layer in self.part.layers for loss in layer.losses]
+            return [(name, float(keras.ops.convert_to_numpy(loss))) for name, loss in found]
+        finally:
+            self._reset(state)
 
     def _means(self) -> list[tuple[Any, list[np.ndarray]]]:
         """Returns Keras's means of the losses of several outputs, each with its present total and count."""
