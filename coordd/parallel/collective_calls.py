@@ -39,7 +39,7 @@ class CollectiveCall:
     """A block of code that all members of a process set run together, or none of them.
 
     Enter it first in a function, before looking at the arguments: `collective` enters it before Python binds them to
-    parameters. A nested block is part of the outer one.
+    parameters. A nested block is part of the outer one; only its `lines`, if it has any, are compared at its own end.
 
     Attributes:
         lines: facts that must be equal on all members, one per line; compared at the end of the block.
@@ -82,6 +82,8 @@ class CollectiveCall:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._part is None:
+            if self._members is not None and error is None and self.lines:  # a nested block with facts of its own
+                self._compare()
             return
         try:
             if error is None:

@@ -295,6 +295,64 @@ def case_a_function_builds_only_what_is_needed() -> None:
 
 
 @ranks(2, deadline=60)
+def case_a_function_may_assign_weights() -> None:
+    """For example by `load_weights`; the values are those that the ranks compare."""
+    x, y = data("chain", 12)
+
+    def made(factor: float = 1.0) -> keras.Model:
+        model = keras.Sequential([layers.Normalization(axis=None), *chain().layers])
+        model.build((None, 2, 3))
+        model.layers[0].adapt(x)
+        random = np.random.default_rng(7)
+        for weight in model.trainable_variables:
+            weight.assign(random.normal(size=weight.shape) * factor)
+        return model
+
+    pipe, model = staged(made), plain(made())
+    np.testing.assert_allclose(pipe.predict(x), model.predict(x, verbose=0), rtol=1e-4, atol=1e-5)
+    for each in (pipe, model):
+        each.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+    same(pipe.whole(), model, 1e-4)
+    if len(set(cd.allgather_object(keras.backend.backend()))) > 1:
+        return  # initial values are not compared between backends
+    for call in ("predict", "fit", "train_on_batch"):
+        with pytest.raises(cd.MismatchError, match="initial values of variable 5 "):
+            getattr(staged(lambda: made(1.0 + cd.rank())), call)(x, *([] if call == "predict" else [y]))
+
+
+class Unnamed(layers.Layer):
+    """Has a variable whose name Keras makes up, by counting."""
+
+    def build(self, shape) -> None:
+        self.factor = self.add_weight(shape=shape[1:], initializer="ones")
+
+    def call(self, inputs):
+        return inputs * self.factor
+
+
+@ranks(2, deadline=60)
+def case_variables_need_no_names() -> None:
+    x, y = data("chain", 12)
+
+    def made() -> keras.Model:
+        more = [layer for _ in range(3) for layer in (layers.Dense(6, activation="tanh"), Unnamed())]
+        model = keras.Sequential([keras.Input((2, 3)), layers.Flatten(), *more, layers.Dense(3)])
+        random = np.random.default_rng(1)
+        for variable in model.trainable_variables:
+            variable.assign(random.normal(size=variable.shape))
+        return model
+
+    for _ in range(cd.rank()):
+        Unnamed()(np.ones((1, 6)))  # from here on the ranks count differently
+    for settings in ({}, {"layers_per_proc": [8], "data_parallel": 2}):
+        for model in (made(), made):
+            pipe, whole = staged(model, **settings), plain(made())
+            for each in (pipe, whole):
+                each.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+            same(pipe.whole(), whole, 1e-4)
+
+
+@ranks(2, deadline=60)
 def case_layers_are_split_by_the_time_that_they_take() -> None:
     sizes = (8, 8, 8, 8, 1500, 1500)
     model = seeded(lambda: keras.Sequential([layers.Flatten(), *map(layers.Dense, sizes), layers.Dense(3)]))

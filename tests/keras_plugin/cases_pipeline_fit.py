@@ -92,6 +92,22 @@ def case_averages_of_a_compiled_model_go_on() -> None:
 
 
 @ranks(2, deadline=60)
+def case_whole_models_have_no_part_of_the_state_of_an_optimizer() -> None:
+    x, y = data("chain", 12)
+    for settings, whole in (({"layers_per_proc": [8], "data_parallel": 2}, True), ({"layers_per_proc": [4, 4]}, False)):
+        model = plain(seeded(chain), keras.optimizers.Adam(0.01))
+        model.fit(x, y, verbose=0)
+        pipe = staged(model, model.optimizer, **settings)
+        pipe.fit(x, y, batch_size=12, verbose=0)
+        found = pipe.whole()
+        assert (found.optimizer is pipe.optimizer) == whole
+        assert found.optimizer.built == whole
+        assert float(found.optimizer.learning_rate) == pytest.approx(0.01)
+        found.fit(x, y, verbose=0)
+        pipe.fit(x, y, batch_size=12, verbose=0)
+
+
+@ranks(2, deadline=60)
 def case_callbacks_are_told_of_validation() -> None:
     x, y = data("chain", 12)
     seen: list[str] = []

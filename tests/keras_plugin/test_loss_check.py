@@ -104,29 +104,29 @@ def test_outputs_without_rows_are_warned_of():
         look(mean, outputs=OUT[:4])
 
 
-def look_at_layers(*losses, count=4, values=OUT, **details) -> int:
-    """Checks the losses that layers would add for such values, and returns how often they were computed."""
+def look_at_layers(*losses, count=4, in_training=(), **details) -> set[int]:
+    """Checks the losses that layers would add, and returns for how many rows they were computed."""
     from coordd_keras.pipeline.loss_check import LayerLossCheck
 
-    calls = []
+    rows = set()
 
-    def computed(given, masks):
-        calls.append(len(given[0]))
-        return [("bent", float(loss(given[0]))) for loss in losses]
+    def computed(given, masks, training):
+        rows.add(len(given[0]))
+        return [("bent", float(loss(given[0]))) for loss in (*losses, *(in_training if training else ()))]
 
     found, given = LayerLossCheck(computed, **details), batch(count)
     found.begin(given)
     for part in given.parts:
-        found.look([values[part]], [None])
-    return len(calls)
+        found.look([OUT[part]], [None])
+    return rows
 
 
 def test_losses_of_layers_may_be_means_and_constants():
     with warnings.catch_warnings(action="error"):
-        assert look_at_layers(lambda x: (x**2).mean(), lambda x: 3.0, lambda x: -(x**2).mean()) == 3
-        look_at_layers(lambda x: (x**2).mean(), values=OUT[:, None])
-        assert look_at_layers(lambda x: (x**2).sum(), count=1) == 0  # one microbatch is the whole batch
-        assert look_at_layers(lambda x: (x**2).sum(), count=12) == 0  # single rows tell nothing
+        assert look_at_layers(lambda x: (x**2).mean(), lambda x: 3.0, lambda x: -(x**2).mean()) == {3, 1, 2}
+        assert look_at_layers(in_training=[lambda x: (x**2).mean()]) == {3, 1, 2}
+        assert not look_at_layers(lambda x: (x**2).sum(), count=1)  # one microbatch is the whole batch
+        assert not look_at_layers(lambda x: (x**2).sum(), count=12)  # single rows tell nothing
 
 
 @pytest.mark.parametrize("declared", [False, True])
@@ -135,11 +135,15 @@ def test_losses_of_layers_that_sum_over_rows_are_refused(declared):
         look_at_layers(lambda x: 3.0, lambda x: (x**2).sum(), declared=declared)
     with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
         look_at_layers(lambda x: 0.0, lambda x: (x**2).sum(), declared=declared)
+    with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
+        look_at_layers(lambda x: 3.0, in_training=[lambda x: (x**2).sum()], declared=declared)
 
 
 def test_losses_of_layers_that_are_neither_are_warned_of():
     with pytest.warns(UserWarning, match="the layer 'bent' adds a loss to it that is no mean over rows"):
         look_at_layers(lambda x: x.mean() ** 2)
+    with pytest.warns(UserWarning, match="with 1 rows one raises ValueError: cannot reshape"):
+        look_at_layers(lambda x: x.reshape(3, 3).mean())
     with warnings.catch_warnings(action="error"):
         look_at_layers(lambda x: x.mean() ** 2, declared=True)
 
@@ -165,9 +169,10 @@ cd.init()
 dense = keras.layers.Dense
 model = keras.Sequential([
     keras.Input((4,)), dense(4, kernel_initializer="ones"), *([Adds()] if place == "layer" else []),
-    dense(3, kernel_initializer="ones"), dense(2, kernel_initializer="ones"),
+    dense(3, kernel_initializer="ones"),
+    dense(2, kernel_initializer="ones", activity_regularizer="l2" if place == "regularized" else None),
 ])
-loss = total if place == "loss" else "mse"
+loss = "mse" if place == "layer" else total
 config = cd.PipelineConfig(microbatches=4, layers_per_proc=[len(model.layers) - 1, 1])
 pipe = cd.Pipeline(model, config, optimizer="sgd", loss=loss)
 pipe.fit(np.ones((12, 4), "float32"), np.ones((12, 2), "float32"), batch_size=12, verbose=0)
@@ -178,7 +183,11 @@ pipe.fit(np.ones((12, 4), "float32"), np.ones((12, 2), "float32"), batch_size=12
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 @pytest.mark.parametrize(
     ("place", "rank", "told"),
-    [("loss", 1, "loss= adds rows up"), ("layer", 0, "the layer 'adds' adds a loss that sums over rows")],
+    [
+        ("loss", 1, "loss= adds rows up"),
+        ("regularized", 1, "loss= adds rows up"),
+        ("layer", 0, "the layer 'adds' adds a loss that sums over rows"),
+    ],
 )
 def test_losses_that_add_rows_up_are_refused_on_all_ranks(backend, place, rank, told):
     outcome = launch(2, _PROGRAM, place, launcher="coordd", variables={"KERAS_BACKEND": backend})

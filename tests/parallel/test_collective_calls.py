@@ -63,6 +63,25 @@ def test_what_differs_is_listed_on_all_ranks_when_the_call_ends():
     each_rank(2, body)
 
 
+@pytest.mark.parametrize("steady", [False, True])
+def test_what_differs_in_a_nested_call_is_listed_when_that_ends(steady):
+    def body(rank):
+        ended = 0
+        for lines in ([], ["a"], ["a", f"b {rank}"]):
+            try:
+                with CollectiveCall("Outer", steady=steady), CollectiveCall("Inner") as call:
+                    call.lines += lines
+                ended += 1
+            except cd.MismatchError as error:
+                text = str(error)
+        return ended, text, api.allreduce(one()).tolist()
+
+    for ended, text, found in each_rank(2, body):
+        assert (ended, found) == (2, [1.0, 1.0])
+        assert "different parameters to Inner" in text
+        assert "b 0 on rank 0 only; b 1 on rank 1 only" in text
+
+
 def test_a_call_of_some_ranks_does_not_concern_the_others():
     some = cd.ProcessSet([0, 2])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,6 +37,8 @@ from coordd_keras.pipeline.sharing import Sharing
 from coordd_keras.pipeline.stage import KerasStage, Work
 
 __all__ = ["Assembly", "Model"]
+
+log = logging.getLogger("coordd")
 
 Model: TypeAlias = "keras.Model | Callable[[], keras.Model]"
 
@@ -89,6 +92,7 @@ class Assembly:
             ArgumentError: the model cannot be split like this, or the ranks have different models.
         """
         self._config = config
+        self._optimizer: Any = optimizer
         self._weighted = weighted
         self._plans = plans
         self._operations = operations
@@ -96,9 +100,10 @@ class Assembly:
         self._rank = operations.daemon.world.rank
         sketch = plans.sketch
         self._model, self._shape = model, (None, *keras.tree.flatten(x)[0].shape[1:])
-        self._graph = Graph(_outlined(model, self._shape))
+        outline, assigned = _outlined(model, self._shape)
+        self._graph = Graph(outline)
         _check_precision(self._graph.model, optimizer)
-        self.initial = initial_values(self._graph)
+        self.initial = initial_values(self._graph, assigned)
         """Initial values of the variables, compared between ranks."""
         accord.check("Pipeline", settings(config) | described(self._graph, optimizer), advice=ALIKE)
         profile = self._profile(x) if config.measured else None
@@ -107,8 +112,7 @@ class Assembly:
         self._placed = sketch.placement
         held = {number: self.layout.variables(number) for number in sketch.held[self._rank]}
         for variable in (variable for mine in held.values() for variable in mine.values()):
-            if variable._value is None:  # noqa: SLF001 - no public way to initialize a deferred variable
-                variable._deferred_initialize()  # noqa: SLF001 - as above
+            _initialize(variable, assigned)
         self._owners = {
             key: tuple(sorted({rank for stage in stages for rank in self._placed[stage]}))
             for key, stages in self.layout.holders.items()
@@ -269,10 +273,28 @@ class Assembly:
         for part in allgather_object(own, name=f"{self._name}.whole"):
             values |= part
         whole = self._model if isinstance(self._model, keras.Model) else _built(self._model(), self._shape)
-        for place, variable in enumerate(whole.variables):
-            if (value := values.get(f"{place}.{variable.name}")) is not None:
-                variable.assign(value)
+        variables, before = whole.variables, len(self._graph.model.variables)
+        if len(variables) != before:
+            raise ArgumentError(
+                f"the model has {len(variables)} variables, and had {before} when it was split: change no layers of a "
+                "model in a pipeline"
+            )
+        for key, value in values.items():
+            variables[place_of(key)].assign(value)
+        self._detach_optimizer(whole)
         return whole
+
+    def _detach_optimizer(self, whole: keras.Model) -> None:
+        """Gives the whole model a new optimizer if it has this one, with the state of this rank's variables only."""
+        optimizer = self._optimizer
+        has_it = getattr(whole, "optimizer", None) is optimizer
+        if has_it and self._held.keys() != self._owners.keys():
+            whole.optimizer = type(optimizer).from_config(optimizer.get_config())
+            whole.train_function = None  # the backend's, which contains the optimizer
+            log.warning(
+                "the whole model of a pipeline gets a new optimizer, for each rank has a part of the state of the one "
+                "that it was compiled with"
+            )
 
     def _shared(self) -> Iterable[tuple[Sequence[int], Trained]]:
         """Yields the trained variables that other ranks have, too, with these ranks; in the order of the model."""
@@ -377,17 +399,34 @@ def _trained(variable: Any) -> Trained:
     return Trained(variable.path, what, math.prod(variable.shape), digits_of(dtype) ** 0.5, read)
 
 
-def _outlined(model: Model, shape: tuple[int | None, ...]) -> keras.Model:
-    """Returns the built model; a model that a function makes gets no memory for its weights."""
+def _outlined(model: Model, shape: tuple[int | None, ...]) -> tuple[keras.Model, dict[int, Any]]:
+    """Returns the built model; a model that a function makes gets no memory for its weights.
+
+    Returns:
+        the model, and the values that the function assigned to its variables, such as loaded ones, by their ids.
+    """
     if isinstance(model, keras.Model):
-        return _built(model, shape)
-    with keras.StatelessScope(initialize_variables=False):
+        return _built(model, shape), {}
+    with keras.StatelessScope(initialize_variables=False) as scope:
         found = _built(model(), shape)
+    values = ((variable, scope.get_current_value(variable)) for variable in found.variables)
+    assigned = {id(variable): value for variable, value in values if value is not None}
+    for variable in found.variables:
+        if not floats(variable):  # PyTorch takes deferred ones for trainable
+            _initialize(variable, assigned)
     # Keras keeps a list of these variables and would initialize them all at the next opportunity.
     own = set(map(id, found.variables))
     noted = global_state.get_global_attribute("uninitialized_variables") or []
     global_state.set_global_attribute("uninitialized_variables", [each for each in noted if id(each) not in own])
-    return found
+    return found, assigned
+
+
+def _initialize(variable: Any, assigned: Mapping[int, Any]) -> None:
+    """Initializes a variable that may be deferred, with the value that was assigned to it, if any."""
+    if variable._value is None:  # noqa: SLF001 - no public way to initialize a deferred variable
+        variable._deferred_initialize()  # noqa: SLF001 - as above
+    if id(variable) in assigned:
+        variable.assign(assigned[id(variable)])
 
 
 def _built(model: Any, shape: tuple[int | None, ...]) -> keras.Model:

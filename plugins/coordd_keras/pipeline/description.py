@@ -31,15 +31,26 @@ def described(graph: Graph, optimizer: Any) -> dict[str, str]:
     return found | _settings("the optimizer's", optimizer)
 
 
-def initial_values(graph: Graph) -> list[str]:
-    """Lists the variables' initial values, or the initializers of variables without values yet."""
+def initial_values(graph: Graph, assigned: Mapping[int, Any]) -> list[str]:
+    """Lists the variables' initial values, or the initializers of variables without values yet.
+
+    Args:
+        graph: the layers.
+        assigned: values that a function which makes the model assigned to its variables, by the variables' ids.
+    """
     variables = [variable for call in graph.calls for variable in variables_of(call.operation)]
-    found = [f"initial values of {graph.key(each)} ({_start(each)})" for each in variables if not is_seed(each)]
+    found = [
+        f"initial values of variable {graph.key(each)} ({_start(each, assigned)})"
+        for each in variables
+        if not is_seed(each)
+    ]
     return list(dict.fromkeys(found))
 
 
-def _start(variable: Any) -> str:
-    if variable._value is None:  # noqa: SLF001 - no public way to see whether it is deferred
+def _start(variable: Any, assigned: Mapping[int, Any]) -> str:
+    if id(variable) in assigned:
+        variable = assigned[id(variable)]
+    elif variable._value is None:  # noqa: SLF001 - no public way to see whether it is deferred
         initializer = variable._initializer  # noqa: SLF001 - as above
         seed = getattr(initializer, "seed", None)
         return f"{type(initializer).__name__}, seed {seed if isinstance(seed, (int, str)) else ''}"

@@ -107,8 +107,8 @@ class Graph:
         return tuple(found)
 
     def key(self, variable: Any) -> str:
-        """Returns a variable's name, the same on all ranks and backends."""
-        return f"{self._weights[id(variable)]}.{variable.name}"
+        """Returns a variable's index in the model, the same on all ranks and backends, whatever its name."""
+        return self._weights[id(variable)]
 
     def _known(self, tensors: Sequence[Any]) -> tuple[int, ...]:
         for tensor in tensors:
@@ -144,7 +144,7 @@ def is_seed(variable: Any) -> bool:
 
 def place_of(key: str) -> int:
     """Returns a variable's index in the model, from its key."""
-    return int(key.partition(".")[0])
+    return int(key)
 
 
 def arrays_of(variables: Iterable[Any]) -> list[np.ndarray]:

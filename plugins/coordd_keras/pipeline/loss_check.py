@@ -25,8 +25,8 @@ __all__ = ["AddedLosses", "Judge", "LayerLossCheck", "LossCheck"]
 Judge = Callable[[Sequence[Any], Sequence[Any], Any], float]
 """Computes the loss of a list of outputs with their masks and targets; changes no metric."""
 
-AddedLosses = Callable[[Sequence[Any], Sequence[Any]], list[tuple[str, float]]]
-"""Computes the losses that the layers of a stage add for its inputs with their masks, each with the layer's name."""
+AddedLosses = Callable[[Sequence[Any], Sequence[Any], bool], list[tuple[str, float]]]
+"""Computes the losses that a stage's layers add, each with the layer's name, from inputs, masks and training mode."""
 
 _NOISE, _NOISE_16 = 1e-3, 5e-2
 """Relative rounding tolerance when losses are compared; the second for outputs with 16-bit dtypes."""
@@ -171,17 +171,27 @@ class LayerLossCheck(loss_check.LossCheck):
         """Returns whether the check was conclusive."""
         given = [keras.ops.convert_to_numpy(value) for value in values]
         told = [None if mask is None else keras.ops.convert_to_numpy(mask) for mask in masks]
-        counts = {len(array) if array.ndim else 0 for array in [*given, *(mask for mask in told if mask is not None)]}
-        if len(counts) != 1:
+        heights = {len(array) if array.ndim else 0 for array in [*given, *(mask for mask in told if mask is not None)]}
+        if len(heights) != 1:
             raise UnclearError("layers add losses to it, and inputs of their stage have different numbers of rows")
-        rows = counts.pop()
+        rows = heights.pop()
         if rows < 2:
             return False
         parts = (slice(0, rows), slice(0, rows // 2), slice(rows // 2, rows))
-        found = [
-            self._added([array[part] for array in given], [None if mask is None else mask[part] for mask in told])
+        samples = [
+            ([array[part] for array in given], [None if mask is None else mask[part] for mask in told])
             for part in parts
         ]
+        try:
+            # Outside of training nothing is random, but some losses are added in training only.
+            counts = {len(self._added(*samples[0], training)) for training in (True, False)}
+            found = [self._added(*sample, len(counts) > 1) for sample in samples]
+        except Exception as error:
+            raise UnclearError(
+                f"layers add losses to it, and with {rows // 2} rows one raises {brief(error)}"
+            ) from error
+        if len({len(losses) for losses in found}) > 1:
+            raise UnclearError("layers add losses to it, whose number depends on the rows")
         noise = _NOISE_16 if any(array.itemsize < 4 for array in given if array.dtype.kind == "f") else _NOISE
         means = [_is_mean(*losses, rows=rows, noise=noise) for losses in zip(*found, strict=True)]
         return all(means)
@@ -210,7 +220,7 @@ def _is_mean(
             "microbatches=1 without replicas"
         )
     raise UnclearError(
-        f"the layer {name!r} adds a loss to it that is no mean over rows, so each microbatch adds its own"
+        f"the layer {name!r} adds a loss to it that is no mean over rows, or random, so each microbatch adds its own"
     )
 
 

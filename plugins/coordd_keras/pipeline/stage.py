@@ -265,17 +265,23 @@ class KerasStage(BaseStage):
                 output._keras_mask = keras.ops.convert_to_tensor(mask)  # noqa: SLF001 - where Keras keeps it
         try:
             found = keras.tree.pack_sequence_as(self.part.output, given)
-            loss = self.part.compute_loss(y=targets, y_pred=found, training=False)
+            # Without the losses of layers, which on TensorFlow are tensors of another graph.
+            loss = self.part._compile_loss(targets, found)  # noqa: SLF001 - Keras has no public way
         finally:
             self._reset(state)
-        return float(keras.ops.convert_to_numpy(loss))
+        return 0.0 if loss is None else float(keras.ops.convert_to_numpy(loss))
 
-    def _added(self, values: Sequence[Any], masks: Sequence[Any]) -> list[tuple[str, float]]:
+    def _added(
+        self,
+        values: Sequence[Any],
+        masks: Sequence[Any],
+        training: bool,
+    ) -> list[tuple[str, float]]:
         """Computes the losses that layers add for some rows, without updating statistics and metrics."""
         state = self._saved()
         given = {"mask": list(masks)} if any(mask is not None for mask in masks) else {}
         try:
-            self.part(list(values), training=False, **given)
+            self.part(list(values), training=training, **given)
             found = [(layer.name, loss) for layer in self.part.layers for loss in layer.losses]
             return [(name, float(keras.ops.convert_to_numpy(loss))) for name, loss in found]
         finally:
