@@ -50,6 +50,7 @@ def go_wrong():
 
 armed = False
 cd.init()
+keras.utils.set_random_seed(1)
 model = keras.Sequential([layers.Dense(4), layers.Dense(4), layers.Dense(4), Faulty(2)])
 config = cd.Config(layers_per_proc=[2, 2], microbatches=2)
 pipe = cd.Pipeline(model, config, optimizer="sgd", loss="mse")

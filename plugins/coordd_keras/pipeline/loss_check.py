@@ -145,16 +145,18 @@ class LossCheck(loss_check.LossCheck):
 class LayerLossCheck(loss_check.LossCheck):
     """Compares the losses that layers add for a microbatch with those for its halves."""
 
-    def __init__(self, added: AddedLosses, *, declared: bool = False) -> None:
+    def __init__(self, added: AddedLosses, *, half: bool = False, declared: bool = False) -> None:
         """Keeps the settings.
 
         Args:
             added: computes the losses; changes no variable.
+            half: whether layers compute with 16-bit dtypes.
             declared: whether the user declares losses to be means; if not, one that is neither mean nor sum causes a
                 warning.
         """
         super().__init__(weighted=False, declared=declared)
         self._added = added
+        self._noise = _NOISE_16 if half else _NOISE
 
     def look(self, values: Sequence[Any], masks: Sequence[Any]) -> None:
         """Checks the losses of layers with a stage's inputs for a microbatch; only the first of a run is checked.
@@ -192,8 +194,7 @@ class LayerLossCheck(loss_check.LossCheck):
             ) from error
         if len({len(losses) for losses in found}) > 1:
             raise UnclearError("layers add losses to it, whose number depends on the rows")
-        noise = _NOISE_16 if any(array.itemsize < 4 for array in given if array.dtype.kind == "f") else _NOISE
-        means = [_is_mean(*losses, rows=rows, noise=noise) for losses in zip(*found, strict=True)]
+        means = [_is_mean(*losses, rows=rows, noise=self._noise) for losses in zip(*found, strict=True)]
         return all(means)
 
 

@@ -115,7 +115,8 @@ class KerasStage(BaseStage):
         self._check = None
         if self._last and self.part.loss is not None:
             self._check = LossCheck(self._judged, weighted=weighted, declared=declared)
-        self._layer_check = LayerLossCheck(self._added, declared=declared)
+        half = any(layer.compute_dtype in {"bfloat16", "float16"} for layer in self.part.layers)
+        self._layer_check = LayerLossCheck(self._added, half=half, declared=declared)
         self._work: Work | None = None
         self._passages: dict[int, _Passage] = {}
         self.loss: float | None = None
