@@ -96,15 +96,49 @@ def case_whole_models_have_no_part_of_the_state_of_an_optimizer() -> None:
     x, y = data("chain", 12)
     for settings, whole in (({"layers_per_proc": [8], "data_parallel": 2}, True), ({"layers_per_proc": [4, 4]}, False)):
         model = plain(seeded(chain), keras.optimizers.Adam(0.01))
-        model.fit(x, y, verbose=0)
+        model.fit(x, y, shuffle=False, verbose=0)
         pipe = staged(model, model.optimizer, **settings)
         pipe.fit(x, y, batch_size=12, verbose=0)
         found = pipe.whole()
         assert (found.optimizer is pipe.optimizer) == whole
         assert found.optimizer.built == whole
         assert float(found.optimizer.learning_rate) == pytest.approx(0.01)
-        found.fit(x, y, verbose=0)
+        found.fit(x, y, shuffle=False, verbose=0)
         pipe.fit(x, y, batch_size=12, verbose=0)
+
+    class Silent(keras.optimizers.SGD):
+        def get_config(self):
+            raise NotImplementedError
+
+    model = plain(seeded(chain), Silent(0.1))
+    pipe = staged(model, model.optimizer, layers_per_proc=[4, 4])
+    pipe.fit(x, y, batch_size=12, verbose=0)
+    assert pipe.whole().optimizer is None
+    np.testing.assert_allclose(pipe.whole().evaluate(x, y, verbose=0), pipe.evaluate(x, y), rtol=1e-4)
+
+
+@ranks(2, deadline=60)
+def case_an_optimizer_serves_one_split() -> None:
+    x, y = data("chain", 12)
+    model, optimizer = seeded(chain), keras.optimizers.Adam(0.01)
+    optimizer.build(model.trainable_variables)
+    staged(model, optimizer, layers_per_proc=[5, 3]).predict(x)  # takes no step
+    for _ in range(2):
+        pipe = staged(model, optimizer, layers_per_proc=[4, 4])
+        pipe.fit(x, y, batch_size=12, verbose=0)
+        with pytest.raises(cd.MismatchError, match="call whole\\(\\) of an earlier pipeline of it"):
+            staged(model, optimizer, layers_per_proc=[4, 4]).fit(x, y, batch_size=12, verbose=0)
+        pipe.whole()
+    with pytest.raises(cd.CoorddError, match="has trained other layers on this rank in an earlier pipeline, and anoth"):
+        staged(model, optimizer, layers_per_proc=[5, 3]).fit(x, y, batch_size=12, verbose=0)
+    staged(model, keras.optimizers.Adam(0.01), layers_per_proc=[5, 3]).fit(x, y, batch_size=12, verbose=0)
+
+
+@ranks(2)
+def case_functions_compile_no_model() -> None:
+    x, y = data("chain", 12)
+    with pytest.raises(cd.ArgumentError, match="compile nothing in it, and call load_model"):
+        staged(lambda: plain(seeded(chain))).fit(x, y, verbose=0)
 
 
 @ranks(2, deadline=60)

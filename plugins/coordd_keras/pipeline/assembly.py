@@ -286,14 +286,18 @@ class Assembly:
 
     def _detach_optimizer(self, whole: keras.Model) -> None:
         """Gives the whole model a new optimizer if it has this one, with the state of this rank's variables only."""
-        optimizer = self._optimizer
+        optimizer, size = self._optimizer, self._operations.daemon.world.size
         has_it = getattr(whole, "optimizer", None) is optimizer
-        if has_it and self._held.keys() != self._owners.keys():
-            whole.optimizer = type(optimizer).from_config(optimizer.get_config())
+        if has_it and any(len(ranks) < size for ranks in self._owners.values()):
+            try:
+                whole.optimizer = type(optimizer).from_config(optimizer.get_config())
+            except Exception:  # noqa: BLE001 - configurations of users' classes and functions may raise any error
+                whole.optimizer = None
             whole.train_function = None  # the backend's, which contains the optimizer
             log.warning(
-                "the whole model of a pipeline gets a new optimizer, for each rank has a part of the state of the one "
-                "that it was compiled with"
+                "the whole model of a pipeline has %s optimizer, for each rank has a part of the state of the one that "
+                "it was compiled with",
+                "no" if whole.optimizer is None else "a new",
             )
 
     def _shared(self) -> Iterable[tuple[Sequence[int], Trained]]:
@@ -404,11 +408,22 @@ def _outlined(model: Model, shape: tuple[int | None, ...]) -> tuple[keras.Model,
 
     Returns:
         the model, and the values that the function assigned to its variables, such as loaded ones, by their ids.
+
+    Raises:
+        ArgumentError: the function makes no model, or variables that cannot be deferred.
     """
     if isinstance(model, keras.Model):
         return _built(model, shape), {}
-    with keras.StatelessScope(initialize_variables=False) as scope:
-        found = _built(model(), shape)
+    try:
+        with keras.StatelessScope(initialize_variables=False) as scope:
+            found = _built(model(), shape)
+    except ValueError as error:
+        if "create a variable while in a stateless scope" not in str(error):
+            raise
+        raise ArgumentError(
+            "the function that makes the model also creates a variable without an initializer, such as those of an "
+            "optimizer: compile nothing in it, and call load_model(..., compile=False)"
+        ) from error
     values = ((variable, scope.get_current_value(variable)) for variable in found.variables)
     assigned = {id(variable): value for variable, value in values if value is not None}
     for variable in found.variables:

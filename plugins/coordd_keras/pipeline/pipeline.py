@@ -329,7 +329,10 @@ class Pipeline:
                 )
                 if len(set(gathered(self._operations, keras.backend.backend(), None, global_process_set))) == 1:
                     call.lines += made.initial  # else one seed gives other values; `align` copies the first
-                call.advice = "make the same model on all ranks, with keras.utils.set_random_seed before it"
+                call.advice = (
+                    "make the same model on all ranks, with keras.utils.set_random_seed before it, and call whole() of "
+                    "an earlier pipeline of it"
+                )
             self._made = made
 
     def _run(self, x: Any, y: Any, call: str, *, training: bool = False, judged: bool = True) -> float:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
 
 from coordd.daemon.operations import Operations
+from coordd.errors import ArgumentError
 from coordd.ops.messages import ReduceOp
 from coordd_keras.pipeline.autodiff import Autodiff
 from coordd_keras.pipeline.sharing import Sharing
 
 __all__ = ["Settling"]
+
+_SERVED: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+"""For each optimizer the ids of all variables that this rank had when it last took a step in a pipeline."""
 
 
 class Settling:
@@ -45,9 +50,19 @@ class Settling:
             clip_norm: the maximum global norm of all gradients; infinite for no clipping.
             operations: of the daemon.
             name: of the reduction of the norm.
+
+        Raises:
+            ArgumentError: the optimizer has taken steps in a pipeline in which this rank had other layers.
         """
         every = {key: variable for mine in held.values() for key, variable in mine.items()}
         self._variables = {key: variable for key, variable in every.items() if variable.trainable}
+        self._serves = frozenset(map(id, every.values()))
+        served = _SERVED.get(optimizer, self._serves)
+        if new := [variable.path for variable in self._variables.values() if id(variable) not in served]:
+            raise ArgumentError(
+                f"the optimizer has trained other layers on this rank in an earlier pipeline, and another rank has its "
+                f"state for {', '.join(new[:3])}: split the layers as before, or give a new optimizer"
+            )
         self._statistics = statistics
         self._keys = {id(variable): key for key, variable in self._variables.items()}
         self._sharing = sharing
@@ -83,6 +98,7 @@ class Settling:
         if self._waiting:
             return
         self._waiting = self._stages
+        _SERVED[self._optimizer] = self._serves
         for key, array in self._sharing.finish().items():
             if array is not None:
                 self._sums[key] = self._codec.tensor(array, differentiable=False)
