@@ -9,6 +9,7 @@ Usage: ``python -m tests.mpi.worker ADDRESS FOLDER``, a Unix socket and the fold
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -36,6 +37,7 @@ def main(address: str, folder: str) -> None:
             _answer(lines, {"rank": rank})
             for line in lines:
                 _answer(lines, _run(**json.loads(line)))
+    gc.freeze()  # at exit Python would search the graphs of all cases for cycles: with TensorFlow more than 20 s
 
 
 def _answer(lines: IO[str], fields: dict[str, Any]) -> None:
