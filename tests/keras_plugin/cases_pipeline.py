@@ -321,7 +321,7 @@ def case_a_function_may_assign_weights() -> None:
 
 
 class Unnamed(layers.Layer):
-    """Has a variable whose name Keras makes up, by counting."""
+    """Gives its variable no name, so Keras numbers it."""
 
     def build(self, shape) -> None:
         self.factor = self.add_weight(shape=shape[1:], initializer="ones")

@@ -172,16 +172,18 @@ class LayerLossCheck(loss_check.LossCheck):
     def _checked(self, values: Sequence[Any], masks: Sequence[Any]) -> bool:
         """Returns whether the check was conclusive."""
         given = [keras.ops.convert_to_numpy(value) for value in values]
-        told = [None if mask is None else keras.ops.convert_to_numpy(mask) for mask in masks]
-        heights = {len(array) if array.ndim else 0 for array in [*given, *(mask for mask in told if mask is not None)]}
-        if len(heights) != 1:
+        mask_arrays = [None if mask is None else keras.ops.convert_to_numpy(mask) for mask in masks]
+        row_counts = {
+            len(array) if array.ndim else 0 for array in [*given, *(mask for mask in mask_arrays if mask is not None)]
+        }
+        if len(row_counts) != 1:
             raise UnclearError("layers add losses to it, and inputs of their stage have different numbers of rows")
-        rows = heights.pop()
+        rows = row_counts.pop()
         if rows < 2:
             return False
         parts = (slice(0, rows), slice(0, rows // 2), slice(rows // 2, rows))
         samples = [
-            ([array[part] for array in given], [None if mask is None else mask[part] for mask in told])
+            ([array[part] for array in given], [None if mask is None else mask[part] for mask in mask_arrays])
             for part in parts
         ]
         try:
@@ -193,7 +195,7 @@ class LayerLossCheck(loss_check.LossCheck):
                 f"layers add losses to it, and with {rows // 2} rows one raises {brief(error)}"
             ) from error
         if len({len(losses) for losses in found}) > 1:
-            raise UnclearError("layers add losses to it, whose number depends on the rows")
+            raise UnclearError("layers add more or fewer losses to it for fewer rows")
         means = [_is_mean(*losses, rows=rows, noise=self._noise) for losses in zip(*found, strict=True)]
         return all(means)
 

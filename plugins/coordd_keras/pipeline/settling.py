@@ -18,7 +18,7 @@ from coordd_keras.pipeline.sharing import Sharing
 
 __all__ = ["Settling"]
 
-_SERVED: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+_LAST_TRAINED: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 """For each optimizer the ids of all variables that this rank had when it last took a step in a pipeline."""
 
 
@@ -56,9 +56,9 @@ class Settling:
         """
         every = {key: variable for mine in held.values() for key, variable in mine.items()}
         self._variables = {key: variable for key, variable in every.items() if variable.trainable}
-        self._serves = frozenset(map(id, every.values()))
-        served = _SERVED.get(optimizer, self._serves)
-        if new := [variable.path for variable in self._variables.values() if id(variable) not in served]:
+        self._own_ids = frozenset(map(id, every.values()))
+        before = _LAST_TRAINED.get(optimizer, self._own_ids)
+        if new := [variable.path for variable in self._variables.values() if id(variable) not in before]:
             raise ArgumentError(
                 f"the optimizer has trained other layers on this rank in an earlier pipeline, and another rank has its "
                 f"state for {', '.join(new[:3])}: split the layers as before, or give a new optimizer"
@@ -98,7 +98,7 @@ class Settling:
         if self._waiting:
             return
         self._waiting = self._stages
-        _SERVED[self._optimizer] = self._serves
+        _LAST_TRAINED[self._optimizer] = self._own_ids
         for key, array in self._sharing.finish().items():
             if array is not None:
                 self._sums[key] = self._codec.tensor(array, differentiable=False)
