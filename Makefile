@@ -1,10 +1,13 @@
 # Everything a contributor or a first visitor does. Needs Python 3.11 or newer and make, nothing else.
 PYTHON ?= python3
 VENV   ?= .venv
+# Processes that share the tests: many tests wait more than they compute.
+WORKERS ?= 2
 
 BIN   := $(VENV)/bin
 DEMO  := $(VENV)/.demo
 DEV   := $(VENV)/.dev
+SHARE := -n $(WORKERS) --dist loadgroup
 PIP   := python -m pip install --disable-pip-version-check -c constraints.txt
 IN    := PATH="$(abspath $(BIN)):$$PATH"
 
@@ -18,10 +21,10 @@ demo: $(DEMO)  ## trains a small CNN on handwritten digits, on two ranks
 	$(IN) coordd run -n 2 python examples/pytorch/digits.py
 
 test: $(DEV)  ## runs the tests
-	$(IN) python -m pytest -m "not sweep"
+	$(IN) python -m pytest $(SHARE) -m "not sweep"
 
 test-all: $(DEV)  ## runs the tests, and the sweeps over everything of which the tests take a sample
-	$(IN) python -m pytest
+	$(IN) python -m pytest $(SHARE)
 
 check: $(DEV)  ## lints, checks types, layers and generated pages
 	$(IN) ruff check

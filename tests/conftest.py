@@ -22,6 +22,21 @@ settings.register_profile("tests", deadline=None)  # how long an example takes i
 settings.load_profile("tests")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Has pytest-xdist give one worker all tests of a file, or of a session of ranks: they share what they start."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    name = "/".join(item.path.with_suffix("").parts[-2:])
+    if "sessions" in item.fixturenames:
+        parameters = item.callspec.params
+        name += f"-{parameters.get('way', '')}-{parameters['size']}"
+    return name
+
+
 @pytest.fixture(autouse=True)
 def keeps_the_exit_code_of_pytest():
     """A default daemon that fails has its process exit with 1 at the end, here pytest's, whatever the tests said."""

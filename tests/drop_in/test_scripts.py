@@ -46,6 +46,7 @@ class TestTraining:
         torch.testing.assert_close(two["model"], one["model"], rtol=0, atol=1e-4)
         assert two["optimizer"]["param_groups"] == one["optimizer"]["param_groups"]
 
+    @pytest.mark.sweep
     def test_it_learns_and_goes_on_from_its_checkpoint(self, tmp_path):
         more = ("--checkpoint-format", tmp_path / "{epoch}.pt")
         outcome = _run(self._script, *more)
@@ -57,7 +58,7 @@ class TestTraining:
         assert re.findall(r"epoch (\d): train", outcome.stdout) == ["4", "5"]
         torch.testing.assert_close(_load(tmp_path / "5.pt"), first, rtol=0, atol=0)
 
-    @pytest.mark.parametrize("launcher", ["as-horovod", "mpirun"])
+    @pytest.mark.parametrize("launcher", ["as-horovod", pytest.param("mpirun", marks=pytest.mark.sweep)])
     def test_its_other_options_work_with_and_without_coordd_run(self, tmp_path, launcher):
         more = ("--fp16-allreduce", "--batches-per-allreduce", 2, "--checkpoint-format", tmp_path / "{epoch}.pt")
         outcome = _run(self._script, "--epochs", 1, *more, launcher=launcher)
@@ -73,6 +74,7 @@ class TestGan:
         _alone(self._script, *more, "--batch-size", 128, "--save", tmp_path / "one")
         torch.testing.assert_close(_load(tmp_path / "two"), _load(tmp_path / "one"), rtol=0, atol=1e-9)
 
+    @pytest.mark.sweep
     def test_the_points_come_to_lie_on_the_ring(self):
         outcome = _run(self._script)
         assert 0.8 < float(re.search(r"points are ([\d.]+) from", outcome.stdout)[1]) < 1.2

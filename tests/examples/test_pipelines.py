@@ -31,7 +31,10 @@ def _number(pattern: str, outcome: Outcome) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("stages", "replicas"),
+    [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.sweep) for sizes in ((2, 1), (3, 1), (3, 2)))],
+)
 def test_digits_are_recognised_in_stages_and_replicas(stages: int, replicas: int, tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     outcome = _run(stages * replicas, _CNN, "--data-parallel", replicas, "--picture", picture)
@@ -65,6 +68,7 @@ def test_a_checkpoint_of_two_stages_is_that_of_one_and_of_three(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_sums_are_learned() -> None:
     outcome = _run(2, _GPT)
     assert _number(r"(\d+) of 100 sums are right", outcome) > 80

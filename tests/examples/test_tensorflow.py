@@ -35,7 +35,11 @@ def _trained(
 
 @pytest.mark.parametrize(
     ("script", "backend"),
-    [("keras/digits.py", "tensorflow"), ("keras/digits.py", "torch"), ("tensorflow/digits.py", "tensorflow")],
+    [
+        ("keras/digits.py", "tensorflow"),
+        pytest.param("keras/digits.py", "torch", marks=pytest.mark.sweep),
+        ("tensorflow/digits.py", "tensorflow"),
+    ],
 )
 def test_two_ranks_recognise_digits_as_a_single_process_does(script: str, backend: str, tmp_path: Path) -> None:
     accuracy, pair = _trained(script, 2, tmp_path, launcher="coordd", KERAS_BACKEND=backend)
@@ -45,7 +49,7 @@ def test_two_ranks_recognise_digits_as_a_single_process_does(script: str, backen
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("backend", "size"), [("tensorflow", 4), ("torch", 2)])
+@pytest.mark.parametrize(("backend", "size"), [pytest.param("tensorflow", 4, marks=pytest.mark.sweep), ("torch", 2)])
 def test_the_paper_s_network_learns_in_stages(backend: str, size: int, tmp_path: Path) -> None:
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": backend}
     script, picture = _FOLDER / "keras/pipeline_mlp.py", tmp_path / "step.svg"

@@ -22,6 +22,7 @@ _WAYS = {
     "mixed": _SETTINGS | {"TEST_KERAS_BACKENDS": "tensorflow,torch"},
 }
 _SIZES = {"tensorflow": (1, 2), "torch": (1, 2), "mixed": (2, 4)}
+_FIT_ON_MIXED_BACKENDS = ("fit_equals_one_process_with_all_batches", "sparse_gradients_beside_dense_ones_train_alike")
 
 
 def _tells_more(way: str, size: int, case: Case) -> bool:
@@ -33,8 +34,14 @@ def _tells_more(way: str, size: int, case: Case) -> bool:
     return size < 4
 
 
+def _is_for_sweeps(way: str, case: Case) -> bool:
+    """Returns whether each backend shows nearly the same as ranks with different ones."""
+    fit = case.module.endswith("cases_fit")
+    return way == "mixed" and fit and not case.name.endswith(_FIT_ON_MIXED_BACKENDS)
+
+
 _ITEMS = [
-    pytest.param(way, size, case, id=f"{case}-{size}-{way}")
+    pytest.param(way, size, case, id=f"{case}-{size}-{way}", marks=[pytest.mark.sweep] * _is_for_sweeps(way, case))
     for way, sizes in _SIZES.items()
     for size in sizes
     for case in _CASES

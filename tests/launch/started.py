@@ -7,17 +7,18 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
+
+from tests.patience import Patience
 
 __all__ = ["FOR_EVER", "PATIENCE", "ROOT", "Started", "alive", "wait_until"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOR_EVER = "import time; all(time.sleep(0.02) is None for _ in iter(int, 1))"
 """Waits for signals that a handler takes; `signal.pause` would sleep on after one that comes just before it."""
-PATIENCE = 30.0  # seconds after which a test has failed; machines that run tests are busy
+PATIENCE = 30.0  # seconds after which a test has failed
 
 
 def alive(process: psutil.Process) -> bool:
@@ -31,8 +32,8 @@ def alive(process: psutil.Process) -> bool:
 def wait_until(condition, seconds=PATIENCE):
     """Waits for something that nobody tells us about; returns whether it came true in time."""
     selector = selectors.DefaultSelector()
-    deadline = time.monotonic() + seconds
-    while not (true := condition()) and time.monotonic() < deadline:
+    patience = Patience(seconds)
+    while not (true := condition()) and patience.turn():
         selector.select(0.01)
     return true
 
@@ -88,9 +89,9 @@ class Started:
 
     def wait_for(self, condition):
         """Reads output until the condition holds; remembers all processes that are there then."""
-        deadline = time.monotonic() + PATIENCE
+        patience = Patience(PATIENCE)
         while not condition(self) and self._selector.get_map():
-            assert time.monotonic() < deadline, f"waited in vain\n{self.out}\n{self.err}"
+            assert patience.turn(), f"waited in vain\n{self.out}\n{self.err}"
             for key, _ in self._selector.select(0.1):
                 chunk = key.fileobj.read()
                 self._text[key.fileobj] += chunk or b""

@@ -36,8 +36,9 @@ while "leave" not in sys.argv or not api.leaving():
     step += 1
 print("left after step", step, flush=True)
 """
+GRACE = 30  # the default, 5, is too short for ranks on a busy machine
 FINISHED = [
-    "coordd: SIGTERM: ranks have 5 s (--grace-seconds) to end",
+    f"coordd: SIGTERM: ranks have {GRACE} s (--grace-seconds) to end",
     "coordd: all ranks have ended in time, with exit code 0",
 ]
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
@@ -49,7 +50,7 @@ def train(tmp_path):
     script.write_text(TRAIN)
 
     def start(*arguments):
-        job = Started("-n", 2, sys.executable, script, *arguments, PYTHONFAULTHANDLER="1")
+        job = Started("-n", 2, "--grace-seconds", GRACE, sys.executable, script, *arguments, PYTHONFAULTHANDLER="1")
         return job.wait_for_ranks(2)
 
     return start

@@ -6,6 +6,7 @@ which also finds those whose parent has died or that have moved to another proce
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -20,6 +21,8 @@ from types import TracebackType
 from typing import IO, Self
 
 import psutil
+
+from tests.patience import LONGEST, Patience
 
 __all__ = ["HangError", "Job", "Outcome"]
 
@@ -96,7 +99,7 @@ class Job:
         self._arrival = threading.Condition()
         self._lines: list[Line] = []
         self._open_streams = 2
-        limit = str(int(timeout) + _ORPHAN_SECONDS)
+        limit = str(int(timeout * LONGEST) + _ORPHAN_SECONDS)
         self._launcher = subprocess.Popen(
             command,
             env={**environment, _MARK: self._mark, "MPIEXEC_TIMEOUT": limit},
@@ -136,9 +139,10 @@ class Job:
         def found() -> str | None:
             return next((line.text for line in self._lines if text in line.text), None)
 
+        patience = Patience(timeout)
         with self._arrival:
-            self._arrival.wait_for(lambda: found() or not self._open_streams, timeout)
-            line = found()
+            while (line := found()) is None and self._open_streams and (turn := patience.turn()):
+                self._arrival.wait(turn)
         if line is None:
             self.abort()
             raise HangError(f"no line with {text!r} within {timeout:g} s; {self.outcome()}")
@@ -150,11 +154,13 @@ class Job:
         Raises:
             HangError: the launcher did not end in time, or left processes behind.
         """
-        try:
-            self._launcher.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.abort()
-            raise HangError(f"the job did not end within {timeout:g} s; {self.outcome()}") from None
+        patience = Patience(timeout)
+        while self._launcher.poll() is None:
+            if not (turn := patience.turn()):
+                self.abort()
+                raise HangError(f"the job did not end within {timeout:g} s; {self.outcome()}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(turn)
         if left := _await_end(self.processes()):
             self.abort()
             raise HangError(f"processes {[process.pid for process in left]} outlived the launcher; {self.outcome()}")

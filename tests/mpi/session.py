@@ -23,6 +23,7 @@ from typing import Any
 from tests.mpi.cases import Case
 from tests.mpi.job import HangError, Job
 from tests.mpi.launch import command, environment
+from tests.patience import Patience
 
 __all__ = ["Session", "Sessions"]
 
@@ -190,13 +191,13 @@ class _Crew:
         verdicts = []
         waiting = {link: rank for rank, link in self._links.items()}
         since = time.monotonic()
-        deadline = since + seconds
-        while waiting and (ready := select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))[0]):
-            for link in ready:
+        patience = Patience(seconds)
+        while waiting and (turn := patience.turn()):
+            for link in select.select(waiting, [], [], turn)[0]:
                 verdict = link.verdict(waiting.pop(link), time.monotonic() - since)
                 verdicts.append(verdict)
                 if verdict.fate is not Fate.PASSED:
-                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                    patience.shorten(_GRACE_SECONDS)
         elapsed = time.monotonic() - since
         return verdicts + [Verdict(rank, Fate.SILENT, elapsed) for rank in sorted(waiting.values())]
 

@@ -23,6 +23,11 @@ _WAYS = {
 _ON_OTHER_WAYS = {"network": (2,), "hosts": (4,)}
 _ONE_WAY = ("transformers", "traces", "parity", "precision", "record", "saving", "split")
 """Cases that take long, or have nothing to do with how data travel, and of which one way must do."""
+_LONG = {
+    "network": ("pipeline_alike", "pipeline_buffers", "pipeline_layers", "pipeline_limits"),
+    "hosts": ("pipeline", "pipeline_alike", "pipeline_limits"),
+}
+"""Cases of pipelines that take long on another way; shorter ones show that it carries what stages send."""
 
 
 def _items() -> Iterator[ParameterSet]:
@@ -38,7 +43,8 @@ def _items() -> Iterator[ParameterSet]:
 
 def _is_for_sweeps(way: str, size: int, case: Case) -> bool:
     """Returns whether two ranks, or another way, show nearly the same in less time."""
-    return (way == "network" and size != 2) or (size > 2 and case.module.endswith("transformers"))
+    too_large = (way == "network" and size != 2) or (size > 2 and case.module.endswith("transformers"))
+    return too_large or case.module.endswith(_LONG.get(way, ()))
 
 
 @pytest.fixture(scope="module")

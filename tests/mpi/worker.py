@@ -21,6 +21,8 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
+from tests.patience import LONGEST
+
 _WIDTH = 200
 _ORPHAN_SECONDS = 60.0
 
@@ -47,7 +49,7 @@ def _answer(lines: IO[str], fields: dict[str, Any]) -> None:
 
 def _run(module: str, name: str, deadline: float) -> dict[str, Any]:
     # The session aborts what hangs; this limit is for the day on which the session itself is gone.
-    faulthandler.dump_traceback_later(deadline + _ORPHAN_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(deadline * LONGEST + _ORPHAN_SECONDS, exit=True)
     since = time.perf_counter()
     problem = ""
     try:

@@ -148,7 +148,7 @@ def test_a_process_set_has_ranks_or_is_refused(ranks):
             ProcessSet(ranks)
 
 
-@pytest.mark.parametrize("ranks", [0, "01", b"01", 1.5, object()], ids=repr)
+@pytest.mark.parametrize("ranks", [0, "01", b"01", 1.5, object()], ids=lambda ranks: type(ranks).__name__)
 def test_what_lists_no_ranks_is_no_process_set(ranks):
     with pytest.raises(ArgumentError, match=r"made of ranks, as in ProcessSet\(\[0, 1\]\)"):
         ProcessSet(ranks)

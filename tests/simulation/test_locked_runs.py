@@ -64,7 +64,7 @@ def run(
     return made
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(1, 5))])
 def test_a_steady_program_locks_once_and_sends_nothing_from_then_on(seed):
     short, long = (run(script(steps), seed=seed) for steps in (20, 200))
     assert short.hub.locks == long.hub.locks == 1

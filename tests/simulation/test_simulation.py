@@ -1,6 +1,6 @@
-"""A thousand simulated jobs: nothing lost, nothing twice, the same order everywhere, bounded memory.
+"""Simulated jobs: nothing lost, nothing twice, the same order everywhere, bounded memory.
 
-More: ``python -m coordd_tools.sim --seeds 100000``.
+A hundred in `make test`, a thousand in `make test-all`; more: ``python -m coordd_tools.sim --seeds 100000``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from tests.simulation.mutants import MUTANTS
 from tests.simulation.planting import found
 
 BLOCK = 100
+BLOCKS = [0, *(pytest.param(first, marks=pytest.mark.sweep) for first in range(BLOCK, 1000, BLOCK))]
 ENOUGH = 3000
 LATE = {"takes_a_dead_rank_for_one_that_has_left": 67, "takes_fillers_for_the_real_thing": 45}
 
 
-@pytest.mark.parametrize("first", range(0, 1000, BLOCK))
+@pytest.mark.parametrize("first", BLOCKS)
 def test_the_invariants_hold(first):
     for seed in range(first, first + BLOCK):
         try:
@@ -157,6 +158,7 @@ RECOVERY = (
 )
 
 
+@pytest.mark.sweep
 def test_a_few_seeds_reach_every_line_of_the_protocol():
     """Else the thousand would show little: a line that is never run is never wrong."""
     functions = [code for module in PURE for code in _functions(module) if code.co_name not in NOT_SIMULATED]

@@ -83,6 +83,7 @@ def test_steps_of_a_pipeline_that_sleeps_take_as_long_as_that():
 
 @pytest.mark.mpi
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_1f1b_keeps_the_same_whatever_the_number_of_microbatches():
     short, long, everything = (
         max(row.peaks)

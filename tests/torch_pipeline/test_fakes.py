@@ -61,6 +61,7 @@ def test_a_thread_that_looks_at_the_stack_does_not_change_a_capture():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_thread_that_looks_at_the_stack_does_not_change_the_names_of_values():
     """`torch.export` counts those, and computes more of them while something refers to what it has dropped."""
     model, x = published.t5(), published.words(4, 5)

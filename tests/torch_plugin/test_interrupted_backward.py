@@ -83,7 +83,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 KINDS = {"handler": {}, "exit": {"error": SystemExit}, "torch": {"as_torch": True}}
 
 
-@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize("compression", ["none", pytest.param("int8", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_a_handler_interrupts_counts_on_all_ranks_or_on_none_or_the_job_ends(compression, kind):
     check(compression, every=False, **KINDS[kind])

@@ -1,0 +1,36 @@
+"""Limits for what may hang, which a busy machine does not reach sooner than an idle one."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+__all__ = ["LONGEST", "Patience"]
+
+LONGEST = 5.0
+"""So many times as long as on an idle machine may a limit take to be reached."""
+
+
+class Patience:
+    """A limit in seconds of an idle machine: where three processes want a core, they pass at a third of their speed."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+        self._looked = time.monotonic()
+
+    def turn(self) -> float:
+        """Returns for how many seconds to wait now, one at most; 0 when the limit is reached."""
+        now = time.monotonic()
+        self._left -= (now - self._looked) * _share_of_a_core()
+        self._looked = now
+        return min(1.0, max(0.0, self._left))
+
+    def shorten(self, seconds: float) -> None:
+        """Leaves so many seconds at most."""
+        self._left = min(self._left, seconds)
+
+
+def _share_of_a_core() -> float:
+    runnable = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    return min(1.0, max(len(os.sched_getaffinity(0)) / runnable, 1 / LONGEST))
