@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import threading
 import time
 import traceback
@@ -23,6 +22,7 @@ from coordd.daemon.daemon import Daemon
 from coordd.daemon.rendezvous import Link, Rendezvous, local_world
 from coordd.daemon.wakeup import Bell
 from coordd.errors import MismatchError, PeerError
+from coordd.monitoring.stacks import current_frames
 from coordd.transport.shared_memory.host_memory import join
 from coordd.transport.shared_memory.notes import join as join_notes
 
@@ -104,7 +104,7 @@ class LocalRanks:
 
 def stacks() -> str:
     """Tells what every thread is doing."""
-    frames = sys._current_frames()
+    frames = current_frames()
     return "\n".join(
         f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
         for thread in threading.enumerate()

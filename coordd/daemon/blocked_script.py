@@ -10,7 +10,6 @@ other branches of a TensorFlow graph in which the script waits. Each submission 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from coordd.daemon.peer_to_peer import Letter
+from coordd.monitoring.stacks import current_frames
 from coordd.negotiation.tensor_table import TensorTable
 from coordd.ops.handles import Handle, awaited
 
@@ -229,7 +229,7 @@ class BlockWatch:
         self._threads_wait = bool(submitters)
         if not submitters:
             return False
-        frames = sys._current_frames()  # noqa: SLF001 - the documented way
+        frames = current_frames()
         return any(awaited(frames.get(ident)) is None for ident in submitters)
 
     def _patience(self) -> float:
@@ -263,7 +263,7 @@ class BlockWatch:
         Of several operations, such as the gradients of a step, it is the oldest that has not ended.
         """
         self._one_of_several = False
-        frames = sys._current_frames()  # noqa: SLF001 - the documented way
+        frames = current_frames()
         script = frames.get(self._thread())
         handles = [awaited(script)]
         place = script.f_code.co_name if script is not None else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import traceback
@@ -13,12 +14,23 @@ from typing import NamedTuple
 from coordd.negotiation.tensor_table import Site, show_site
 from coordd.ops.messages import Account
 
-__all__ = ["THREAD", "Account", "Place", "account", "await_end", "is_stopped", "places", "process_state"]
+__all__ = [
+    "THREAD",
+    "Account",
+    "Place",
+    "account",
+    "await_end",
+    "current_frames",
+    "is_stopped",
+    "places",
+    "process_state",
+]
 
 THREAD = "coordd"
 """Prefix of the names of coordd's own threads."""
 
 _DEPTH = 8
+_looking = threading.Lock()
 _OURS = ("coordd", "threading")
 _DECORATORS = frozenset({"coordd.parallel.collective_calls", "coordd.daemon.reject_on_all_ranks"})
 
@@ -31,9 +43,26 @@ class Place(NamedTuple):
     inside: str
 
 
+def current_frames() -> dict[int, FrameType]:
+    """Returns the innermost frame of each thread, by the thread's identifier.
+
+    ``sys._current_frames`` holds a lock of the interpreter while it allocates. If the garbage collector ran then, and
+    a finalizer released the GIL, a thread that has the GIL and needs that lock, such as for starting a thread, would
+    wait for ever (CPython issue 106883).
+    """
+    with _looking:  # else of two threads the first to leave would enable the collector for the other
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()  # noqa: SLF001 - the documented way
+        finally:
+            if enabled:
+                gc.enable()
+
+
 def account(rank: int, last: tuple[str, Site, float] | None, idle: float) -> Account:
     """Describes the main thread's stack, without coordd's own innermost frames, and the last submission."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way
+    frame = current_frames().get(threading.main_thread().ident or 0)
     told = "nothing yet" if last is None else f"{last[0]!r} at {show_site(last[1])}"
     return Account(rank, _stack(frame), told, idle=idle)
 
@@ -43,7 +72,7 @@ def places(depth: int) -> list[Place]:
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):  # noqa: SLF001
+    for ident, frame in sorted(current_frames().items(), key=lambda item: item[0] != main):
         name = names.get(ident, f"thread {ident}")  # a thread started by native code has no name
         if not name.startswith(THREAD):
             outside = _outside(frame)

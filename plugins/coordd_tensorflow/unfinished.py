@@ -7,7 +7,6 @@ discard the step at once, and not only when this rank begins its next one.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Hashable
@@ -15,6 +14,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from coordd.gradients.reducer import Gradients
+from coordd.monitoring.stacks import current_frames
 
 __all__ = ["UNFINISHED", "Unfinished", "functions_called"]
 
@@ -90,7 +90,7 @@ class Unfinished:
 
 def _executions() -> dict[int, FrameType]:
     """Returns the calls in which threads run graphs or operations, by thread."""
-    found = {thread: _execution(frame) for thread, frame in sys._current_frames().items()}  # noqa: SLF001 - documented
+    found = {thread: _execution(frame) for thread, frame in current_frames().items()}
     return {thread: frame for thread, frame in found.items() if frame is not None}
 
 
@@ -111,7 +111,7 @@ def functions_called() -> int:
 
 def _contains(thread: int, wanted: FrameType) -> bool:
     """Returns whether a thread is still in a call."""
-    frame = sys._current_frames().get(thread)  # noqa: SLF001 - as above
+    frame = current_frames().get(thread)
     while frame is not None and frame is not wanted:
         frame = frame.f_back
     return frame is not None

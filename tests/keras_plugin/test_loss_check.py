@@ -106,19 +106,23 @@ def test_outputs_without_rows_are_warned_of():
 
 def look_at_layers(*losses, count=4, in_training=(), **details) -> set[int]:
     """Checks the losses that layers would add, and returns for how many rows they were computed."""
-    from coordd_keras.pipeline.loss_check import LayerLossCheck
-
     rows = set()
 
     def computed(given, masks, training):
         rows.add(len(given[0]))
         return [("bent", float(loss(given[0]))) for loss in (*losses, *(in_training if training else ()))]
 
+    look_at_computed(computed, count, **details)
+    return rows
+
+
+def look_at_computed(computed, count=4, **details) -> None:
+    from coordd_keras.pipeline.loss_check import LayerLossCheck
+
     found, given = LayerLossCheck(computed, **details), batch(count)
     found.begin(given)
     for part in given.parts:
         found.look([OUT[part]], [None])
-    return rows
 
 
 def test_losses_of_layers_may_be_means_and_constants():
@@ -126,7 +130,25 @@ def test_losses_of_layers_may_be_means_and_constants():
         assert look_at_layers(lambda x: (x**2).mean(), lambda x: 3.0, lambda x: -(x**2).mean()) == {3, 1, 2}
         assert look_at_layers(in_training=[lambda x: (x**2).mean()]) == {3, 1, 2}
         assert not look_at_layers(lambda x: (x**2).sum(), count=1)  # one microbatch is the whole batch
-        assert not look_at_layers(lambda x: (x**2).sum(), count=12)  # single rows tell nothing
+        assert look_at_layers(lambda x: (x**2).sum(), count=12) == {1}  # single rows tell nothing
+        assert look_at_layers(in_training=[]) == {3}
+
+
+def test_a_loss_that_is_zero_for_a_half_of_the_rows_may_be_a_mean():
+    def mean_of_every_third_row(x):
+        counted = [row for row in x if (row == OUT[2::3]).all(axis=1).any()]
+        return np.square(counted).mean() if counted else 0.0
+
+    with warnings.catch_warnings(action="error"):
+        look_at_layers(mean_of_every_third_row)
+
+
+def test_a_loss_that_is_zero_outside_of_training_is_checked_in_training():
+    def computed(given, masks, training):
+        return [("bent", float((given[0] ** 2).sum()) if training else 0.0)]
+
+    with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
+        look_at_computed(computed)
 
 
 @pytest.mark.parametrize("declared", [False, True])
@@ -142,7 +164,7 @@ def test_losses_of_layers_that_sum_over_rows_are_refused(declared):
 def test_losses_of_layers_that_are_neither_are_warned_of():
     with pytest.warns(UserWarning, match="the layer 'bent' adds a loss to it that is no mean over rows"):
         look_at_layers(lambda x: x.mean() ** 2)
-    with pytest.warns(UserWarning, match="with 1 rows one raises ValueError: cannot reshape"):
+    with pytest.warns(UserWarning, match="one raises ValueError: cannot reshape"):
         look_at_layers(lambda x: x.reshape(3, 3).mean())
     with warnings.catch_warnings(action="error"):
         look_at_layers(lambda x: x.mean() ** 2, declared=True)

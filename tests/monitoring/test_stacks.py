@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
 import sys
 import threading
 
 from coordd.monitoring import stacks as module
-from coordd.monitoring.stacks import account, places, process_state
+from coordd.monitoring.stacks import account, current_frames, places, process_state
 
 HERE = os.uname().nodename
 
@@ -33,6 +35,49 @@ def test_frames_of_coordd_itself_are_left_out_at_the_end():
 def test_a_stack_of_nothing_but_coordd_is_shown_whole(monkeypatch):
     monkeypatch.setattr(module, "_OURS", ("",))
     assert "in test_a_stack_of_nothing_but_coordd_is_shown_whole: " in account(0, None, 0.0).stack
+
+
+LOOKING = """
+import gc, threading, time
+from coordd.monitoring.stacks import current_frames
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(0.0001)  # releases the GIL
+
+def look():
+    assert threading.get_ident() in current_frames()
+
+def work():
+    for _ in range(300):
+        Cycle()
+        look()
+
+gc.set_threshold(1)
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert gc.isenabled()
+"""
+
+
+def test_threads_look_at_each_others_frames_while_garbage_is_collected():
+    """Python's own function stands still in it at once, in versions such as 3.11.7."""
+    subprocess.run([sys.executable, "-c", LOOKING], check=True, timeout=120)
+
+
+def test_a_garbage_collector_that_is_off_stays_off():
+    gc.disable()
+    try:
+        assert threading.get_ident() in current_frames()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_main_thread_that_has_ended_is_told(monkeypatch):

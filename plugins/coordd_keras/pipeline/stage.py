@@ -278,12 +278,15 @@ class KerasStage(BaseStage):
         masks: Sequence[Any],
         training: bool,
     ) -> list[tuple[str, float]]:
-        """Computes the losses that layers add for some rows, without updating statistics and metrics."""
+        """Computes the losses that layers add for some rows, without updating statistics and metrics.
+
+        Regularizers of weights are left out.
+        """
         state = self._saved()
         given = {"mask": list(masks)} if any(mask is not None for mask in masks) else {}
         try:
             self.part(list(values), training=training, **given)
-            found = [(layer.name, loss) for layer in self.part.layers for loss in layer.losses]
+            found = [(layer.name, loss) for layer in self.part.layers for loss in _losses_of_rows(layer)]
             return [(name, float(keras.ops.convert_to_numpy(loss))) for name, loss in found]
         finally:
             self._reset(state)
@@ -350,6 +353,13 @@ def _reweight(means: Sequence[tuple[Any, list[np.ndarray]]], rows: float) -> Non
         if grown != rows:
             mean.total.assign(total + (new_total - total) * (rows / grown if grown else 0.0))
             mean.count.assign(count + rows)
+
+
+def _losses_of_rows(layer: keras.layers.Layer) -> list[Any]:
+    """Returns the losses of a layer but for those of its weights' regularizers, which Keras appends."""
+    losses: list[Any] = layer.losses
+    regularizers = sum(variable.regularizer is not None for variable in layer.trainable_weights)
+    return losses[: len(losses) - regularizers]
 
 
 def _drawn(*source: int) -> np.ndarray:
