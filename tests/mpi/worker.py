@@ -39,7 +39,6 @@ def main(address: str, folder: str) -> None:
             _answer(lines, {"rank": rank})
             for line in lines:
                 _answer(lines, _run(**json.loads(line)))
-    gc.freeze()  # at exit Python would search the graphs of all cases for cycles: with TensorFlow more than 20 s
 
 
 def _answer(lines: IO[str], fields: dict[str, Any]) -> None:
@@ -59,6 +58,8 @@ def _run(module: str, name: str, deadline: float) -> dict[str, Any]:
     except BaseException as error:  # noqa: BLE001 - a case that calls sys.exit is a case that failed
         problem = _story(error)
     faulthandler.cancel_dump_traceback_later()
+    if "tensorflow" in sys.modules:
+        gc.freeze()  # else Python searches the graphs of all earlier cases for cycles, which takes 20 s and more
     return {"problem": problem, "seconds": time.perf_counter() - since}
 
 
