@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.patience import Patience
+from tests.scaled_timeout import ScaledTimeout
 
 __all__ = ["FOR_EVER", "PATIENCE", "ROOT", "Started", "alive", "wait_until"]
 
@@ -32,8 +32,8 @@ def alive(process: psutil.Process) -> bool:
 def wait_until(condition, seconds=PATIENCE):
     """Waits for something that nobody tells us about; returns whether it came true in time."""
     selector = selectors.DefaultSelector()
-    patience = Patience(seconds)
-    while not (true := condition()) and patience.turn():
+    limit = ScaledTimeout(seconds)
+    while not (true := condition()) and limit.next_wait():
         selector.select(0.01)
     return true
 
@@ -89,9 +89,9 @@ class Started:
 
     def wait_for(self, condition):
         """Reads output until the condition holds; remembers all processes that are there then."""
-        patience = Patience(PATIENCE)
+        limit = ScaledTimeout(PATIENCE)
         while not condition(self) and self._selector.get_map():
-            assert patience.turn(), f"waited in vain\n{self.out}\n{self.err}"
+            assert limit.next_wait(), f"waited in vain\n{self.out}\n{self.err}"
             for key, _ in self._selector.select(0.1):
                 chunk = key.fileobj.read()
                 self._text[key.fileobj] += chunk or b""

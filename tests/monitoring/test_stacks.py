@@ -67,7 +67,7 @@ assert gc.isenabled()
 
 
 def test_threads_look_at_each_others_frames_while_garbage_is_collected():
-    """Python's own function stands still in it at once, in versions such as 3.11.7."""
+    """Python's own function deadlocks at once, in versions such as 3.11.7."""
     subprocess.run([sys.executable, "-c", LOOKING], check=True, timeout=120)
 
 

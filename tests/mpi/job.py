@@ -22,7 +22,7 @@ from typing import IO, Self
 
 import psutil
 
-from tests.patience import LONGEST, Patience
+from tests.scaled_timeout import MAX_SLOWDOWN, ScaledTimeout
 
 __all__ = ["HangError", "Job", "Outcome"]
 
@@ -99,7 +99,7 @@ class Job:
         self._arrival = threading.Condition()
         self._lines: list[Line] = []
         self._open_streams = 2
-        limit = str(int(timeout * LONGEST) + _ORPHAN_SECONDS)
+        limit = str(int(timeout * MAX_SLOWDOWN) + _ORPHAN_SECONDS)
         self._launcher = subprocess.Popen(
             command,
             env={**environment, _MARK: self._mark, "MPIEXEC_TIMEOUT": limit},
@@ -139,10 +139,10 @@ class Job:
         def found() -> str | None:
             return next((line.text for line in self._lines if text in line.text), None)
 
-        patience = Patience(timeout)
+        limit = ScaledTimeout(timeout)
         with self._arrival:
-            while (line := found()) is None and self._open_streams and (turn := patience.turn()):
-                self._arrival.wait(turn)
+            while (line := found()) is None and self._open_streams and (wait := limit.next_wait()):
+                self._arrival.wait(wait)
         if line is None:
             self.abort()
             raise HangError(f"no line with {text!r} within {timeout:g} s; {self.outcome()}")
@@ -154,13 +154,13 @@ class Job:
         Raises:
             HangError: the launcher did not end in time, or left processes behind.
         """
-        patience = Patience(timeout)
+        limit = ScaledTimeout(timeout)
         while self._launcher.poll() is None:
-            if not (turn := patience.turn()):
+            if not (wait := limit.next_wait()):
                 self.abort()
                 raise HangError(f"the job did not end within {timeout:g} s; {self.outcome()}")
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(turn)
+                self._launcher.wait(wait)
         if left := _await_end(self.processes()):
             self.abort()
             raise HangError(f"processes {[process.pid for process in left]} outlived the launcher; {self.outcome()}")

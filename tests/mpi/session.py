@@ -23,7 +23,7 @@ from typing import Any
 from tests.mpi.cases import Case
 from tests.mpi.job import HangError, Job
 from tests.mpi.launch import command, environment
-from tests.patience import Patience
+from tests.scaled_timeout import ScaledTimeout
 
 __all__ = ["Session", "Sessions"]
 
@@ -191,13 +191,13 @@ class _Crew:
         verdicts = []
         waiting = {link: rank for rank, link in self._links.items()}
         since = time.monotonic()
-        patience = Patience(seconds)
-        while waiting and (turn := patience.turn()):
-            for link in select.select(waiting, [], [], turn)[0]:
+        limit = ScaledTimeout(seconds)
+        while waiting and (wait := limit.next_wait()):
+            for link in select.select(waiting, [], [], wait)[0]:
                 verdict = link.verdict(waiting.pop(link), time.monotonic() - since)
                 verdicts.append(verdict)
                 if verdict.fate is not Fate.PASSED:
-                    patience.shorten(_GRACE_SECONDS)
+                    limit.shorten(_GRACE_SECONDS)
         elapsed = time.monotonic() - since
         return verdicts + [Verdict(rank, Fate.SILENT, elapsed) for rank in sorted(waiting.values())]
 

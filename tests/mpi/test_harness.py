@@ -14,7 +14,7 @@ from tests.mpi.cases import Case, find
 from tests.mpi.job import HangError, Job
 from tests.mpi.launch import environment, launch
 from tests.mpi.session import Session
-from tests.patience import LONGEST, Patience
+from tests.scaled_timeout import MAX_SLOWDOWN, ScaledTimeout
 
 pytestmark = pytest.mark.mpi
 
@@ -36,17 +36,17 @@ def test_cases_are_found_with_their_sizes() -> None:
     assert _SPECIMENS["case_hangs"].deadline == 1
 
 
-@pytest.mark.parametrize(("runnable", "slower"), [(1, 1.0), (4, 2.0), (1000, LONGEST)])
+@pytest.mark.parametrize(("runnable", "slower"), [(1, 1.0), (4, 2.0), (1000, MAX_SLOWDOWN)])
 def test_limits_are_reached_later_on_a_busy_machine(
     runnable: int, slower: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("tests.patience.time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr("tests.patience.os", SimpleNamespace(sched_getaffinity=lambda _: {0, 1}))
+    monkeypatch.setattr("tests.scaled_timeout.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("tests.scaled_timeout.os", SimpleNamespace(sched_getaffinity=lambda _: {0, 1}))
     monkeypatch.setattr("pathlib.Path.read_text", lambda _: f"0.5 0.5 0.5 {runnable}/100 4711")
-    patience = Patience(10)
-    while turn := patience.turn():
-        assert turn <= 1
+    limit = ScaledTimeout(10)
+    while wait := limit.next_wait():
+        assert wait <= 1
         now += 0.5
     assert now == pytest.approx(10 * slower, abs=0.5)
 

@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
-from tests.patience import LONGEST
+from tests.scaled_timeout import MAX_SLOWDOWN
 
 _WIDTH = 200
 _ORPHAN_SECONDS = 60.0
@@ -48,7 +48,7 @@ def _answer(lines: IO[str], fields: dict[str, Any]) -> None:
 
 def _run(module: str, name: str, deadline: float) -> dict[str, Any]:
     # The session aborts what hangs; this limit is for the day on which the session itself is gone.
-    faulthandler.dump_traceback_later(deadline * LONGEST + _ORPHAN_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(deadline * MAX_SLOWDOWN + _ORPHAN_SECONDS, exit=True)
     since = time.perf_counter()
     problem = ""
     try:

@@ -231,9 +231,9 @@ def _is_mean(
     scale = max(abs(loss), abs(half), abs(rest))
     if abs(loss - (half * (rows // 2) + rest * (rows - rows // 2)) / rows) <= noise * scale:
         return scale > 0
-    if min(abs(half), abs(rest)) <= 2 * noise * scale:
-        return False  # such as a mean over rows that all are in the other half, which equals the sum
     if abs(loss - half - rest) <= noise * scale:
+        if min(abs(half), abs(rest)) <= 2 * noise * scale:
+            return False  # a mean over some rows, all in one half, equals the sum
         raise ArgumentError(
             f"the layer {name!r} adds a loss that sums over rows, and a pipeline takes it for their mean, so its "
             "gradients would be divided by the number of microbatches: let it be the mean over rows, or set "

@@ -6,20 +6,20 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["LONGEST", "Patience"]
+__all__ = ["MAX_SLOWDOWN", "ScaledTimeout"]
 
-LONGEST = 5.0
-"""So many times as long as on an idle machine may a limit take to be reached."""
+MAX_SLOWDOWN = 5.0
+"""The largest factor by which load stretches a limit."""
 
 
-class Patience:
+class ScaledTimeout:
     """A limit in seconds of an idle machine: where three processes want a core, they pass at a third of their speed."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
         self._looked = time.monotonic()
 
-    def turn(self) -> float:
+    def next_wait(self) -> float:
         """Returns for how many seconds to wait now, one at most; 0 when the limit is reached."""
         now = time.monotonic()
         self._left -= (now - self._looked) * _share_of_a_core()
@@ -33,4 +33,4 @@ class Patience:
 
 def _share_of_a_core() -> float:
     runnable = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
-    return min(1.0, max(len(os.sched_getaffinity(0)) / runnable, 1 / LONGEST))
+    return min(1.0, max(len(os.sched_getaffinity(0)) / runnable, 1 / MAX_SLOWDOWN))
