@@ -22,7 +22,7 @@ from coordd.daemon.daemon import Daemon
 from coordd.daemon.rendezvous import Link, Rendezvous, local_world
 from coordd.daemon.wakeup import Bell
 from coordd.errors import MismatchError, PeerError
-from coordd.monitoring.stacks import current_frames
+from coordd.monitoring.stacks import frames_of_other_threads
 from coordd.transport.shared_memory.host_memory import join
 from coordd.transport.shared_memory.notes import join as join_notes
 
@@ -104,12 +104,12 @@ class LocalRanks:
 
 def stacks() -> str:
     """Tells what every thread is doing."""
-    frames = current_frames()
-    return "\n".join(
-        f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
-        for thread in threading.enumerate()
-        if thread.ident in frames
-    )
+    with frames_of_other_threads() as frames:
+        return "\n".join(
+            f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+            for thread in threading.enumerate()
+            if thread.ident in frames
+        )
 
 
 @contextmanager

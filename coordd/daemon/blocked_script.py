@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from coordd.daemon.peer_to_peer import Letter
-from coordd.monitoring.stacks import current_frames
+from coordd.monitoring.stacks import THREAD, frames_of_other_threads
 from coordd.negotiation.tensor_table import TensorTable
 from coordd.ops.handles import Handle, awaited
 
@@ -33,8 +33,8 @@ _submitters: Counter[int] = Counter()
 
 _ENGINE = "_engine_run_backward"
 """Function in which the script is while PyTorch runs a backward pass, which may finish on a thread of PyTorch's."""
-_GRAPH = "quick_execute"
-"""Function in which the script is while TensorFlow runs a graph, whose operations wait on TensorFlow's own threads."""
+_GRAPH = frozenset({"quick_execute", "execute_with_cancellation"})
+"""Functions in which the script is while TensorFlow runs a graph, whose operations wait on TensorFlow's own threads."""
 
 
 class Submitter:
@@ -222,15 +222,10 @@ class BlockWatch:
         handles = [*(entry.handle for entry in self._table), *(letter.handle for letter in self._mail.letters)]
         if any(isinstance(handle, Handle) and handle.has_callbacks for handle in handles):
             return True
-        # Python never removes a foreign thread, such as a TensorFlow thread that has logged, from its list; no public
-        # function distinguishes such threads from the others.
-        own = (thread for thread in self._other_threads() if not isinstance(thread, threading._DummyThread))  # noqa: SLF001
-        submitters = [thread.ident or 0 for thread in own if _submitters[thread.ident or 0]]
-        self._threads_wait = bool(submitters)
-        if not submitters:
-            return False
-        frames = current_frames()
-        return any(awaited(frames.get(ident)) is None for ident in submitters)
+        with frames_of_other_threads() as frames:
+            submitters = [ident for ident in self._others_of_script(frames) if _submitters[ident]]
+            self._threads_wait = bool(submitters)
+            return any(awaited(frames[ident]) is None for ident in submitters)
 
     def _patience(self) -> float:
         """Returns how many seconds threads and graph branches that may submit get to do so.
@@ -239,16 +234,16 @@ class BlockWatch:
         """
         if self._threads_wait:
             return _WITH_WAITING_THREADS
-        return _WITH_OTHERS if self._in_graph or self._other_threads() else 0.0
+        with frames_of_other_threads() as frames:
+            return _WITH_OTHERS if self._in_graph or self._others_of_script(frames) else 0.0
 
-    def _other_threads(self) -> list[threading.Thread]:
-        if self._thread() != threading.main_thread().ident:  # ranks are threads of one process
+    def _others_of_script(self, frames: Mapping[int, FrameType]) -> list[int]:
+        """Returns the threads except the script's and coordd's, also those that `threading` has not started."""
+        main = threading.main_thread().ident
+        if self._thread() != main:  # ranks are threads of one process
             return []
-        return [
-            thread
-            for thread in threading.enumerate()
-            if thread is not threading.main_thread() and not thread.name.startswith("coordd")
-        ]
+        own = {thread.ident for thread in threading.enumerate() if thread.name.startswith(THREAD)}
+        return [ident for ident in frames if ident != main and ident not in own]
 
     def _under_way(self) -> Iterator[tuple[Any, Awaited]]:
         """Yields the operations in flight that other ranks take part in, each with its handle."""
@@ -263,13 +258,14 @@ class BlockWatch:
         Of several operations, such as the gradients of a step, it is the oldest that has not ended.
         """
         self._one_of_several = False
-        frames = current_frames()
-        script = frames.get(self._thread())
-        handles = [awaited(script)]
-        place = script.f_code.co_name if script is not None else ""
-        self._in_graph = place == _GRAPH
-        if place in {_ENGINE, _GRAPH}:
-            handles = [awaited(frame) for frame in frames.values() if not _within(frame, place)]
+        with frames_of_other_threads() as frames:
+            script = frames.get(self._thread())
+            handles = [awaited(script)]
+            place = script.f_code.co_name if script is not None else ""
+            if place in {_ENGINE, *_GRAPH}:
+                handles = [awaited(frame) for frame in frames.values() if not _within(frame, place)]
+            del script
+        self._in_graph = place in _GRAPH
         for handle in filter(None, handles):
             for promise, operation in self._under_way():
                 if handle.waits_for(promise):

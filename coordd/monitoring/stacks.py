@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
+import os
 import sys
 import threading
-import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -20,7 +22,7 @@ __all__ = [
     "Place",
     "account",
     "await_end",
-    "current_frames",
+    "frames_of_other_threads",
     "is_stopped",
     "places",
     "process_state",
@@ -30,7 +32,7 @@ THREAD = "coordd"
 """Prefix of the names of coordd's own threads."""
 
 _DEPTH = 8
-_looking = threading.Lock()
+_looking = threading.RLock()  # a handler of a signal may look or fork while its thread does
 _OURS = ("coordd", "threading")
 _DECORATORS = frozenset({"coordd.parallel.collective_calls", "coordd.daemon.reject_on_all_ranks"})
 
@@ -43,8 +45,26 @@ class Place(NamedTuple):
     inside: str
 
 
-def current_frames() -> dict[int, FrameType]:
-    """Returns the innermost frame of each thread, by the thread's identifier.
+class _Call(NamedTuple):
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+# A child has neither a lock that another thread holds nor a disabled collector.
+os.register_at_fork(before=_looking.acquire, after_in_parent=_looking.release, after_in_child=_looking.release)
+
+
+@contextlib.contextmanager
+def frames_of_other_threads() -> Iterator[dict[int, FrameType]]:
+    """Gives the innermost frames of all threads but the calling one, by the threads' identifiers, for a short time.
+
+    A frame keeps the local variables of a function alive after its return, so that a file would not be closed, for
+    example. So the ``with`` block must not wait for anything, and must not pass frames on. The caller's own frame is
+    left out: its local variables refer to the dictionary, which would refer to the frame, and all would stay until
+    the garbage collector finds them.
 
     ``sys._current_frames`` holds a lock of the interpreter while it allocates. If the garbage collector ran then, and
     a finalizer released the GIL, a thread that has the GIL and needs that lock, such as for starting a thread, would
@@ -54,34 +74,47 @@ def current_frames() -> dict[int, FrameType]:
         enabled = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()  # noqa: SLF001 - the documented way
+            frames = sys._current_frames()  # noqa: SLF001 - the documented way
         finally:
             if enabled:
                 gc.enable()
+    frames.pop(threading.get_ident(), None)
+    try:
+        yield frames
+    finally:
+        frames.clear()
 
 
 def account(rank: int, last: tuple[str, Site, float] | None, idle: float) -> Account:
     """Describes the main thread's stack, without coordd's own innermost frames, and the last submission."""
-    frame = current_frames().get(threading.main_thread().ident or 0)
+    main = threading.main_thread().ident or 0
+    if main == threading.get_ident():
+        calls = _calls(_outside(sys._getframe()), _DEPTH)  # noqa: SLF001 - the documented way
+    else:
+        with frames_of_other_threads() as frames:
+            calls = _calls(_outside(frames[main]), _DEPTH) if main in frames else []
     told = "nothing yet" if last is None else f"{last[0]!r} at {show_site(last[1])}"
-    return Account(rank, _stack(frame), told, idle=idle)
+    return Account(rank, "\n".join(_lines(calls)) or "(the main thread has ended)", told, idle=idle)
 
 
 def places(depth: int) -> list[Place]:
-    """Returns the stacks of all threads except coordd's own, the main thread first; at most ``depth`` calls each."""
-    main = threading.main_thread().ident
+    """Returns the stacks of other threads, except coordd's own, the main thread first; at most ``depth`` calls each."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = []
-    for ident, frame in sorted(current_frames().items(), key=lambda item: item[0] != main):
+    with frames_of_other_threads() as frames:
+        found = {ident: _place(frame, depth) for ident, frame in frames.items()}
+    main = threading.main_thread().ident
+    stacks = []
+    for ident, (calls, inside) in sorted(found.items(), key=lambda item: item[0] != main):
         name = names.get(ident, f"thread {ident}")  # a thread started by native code has no name
         if not name.startswith(THREAD):
-            outside = _outside(frame)
-            found.append(Place(name, _lines(outside, depth), _inside(frame, outside)))
-    return found
+            stacks.append(Place(name, _lines(calls), inside))
+    return stacks
 
 
-def _stack(frame: FrameType | None) -> str:
-    return "(the main thread has ended)" if frame is None else "\n".join(_lines(_outside(frame), _DEPTH))
+def _place(frame: FrameType, depth: int) -> tuple[list[_Call], str]:
+    """Returns a thread's calls outside coordd, and the coordd call that it is in."""
+    outside = _outside(frame)
+    return _calls(outside, depth), _inside(frame, outside)
 
 
 def _outside(frame: FrameType) -> FrameType:
@@ -104,9 +137,20 @@ def _inside(frame: FrameType, outside: FrameType) -> str:
     return found
 
 
-def _lines(frame: FrameType, depth: int) -> list[str]:
-    found = traceback.extract_stack(frame, limit=depth)
-    return [f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}" for entry in found]
+def _calls(frame: FrameType, depth: int) -> list[_Call]:
+    """Returns the innermost calls of a stack, innermost last, without reading source files."""
+    found: list[_Call] = []
+    inner: FrameType | None = frame
+    while inner is not None and len(found) < depth:
+        found.append(_Call(inner.f_code.co_filename, inner.f_lineno, inner.f_code.co_name))
+        inner = inner.f_back
+    return found[::-1]
+
+
+def _lines(calls: list[_Call]) -> list[str]:
+    for file in {call.file for call in calls}:
+        linecache.checkcache(file)
+    return [f"{file}:{line} in {name}: {linecache.getline(file, line).strip()}" for file, line, name in calls]
 
 
 def process_state(pid: int, host: str, here: str) -> str:

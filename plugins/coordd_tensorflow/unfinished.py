@@ -7,6 +7,7 @@ discard the step at once, and not only when this rank begins its next one.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Hashable
@@ -14,12 +15,12 @@ from types import FrameType
 from typing import NamedTuple
 
 from coordd.gradients.reducer import Gradients
-from coordd.monitoring.stacks import current_frames
+from coordd.monitoring.stacks import frames_of_other_threads
 
 __all__ = ["UNFINISHED", "Unfinished", "functions_called"]
 
 _LOOK_SECONDS = 0.25
-_EXECUTE = "quick_execute"
+_EXECUTE = frozenset({"quick_execute", "execute_with_cancellation"})
 _FILE = "tensorflow/python/eager/execute.py"
 
 
@@ -73,14 +74,22 @@ class Unfinished:
         while True:
             self._some.wait()
             time.sleep(_LOOK_SECONDS)
-            with self._guard:
-                steps = dict(self._steps)
-                if not steps:
-                    self._some.clear()
-            for gradients, step in steps.items():
-                if not any(_contains(thread, frame) for thread, frame in step.calls.items()):
-                    self._forget(gradients, step)
-                    gradients.give_up(step.step)
+            self._look()
+
+    def _look(self) -> None:
+        """Gives up the steps whose calls have returned.
+
+        A function of its own, so that no local variable keeps the calls, and with them those of the script, until the
+        next step.
+        """
+        with self._guard:
+            steps = dict(self._steps)
+            if not steps:
+                self._some.clear()
+        for gradients, step in steps.items():
+            if not any(_contains(thread, frame) for thread, frame in step.calls.items()):
+                self._forget(gradients, step)
+                gradients.give_up(step.step)
 
     def _forget(self, gradients: Gradients, step: _Step) -> None:
         with self._guard:
@@ -90,15 +99,20 @@ class Unfinished:
 
 def _executions() -> dict[int, FrameType]:
     """Returns the calls in which threads run graphs or operations, by thread."""
-    found = {thread: _execution(frame) for thread, frame in current_frames().items()}
-    return {thread: frame for thread, frame in found.items() if frame is not None}
+    own = _execution(sys._getframe())  # noqa: SLF001 - the documented way
+    found = {} if own is None else {threading.get_ident(): own}
+    with frames_of_other_threads() as frames:
+        for thread, frame in frames.items():
+            if (call := _execution(frame)) is not None:
+                found[thread] = call
+    return found
 
 
 def _execution(frame: FrameType | None) -> FrameType | None:
     """Returns the outermost call in which a thread with this innermost frame runs a graph or an operation."""
     found = None
     while frame is not None:
-        if frame.f_code.co_name == _EXECUTE and frame.f_code.co_filename.endswith(_FILE):
+        if frame.f_code.co_name in _EXECUTE and frame.f_code.co_filename.endswith(_FILE):
             found = frame
         frame = frame.f_back
     return found
@@ -110,11 +124,12 @@ def functions_called() -> int:
 
 
 def _contains(thread: int, wanted: FrameType) -> bool:
-    """Returns whether a thread is still in a call."""
-    frame = current_frames().get(thread)
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
+    """Returns whether another thread is still in a call."""
+    with frames_of_other_threads() as frames:
+        frame = frames.get(thread)
+        while frame is not None and frame is not wanted:
+            frame = frame.f_back
+        return frame is not None
 
 
 UNFINISHED = Unfinished()

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from coordd import api
 from coordd.daemon import blocked_script
 from coordd.daemon.blocked_script import BlockWatch
 from coordd.daemon.peer_to_peer import Letter
+from coordd.monitoring.stacks import frames_of_other_threads
 from coordd.negotiation.message_table import Negotiator
 from coordd.negotiation.tensor_table import Entry, TensorTable
 from coordd.ops.handles import Handle
@@ -127,19 +128,68 @@ def test_an_operation_under_way_may_end_and_the_script_go_on():
         assert told(handle, thread, busy=True) == []
 
 
+@contextmanager
+def idling(*, native: bool = False) -> Iterator[int]:
+    """Has a thread do nothing; yields its id. A ``native`` one is not started by `threading`."""
+    begun, over, ended = (threading.Semaphore(0) for _ in range(3))
+    found = []
+
+    def idle() -> None:
+        found.append(threading.get_ident())
+        begun.release()
+        over.acquire()
+        ended.release()
+
+    if native:
+        _thread.start_new_thread(idle, ())
+    else:
+        threading.Thread(target=idle).start()
+    begun.acquire()
+    try:
+        yield found[0]
+    finally:
+        over.release()
+        ended.acquire()
+
+
+@pytest.fixture
+def script(monkeypatch) -> Callable[..., None]:
+    """Makes threads the only ones of the process, the first of them its main thread."""
+
+    def become(main: int, *others: int) -> None:
+        @contextmanager
+        def frames() -> Iterator[dict[int, FrameType]]:
+            with frames_of_other_threads() as found:
+                yield {ident: found[ident] for ident in (main, *others) if ident in found}
+
+        monkeypatch.setattr(blocked_script, "frames_of_other_threads", frames)
+        monkeypatch.setattr(threading, "main_thread", lambda: SimpleNamespace(ident=main))
+
+    return become
+
+
+def watch_of(table: TensorTable, thread: int, messages: list[str]) -> BlockWatch:
+    watch = watching(table, lambda: thread, messages)
+    watch.note_wait(0.0)
+    return watch
+
+
+def table_with(*handles: Handle[None]) -> TensorTable:
+    table = TensorTable()
+    table.admit([Entry(Request(Kind.BARRIER, each.name), np.empty(0), each) for each in handles])
+    return table
+
+
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("has_submitted", [True, False])
-def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch, has_submitted):
+def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch, script, has_submitted, native):
     """One that has submitted before may do so again; others, such as those of progress bars, get some seconds."""
     handle: Handle[None] = Handle("x")
-    table = TensorTable()
-    table.admit([Entry(Request(Kind.BARRIER, handle.name), np.empty(0), handle)])
     messages: list[str] = []
-    with waiting(handle) as thread:
-        waiter = next(found for found in threading.enumerate() if found.ident == thread)
-        monkeypatch.setattr(threading, "main_thread", lambda: waiter)  # this thread is another one of the script
-        monkeypatch.setattr(blocked_script, "_submitters", Counter([threading.get_ident()] * has_submitted))
-        watch = watching(table, lambda: thread, messages)
-        watch.note_wait(0.0)
+    with waiting(handle) as thread, idling(native=native) as other:
+        script(thread, other)
+        monkeypatch.setattr(blocked_script, "_submitters", Counter([other] * has_submitted))
+        watch = watch_of(table_with(handle), thread, messages)
         watch.look(2.0)
         assert not messages
         assert watch.remaining(2.0)
@@ -147,18 +197,13 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
         assert messages == ([] if has_submitted else ["x"])
 
 
-def test_threads_that_wait_for_operations_themselves_get_longer(monkeypatch):
+def test_threads_that_wait_for_operations_themselves_get_longer(monkeypatch, script):
     handle, others = Handle("x"), Handle("y")
-    table = TensorTable()
-    table.admit([Entry(Request(Kind.BARRIER, each.name), np.empty(0), each) for each in (handle, others)])
     messages: list[str] = []
     with waiting(handle) as thread, waiting(others) as other:
-        by_ident = {found.ident: found for found in threading.enumerate()}
-        monkeypatch.setattr(threading, "main_thread", lambda: by_ident[thread])
-        monkeypatch.setattr(threading, "enumerate", lambda: [by_ident[thread], by_ident[other]])
+        script(thread, other)
         monkeypatch.setattr(blocked_script, "_submitters", Counter([other]))
-        watch = watching(table, lambda: thread, messages)
-        watch.note_wait(0.0)
+        watch = watch_of(table_with(handle, others), thread, messages)
         watch.look(2.0)
         watch.look(2.0 + blocked_script._WITH_OTHERS)
         assert messages == []
@@ -175,36 +220,26 @@ def test_a_thread_that_has_ended_submits_nothing_whatever_else_gets_its_number(m
     assert blocked_script._submitters[thread.ident] == 0
 
 
-def foreign_thread() -> threading.Thread:
-    """Returns a thread that `threading` did not start: it is listed because it called `current_thread`."""
+def test_a_native_thread_that_has_ended_submits_nothing_though_it_is_listed_for_ever(monkeypatch, script):
+    """One of TensorFlow's, say, that has logged something: Python never removes it from its list."""
+    handle: Handle[None] = Handle("x")
+    messages: list[str] = []
     found, ended = [], threading.Semaphore(0)
 
-    def ask() -> None:
+    def log() -> None:
         found.append(threading.current_thread())
         ended.release()
 
-    _thread.start_new_thread(ask, ())
+    _thread.start_new_thread(log, ())
     ended.acquire()
-    return found[0]
-
-
-def test_a_thread_that_is_not_pythons_own_is_listed_for_ever_but_gets_some_seconds_only(monkeypatch):
-    """One of TensorFlow's, say, that has logged something."""
-    handle: Handle[None] = Handle("x")
-    table = TensorTable()
-    table.admit([Entry(Request(Kind.BARRIER, handle.name), np.empty(0), handle)])
-    messages: list[str] = []
+    (native,) = found
+    while native.ident in sys._current_frames():
+        pass
+    assert native in threading.enumerate()
     with waiting(handle) as thread:
-        waiter = next(found for found in threading.enumerate() if found.ident == thread)
-        foreign = foreign_thread()
-        monkeypatch.setattr(threading, "main_thread", lambda: waiter)
-        monkeypatch.setattr(threading, "enumerate", lambda: [waiter, foreign])
-        monkeypatch.setattr(blocked_script, "_submitters", Counter([foreign.ident]))
-        watch = watching(table, lambda: thread, messages)
-        watch.note_wait(0.0)
-        watch.look(2.0)
-        assert messages == []
-        watch.look(2.0 + blocked_script._WITH_OTHERS)
+        script(thread, native.ident)
+        monkeypatch.setattr(blocked_script, "_submitters", Counter([native.ident]))
+        watch_of(table_with(handle), thread, messages).look(2.0)
         assert messages == ["x"]
 
 

@@ -104,70 +104,130 @@ def test_outputs_without_rows_are_warned_of():
         look(mean, outputs=OUT[:4])
 
 
-def look_at_layers(*losses, count=4, in_training=(), **details) -> set[int]:
-    """Checks the losses that layers would add, and returns for how many rows they were computed."""
+def look_at_layers(*losses, count=4, training=True, **details) -> set[int]:
+    """Checks the losses that layers would add, and returns for how many rows they were computed.
+
+    Each loss gets the rows, and whether they are those of training.
+    """
     rows = set()
 
-    def computed(given, masks, training):
-        rows.add(len(given[0]))
-        return [("bent", float(loss(given[0]))) for loss in (*losses, *(in_training if training else ()))]
+    def computed(samples, training):
+        rows.update(len(values[0]) for values, _ in samples)
+        found = [
+            [("bent", value) for loss in losses if (value := loss(x, training)) is not None] for (x,), _ in samples
+        ]
+        return Added(found, changed=details_changed)
 
-    look_at_computed(computed, count, **details)
-    return rows
+    from coordd_keras.pipeline.loss_check import Added, LayerLossCheck
 
-
-def look_at_computed(computed, count=4, **details) -> None:
-    from coordd_keras.pipeline.loss_check import LayerLossCheck
-
-    found, given = LayerLossCheck(computed, **details), batch(count)
+    details_changed = details.pop("changed", False)
+    found, given = LayerLossCheck(computed, training=training, **details), batch(count)
     found.begin(given)
     for part in given.parts:
         found.look([OUT[part]], [None])
+    return rows
 
 
-def test_losses_of_layers_may_be_means_and_constants():
+def mean_square(x, training):
+    return float((x**2).mean())
+
+
+def sum_of_squares(x, training):
+    return float((x**2).sum())
+
+
+def square_of_mean(x, training):
+    return float(x.mean() ** 2)
+
+
+def only(training, loss):
+    """Limits a loss to training, or to evaluation."""
+    return lambda x, mode: loss(x, mode) if mode is training else None
+
+
+def zero_outside_of_training(loss):
+    return lambda x, training: loss(x, training) if training else 0.0
+
+
+def random(loss):
+    """A loss behind dropout."""
+    return lambda x, training: loss(x, training) * (RNG.uniform(0.5, 1.5) if training else 1.0)
+
+
+def in_training_and_outside(trained, evaluated):
+    return lambda x, training: (trained if training else evaluated)(x, training)
+
+
+def mean_of_every_third_row(x, training):
+    counted = [row for row in x if (row == OUT[2::3]).all(axis=1).any()]
+    return float(np.square(counted).mean()) if counted else 0.0
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("count", [4, 12])
+def test_losses_of_layers_may_be_means_and_constants(count, training):
     with warnings.catch_warnings(action="error"):
-        assert look_at_layers(lambda x: (x**2).mean(), lambda x: 3.0, lambda x: -(x**2).mean()) == {3, 1, 2}
-        assert look_at_layers(in_training=[lambda x: (x**2).mean()]) == {3, 1, 2}
-        assert not look_at_layers(lambda x: (x**2).sum(), count=1)  # one microbatch is the whole batch
-        assert look_at_layers(lambda x: (x**2).sum(), count=12) == {1}  # single rows tell nothing
-        assert look_at_layers(in_training=[]) == {3}
-
-
-def test_a_loss_that_is_zero_for_a_half_of_the_rows_may_be_a_mean():
-    def mean_of_every_third_row(x):
-        counted = [row for row in x if (row == OUT[2::3]).all(axis=1).any()]
-        return np.square(counted).mean() if counted else 0.0
-
-    with warnings.catch_warnings(action="error"):
-        look_at_layers(mean_of_every_third_row)
-
-
-def test_a_loss_that_is_zero_outside_of_training_is_checked_in_training():
-    def computed(given, masks, training):
-        return [("bent", float((given[0] ** 2).sum()) if training else 0.0)]
-
-    with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
-        look_at_computed(computed)
+        rows = look_at_layers(
+            mean_square, lambda *_: 3.0, lambda *given: -mean_square(*given), count=count, training=training
+        )
+        assert rows == ({3, 1, 2} if count == 4 else {1, 2})
+        assert look_at_layers(only(training, mean_square), training=training) == {3, 1, 2}
+        assert not look_at_layers(sum_of_squares, count=1)  # one microbatch is the whole batch
+        assert look_at_layers(training=training) == {3}
+        look_at_layers(random(mean_square), training=training)
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_losses_of_layers_that_sum_over_rows_are_refused(declared):
-    with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
-        look_at_layers(lambda x: 3.0, lambda x: (x**2).sum(), declared=declared)
-    with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
-        look_at_layers(lambda x: 0.0, lambda x: (x**2).sum(), declared=declared)
-    with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
-        look_at_layers(lambda x: 3.0, in_training=[lambda x: (x**2).sum()], declared=declared)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        sum_of_squares,
+        only(True, sum_of_squares),
+        zero_outside_of_training(sum_of_squares),
+        random(sum_of_squares),
+        in_training_and_outside(sum_of_squares, mean_square),
+    ],
+)
+@pytest.mark.parametrize("count", [4, 12])
+def test_losses_of_layers_that_sum_over_rows_are_refused(loss, declared, count):
+    for others in ([], [lambda *_: 3.0], [lambda *_: 0.0]):
+        with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
+            look_at_layers(*others, loss, declared=declared, count=count)
 
 
-def test_losses_of_layers_that_are_neither_are_warned_of():
+def test_sums_outside_of_training_are_refused_in_evaluation():
+    look_at_layers(only(False, sum_of_squares))
+    with pytest.raises(ArgumentError, match="the layer 'bent' adds a loss that sums over rows"):
+        look_at_layers(only(False, sum_of_squares), training=False)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        square_of_mean,
+        random(square_of_mean),
+        in_training_and_outside(square_of_mean, mean_square),
+        zero_outside_of_training(random(mean_square)),
+        mean_of_every_third_row,
+    ],
+)
+def test_losses_of_layers_that_are_neither_are_warned_of(loss):
     with pytest.warns(UserWarning, match="the layer 'bent' adds a loss to it that is no mean over rows"):
-        look_at_layers(lambda x: x.mean() ** 2)
-    with pytest.warns(UserWarning, match="one raises ValueError: cannot reshape"):
-        look_at_layers(lambda x: x.reshape(3, 3).mean())
+        look_at_layers(loss)
     with warnings.catch_warnings(action="error"):
-        look_at_layers(lambda x: x.mean() ** 2, declared=True)
+        look_at_layers(loss, declared=True)
+
+
+def test_losses_of_layers_that_cannot_be_computed_are_warned_of():
+    with pytest.warns(UserWarning, match="one raises ValueError: cannot reshape"):
+        look_at_layers(lambda x, _: float(x.reshape(3, 3).mean()))
+
+
+def test_losses_behind_statistics_of_rows_are_judged_as_outside_of_training():
+    """As of batch normalisation, which changes what later layers get in training."""
+    loss = in_training_and_outside(square_of_mean, mean_square)
+    with warnings.catch_warnings(action="error"):
+        look_at_layers(loss, changed=True)
 
 
 _PROGRAM = """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import keras
@@ -20,16 +21,29 @@ from coordd.pipeline import loss_check
 from coordd.pipeline.batch import Batch
 from coordd.pipeline.loss_check import UnclearError
 
-__all__ = ["AddedLosses", "Judge", "LayerLossCheck", "LossCheck"]
+__all__ = ["Added", "AddedLosses", "Inputs", "Judge", "LayerLossCheck", "LossCheck"]
 
 Judge = Callable[[Sequence[Any], Sequence[Any], Any], float]
 """Computes the loss of a list of outputs with their masks and targets; changes no metric."""
 
-AddedLosses = Callable[[Sequence[Any], Sequence[Any], bool], list[tuple[str, float]]]
-"""Computes the losses that a stage's layers add, each with the layer's name, from inputs, masks and training mode.
+Inputs = tuple[Sequence[Any], Sequence[Any]]
+"""The inputs of a stage for some rows, and their masks."""
 
-Regularizers of weights, which do not depend on rows, are left out.
-"""
+
+class Added(NamedTuple):
+    """The losses that a stage's layers add in some calls, without those of regularizers of weights.
+
+    Attributes:
+        losses: for each call, the losses with the names of their layers.
+        changed: whether a call has changed statistics of layers, such as those of batch normalisation.
+    """
+
+    losses: list[list[tuple[str, float]]]
+    changed: bool
+
+
+AddedLosses = Callable[[Sequence[Inputs], bool], Added]
+"""Calls a stage's layers with each of the inputs, in training mode or not; restores what the calls have changed."""
 
 _NOISE, _NOISE_16 = 1e-3, 5e-2
 """Relative rounding tolerance when losses are compared; the second for outputs with 16-bit dtypes."""
@@ -145,103 +159,191 @@ class LossCheck(loss_check.LossCheck):
         )
 
 
-class LayerLossCheck(loss_check.LossCheck):
-    """Compares the losses that layers add for a microbatch with those for its halves."""
+class Reduction(Enum):
+    """How a loss combines rows, judged by its values for some rows and for two parts of them."""
 
-    def __init__(self, added: AddedLosses, *, half: bool = False, declared: bool = False) -> None:
+    MEAN = "mean"
+    SUM = "sum"
+    OTHER = "other"
+    UNKNOWN = "unknown"
+    """It is zero, or not finite."""
+
+
+class _LayerLoss(NamedTuple):
+    """A loss that a layer adds.
+
+    Attributes:
+        layer: the layer's name.
+        reduction: in the mode that is checked.
+        steady: whether it is the same when the layer is called again.
+        quiet: its reduction outside of training, where layers usually draw no random numbers; UNKNOWN in evaluation.
+    """
+
+    layer: str
+    reduction: Reduction
+    steady: bool = True
+    quiet: Reduction = Reduction.UNKNOWN
+
+
+class LayerLossCheck(loss_check.LossCheck):
+    """Compares the losses that layers add for some rows with those for two parts of them."""
+
+    def __init__(self, added: AddedLosses, *, training: bool, half: bool = False, declared: bool = False) -> None:
         """Keeps the settings.
 
         Args:
-            added: computes the losses; changes no variable.
+            added: computes the losses.
+            training: whether losses are checked in training mode.
             half: whether layers compute with 16-bit dtypes.
             declared: whether the user declares losses to be means; if not, one that is neither mean nor sum causes a
                 warning.
         """
         super().__init__(weighted=False, declared=declared)
         self._added = added
+        self._training = training
         self._noise = _NOISE_16 if half else _NOISE
+        self._row: Inputs | None = None
+        """Inputs and masks of a microbatch of one row, to be compared with the next one's."""
 
     def look(self, values: Sequence[Any], masks: Sequence[Any]) -> None:
-        """Checks the losses of layers with a stage's inputs for a microbatch; only the first of a run is checked.
+        """Checks the losses of layers with a stage's inputs for a microbatch; once in a run.
 
         Raises:
             ArgumentError: a layer's loss is a sum over rows; the text says what to do.
         """
         if self._active:
-            self._attempt(lambda: self._checked(values, masks))
             self._active = False
+            self._attempt(lambda: self._checked(values, masks))
             self.warn()
 
     def _checked(self, values: Sequence[Any], masks: Sequence[Any]) -> bool:
         """Returns whether the check was conclusive."""
-        if not self._losses((values, masks)):
+        if not self._losses([(values, masks)], training=self._training).losses[0]:
             return True
-        given = [keras.ops.convert_to_numpy(value) for value in values]
+        arrays = [keras.ops.convert_to_numpy(value) for value in values]
         mask_arrays = [None if mask is None else keras.ops.convert_to_numpy(mask) for mask in masks]
         row_counts = {
-            len(array) if array.ndim else 0 for array in [*given, *(mask for mask in mask_arrays if mask is not None)]
+            len(array) if array.ndim else 0 for array in [*arrays, *(mask for mask in mask_arrays if mask is not None)]
         }
         if len(row_counts) != 1:
             raise UnclearError("layers add losses to it, and inputs of their stage have different numbers of rows")
+        given: Inputs = arrays, mask_arrays
         rows = row_counts.pop()
-        if rows < 2:
-            return False
-        parts = (slice(0, rows), slice(0, rows // 2), slice(rows // 2, rows))
-        samples = [
-            ([array[part] for array in given], [None if mask is None else mask[part] for mask in mask_arrays])
-            for part in parts
-        ]
-        means = [_is_mean(*losses, rows=rows, noise=self._noise) for losses in self._losses(*samples)]
-        return all(means)
+        if rows == 1:
+            first, self._row = self._row, given
+            if first is None:
+                self._active = True  # the next microbatch has the other row
+                return False
+            given, rows = _stacked(first, given), 2
+        found = self._compared([given, _sliced(given, 0, rows // 2), _sliced(given, rows // 2, rows)], rows)
+        for loss in found:
+            _check(loss)
+        return all(loss.reduction is not Reduction.UNKNOWN for loss in found)
 
-    def _losses(self, *samples: tuple[Sequence[Any], Sequence[Any]]) -> list[list[tuple[str, float]]]:
-        """Computes each loss for each sample, if possible outside of training, where nothing is random.
+    def _compared(self, samples: Sequence[Inputs], rows: int) -> list[_LayerLoss]:
+        """Compares each loss for some rows with those for two parts of them."""
+        if not self._training:
+            return self._reduced(self._losses(samples, training=False).losses, rows)
+        # Called with the same rows once more, layers draw other random numbers.
+        found = self._losses([*samples, samples[0]], training=True)
+        *trained, repeated = found.losses
+        losses = self._reduced(trained, rows)
+        quiet = self._reduced(self._losses(samples, training=False).losses, rows)
+        if [loss.layer for loss in quiet] != [loss.layer for loss in losses]:
+            quiet = [_LayerLoss("", Reduction.UNKNOWN)] * len(losses)
+        return [
+            loss._replace(
+                steady=not found.changed and abs(again - once) <= self._noise * max(abs(again), abs(once)),
+                quiet=other.reduction,
+            )
+            for loss, other, (_, once), (_, again) in zip(losses, quiet, trained[0], repeated, strict=True)
+        ]
+
+    def _reduced(self, losses: Sequence[Sequence[tuple[str, float]]], rows: int) -> list[_LayerLoss]:
+        """Judges each loss by its values for some rows and for two parts of them."""
+        return [
+            _LayerLoss(whole[0], _reduction(whole[1], first[1], second[1], rows=rows, noise=self._noise))
+            for whole, first, second in zip(*losses, strict=True)
+        ]
+
+    def _losses(self, samples: Sequence[Inputs], *, training: bool) -> Added:
+        """Computes the losses of layers.
 
         Raises:
             UnclearError: the number of losses depends on the rows, or a layer raises an error.
         """
         try:
-            trained, evaluated = ([self._added(*sample, training) for sample in samples] for training in (True, False))
+            found = self._added(samples, training)
         except Exception as error:
             raise UnclearError(
                 f"layers add losses to it, and one raises {brief(error)} with fewer rows or outside of training"
             ) from error
-        if len({len(losses) for losses in trained}) > 1:
+        if len({len(losses) for losses in found.losses}) > 1:
             raise UnclearError("layers add more or fewer losses to it for fewer rows")
-        in_training = [list(losses) for losses in zip(*trained, strict=True)]
-        if any(len(losses) != len(in_training) for losses in evaluated):
-            return in_training
-        outside = [list(losses) for losses in zip(*evaluated, strict=True)]
-        return [one if any(loss for _, loss in one) else other for one, other in zip(outside, in_training, strict=True)]
+        return found
 
 
-def _is_mean(
-    whole: tuple[str, float], first: tuple[str, float], second: tuple[str, float], *, rows: int, noise: float
-) -> bool:
-    """Returns whether a layer's loss for some rows is known to be the mean of those for their halves.
+def _reduction(whole: float, first: float, second: float, *, rows: int, noise: float) -> Reduction:
+    """Returns how a loss combines rows, given its values for all and for the two halves."""
+    scale = max(abs(whole), abs(first), abs(second))
+    if not math.isfinite(scale) or scale == 0:
+        return Reduction.UNKNOWN
+    if abs(whole - (first * (rows // 2) + second * (rows - rows // 2)) / rows) <= noise * scale:
+        return Reduction.MEAN
+    if abs(whole - first - second) <= noise * scale and min(abs(first), abs(second)) > 2 * noise * scale:
+        return Reduction.SUM
+    return Reduction.OTHER  # also a mean over some rows, all in one half, which equals the sum
+
+
+def _check(loss: _LayerLoss) -> None:
+    """Checks that a loss is a mean over rows, as far as known.
+
+    Where it is random in training, or statistics of rows, as those of batch normalisation, enter it, it is judged as
+    outside of training.
 
     Raises:
-        ArgumentError: it is their sum.
+        ArgumentError: it is a sum.
         UnclearError: it is neither.
     """
-    name, loss = whole
-    half, rest = first[1], second[1]
-    if not all(map(math.isfinite, (loss, half, rest))):
-        return False
-    scale = max(abs(loss), abs(half), abs(rest))
-    if abs(loss - (half * (rows // 2) + rest * (rows - rows // 2)) / rows) <= noise * scale:
-        return scale > 0
-    if abs(loss - half - rest) <= noise * scale:
-        if min(abs(half), abs(rest)) <= 2 * noise * scale:
-            return False  # a mean over some rows, all in one half, equals the sum
+    reduction = loss.reduction
+    if reduction in {Reduction.SUM, Reduction.OTHER} and not loss.steady:
+        reduction = Reduction.OTHER if loss.quiet is Reduction.UNKNOWN else loss.quiet
+    if reduction is Reduction.SUM:
         raise ArgumentError(
-            f"the layer {name!r} adds a loss that sums over rows, and a pipeline takes it for their mean, so its "
+            f"the layer {loss.layer!r} adds a loss that sums over rows, and a pipeline takes it for their mean, so its "
             "gradients would be divided by the number of microbatches: let it be the mean over rows, or set "
             "microbatches=1 without replicas"
         )
-    raise UnclearError(
-        f"the layer {name!r} adds a loss to it that is no mean over rows, or random, so each microbatch adds its own"
-    )
+    if reduction is Reduction.OTHER:
+        raise UnclearError(
+            f"the layer {loss.layer!r} adds a loss to it that is no mean over rows, or random, so each microbatch adds "
+            "its own"
+        )
+
+
+def _sliced(given: Inputs, start: int, stop: int) -> Inputs:
+    """Returns some rows of inputs and masks."""
+    values, masks = given
+    return [value[start:stop] for value in values], [None if mask is None else mask[start:stop] for mask in masks]
+
+
+def _stacked(first: Inputs, second: Inputs) -> Inputs:
+    """Concatenates the rows of inputs and masks.
+
+    Raises:
+        UnclearError: their other dimensions differ.
+    """
+    try:
+        values, masks = (
+            [
+                None if one is None or other is None else np.concatenate([one, other])
+                for one, other in zip(*pair, strict=True)
+            ]
+            for pair in zip(first, second, strict=True)
+        )
+    except ValueError as error:
+        raise UnclearError("layers add losses to it, and microbatches of one row have different shapes") from error
+    return values, masks
 
 
 def _joined(first: _Sample, second: _Sample) -> _Sample:

@@ -16,7 +16,7 @@ from coordd.pipeline.versions import Versions
 from coordd_keras.pipeline.autodiff import Autodiff, Call, Result, floats
 from coordd_keras.pipeline.graph import arrays_of, is_seed, place_of
 from coordd_keras.pipeline.layout import Layout, Part
-from coordd_keras.pipeline.loss_check import LayerLossCheck, LossCheck
+from coordd_keras.pipeline.loss_check import Added, Inputs, LayerLossCheck, LossCheck
 
 __all__ = ["KerasStage", "Work"]
 
@@ -115,8 +115,12 @@ class KerasStage(BaseStage):
         self._check = None
         if self._last and self.part.loss is not None:
             self._check = LossCheck(self._judged, weighted=weighted, declared=declared)
-        half = any(layer.compute_dtype in {"bfloat16", "float16"} for layer in self.part.layers)
-        self._layer_check = LayerLossCheck(self._added, half=half, declared=declared)
+        layers = self.part._flatten_layers()  # noqa: SLF001 - the public attribute has no layers of models inside
+        half = any(layer.compute_dtype in {"bfloat16", "float16"} for layer in layers)
+        self._layer_checks = {
+            training: LayerLossCheck(self._added, training=training, half=half, declared=declared)
+            for training in (True, False)
+        }
         self._work: Work | None = None
         self._passages: dict[int, _Passage] = {}
         self.loss: float | None = None
@@ -128,10 +132,10 @@ class KerasStage(BaseStage):
         self.loss = None
         self.outputs = {}
         self._passages.clear()
-        if work.training and work.judged:
-            self._layer_check.begin(work.batch)
-            if self._check is not None:
-                self._check.begin(work.batch)
+        if work.judged:
+            self._layer_checks[work.training].begin(work.batch)
+        if work.training and work.judged and self._check is not None:
+            self._check.begin(work.batch)
         self.restart()
 
     def forward(self, microbatch: int, given: Mapping[int, np.ndarray]) -> None:
@@ -149,8 +153,8 @@ class KerasStage(BaseStage):
         if found.loss is not None:
             if self._check is not None and work.training:
                 self._check.look(microbatch, found.outputs, found.masks, work.batch)
-            if found.own is not None and work.training:
-                self._layer_check.look(passage.call.values, passage.call.masks)
+            if found.own is not None:
+                self._layer_checks[work.training].look(passage.call.values, passage.call.masks)
             loss = float(keras.ops.convert_to_numpy(found.loss))
             share = work.batch.share(microbatch)
             self.loss = (self.loss or 0.0) + loss * share
@@ -272,24 +276,25 @@ class KerasStage(BaseStage):
             self._reset(state)
         return 0.0 if loss is None else float(keras.ops.convert_to_numpy(loss))
 
-    def _added(
-        self,
-        values: Sequence[Any],
-        masks: Sequence[Any],
-        training: bool,
-    ) -> list[tuple[str, float]]:
-        """Computes the losses that layers add for some rows, without updating statistics and metrics.
+    def _added(self, samples: Sequence[Inputs], training: bool) -> Added:
+        """Computes the losses that layers add for some inputs, without updating statistics and metrics.
 
-        Regularizers of weights are left out.
+        Regularizers of weights are left out. Each call finds the same statistics, but draws other random numbers.
         """
         state = self._saved()
-        given = {"mask": list(masks)} if any(mask is not None for mask in masks) else {}
+        seeds = set(map(id, self._seeds.values()))
+        statistics = {key: value for key, value in state.items() if key not in seeds}
+        losses, changed = [], False
         try:
-            self.part(list(values), training=training, **given)
-            found = [(layer.name, loss) for layer in self.part.layers for loss in _losses_of_rows(layer)]
-            return [(name, float(keras.ops.convert_to_numpy(loss))) for name, loss in found]
+            for values, masks in samples:
+                given = {"mask": list(masks)} if any(mask is not None for mask in masks) else {}
+                self.part(list(values), training=training, **given)
+                found = [(layer.name, loss) for layer in self.part.layers for loss in _losses_of_rows(layer)]
+                losses.append([(name, float(keras.ops.convert_to_numpy(loss))) for name, loss in found])
+                changed |= self._reset(statistics)
         finally:
             self._reset(state)
+        return Added(losses, changed)
 
     def _means(self) -> list[tuple[Any, list[np.ndarray]]]:
         """Returns Keras's means of the losses of several outputs, each with its present total and count."""
@@ -306,18 +311,24 @@ class KerasStage(BaseStage):
         variables = self._state()
         return dict(zip(map(id, variables), arrays_of(variables), strict=True))
 
-    def _reset(self, state: Mapping[int, Any]) -> None:
-        """Restores the values of `_saved`; metrics that did not exist then are reset.
+    def _reset(self, state: Mapping[int, Any]) -> bool:
+        """Restores values of `_saved`; metrics that did not exist then are reset.
 
         Only what has changed is assigned: PyTorch refuses to run backward if a variable that it needs was assigned to.
+
+        Returns:
+            Whether a value had changed.
         """
         for metric in self.part.metrics:
             if not state.keys() >= set(map(id, metric.variables)):
                 metric.reset_state()
         variables = self._state()
+        changed = False
         for variable, now in zip(variables, arrays_of(variables), strict=True):
             if (before := state.get(id(variable))) is not None and before.tobytes() != now.tobytes():
                 variable.assign(before)
+                changed = True
+        return changed
 
     def _sow(self, microbatch: int, passage: _Passage) -> None:
         """Seeds the random numbers of a microbatch from the user's seed; with recompute, seeds them in any case."""
