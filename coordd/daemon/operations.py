@@ -446,8 +446,16 @@ class Operations(Messages):
 
     def number_call(self, members: tuple[int, ...]) -> str:
         """Returns the id of one more call that the members of a process set make together; equal on all of them."""
+        self._calls[members, self.era(members)] += 1
+        return self._call(members)
+
+    def withdraw_call(self, members: tuple[int, ...], call: str) -> None:
+        """Gives the last id back, because the other members may not have begun the same call."""
+        if call == self._call(members):
+            self._calls[members, self.era(members)] -= 1
+
+    def _call(self, members: tuple[int, ...]) -> str:
         era = self.era(members)
-        self._calls[members, era] += 1
         which = f"({spans(members)})" if members else ""
         return f"{era}{self._calls[members, era]}{which}"
 

@@ -53,7 +53,13 @@ class CollectiveCall:
     """
 
     def __init__(
-        self, what: str, process_set: object = global_process_set, *, namespace: bool = False, steady: bool = False
+        self,
+        what: str,
+        process_set: object = global_process_set,
+        *,
+        namespace: bool = False,
+        steady: bool = False,
+        known: Callable[[BaseException], bool] | None = None,
     ) -> None:
         """Prepares the block.
 
@@ -63,8 +69,11 @@ class CollectiveCall:
                 list of ranks means those of them that exist, and a value that names no ranks means all ranks.
             namespace: whether the call creates something whose operations need a prefix.
             steady: whether the operations inside keep their names, as operations of every step do.
+            known: returns whether all ranks have got an error, whatever call they were in; it is not reported again,
+                and the call does not count.
         """
         self._steady = steady
+        self._known = known
         self._what = what
         self._operations = api.operations()
         ranks = named_ranks(process_set, self._operations.daemon.world.size)
@@ -110,6 +119,9 @@ class CollectiveCall:
         """Reports the error to the other ranks, unless the job is over anyway."""
         daemon = self._operations.daemon
         if self._part is None or daemon.failing or daemon.status.leaving:
+            return
+        if self._known is not None and self._known(error):
+            self._operations.withdraw_call(self._members or (), self._part.call)
             return
         text = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else brief(error)
         reason = f"refused {self._what} at {show_site(call_site(frame))}: {text[:_LONGEST]}"
@@ -161,7 +173,8 @@ def collective_method(
         what: the method, for errors.
         namespace: whether the call creates something whose operations need a prefix.
         steady: whether the operations inside keep their names; see `CollectiveCall`.
-        around: takes the object and returns a context that is entered before the call and left after it.
+        around: takes the object and returns a context that is entered before the call and left after it; it may yield
+            the argument ``known`` of `CollectiveCall`.
     """
 
     def decorate(
@@ -169,7 +182,10 @@ def collective_method(
     ) -> Callable[Concatenate[Owner, P], Result]:
         @functools.wraps(method)
         def entered(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
-            with around(self), CollectiveCall(what, namespace=namespace, steady=steady) as call:
+            with (
+                around(self) as known,
+                CollectiveCall(what, namespace=namespace, steady=steady, known=known) as call,
+            ):
                 return method(self, call, *args, **kwargs)
 
         return _without(method, entered, 1)

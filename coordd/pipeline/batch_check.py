@@ -63,10 +63,14 @@ class Accord:
         self._told_error = 0
 
     @contextmanager
-    def several(self) -> Iterator[None]:
-        """Resets the call count if the block ends with an exception; all ranks must leave it so together."""
+    def several(self) -> Iterator[Callable[[BaseException], bool]]:
+        """Resets the call count if the block ends with an exception; all ranks must leave it so together.
+
+        Yields:
+            `has_told`.
+        """
         try:
-            yield
+            yield self.has_told
         except BaseException:
             self._calls = 0
             raise
@@ -109,13 +113,18 @@ class Accord:
             found[_REFUSED] = brief(error)
             with suppress(CoorddError):  # on this rank its own error is raised
                 self._compare(call, found, advice, parts)
-            self._told_error = id(error)
+            self._tell(error)
             raise
         try:
             return self._compare(call, found, advice, parts, changed=changed)
         except CoorddError as error:
-            self._told_error = id(error)
+            self._tell(error)
             raise
+
+    def _tell(self, error: Exception) -> None:
+        """Notes an error that all ranks get from `check`; they count calls anew, because these may have differed."""
+        self._told_error = id(error)
+        self._calls = 0
 
     def has_told(self, error: BaseException) -> bool:
         """Returns whether `check` has just raised this error, so that all ranks know of it.

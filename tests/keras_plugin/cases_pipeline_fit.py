@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 import tempfile
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.keras_plugin.stages import (
     chain,
     cross_entropy,
     data,
+    doubles,
     plain,
     same,
     seeded,
@@ -430,6 +433,52 @@ def case_ranks_with_different_models_are_told() -> None:
     refused(r"Dense 1's activation \('relu' on rank 0, 'tanh' on rank 1\)", activation="tanh" if rank else "relu")
     refused(r"the optimizer's learning_rate \(0\.1\d* on rank 0, 0\.2\d* on rank 1\)", rate=0.2 if rank else 0.1)
     refused(r"Sequential 2's layers \(.*units: 4.* on rank 0, .*units: 5.* on rank 1\)", units=4 + rank)
+
+
+@ranks(2, deadline=60)
+def case_ranks_with_another_loss_weight_or_metric_are_told() -> None:
+    x, y = data("chain", 12)
+    mse, huber = keras.losses.MeanSquaredError, keras.losses.Huber
+
+    def refused(told: str, **given) -> None:
+        config = cd.Config(layers_per_proc=[4, 4], microbatches=2)
+        pipe = cd.Pipeline(seeded(chain), config, optimizer=sgd(), **{"loss": cross_entropy(), **given})
+        with pytest.raises(cd.ArgumentError, match=f"differ in {told}.*: all of them must make the same pipeline"):
+            pipe.train_on_batch(x, y)
+
+    rank = cd.rank()
+    refused(r"loss \('mse' on rank 0, 'mae' on rank 1\)", loss=["mse", "mae"][rank])
+    refused(r"loss \(MeanSquaredError\(.* on rank 0, Huber\(", loss=[mse, huber][rank]())
+    refused(r"loss \(.*delta=1\.0.* on rank 0, .*delta=2\.0", loss=huber(delta=1.0 + rank))
+    refused(r"loss \(chain on rank 0, data on rank 1\)", loss=[chain, data][rank])
+    refused(r"loss \(.*\b1 on rank 0, .*\b2 on rank 1\)", loss=functools.partial(huber().fn, delta=1 + rank))
+    refused(r"metrics \(None on rank 0, \['mae'\] on rank 1\)", metrics=["mae"] if rank else None)
+    refused(r"weight \(None on rank 0, .*lambda> on rank 1\)", weight=(lambda _, y: len(y)) if rank else None)
+
+
+@ranks(2, deadline=60)
+def case_training_goes_on_after_different_calls() -> None:
+    with doubles():
+        x, y = data("chain", 12)
+        pipe, alone = staged(seeded(chain)), plain(seeded(chain))
+
+        def train() -> None:
+            assert pipe.train_on_batch(x, y) == pytest.approx(alone.train_on_batch(x, y)[0], rel=1e-5)
+
+        calls = [
+            lambda: pipe.train_on_batch(x, y),
+            lambda: pipe.evaluate(x, y),
+            lambda: pipe.fit(x, y, verbose=0),
+            lambda: pipe.predict(x),
+        ]
+        train()
+        for mine, other in itertools.permutations(calls, 2):
+            with pytest.raises(cd.ArgumentError, match="the ranks of a pipeline differ in what they call"):
+                (other if cd.rank() else mine)()
+            train()
+        assert pipe.evaluate(x, y) == pytest.approx(alone.evaluate(x, y, verbose=0), rel=1e-5)
+        same(pipe.whole(), alone)
+        assert np.isfinite(staged(seeded(chain)).train_on_batch(x, y))
 
 
 class Small(layers.Layer):

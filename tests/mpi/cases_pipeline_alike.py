@@ -134,6 +134,19 @@ def case_what_is_given_to_a_pipeline_by_mistake() -> None:
 
 
 @ranks(2)
+def case_functions_that_return_no_optimizer() -> None:
+    def forgets(parameters: Any) -> Any:
+        sgd(parameters)
+
+    for everywhere in (True, False):
+        refuses = everywhere or cd.rank() == 1
+        with pytest.raises(cd.CoorddError, match=r"must return an optimizer of the parameters.*returned None"):
+            cd.Pipeline(dense(4, 4, 4, 4), optimizer=forgets if refuses else sgd, loss=functional.mse_loss)
+    with pytest.raises(cd.ArgumentError, match="returned a tuple"):
+        cd.Pipeline(dense(4, 4, 4, 4), optimizer=lambda found: (sgd(found), None), loss=functional.mse_loss)
+
+
+@ranks(2)
 def case_a_loss_may_know_its_rank() -> None:
     x, rank = torch.ones(4, 4), cd.rank()
 

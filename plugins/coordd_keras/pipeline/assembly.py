@@ -18,6 +18,7 @@ from coordd.gradients.value_check import Trained
 from coordd.ops.dtypes import digits_of, dtype_of
 from coordd.ops.messages import ReduceOp
 from coordd.parallel.objects import allgather_object
+from coordd.pipeline.batch import Weigh
 from coordd.pipeline.batch_check import ALIKE, Accord, settings
 from coordd.pipeline.config import PipelineConfig
 from coordd.pipeline.engine import Engine
@@ -69,7 +70,7 @@ class Assembly:
         plans: Plans,
         optimizer: Any,
         compiled: Mapping[str, Any],
-        weighted: bool,
+        weight: Weigh | None,
         accord: Accord,
         operations: Operations,
         name: str,
@@ -83,7 +84,7 @@ class Assembly:
             plans: schedules of its runs.
             optimizer: of this rank's variables.
             compiled: loss and metrics, as `keras.Model.compile` takes them.
-            weighted: whether the user gives weights of microbatches.
+            weight: returns the weight of a microbatch; None for its number of rows.
             accord: compares the arguments of the ranks.
             operations: of the daemon.
             name: prefix of operation names; the same on all ranks and unique to this pipeline.
@@ -93,7 +94,7 @@ class Assembly:
         """
         self._config = config
         self._optimizer: Any = optimizer
-        self._weighted = weighted
+        self._weighted = weight is not None
         self._plans = plans
         self._operations = operations
         self._name = name
@@ -105,7 +106,8 @@ class Assembly:
         _check_precision(self._graph.model, optimizer)
         self.initial = initial_values(self._graph, assigned)
         """Initial values of the variables, compared between ranks."""
-        accord.check("Pipeline", settings(config) | described(self._graph, optimizer), advice=ALIKE)
+        alike = described(self._graph, optimizer, compiled=compiled, weight=weight)
+        accord.check("Pipeline", settings(config) | alike, advice=ALIKE)
         profile = self._profile(x) if config.measured else None
         self.layout = Layout.of(self._graph, sketch.stages, config, profile)
         self._check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +20,15 @@ _APART = frozenset({"name", "seed", "shared_object_id", "inbound_nodes", "input_
 """Keys that may differ: each process numbers its layers in names and references; some layers choose a seed."""
 
 
-def described(graph: Graph, optimizer: Any) -> dict[str, str]:
-    """Returns the settings that must be equal on all ranks, by their names in error messages."""
+def described(graph: Graph, optimizer: Any, *, compiled: Mapping[str, Any], weight: Any) -> dict[str, str]:
+    """Returns the settings that must be equal on all ranks, by their names in error messages.
+
+    Args:
+        graph: the layers.
+        optimizer: the optimizer.
+        compiled: loss and metrics, as `keras.Model.compile` takes them.
+        weight: the function that weighs microbatches, or None.
+    """
     found = {"the number of layers": str(len(graph.calls))}
     for place, call in enumerate(graph.calls):
         kind = type(call.operation).__name__
@@ -28,7 +36,8 @@ def described(graph: Graph, optimizer: Any) -> dict[str, str]:
         found |= _settings(f"{kind} {place}'s", call.operation)
         found[f"what {kind} {place} reads"] = str(call.reads)
     found["the optimizer"] = type(optimizer).__name__
-    return found | _settings("the optimizer's", optimizer)
+    found |= _settings("the optimizer's", optimizer)
+    return found | {name: _title(value) for name, value in {**compiled, "weight": weight}.items()}
 
 
 def initial_values(graph: Graph, assigned: Mapping[int, Any]) -> list[str]:
@@ -63,7 +72,7 @@ def _settings(whose: str, thing: Any) -> dict[str, str]:
         config = thing.get_config()
     except NotImplementedError:  # the layer cannot be saved
         return {}
-    return {f"{whose} {key}": _text(value) for key, value in config.items() if key not in _APART}
+    return {f"{whose} {key}".strip(): _text(value) for key, value in config.items() if key not in _APART}
 
 
 def _text(value: Any) -> str:
@@ -73,3 +82,21 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def _title(value: Any) -> str:
+    """Describes losses, metrics or a function, without closures and attributes of users' objects, which may differ."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_title(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_title, value))}]"
+    if isinstance(value, functools.partial):
+        arguments = [*map(_title, value.args), *(f"{key}={_title(each)}" for key, each in value.keywords.items())]
+        return f"{_title(value.func)} with {', '.join(arguments)}"
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return repr(value)
+    if not hasattr(value, "get_config"):
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    arguments = getattr(value, "_fn_kwargs", {})  # such as Huber's delta, which its configuration does not have
+    settings = _settings("", value) | {key: _title(each) for key, each in arguments.items()}
+    return f"{type(value).__name__}({', '.join(f'{key}={text}' for key, text in settings.items())})"

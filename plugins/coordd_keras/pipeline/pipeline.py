@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from coordd_keras.pipeline.stage import Work
 __all__ = ["Pipeline"]
 
 
-def _several(pipeline: Pipeline) -> AbstractContextManager[None]:
+def _several(pipeline: Pipeline) -> AbstractContextManager[Callable[[BaseException], bool]]:
     return pipeline._accord.several()  # noqa: SLF001 - private to this module
 
 
@@ -322,7 +322,7 @@ class Pipeline:
                     plans=self._plans,
                     optimizer=self.optimizer,
                     compiled=self._compiled,
-                    weighted=self._weigh is not None,
+                    weight=self._weigh,
                     accord=self._accord,
                     operations=self._operations,
                     name=self._name,

@@ -73,7 +73,7 @@ _CHANGED = (
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def _several(pipeline: Pipeline) -> AbstractContextManager[None]:
+def _several(pipeline: Pipeline) -> AbstractContextManager[Callable[[BaseException], bool]]:
     return pipeline._accord.several()  # noqa: SLF001 - same module
 
 
@@ -465,7 +465,7 @@ class Pipeline:
             own = {key: value for key, value in mine.items() if key not in known}
             known |= own.keys()
             optimizers[number] = made = optimizer(own.values()) if own else None
-            if made is not None:
+            if own:
                 check_step(made)
                 check_unreduced(own)
         self._replica_settings = ReplicaSettings(placed, list(self.layout.tied), held, optimizers)

@@ -270,12 +270,18 @@ def check_makes_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Rejects an optimizer that computes losses itself during a step.
+def check_step(optimizer: Any) -> None:
+    """Rejects what is no optimizer, and an optimizer that computes losses itself during a step.
 
     Raises:
-        ArgumentError: its `step` cannot be called without a closure.
+        ArgumentError: it is none, or its `step` cannot be called without a closure.
     """
+    if not callable(getattr(type(optimizer), "step", None)):
+        returned = "None" if optimizer is None else f"a {type(optimizer).__name__}"
+        raise ArgumentError(
+            "the function optimizer= must return an optimizer of the parameters that it gets, such as lambda "
+            f"parameters: torch.optim.SGD(parameters, lr=0.1), and it returned {returned}"
+        )
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()  # schedulers wrap `step`
     if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters):
         raise ArgumentError(
