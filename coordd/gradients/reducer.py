@@ -40,6 +40,10 @@ _SMALL_BYTES = 64 << 10
 """Smaller gradients are packed without gaps, so that a framework may take them as one array."""
 STEPS = ("steps", "gradients")
 """What is out of step if the reduction of gradients is interrupted; see `Daemon.broken_off`."""
+_NAMES_ADVICE = (
+    "only names differ, which Keras numbers in each process: give the layers names, or call "
+    "keras.backend.clear_session() before the model is made, or make the same models in the same order on all ranks"
+)
 _FAILED = "has not completed a step, which has failed"
 
 
@@ -148,6 +152,7 @@ class Gradients:
             caller="DistributedOptimizer",
             name=f"{self._prefix}{era}inventory",
             process_set=self._process_set,
+            names_advice=_NAMES_ADVICE,
         )
 
     def _rename_after_deadlock(self) -> None:

@@ -43,6 +43,7 @@ class Inventory:
         caller: str,
         name: str,
         process_set: ProcessSet,
+        names_advice: str = "",
         tell: Callable[[Everybody], str] | None = None,
     ) -> None:
         """Starts the comparison without blocking.
@@ -53,9 +54,11 @@ class Inventory:
             caller: the function that received them.
             name: of the comparison's own operation; equal on all ranks.
             process_set: the ranks that take part.
+            names_advice: what the user should do if lines differ only before their first space, in names.
             tell: writes the error, given the lines of each rank; by default it lists the lines that not all ranks have.
         """
         self._tell = tell or self._usual
+        self._names_advice = names_advice
         self._operations = operations
         self._lines = list(lines)
         self._caller = caller
@@ -96,7 +99,9 @@ class Inventory:
         raise MismatchError.told(self._caller, "parameters", self._tell([json.loads(line) for line in lines]))
 
     def _usual(self, everybody: Everybody) -> str:
-        return f"the ranks have given different parameters to {self._caller}: {differences(everybody)}"
+        text = f"the ranks have given different parameters to {self._caller}: {differences(everybody)}"
+        nameless = {tuple(sorted(line.partition(" ")[2] for line in lines)) for _, lines in everybody}
+        return f"{text}: {self._names_advice}" if self._names_advice and len(nameless) == 1 else text
 
 
 class NearlyEqual:

@@ -552,6 +552,26 @@ def case_models_with_other_seeds_are_told_to_all_in_fit() -> None:
 
 
 @ranks(2, deadline=60)
+def case_models_whose_layers_have_other_numbers_are_told_how_to_have_the_same() -> None:
+    """As where one rank has made another model before."""
+    x, y = mine(4)
+
+    def fit() -> None:
+        found = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(3, kernel_initializer="ones")])
+        found.compile(cd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "sparse_categorical_crossentropy")
+        found.fit(x, y, batch_size=4, verbose=0)
+
+    keras.backend.clear_session()
+    if cd.rank():
+        keras.layers.Dense(2)
+    told = "only names differ, which Keras numbers in each process: give the layers names"
+    with pytest.raises(Exception, match=told):
+        fit()
+    keras.backend.clear_session()
+    fit()
+
+
+@ranks(2, deadline=60)
 def case_models_with_other_seeds_are_told_to_all_in_a_loop() -> None:
     found = model(seed=cd.rank())
     optimizer = cd.DistributedOptimizer(keras.optimizers.SGD(0.1))

@@ -97,6 +97,7 @@ def _title(value: Any) -> str:
         return repr(value)
     if not hasattr(value, "get_config"):
         return str(getattr(value, "__qualname__", type(value).__name__))
-    arguments = getattr(value, "_fn_kwargs", {})  # such as Huber's delta, which its configuration does not have
-    settings = _settings("", value) | {key: _title(each) for key, each in arguments.items()}
+    # Such as the delta of Huber's loss, which is not part of its configuration.
+    given: Mapping[str, Any] = getattr(value, "_fn_kwargs", {})
+    settings = _settings("", value) | {key: _title(each) for key, each in given.items()}
     return f"{type(value).__name__}({', '.join(f'{key}={text}' for key, text in settings.items())})"
