@@ -35,6 +35,7 @@ _ENGINE = "_engine_run_backward"
 """Function in which the script is while PyTorch runs a backward pass, which may finish on a thread of PyTorch's."""
 _GRAPH = frozenset({"quick_execute", "execute_with_cancellation"})
 """Functions in which the script is while TensorFlow runs a graph, whose operations wait on TensorFlow's own threads."""
+_FRAMEWORKS = _GRAPH | {_ENGINE}
 
 
 class Submitter:
@@ -143,7 +144,7 @@ class BlockWatch:
         self._pause = _SECONDS
         self._told = _NOTHING
         self._one_of_several = False
-        self._in_graph = False
+        self._in_graph = self._in_framework = False
         self._threads_wait = False  # whether other threads that have submitted operations exist, and all wait for one
         self._first = (_NOTHING, 0.0)
         """What the script was found waiting for, and when it was first found so."""
@@ -238,12 +239,20 @@ class BlockWatch:
             return _WITH_OTHERS if self._in_graph or self._others_of_script(frames) else 0.0
 
     def _others_of_script(self, frames: Mapping[int, FrameType]) -> list[int]:
-        """Returns the threads except the script's and coordd's, also those that `threading` has not started."""
+        """Returns the threads except the script's and coordd's, also native ones, which `threading` has not started.
+
+        Native threads that run a graph or a backward pass for the script wait in its stead, and are left out.
+        """
         main = threading.main_thread().ident
         if self._thread() != main:  # ranks are threads of one process
             return []
-        own = {thread.ident for thread in threading.enumerate() if thread.name.startswith(THREAD)}
-        return [ident for ident in frames if ident != main and ident not in own]
+        # Python never removes a native thread, such as one of TensorFlow's that has logged, from its list; no public
+        # function distinguishes such threads from the others.
+        listed = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]  # noqa: SLF001
+        started = {thread.ident for thread in listed}
+        own = {thread.ident for thread in listed if thread.name.startswith(THREAD)}
+        others = [ident for ident in frames if ident != main and ident not in own]
+        return [ident for ident in others if ident in started] if self._in_framework else others
 
     def _under_way(self) -> Iterator[tuple[Any, Awaited]]:
         """Yields the operations in flight that other ranks take part in, each with its handle."""
@@ -262,10 +271,10 @@ class BlockWatch:
             script = frames.get(self._thread())
             handles = [awaited(script)]
             place = script.f_code.co_name if script is not None else ""
-            if place in {_ENGINE, *_GRAPH}:
+            if place in _FRAMEWORKS:
                 handles = [awaited(frame) for frame in frames.values() if not _within(frame, place)]
             del script
-        self._in_graph = place in _GRAPH
+        self._in_graph, self._in_framework = place in _GRAPH, place in _FRAMEWORKS
         for handle in filter(None, handles):
             for promise, operation in self._under_way():
                 if handle.waits_for(promise):

@@ -197,6 +197,21 @@ def test_other_threads_of_the_script_may_submit_what_others_wait_for(monkeypatch
         assert messages == ([] if has_submitted else ["x"])
 
 
+@pytest.mark.parametrize("function", ["quick_execute", "execute_with_cancellation", "_engine_run_backward"])
+def test_native_threads_that_wait_in_a_graph_of_the_script_get_no_longer(monkeypatch, script, function):
+    """The script waits there itself: they wait in its stead, and submit nothing else before that ends."""
+    handle: Handle[None] = Handle("x")
+    messages: list[str] = []
+    with script_in(function) as thread, waiting(handle) as native:
+        script(thread, native)
+        monkeypatch.setattr(threading, "enumerate", list)
+        monkeypatch.setattr(blocked_script, "_submitters", Counter([native]))
+        watch = watch_of(table_with(handle), thread, messages)
+        watch.look(2.0)
+        watch.look(2.0 + blocked_script._WITH_OTHERS)
+        assert messages == ["x"]
+
+
 def test_threads_that_wait_for_operations_themselves_get_longer(monkeypatch, script):
     handle, others = Handle("x"), Handle("y")
     messages: list[str] = []
