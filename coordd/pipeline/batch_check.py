@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -60,17 +60,18 @@ class Accord:
         self._operations = operations
         self._name = name
         self._calls = 0
-        self._told_error = 0
+        self._told_error = self._common_error = 0
 
     @contextmanager
     def several(self) -> Iterator[Callable[[BaseException], bool]]:
         """Resets the call count if the block ends with an exception; all ranks must leave it so together.
 
         Yields:
-            `has_told`.
+            a function that returns whether all ranks have got an error of this block, each in its own call.
         """
+        self._common_error = 0
         try:
-            yield self.has_told
+            yield lambda error: id(error) == self._common_error
         except BaseException:
             self._calls = 0
             raise
@@ -105,26 +106,31 @@ class Accord:
             RefusedError: another rank cannot make this call; it names the rank and the reason.
         """
         self._calls += 1
-        self._told_error = 0
+        self._told_error = self._common_error = 0
         found: dict[str, Any] = {"what they call": f"{call}, call {self._calls}"}
         try:
             found.update(given) if isinstance(given, Mapping) else given(found)
         except Exception as error:
             found[_REFUSED] = brief(error)
-            with suppress(CoorddError):  # on this rank its own error is raised
+            common = True
+            try:
                 self._compare(call, found, advice, parts)
-            self._tell(error)
+            except CoorddError as other:  # on this rank its own error is raised
+                common = id(other) == self._common_error
+            self._note(error, common=common)
             raise
         try:
             return self._compare(call, found, advice, parts, changed=changed)
         except CoorddError as error:
-            self._tell(error)
+            self._note(error, common=id(error) == self._common_error)
             raise
 
-    def _tell(self, error: Exception) -> None:
-        """Notes an error that all ranks get from `check`; they count calls anew, because these may have differed."""
+    def _note(self, error: Exception, *, common: bool) -> None:
+        """Notes an error of `check`; if all ranks get it, they count calls anew, because these may have differed."""
         self._told_error = id(error)
-        self._calls = 0
+        self._common_error = id(error) if common else 0
+        if common:
+            self._calls = 0
 
     def has_told(self, error: BaseException) -> bool:
         """Returns whether `check` has just raised this error, so that all ranks know of it.
@@ -153,10 +159,15 @@ class Accord:
         refused = {rank: reason for reason, ranks in dict(everybodys).get(_REFUSED, {}).items() for rank in ranks}
         different = {key: values for key, values in everybodys if len(values) > 1 and key != _REFUSED}
         if refused and not different:
-            raise RefusedError(min(refused), f"refused {call}: {refused[min(refused)]}")
+            raise self._common(RefusedError(min(refused), f"refused {call}: {refused[min(refused)]}"))
         told = "; ".join(_told(key, values) for key, values in different.items())
         remedy = advice if any(key in given for key in different) else _SAME_SETTINGS
-        raise ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")
+        raise self._common(ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}"))
+
+    def _common(self, error: CoorddError) -> CoorddError:
+        """Marks an error that all ranks raise, because they have compared the same values."""
+        self._common_error = id(error)
+        return error
 
     def _everybodys(self, given: Mapping[str, Any]) -> list[tuple[str, dict[Any, list[int]]]]:
         """Returns, for each key, its values and the ranks that have each value."""

@@ -481,6 +481,30 @@ def case_training_goes_on_after_different_calls() -> None:
         assert np.isfinite(staged(seeded(chain)).train_on_batch(x, y))
 
 
+@ranks(2, deadline=60)
+def case_training_goes_on_after_a_mistake_of_one_rank() -> None:
+    """Before the ranks compare their calls, or in what they compare."""
+    x, y = data("chain", 12)
+    pipe = staged(seeded(chain))
+    mistakes = [
+        lambda: pipe.fit(x, y, validation_data=(x, y, y)),
+        lambda: pipe.fit(x, y, epoch=1),
+        pipe.evaluate,
+        lambda: pipe.train_on_batch(x),
+        lambda: pipe.train_on_batch(x, y[:3]),
+    ]
+    rights = [
+        *[lambda: pipe.fit(x, y, verbose=0)] * 2,
+        lambda: pipe.evaluate(x, y),
+        *[lambda: pipe.train_on_batch(x, y)] * 2,
+    ]
+    for rank, (mistake, right) in itertools.product(range(2), zip(mistakes, rights, strict=True)):
+        right()
+        with pytest.raises((cd.CoorddError, TypeError)):
+            (mistake if cd.rank() == rank else right)()
+        right()
+
+
 class Small(layers.Layer):
     """Has its inputs be small."""
 

@@ -86,4 +86,6 @@ def test_a_rest_that_is_too_small_is_left_out():
     x = torch.arange(6)
     with pytest.raises(ArgumentError, match="a batch of the validation data needs at least 2 rows, and gets 1"):
         fitted(validation_data=(x[:1], x[:1]), least_evaluated=2)
+    with pytest.raises(ArgumentError, match="is a pair of inputs and targets, and not 3 things"):
+        fitted(validation_data=(x, x, x))
     assert fitted(validation_data=(x[:3], x[:3] * 10), least=4, least_evaluated=3)[1].val_loss == [10.0]

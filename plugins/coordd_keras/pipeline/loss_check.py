@@ -47,6 +47,8 @@ AddedLosses = Callable[[Sequence[Inputs], bool], Added]
 
 _NOISE, _NOISE_16 = 1e-3, 5e-2
 """Relative rounding tolerance when losses are compared; the second for outputs with 16-bit dtypes."""
+_SAME = 1e-6
+"""Relative difference of two losses of the same rows that are not random."""
 
 
 class _Sample(NamedTuple):
@@ -253,7 +255,7 @@ class LayerLossCheck(loss_check.LossCheck):
             quiet = [_LayerLoss("", Reduction.UNKNOWN)] * len(losses)
         return [
             loss._replace(
-                steady=not found.changed and abs(again - once) <= self._noise * max(abs(again), abs(once)),
+                steady=not found.changed and abs(again - once) <= _SAME * max(abs(again), abs(once)),
                 quiet=other.reduction,
             )
             for loss, other, (_, once), (_, again) in zip(losses, quiet, trained[0], repeated, strict=True)

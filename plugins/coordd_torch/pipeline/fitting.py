@@ -82,10 +82,15 @@ def fit(
         summed: whether losses are sums over rows.
 
     Raises:
-        ArgumentError: inputs and targets have different numbers of rows, or too few for one batch.
+        ArgumentError: inputs and targets have different numbers of rows, or too few for one batch, or the validation
+            data is no pair.
     """
     rows = _enough("a batch", (x, y), batch_size, least)
     if validation_data is not None:
+        if len(validation_data) != 2:
+            raise ArgumentError(
+                f"validation_data is a pair of inputs and targets, and not {len(validation_data)} things"
+            )
         _enough("a batch of the validation data", validation_data, batch_size, least_evaluated)
     history = History()
     if ended():
