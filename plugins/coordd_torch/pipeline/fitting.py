@@ -87,11 +87,7 @@ def fit(
     """
     rows = _enough("a batch", (x, y), batch_size, least)
     if validation_data is not None:
-        if len(validation_data) != 2:
-            raise ArgumentError(
-                f"validation_data is a pair of inputs and targets, and not {len(validation_data)} things"
-            )
-        _enough("a batch of the validation data", validation_data, batch_size, least_evaluated)
+        _enough("a batch of the validation data", _pair(validation_data), batch_size, least_evaluated)
     history = History()
     if ended():
         return history
@@ -123,6 +119,12 @@ def _enough(what: str, values: Any, batch_size: int, least: int) -> int:
     if min(rows, batch_size) < least:
         raise ArgumentError(f"{what} needs at least {least} rows, and gets {min(rows, batch_size)}: give more")
     return rows
+
+
+def _pair(validation_data: Any) -> Any:
+    if len(validation_data) != 2:
+        raise ArgumentError(f"validation_data is a pair of inputs and targets, and not {len(validation_data)} things")
+    return validation_data
 
 
 def _evaluated(
