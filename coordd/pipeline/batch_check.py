@@ -33,6 +33,7 @@ _SAME_SETTINGS = (
     "that a script changes later"
 )
 
+_CALL = "what they call"
 _REFUSED = "what a rank refuses"
 
 _ABSENT = -(2**62)
@@ -60,18 +61,21 @@ class Accord:
         self._operations = operations
         self._name = name
         self._calls = 0
-        self._told_error = self._common_error = 0
+        self._told_error = 0
+        self._apart = 0
+        """Id of the error that all ranks get if they have made different calls."""
 
     @contextmanager
     def several(self) -> Iterator[Callable[[BaseException], bool]]:
         """Resets the call count if the block ends with an exception; all ranks must leave it so together.
 
         Yields:
-            a function that returns whether all ranks have got an error of this block, each in its own call.
+            a function that returns whether all ranks have got an error of this block because they were in different
+            calls.
         """
-        self._common_error = 0
+        self._apart = 0
         try:
-            yield lambda error: id(error) == self._common_error
+            yield lambda error: id(error) == self._apart
         except BaseException:
             self._calls = 0
             raise
@@ -106,30 +110,30 @@ class Accord:
             RefusedError: another rank cannot make this call; it names the rank and the reason.
         """
         self._calls += 1
-        self._told_error = self._common_error = 0
-        found: dict[str, Any] = {"what they call": f"{call}, call {self._calls}"}
+        self._told_error = self._apart = 0
+        found: dict[str, Any] = {_CALL: f"{call}, call {self._calls}"}
         try:
             found.update(given) if isinstance(given, Mapping) else given(found)
         except Exception as error:
             found[_REFUSED] = brief(error)
-            common = True
+            apart = False
             try:
                 self._compare(call, found, advice, parts)
             except CoorddError as other:  # on this rank its own error is raised
-                common = id(other) == self._common_error
-            self._note(error, common=common)
+                apart = id(other) == self._apart
+            self._note(error, apart=apart)
             raise
         try:
             return self._compare(call, found, advice, parts, changed=changed)
         except CoorddError as error:
-            self._note(error, common=id(error) == self._common_error)
+            self._note(error, apart=id(error) == self._apart)
             raise
 
-    def _note(self, error: Exception, *, common: bool) -> None:
-        """Notes an error of `check`; if all ranks get it, they count calls anew, because these may have differed."""
+    def _note(self, error: Exception, *, apart: bool) -> None:
+        """Notes an error of `check`; if the ranks have made different calls, all count anew."""
         self._told_error = id(error)
-        self._common_error = id(error) if common else 0
-        if common:
+        self._apart = id(error) if apart else 0
+        if apart:
             self._calls = 0
 
     def has_told(self, error: BaseException) -> bool:
@@ -159,15 +163,13 @@ class Accord:
         refused = {rank: reason for reason, ranks in dict(everybodys).get(_REFUSED, {}).items() for rank in ranks}
         different = {key: values for key, values in everybodys if len(values) > 1 and key != _REFUSED}
         if refused and not different:
-            raise self._common(RefusedError(min(refused), f"refused {call}: {refused[min(refused)]}"))
+            raise RefusedError(min(refused), f"refused {call}: {refused[min(refused)]}")
         told = "; ".join(_told(key, values) for key, values in different.items())
         remedy = advice if any(key in given for key in different) else _SAME_SETTINGS
-        raise self._common(ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}"))
-
-    def _common(self, error: CoorddError) -> CoorddError:
-        """Marks an error that all ranks raise, because they have compared the same values."""
-        self._common_error = id(error)
-        return error
+        error = ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")
+        if _CALL in different:
+            self._apart = id(error)
+        raise error
 
     def _everybodys(self, given: Mapping[str, Any]) -> list[tuple[str, dict[Any, list[int]]]]:
         """Returns, for each key, its values and the ranks that have each value."""
