@@ -100,8 +100,8 @@ class Inventory:
 
     def _usual(self, everybody: Everybody) -> str:
         text = f"the ranks have given different parameters to {self._caller}: {differences(everybody)}"
-        nameless = {tuple(sorted(line.partition(" ")[2] for line in lines)) for _, lines in everybody}
-        return f"{text}: {self._names_advice}" if self._names_advice and len(nameless) == 1 else text
+        without_names = {tuple(sorted(line.partition(" ")[2] for line in lines)) for _, lines in everybody}
+        return f"{text}: {self._names_advice}" if self._names_advice and len(without_names) == 1 else text
 
 
 class NearlyEqual:

@@ -62,7 +62,7 @@ class Accord:
         self._name = name
         self._calls = 0
         self._told_error = 0
-        self._apart = 0
+        self._different_calls = 0
         """Id of the error that all ranks get if they have made different calls."""
 
     @contextmanager
@@ -73,9 +73,9 @@ class Accord:
             a function that returns whether all ranks have got an error of this block because they were in different
             calls.
         """
-        self._apart = 0
+        self._different_calls = 0
         try:
-            yield lambda error: id(error) == self._apart
+            yield lambda error: id(error) == self._different_calls
         except BaseException:
             self._calls = 0
             raise
@@ -110,30 +110,30 @@ class Accord:
             RefusedError: another rank cannot make this call; it names the rank and the reason.
         """
         self._calls += 1
-        self._told_error = self._apart = 0
+        self._told_error = self._different_calls = 0
         found: dict[str, Any] = {_CALL: f"{call}, call {self._calls}"}
         try:
             found.update(given) if isinstance(given, Mapping) else given(found)
         except Exception as error:
             found[_REFUSED] = brief(error)
-            apart = False
+            different_calls = False
             try:
                 self._compare(call, found, advice, parts)
             except CoorddError as other:  # on this rank its own error is raised
-                apart = id(other) == self._apart
-            self._note(error, apart=apart)
+                different_calls = id(other) == self._different_calls
+            self._note(error, different_calls=different_calls)
             raise
         try:
             return self._compare(call, found, advice, parts, changed=changed)
         except CoorddError as error:
-            self._note(error, apart=id(error) == self._apart)
+            self._note(error, different_calls=id(error) == self._different_calls)
             raise
 
-    def _note(self, error: Exception, *, apart: bool) -> None:
+    def _note(self, error: Exception, *, different_calls: bool) -> None:
         """Notes an error of `check`; if the ranks have made different calls, all count anew."""
         self._told_error = id(error)
-        self._apart = id(error) if apart else 0
-        if apart:
+        self._different_calls = id(error) if different_calls else 0
+        if different_calls:
             self._calls = 0
 
     def has_told(self, error: BaseException) -> bool:
@@ -168,7 +168,7 @@ class Accord:
         remedy = advice if any(key in given for key in different) else _SAME_SETTINGS
         error = ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")
         if _CALL in different:
-            self._apart = id(error)
+            self._different_calls = id(error)
         raise error
 
     def _everybodys(self, given: Mapping[str, Any]) -> list[tuple[str, dict[Any, list[int]]]]:

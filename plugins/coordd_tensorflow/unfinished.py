@@ -77,7 +77,7 @@ class Unfinished:
             self._look()
 
     def _look(self) -> None:
-        """Gives up the steps whose calls have returned.
+        """Gives up each step that has not ended although its calls have returned.
 
         A function of its own, so that no local variable keeps the calls, and with them those of the script, until the
         next step.

@@ -47,7 +47,7 @@ AddedLosses = Callable[[Sequence[Inputs], bool], Added]
 
 _NOISE, _NOISE_16 = 1e-3, 5e-2
 """Relative rounding tolerance when losses are compared; the second for outputs with 16-bit dtypes."""
-_SAME = 1e-6
+_REPEATED = 1e-6
 """Relative difference of two losses of the same rows that are not random."""
 
 
@@ -177,14 +177,15 @@ class _LayerLoss(NamedTuple):
     Attributes:
         layer: the layer's name.
         reduction: in the mode that is checked.
-        steady: whether it is the same when the layer is called again.
-        quiet: its reduction outside of training, where layers usually draw no random numbers; UNKNOWN in evaluation.
+        repeatable: whether it is the same when the layer is called again.
+        outside_training: its reduction outside of training, where layers usually draw no random numbers; UNKNOWN if
+            that was not compared.
     """
 
     layer: str
     reduction: Reduction
-    steady: bool = True
-    quiet: Reduction = Reduction.UNKNOWN
+    repeatable: bool = True
+    outside_training: Reduction = Reduction.UNKNOWN
 
 
 class LayerLossCheck(loss_check.LossCheck):
@@ -250,15 +251,15 @@ class LayerLossCheck(loss_check.LossCheck):
         found = self._losses([*samples, samples[0]], training=True)
         *trained, repeated = found.losses
         losses = self._reduced(trained, rows)
-        quiet = self._reduced(self._losses(samples, training=False).losses, rows)
-        if [loss.layer for loss in quiet] != [loss.layer for loss in losses]:
-            quiet = [_LayerLoss("", Reduction.UNKNOWN)] * len(losses)
+        outside_training = self._reduced(self._losses(samples, training=False).losses, rows)
+        if [loss.layer for loss in outside_training] != [loss.layer for loss in losses]:
+            outside_training = [_LayerLoss("", Reduction.UNKNOWN)] * len(losses)
         return [
             loss._replace(
-                steady=not found.changed and abs(again - once) <= _SAME * max(abs(again), abs(once)),
-                quiet=other.reduction,
+                repeatable=not found.changed and abs(again - once) <= _REPEATED * max(abs(again), abs(once)),
+                outside_training=other.reduction,
             )
-            for loss, other, (_, once), (_, again) in zip(losses, quiet, trained[0], repeated, strict=True)
+            for loss, other, (_, once), (_, again) in zip(losses, outside_training, trained[0], repeated, strict=True)
         ]
 
     def _reduced(self, losses: Sequence[Sequence[tuple[str, float]]], rows: int) -> list[_LayerLoss]:
@@ -308,8 +309,8 @@ def _check(loss: _LayerLoss) -> None:
         UnclearError: it is neither.
     """
     reduction = loss.reduction
-    if reduction in {Reduction.SUM, Reduction.OTHER} and not loss.steady:
-        reduction = Reduction.OTHER if loss.quiet is Reduction.UNKNOWN else loss.quiet
+    if reduction in {Reduction.SUM, Reduction.OTHER} and not loss.repeatable:
+        reduction = Reduction.OTHER if loss.outside_training is Reduction.UNKNOWN else loss.outside_training
     if reduction is Reduction.SUM:
         raise ArgumentError(
             f"the layer {loss.layer!r} adds a loss that sums over rows, and a pipeline takes it for their mean, so its "
