@@ -166,12 +166,14 @@ class Plane:
         meeting.finish()
 
     def missing(self, spot: Spot) -> tuple[int, ...]:
-        """Returns the ranks of this host that have not reached an operation of all ranks."""
+        """Returns the other ranks of this host that have not reached an operation of all ranks.
+
+        This rank itself may not have reached it either: it waits until they have finished the previous one of the slot.
+        """
         if self._commons is None:
             return ()
-        return tuple(
-            rank for rank, board in self._commons.boards.items() if not board.has_reached(spot.slot, spot.stamp)
-        )
+        others = {rank: board for rank, board in self._commons.boards.items() if rank != self.rank}
+        return tuple(rank for rank, board in others.items() if not board.has_reached(spot.slot, spot.stamp))
 
     def _reduce_here(
         self,

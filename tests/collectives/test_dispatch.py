@@ -230,14 +230,29 @@ def test_those_who_have_not_come_are_known_on_their_host():
     request = Request(Kind.ALLREDUCE, "x", "float32")
     with planes("aaab") as host:
         first, second, third, far = host.planes
-        assert first.missing(spot(1)) == (0, 1, 2)
+        assert first.missing(spot(1)) == (1, 2)
         steps = [plane.reduce(spot(1), request, [np.ones(3, np.float32)], agreed=False) for plane in (first, third)]
         for one in steps:
             next(one)
-        assert [plane.missing(spot(1)) for plane in (first, second)] == [(1,), (1,)]
-        assert far.missing(spot(1)) == (3,)
+        assert [plane.missing(spot(1)) for plane in (first, second)] == [(1,), ()]
+        assert far.missing(spot(1)) == ()
     with planes("ab", way="lane") as host:
         assert host.planes[0].missing(spot(1)) == ()
+
+
+def test_a_rank_that_waits_for_the_end_of_the_previous_operation_is_not_missing_itself():
+    request = Request(Kind.ALLREDUCE, "x", "float32")
+    with planes("aa") as host:
+        first, second = host.planes
+        slow, fast = (plane.reduce(spot(1), request, [np.ones(3, np.float32)], agreed=False) for plane in host.planes)
+        next(slow)
+        assert next(fast, "finished") == "finished"
+        following = second.reduce(spot(2), request, [np.ones(3, np.float32)], agreed=False)
+        next(following)
+        assert second.missing(spot(2)) == (0,)
+        assert next(slow, "finished") == "finished"
+        next(following)
+        assert first.missing(spot(2)) == ()
 
 
 def test_after_a_failure_lent_memory_is_never_lent_again():
