@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from coordd.errors import MismatchError, PeerError
 from coordd.monitoring.stacks import frames_of_other_threads
 from coordd.transport.shared_memory.host_memory import join
 from coordd.transport.shared_memory.notes import join as join_notes
+from tests.scaled_timeout import ScaledTimeout
 
 __all__ = ["LocalRanks", "each_rank", "local_ranks", "stacks"]
 
@@ -92,9 +92,10 @@ class LocalRanks:
         ]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + seconds
+        limit = ScaledTimeout(seconds)
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            while thread.is_alive() and (wait := limit.next_wait()):
+                thread.join(wait)
         if hanging := [thread.name for thread in threads if thread.is_alive()]:
             story = stacks()
             for daemon in self.daemons:

@@ -36,6 +36,9 @@ _SAME_SETTINGS = (
 _CALL = "what they call"
 _REFUSED = "what a rank refuses"
 
+_DIFFERENT_CALLS = "_coordd_different_calls"
+"""Attribute of an error that all ranks get because they have made different calls: the comparison that found it."""
+
 _ABSENT = -(2**62)
 """Stands for the checksum of a part that a rank does not have; less than any checksum."""
 
@@ -62,8 +65,7 @@ class Accord:
         self._name = name
         self._calls = 0
         self._told_error = 0
-        self._different_calls = 0
-        """Id of the error that all ranks get if they have made different calls."""
+        self._comparisons = 0
 
     @contextmanager
     def several(self) -> Iterator[Callable[[BaseException], bool]]:
@@ -73,9 +75,9 @@ class Accord:
             a function that returns whether all ranks have got an error of this block because they were in different
             calls.
         """
-        self._different_calls = 0
+        self._comparisons += 1
         try:
-            yield lambda error: id(error) == self._different_calls
+            yield self._found_different_calls
         except BaseException:
             self._calls = 0
             raise
@@ -110,7 +112,8 @@ class Accord:
             RefusedError: another rank cannot make this call; it names the rank and the reason.
         """
         self._calls += 1
-        self._told_error = self._different_calls = 0
+        self._told_error = 0
+        self._comparisons += 1
         found: dict[str, Any] = {_CALL: f"{call}, call {self._calls}"}
         try:
             found.update(given) if isinstance(given, Mapping) else given(found)
@@ -120,21 +123,33 @@ class Accord:
             try:
                 self._compare(call, found, advice, parts)
             except CoorddError as other:  # on this rank its own error is raised
-                different_calls = id(other) == self._different_calls
+                different_calls = self._found_different_calls(other)
             self._note(error, different_calls=different_calls)
             raise
         try:
             return self._compare(call, found, advice, parts, changed=changed)
         except CoorddError as error:
-            self._note(error, different_calls=id(error) == self._different_calls)
+            self._note(error, different_calls=self._found_different_calls(error))
             raise
 
     def _note(self, error: Exception, *, different_calls: bool) -> None:
         """Notes an error of `check`; if the ranks have made different calls, all count anew."""
         self._told_error = id(error)
-        self._different_calls = id(error) if different_calls else 0
         if different_calls:
+            self._mark(error)
             self._calls = 0
+
+    def _mark(self, error: Exception) -> None:
+        """Marks the error that all ranks get because they have made different calls.
+
+        The mark is on the error: this object must not keep it, because its frames hold the batch, and an id would be
+        that of another error later.
+        """
+        vars(error)[_DIFFERENT_CALLS] = (self._name, self._comparisons)
+
+    def _found_different_calls(self, error: BaseException) -> bool:
+        """Returns whether the last comparison has raised this error because the ranks have made different calls."""
+        return vars(error).get(_DIFFERENT_CALLS) == (self._name, self._comparisons)
 
     def has_told(self, error: BaseException) -> bool:
         """Returns whether `check` has just raised this error, so that all ranks know of it.
@@ -155,7 +170,11 @@ class Accord:
         numbers = [_number(given), *(_ABSENT if part is None else _number(part) for part in parts)]
         both = [numbers, [number if number == _ABSENT else -number for number in numbers]]
         found = np.array([[*both[0], changed is True], [*both[1], changed is False]], np.int64)
-        result = self._operations.allreduce(found, name=self._name, op=ReduceOp.MAX).result()
+        try:
+            result = self._operations.allreduce(found, name=self._name, op=ReduceOp.MAX).result()
+        except CoorddError:
+            self._calls -= 1  # other ranks may have been elsewhere, such as in save()
+            raise
         largest, smallest = result[:, :-1]
         if all((largest == -smallest) | (largest == _ABSENT)):
             return bool(result[:, -1].all())
@@ -168,7 +187,7 @@ class Accord:
         remedy = advice if any(key in given for key in different) else _SAME_SETTINGS
         error = ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")
         if _CALL in different:
-            self._different_calls = id(error)
+            self._mark(error)
         raise error
 
     def _everybodys(self, given: Mapping[str, Any]) -> list[tuple[str, dict[Any, list[int]]]]:

@@ -223,6 +223,21 @@ def test_losses_of_layers_that_cannot_be_computed_are_warned_of():
         look_at_layers(lambda x, _: float(x.reshape(3, 3).mean()))
 
 
+def test_rows_of_different_runs_are_not_compared():
+    """Batches of sequences have other lengths each."""
+    from coordd_keras.pipeline.loss_check import Added, LayerLossCheck
+
+    def computed(samples, training):
+        return Added([[("bent", mean_square(x, training))] for (x,), _ in samples], changed=False)
+
+    found = LayerLossCheck(computed, training=True)
+    with warnings.catch_warnings(action="error"):
+        for length in (5, 7, 9, 6):
+            found.begin(batch(12))
+            for row in RNG.normal(size=(12, 1, length)):
+                found.look([row], [None])
+
+
 def test_losses_behind_statistics_of_rows_are_judged_as_outside_of_training():
     """As of batch normalisation, which changes what later layers get in training."""
     loss = in_training_and_outside(square_of_mean, mean_square)

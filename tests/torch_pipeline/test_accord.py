@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from coordd import api
-from coordd.errors import ArgumentError
+from coordd.errors import ArgumentError, MismatchError
+from coordd.pipeline import batch_check
 from coordd.pipeline.batch_check import Accord
 from coordd_torch.pipeline.fingerprint import fingerprint
 from coordd_torch.pipeline.fingerprint import told as what
@@ -54,6 +55,37 @@ def test_a_loader_that_shuffles_otherwise_is_told():
     assert "shuffle with the same seed" in text
     one, other = ({"x": x, "scale": scale} for scale in (1.0, 2.0))
     assert "inputs (" in told(("predict", one, None), ("predict", other, None))
+
+
+def test_a_call_that_fails_before_the_comparison_does_not_count():
+    """The other rank was elsewhere, such as in `save`."""
+
+    def body(rank):
+        accord = Accord(api.operations(), name="given")
+        for elsewhere in (0, 1):
+            with pytest.raises(MismatchError):
+                api.allreduce(np.ones(1), name="given") if rank == elsewhere else accord.check("train_batch", {})
+            accord.check("train_batch", {})
+
+    with local_ranks(2) as ranks:
+        ranks.each(body)
+
+
+def test_other_errors_may_get_the_id_of_the_one_of_different_calls(monkeypatch):
+    monkeypatch.setattr(batch_check, "id", lambda _: 7, raising=False)
+
+    def body(rank):
+        accord = Accord(api.operations(), name="given")
+        with accord.several() as known:
+            with pytest.raises(ArgumentError, match="what they call") as caught:
+                accord.check(f"call {rank}", {})
+            assert known(caught.value)
+            assert not known(ArgumentError("another"))
+            accord.check("train_batch", {})
+            assert not known(caught.value)
+
+    with local_ranks(2) as ranks:
+        ranks.each(body)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

@@ -191,6 +191,8 @@ class _LayerLoss(NamedTuple):
 class LayerLossCheck(loss_check.LossCheck):
     """Compares the losses that layers add for some rows with those for two parts of them."""
 
+    _first: Inputs | None
+
     def __init__(self, added: AddedLosses, *, training: bool, half: bool = False, declared: bool = False) -> None:
         """Keeps the settings.
 
@@ -205,8 +207,6 @@ class LayerLossCheck(loss_check.LossCheck):
         self._added = added
         self._training = training
         self._noise = _NOISE_16 if half else _NOISE
-        self._row: Inputs | None = None
-        """Inputs and masks of a microbatch of one row, to be compared with the next one's."""
 
     def look(self, values: Sequence[Any], masks: Sequence[Any]) -> None:
         """Checks the losses of layers with a stage's inputs for a microbatch; once in a run.
@@ -233,11 +233,11 @@ class LayerLossCheck(loss_check.LossCheck):
         given: Inputs = arrays, mask_arrays
         rows = row_counts.pop()
         if rows == 1:
-            first, self._row = self._row, given
-            if first is None:
-                self._active = True  # the next microbatch has the other row
+            if self._first is None:
+                self._first, self._active = given, True  # the next microbatch has the other row
                 return False
-            given, rows = _stacked(first, given), 2
+            given, rows = _stacked(self._first, given), 2
+            self._first = None
         found = self._compared([given, _sliced(given, 0, rows // 2), _sliced(given, rows // 2, rows)], rows)
         for loss in found:
             _check(loss)
