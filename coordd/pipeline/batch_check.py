@@ -64,23 +64,35 @@ class Accord:
         self._operations = operations
         self._name = name
         self._calls = 0
+        self._resets = 0
+        self._inside: list[str] = []
         self._told_error = 0
         self._comparisons = 0
 
     @contextmanager
-    def several(self) -> Iterator[Callable[[BaseException], bool]]:
-        """Resets the call count if the block ends with an exception; all ranks must leave it so together.
+    def several(self, call: str) -> Iterator[Callable[[BaseException], bool]]:
+        """Marks a block as one call that makes others.
+
+        If it ends with an exception, ranks may have made a different number of them, so those of the block do not
+        count.
+
+        Args:
+            call: the name of the call.
 
         Yields:
             a function that returns whether all ranks have got an error of this block because they were in different
             calls.
         """
         self._comparisons += 1
+        calls, resets = self._calls, self._resets
+        self._inside.append(call)
         try:
             yield self._found_different_calls
         except BaseException:
-            self._calls = 0
+            self._calls = calls if resets == self._resets else 0
             raise
+        finally:
+            self._inside.pop()
 
     def check(
         self,
@@ -114,7 +126,8 @@ class Accord:
         self._calls += 1
         self._told_error = 0
         self._comparisons += 1
-        found: dict[str, Any] = {_CALL: f"{call}, call {self._calls}"}
+        inside = f" in {self._inside[0]}" if self._inside and self._inside[0] != call else ""
+        found: dict[str, Any] = {_CALL: f"{call}{inside}, call {self._calls}"}
         try:
             found.update(given) if isinstance(given, Mapping) else given(found)
         except Exception as error:
@@ -138,6 +151,7 @@ class Accord:
         if different_calls:
             self._mark(error)
             self._calls = 0
+            self._resets += 1
 
     def _mark(self, error: Exception) -> None:
         """Marks the error that all ranks get because they have made different calls.

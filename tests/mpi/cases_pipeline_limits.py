@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +60,32 @@ def case_batches_that_differ_are_told_on_all_ranks_and_nothing_is_lost() -> None
         with pytest.raises(cd.ArgumentError, match="not none"):
             pipe.predict(3)
         assert_close(pipe.train_batch(x, y), in_one_piece(model, x, y, 4, 1)[0], rtol=1e-12, atol=1e-12)
+        compare(pipe, model)
+
+
+@ranks(2, deadline=60)
+def case_training_goes_on_after_different_calls() -> None:
+    """Also where ranks found a deadlock, because one was in no call that is compared."""
+    with doubles(), tempfile.TemporaryDirectory() as folder:
+        x, y = random(18, 6), torch.zeros(18, dtype=torch.long)
+        model = build("plain")
+        pipe = pipeline(copy.deepcopy(model), seed=1)
+
+        def fit() -> Any:
+            return pipe.fit(x, y, batch_size=18, shuffle=False, verbose=False)
+
+        compared = [lambda: pipe.train_batch(x, y), lambda: pipe.eval_batch(x, y), lambda: pipe.predict(x), fit]
+        deadlocks = [(fit, lambda: pipe.save(folder)), (cd.barrier, fit), (compared[0], cd.barrier)]
+        losses = []
+        for mine, other in (*itertools.combinations(compared, 2), *deadlocks):
+            losses.append(pipe.train_batch(x, y))
+            with pytest.raises((cd.ArgumentError, cd.MismatchError), match=r"what they call|wait for each other"):
+                (other if cd.rank() else mine)()
+            losses += fit().loss
+        with pytest.raises(cd.ArgumentError, match=r"differ in batch size .*; epochs "):
+            pipe.fit(x, y, batch_size=9 + cd.rank(), epochs=1 + cd.rank())
+        losses.append(pipe.train_batch(x, y))
+        assert_close(losses, in_one_piece(model, x, y, 4, len(losses)), rtol=1e-12, atol=1e-12)
         compare(pipe, model)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -71,12 +73,48 @@ def test_a_call_that_fails_before_the_comparison_does_not_count():
         ranks.each(body)
 
 
+def test_calls_of_a_block_that_fails_do_not_count():
+    """The other rank was elsewhere."""
+
+    def body(rank):
+        accord = Accord(api.operations(), name="given")
+        for elsewhere in (0, 1):
+            accord.check("train_batch", {})
+            with pytest.raises(MismatchError), nullcontext() if rank == elsewhere else accord.several("fit"):
+                api.allreduce(np.ones(1), name="given") if rank == elsewhere else accord.check("fit", {})
+            accord.check("train_batch", {})
+
+    with local_ranks(2) as ranks:
+        ranks.each(body)
+
+
+def test_calls_inside_of_another_are_told_from_the_same_ones_outside():
+    def body(rank):
+        accord = Accord(api.operations(), name="given")
+        for inside in (0, 1):
+            with pytest.raises(ArgumentError) as caught, accord.several("fit") if rank == inside else nullcontext():
+                accord.check("train_batch", {})
+            told = [f"train_batch{' in fit' * (each == inside)}, call 1 on rank {each}" for each in range(2)]
+            assert f"differ in what they call ({', '.join(told)}): " in str(caught.value)
+            with accord.several("fit"):
+                accord.check("fit", {})
+                accord.check("train_batch", {})
+                with accord.several("evaluate"):
+                    accord.check("evaluate", {})
+            accord.check("train_batch", {})
+            with pytest.raises(ArgumentError, match="what they call"), accord.several("fit"):
+                accord.check(f"call {rank}", {})
+
+    with local_ranks(2) as ranks:
+        ranks.each(body)
+
+
 def test_other_errors_may_get_the_id_of_the_one_of_different_calls(monkeypatch):
     monkeypatch.setattr(batch_check, "id", lambda _: 7, raising=False)
 
     def body(rank):
         accord = Accord(api.operations(), name="given")
-        with accord.several() as known:
+        with accord.several("fit") as known:
             with pytest.raises(ArgumentError, match="what they call") as caught:
                 accord.check(f"call {rank}", {})
             assert known(caught.value)

@@ -32,7 +32,7 @@ def fitted(rows=10, seen=None, **options):
     seen, out = seen or Seen(), io.StringIO()
     x = torch.arange(rows)
     given = {"epochs": 1, "batch_size": 4, "validation_data": None, "shuffle": False, "seed": 0}
-    given |= {"least": 1, "least_evaluated": 1, "ended": lambda: False}
+    given |= {"least": 1, "least_evaluated": 1, "ended": lambda: False, "compare": lambda: None}
     history = fit(seen, x, x * 10, console=Console(file=out, width=100), **{**given, **options})
     return seen.batches, history, out.getvalue()
 

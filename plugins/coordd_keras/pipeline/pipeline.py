@@ -34,8 +34,8 @@ from coordd_keras.pipeline.stage import Work
 __all__ = ["Pipeline"]
 
 
-def _several(pipeline: Pipeline) -> AbstractContextManager[Callable[[BaseException], bool]]:
-    return pipeline._accord.several()  # noqa: SLF001 - private to this module
+def _several(call: str) -> Callable[[Pipeline], AbstractContextManager[Callable[[BaseException], bool]]]:
+    return lambda pipeline: pipeline._accord.several(call)  # noqa: SLF001 - private to this module
 
 
 class Pipeline:
@@ -119,7 +119,7 @@ class Pipeline:
         """
         return self._assembly.layout
 
-    @collective_method("fit", steady=True, around=_several)
+    @collective_method("fit", steady=True, around=_several("fit"))
     def fit(
         self,
         _: CollectiveCall,
@@ -221,7 +221,7 @@ class Pipeline:
         """Returns the loss without training, on every rank."""
         return self._run(arrays(x), arrays(y), "test_on_batch")
 
-    @collective_method("evaluate", steady=True, around=_several)
+    @collective_method("evaluate", steady=True, around=_several("evaluate"))
     def evaluate(
         self,
         _: CollectiveCall,
@@ -245,7 +245,7 @@ class Pipeline:
         found = list(logs.values())
         return logs if return_dict else found[0] if len(found) == 1 else found
 
-    @collective_method("predict", steady=True, around=_several)
+    @collective_method("predict", steady=True, around=_several("predict"))
     def predict(self, _: CollectiveCall, x: Any, *, batch_size: int | None = None, verbose: int | str = 0) -> Any:
         """Returns the model's output for all rows, on every rank, in the model's output structure.
 

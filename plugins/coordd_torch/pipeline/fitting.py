@@ -59,6 +59,7 @@ def fit(
     seed: int,
     least: int,
     least_evaluated: int,
+    compare: Callable[[], None],
     ended: Callable[[], bool],
     console: Console | None,
     summed: bool = False,
@@ -76,6 +77,7 @@ def fit(
         seed: of these orders.
         least: minimum number of rows of a batch; a smaller rest of an epoch is skipped.
         least_evaluated: the same for batches of the validation data.
+        compare: compares the arguments of all ranks, once they are known to be right on this one.
         ended: called before the first step and after each step; if it returns True, training stops. The history does
             not include an incomplete epoch.
         console: where progress is shown; None for nowhere.
@@ -88,6 +90,7 @@ def fit(
     rows = _enough("a batch", (x, y), batch_size, least)
     if validation_data is not None:
         _enough("a batch of the validation data", _pair(validation_data), batch_size, least_evaluated)
+    compare()
     history = History()
     if ended():
         return history

@@ -41,7 +41,7 @@ from coordd_torch.pipeline.build import outline
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.codec import TorchCodec
 from coordd_torch.pipeline.cpu_offload import Attic
-from coordd_torch.pipeline.fingerprint import told
+from coordd_torch.pipeline.fingerprint import fingerprint, told
 from coordd_torch.pipeline.fitting import History, fit, screen
 from coordd_torch.pipeline.gradient_finalisation import Settling
 from coordd_torch.pipeline.layout import Layout
@@ -73,8 +73,8 @@ _CHANGED = (
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def _several(pipeline: Pipeline) -> AbstractContextManager[Callable[[BaseException], bool]]:
-    return pipeline._accord.several()  # noqa: SLF001 - same module
+def _several(call: str) -> Callable[[Pipeline], AbstractContextManager[Callable[[BaseException], bool]]]:
+    return lambda pipeline: pipeline._accord.several(call)  # noqa: SLF001 - private to this module
 
 
 class Pipeline:
@@ -244,7 +244,7 @@ class Pipeline:
         dimensions = self._captured.row_dimensions(x)
         return joined([found[microbatch] for microbatch in sorted(found)], sizes, dimensions)
 
-    @collective_method("fit", steady=True, around=_several)
+    @collective_method("fit", steady=True, around=_several("fit"))
     def fit(
         self,
         _: CollectiveCall,
@@ -277,26 +277,24 @@ class Pipeline:
         Raises:
             ArgumentError: inputs and targets do not match, or have too few rows.
         """
-        return self._fit(
+        given = {"batch size": batch_size, "epochs": epochs, "shuffle": shuffle, "leave": leave}
+
+        def compare() -> None:
+            found = {**told(x, y), **given, "validation data": fingerprint(validation_data)}
+            self._accord.check("fit", found)
+
+        return fit(
+            self,
             x,
             y,
             epochs=epochs,
             batch_size=batch_size,
             validation_data=validation_data,
             shuffle=shuffle,
-            leave=leave,
-            verbose=verbose,
-        )
-
-    def _fit(self, x: Any, y: Any, *, leave: bool, verbose: bool, **choices: Any) -> History:
-        return fit(
-            self,
-            x,
-            y,
-            **choices,
             seed=self.config.seed or 0,
             least=self._plans.least,
             least_evaluated=self.config.least,
+            compare=compare,
             ended=api.leaving if leave else lambda: False,
             console=screen() if verbose and self._rank == 0 else None,
             summed=self.config.loss_reduction == "sum",
