@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from coordd.daemon.operations import Operations
-from coordd.errors import ArgumentError, CoorddError, RefusedError, brief, spans
+from coordd.errors import ArgumentError, CoorddError, RefusedError, brief, origins, spans
 from coordd.ops.messages import ReduceOp
 from coordd.parallel.objects import allgather_object
 from coordd.pipeline.config import PipelineConfig
@@ -162,8 +162,9 @@ class Accord:
         vars(error)[_DIFFERENT_CALLS] = (self._name, self._comparisons)
 
     def _found_different_calls(self, error: BaseException) -> bool:
-        """Returns whether the last comparison has raised this error because the ranks have made different calls."""
-        return vars(error).get(_DIFFERENT_CALLS) == (self._name, self._comparisons)
+        """Returns whether the last comparison has found different calls, and has raised this error or its cause."""
+        mark = self._name, self._comparisons
+        return any(vars(each).get(_DIFFERENT_CALLS) == mark for each in origins(error))
 
     def has_told(self, error: BaseException) -> bool:
         """Returns whether `check` has just raised this error, so that all ranks know of it.

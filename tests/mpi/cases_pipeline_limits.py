@@ -89,6 +89,26 @@ def case_training_goes_on_after_different_calls() -> None:
         compare(pipe, model)
 
 
+@ranks(2)
+def case_epochs_of_a_fit_that_has_failed_do_not_count() -> None:
+    """Ranks may have completed different numbers of them, and the rows of an epoch depend on its number."""
+    x, y = random(18, 6), torch.zeros(18, dtype=torch.long)
+    pipe = pipeline(build("plain"))
+    train = pipe.train_batch
+
+    def interrupted(*batch: torch.Tensor) -> float:
+        train(*batch)
+        raise KeyError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipe, "train_batch", interrupted if cd.rank() else train)
+        with pytest.raises((KeyError, cd.RefusedError)):
+            pipe.fit(x, y, batch_size=18, verbose=False)
+    assert pipe.epochs == 0
+    pipe.fit(x, y, batch_size=9, epochs=2, verbose=False)
+    assert pipe.epochs == 2
+
+
 @ranks(2, 4, deadline=60)
 def case_what_waits_on_the_host_trains_as_in_one_piece() -> None:
     with doubles():

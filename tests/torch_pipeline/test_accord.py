@@ -73,6 +73,17 @@ def test_a_call_that_fails_before_the_comparison_does_not_count():
         ranks.each(body)
 
 
+def wrapped(error):
+    """Returns what a callback may make of an error."""
+    try:
+        try:
+            raise error
+        except ArgumentError as cause:
+            raise ValueError("could not evaluate") from cause
+    except ValueError as found:
+        return found
+
+
 def test_calls_of_a_block_that_fails_do_not_count():
     """The other rank was elsewhere."""
 
@@ -119,6 +130,7 @@ def test_other_errors_may_get_the_id_of_the_one_of_different_calls(monkeypatch):
                 accord.check(f"call {rank}", {})
             assert known(caught.value)
             assert not known(ArgumentError("another"))
+            assert known(wrapped(caught.value))
             accord.check("train_batch", {})
             assert not known(caught.value)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,16 @@ _CHANGED = (
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def _several(call: str) -> Callable[[Pipeline], AbstractContextManager[Callable[[BaseException], bool]]]:
-    return lambda pipeline: pipeline._accord.several(call)  # noqa: SLF001 - private to this module
+@contextmanager
+def _fitting(pipeline: Pipeline) -> Iterator[Callable[[BaseException], bool]]:
+    """Sets the number of epochs back if `fit` fails, because ranks may have completed a different number of them."""
+    epochs = pipeline.epochs
+    with pipeline._accord.several("fit") as known:  # noqa: SLF001 - private to this module
+        try:
+            yield known
+        except BaseException:
+            pipeline.epochs = epochs
+            raise
 
 
 class Pipeline:
@@ -85,7 +93,8 @@ class Pipeline:
     Attributes:
         layout: the layers of each stage.
         stages: this rank's stages, by number.
-        epochs: number of epochs run by `fit`, including those before a loaded checkpoint was saved.
+        epochs: number of epochs run by `fit`, including those before a loaded checkpoint was saved, without those of a
+            `fit` that has failed.
         spans: the actions of this rank in the last run, with start and end in seconds since the run began.
     """
 
@@ -244,7 +253,7 @@ class Pipeline:
         dimensions = self._captured.row_dimensions(x)
         return joined([found[microbatch] for microbatch in sorted(found)], sizes, dimensions)
 
-    @collective_method("fit", steady=True, around=_several("fit"))
+    @collective_method("fit", steady=True, around=_fitting)
     def fit(
         self,
         _: CollectiveCall,
