@@ -6,7 +6,7 @@ Every exception takes data and composes its own text. All of them are `CoorddErr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 __all__ = [
@@ -302,15 +302,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     """Formats ranks with a leading noun: ``ranks 0-3, 7``."""
     word = "rank" if len(ranks) == 1 else "ranks"
     return f"{word} {spans(ranks)}"
-
-
-def origins(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its chain of causes and contexts, also those that ``raise ... from None`` does not show."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def brief(error: BaseException) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from coordd.daemon.operations import Operations
-from coordd.errors import CoorddError, DiscardedStepError, brief, origins
+from coordd.errors import CoorddError, DiscardedStepError, brief
 from coordd.negotiation.tensor_table import Site, show_site
 from coordd.ops.handles import Handle
 from coordd.ops.process_sets import ProcessSet
@@ -77,7 +77,8 @@ def of_step(error: BaseException, *, own: bool, cause: BaseException | None = No
         cause: the error for which this rank has discarded the step, if known.
     """
     return any(
-        isinstance(each, DiscardedStepError) or each is cause or (own and _of_backward(each)) for each in origins(error)
+        isinstance(each, DiscardedStepError) or each is cause or (own and _of_backward(each))
+        for each in _origins(error)
     )
 
 
@@ -89,6 +90,15 @@ def _of_backward(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def _origins(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and its chain of causes and contexts, also those that ``raise ... from None`` does not show."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def reduced_already() -> CoorddError:

@@ -59,7 +59,7 @@ class CollectiveCall:
         *,
         namespace: bool = False,
         steady: bool = False,
-        known: Callable[[BaseException], bool] | None = None,
+        known: Callable[[], bool] | None = None,
     ) -> None:
         """Prepares the block.
 
@@ -69,8 +69,8 @@ class CollectiveCall:
                 list of ranks means those of them that exist, and a value that names no ranks means all ranks.
             namespace: whether the call creates something whose operations need a prefix.
             steady: whether the operations inside keep their names, as operations of every step do.
-            known: returns whether all ranks have got an error because they were in different calls; it is not reported
-                again, and the call does not count.
+            known: returns, when the block ends with an error, whether all ranks have got one because they were in
+                different calls; it is not reported again, and the call does not count.
         """
         self._steady = steady
         self._known = known
@@ -120,7 +120,7 @@ class CollectiveCall:
         daemon = self._operations.daemon
         if self._part is None or daemon.failing or daemon.status.leaving:
             return
-        if self._known is not None and self._known(error):
+        if self._known is not None and self._known():
             self._operations.withdraw_call(self._members or (), self._part.call)
             return
         text = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else brief(error)

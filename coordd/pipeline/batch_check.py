@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from coordd.daemon.operations import Operations
-from coordd.errors import ArgumentError, CoorddError, RefusedError, brief, origins, spans
+from coordd.errors import ArgumentError, CoorddError, RefusedError, brief, spans
 from coordd.ops.messages import ReduceOp
 from coordd.parallel.objects import allgather_object
 from coordd.pipeline.config import PipelineConfig
@@ -35,9 +35,6 @@ _SAME_SETTINGS = (
 
 _CALL = "what they call"
 _REFUSED = "what a rank refuses"
-
-_DIFFERENT_CALLS = "_coordd_different_calls"
-"""Attribute of an error that all ranks get because they have made different calls: the comparison that found it."""
 
 _ABSENT = -(2**62)
 """Stands for the checksum of a part that a rank does not have; less than any checksum."""
@@ -67,10 +64,11 @@ class Accord:
         self._resets = 0
         self._inside: list[str] = []
         self._told_error = 0
-        self._comparisons = 0
+        self._different_calls = False
+        """Whether the last comparison has found that ranks are in different calls."""
 
     @contextmanager
-    def several(self, call: str) -> Iterator[Callable[[BaseException], bool]]:
+    def several(self, call: str) -> Iterator[Callable[[], bool]]:
         """Marks a block as one call that makes others.
 
         If it ends with an exception, ranks may have made a different number of them, so those of the block do not
@@ -80,14 +78,15 @@ class Accord:
             call: the name of the call.
 
         Yields:
-            a function that returns whether all ranks have got an error of this block because they were in different
-            calls.
+            a function that returns whether all ranks have got an error because they were in different calls. The one
+            that ends the block may be another, which a callback raises instead.
         """
-        self._comparisons += 1
+        if not self._inside:
+            self._different_calls = False
         calls, resets = self._calls, self._resets
         self._inside.append(call)
         try:
-            yield self._found_different_calls
+            yield lambda: self._different_calls
         except BaseException:
             self._calls = calls if resets == self._resets else 0
             raise
@@ -125,46 +124,22 @@ class Accord:
         """
         self._calls += 1
         self._told_error = 0
-        self._comparisons += 1
+        self._different_calls = False
         inside = f" in {self._inside[0]}" if self._inside and self._inside[0] != call else ""
         found: dict[str, Any] = {_CALL: f"{call}{inside}, call {self._calls}"}
         try:
             found.update(given) if isinstance(given, Mapping) else given(found)
         except Exception as error:
             found[_REFUSED] = brief(error)
-            different_calls = False
-            try:
+            with suppress(CoorddError):  # on this rank its own error is raised
                 self._compare(call, found, advice, parts)
-            except CoorddError as other:  # on this rank its own error is raised
-                different_calls = self._found_different_calls(other)
-            self._note(error, different_calls=different_calls)
+            self._told_error = id(error)
             raise
         try:
             return self._compare(call, found, advice, parts, changed=changed)
         except CoorddError as error:
-            self._note(error, different_calls=self._found_different_calls(error))
+            self._told_error = id(error)
             raise
-
-    def _note(self, error: Exception, *, different_calls: bool) -> None:
-        """Notes an error of `check`; if the ranks have made different calls, all count anew."""
-        self._told_error = id(error)
-        if different_calls:
-            self._mark(error)
-            self._calls = 0
-            self._resets += 1
-
-    def _mark(self, error: Exception) -> None:
-        """Marks the error that all ranks get because they have made different calls.
-
-        The mark is on the error: this object must not keep it, because its frames hold the batch, and an id would be
-        that of another error later.
-        """
-        vars(error)[_DIFFERENT_CALLS] = (self._name, self._comparisons)
-
-    def _found_different_calls(self, error: BaseException) -> bool:
-        """Returns whether the last comparison has found different calls, and has raised this error or its cause."""
-        mark = self._name, self._comparisons
-        return any(vars(each).get(_DIFFERENT_CALLS) == mark for each in origins(error))
 
     def has_told(self, error: BaseException) -> bool:
         """Returns whether `check` has just raised this error, so that all ranks know of it.
@@ -200,10 +175,11 @@ class Accord:
             raise RefusedError(min(refused), f"refused {call}: {refused[min(refused)]}")
         told = "; ".join(_told(key, values) for key, values in different.items())
         remedy = advice if any(key in given for key in different) else _SAME_SETTINGS
-        error = ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")
-        if _CALL in different:
-            self._mark(error)
-        raise error
+        if _CALL in different:  # all ranks count anew
+            self._different_calls = True
+            self._calls = 0
+            self._resets += 1
+        raise ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")
 
     def _everybodys(self, given: Mapping[str, Any]) -> list[tuple[str, dict[Any, list[int]]]]:
         """Returns, for each key, its values and the ranks that have each value."""

@@ -472,6 +472,16 @@ def case_training_goes_on_after_different_calls() -> None:
             lambda: pipe.predict(x),
         ]
         train()
+
+        class Evaluates(keras.callbacks.Callback):
+            def on_train_begin(self, logs: object = None) -> None:
+                try:
+                    pipe.evaluate(x, y)
+                except cd.ArgumentError:
+                    raise KeyError("no evaluation") from None
+
+        with pytest.raises((cd.ArgumentError, KeyError), match=r"differ in what they call|no evaluation"):
+            pipe.fit(x, y, verbose=0, callbacks=None if cd.rank() else [Evaluates()])
         for mine, other in itertools.permutations(calls, 2):
             with pytest.raises(cd.ArgumentError, match="the ranks of a pipeline differ in what they call"):
                 (other if cd.rank() else mine)()

@@ -10,7 +10,6 @@ import torch
 
 from coordd import api
 from coordd.errors import ArgumentError, MismatchError
-from coordd.pipeline import batch_check
 from coordd.pipeline.batch_check import Accord
 from coordd_torch.pipeline.fingerprint import fingerprint
 from coordd_torch.pipeline.fingerprint import told as what
@@ -73,17 +72,6 @@ def test_a_call_that_fails_before_the_comparison_does_not_count():
         ranks.each(body)
 
 
-def wrapped(error):
-    """Returns what a callback may make of an error."""
-    try:
-        try:
-            raise error
-        except ArgumentError as cause:
-            raise ValueError("could not evaluate") from cause
-    except ValueError as found:
-        return found
-
-
 def test_calls_of_a_block_that_fails_do_not_count():
     """The other rank was elsewhere."""
 
@@ -120,19 +108,29 @@ def test_calls_inside_of_another_are_told_from_the_same_ones_outside():
         ranks.each(body)
 
 
-def test_other_errors_may_get_the_id_of_the_one_of_different_calls(monkeypatch):
-    monkeypatch.setattr(batch_check, "id", lambda _: 7, raising=False)
-
+def test_different_calls_are_known_until_the_next_comparison_or_block():
     def body(rank):
         accord = Accord(api.operations(), name="given")
         with accord.several("fit") as known:
-            with pytest.raises(ArgumentError, match="what they call") as caught:
+            assert not known()
+            with pytest.raises(ArgumentError, match="what they call"), accord.several("evaluate"):
                 accord.check(f"call {rank}", {})
-            assert known(caught.value)
-            assert not known(ArgumentError("another"))
-            assert known(wrapped(caught.value))
+            with pytest.raises(TypeError), accord.several("evaluate"):
+                raise TypeError  # before anything is compared
+            assert known()
             accord.check("train_batch", {})
-            assert not known(caught.value)
+            assert not known()
+            with pytest.raises(ArgumentError, match="rows"):
+                accord.check("train_batch", {"rows": rank})
+            assert not known()
+            with pytest.raises(KeyError if rank else ArgumentError):
+                accord.check(f"call {rank}", {} if rank == 0 else refuse)
+            assert known()
+        with accord.several("fit") as known:
+            assert not known()
+
+    def refuse(_):
+        raise KeyError
 
     with local_ranks(2) as ranks:
         ranks.each(body)

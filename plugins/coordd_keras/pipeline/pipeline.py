@@ -34,7 +34,7 @@ from coordd_keras.pipeline.stage import Work
 __all__ = ["Pipeline"]
 
 
-def _several(call: str) -> Callable[[Pipeline], AbstractContextManager[Callable[[BaseException], bool]]]:
+def _several(call: str) -> Callable[[Pipeline], AbstractContextManager[Callable[[], bool]]]:
     return lambda pipeline: pipeline._accord.several(call)  # noqa: SLF001 - private to this module
 
 

@@ -74,7 +74,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @contextmanager
-def _fitting(pipeline: Pipeline) -> Iterator[Callable[[BaseException], bool]]:
+def _fitting(pipeline: Pipeline) -> Iterator[Callable[[], bool]]:
     """Sets the number of epochs back if `fit` fails, because ranks may have completed a different number of them."""
     epochs = pipeline.epochs
     with pipeline._accord.several("fit") as known:  # noqa: SLF001 - private to this module
