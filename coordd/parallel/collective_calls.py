@@ -69,8 +69,8 @@ class CollectiveCall:
                 list of ranks means those of them that exist, and a value that names no ranks means all ranks.
             namespace: whether the call creates something whose operations need a prefix.
             steady: whether the operations inside keep their names, as operations of every step do.
-            known: returns, when the block ends with an error, whether all ranks have got one because they were in
-                different calls; it is not reported again, and the call does not count.
+            known: returns, when the block ends with an error, whether all ranks have got one because they were not all
+                in this block; it is not reported again, and the call does not count.
         """
         self._steady = steady
         self._known = known

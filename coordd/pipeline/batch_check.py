@@ -35,6 +35,9 @@ _SAME_SETTINGS = (
 
 _CALL = "what they call"
 _REFUSED = "what a rank refuses"
+_OUTER = "the call that makes it"
+_HIDDEN = {_REFUSED, _OUTER}
+"""What errors do not list among the differences."""
 
 _ABSENT = -(2**62)
 """Stands for the checksum of a part that a rank does not have; less than any checksum."""
@@ -64,8 +67,8 @@ class Accord:
         self._resets = 0
         self._inside: list[str] = []
         self._told_error = 0
-        self._different_calls = False
-        """Whether the last comparison has found that ranks are in different calls."""
+        self._apart = False
+        """Whether the last comparison has found that ranks are not in the same outermost call."""
 
     @contextmanager
     def several(self, call: str) -> Iterator[Callable[[], bool]]:
@@ -78,15 +81,15 @@ class Accord:
             call: the name of the call.
 
         Yields:
-            a function that returns whether all ranks have got an error because they were in different calls. The one
-            that ends the block may be another, which a callback raises instead.
+            a function that returns whether all ranks have got an error because they were not all in this call, so that
+            those in others need not hear of the error that ends it.
         """
         if not self._inside:
-            self._different_calls = False
+            self._apart = False
         calls, resets = self._calls, self._resets
         self._inside.append(call)
         try:
-            yield lambda: self._different_calls
+            yield lambda: self._apart
         except BaseException:
             self._calls = calls if resets == self._resets else 0
             raise
@@ -124,9 +127,10 @@ class Accord:
         """
         self._calls += 1
         self._told_error = 0
-        self._different_calls = False
-        inside = f" in {self._inside[0]}" if self._inside and self._inside[0] != call else ""
-        found: dict[str, Any] = {_CALL: f"{call}{inside}, call {self._calls}"}
+        self._apart = False
+        outer = self._inside[0] if self._inside else ""
+        inside = f" in {outer}" if outer not in {"", call} else ""
+        found: dict[str, Any] = {_CALL: f"{call}{inside}, call {self._calls}", _OUTER: outer}
         try:
             found.update(given) if isinstance(given, Mapping) else given(found)
         except Exception as error:
@@ -170,13 +174,13 @@ class Accord:
             return bool(result[:, -1].all())
         everybodys = self._everybodys({**given, **{key: text for part in parts if part for key, text in part.items()}})
         refused = {rank: reason for reason, ranks in dict(everybodys).get(_REFUSED, {}).items() for rank in ranks}
-        different = {key: values for key, values in everybodys if len(values) > 1 and key != _REFUSED}
+        different = {key: values for key, values in everybodys if len(values) > 1 and key not in _HIDDEN}
         if refused and not different:
             raise RefusedError(min(refused), f"refused {call}: {refused[min(refused)]}")
         told = "; ".join(_told(key, values) for key, values in different.items())
         remedy = advice if any(key in given for key in different) else _SAME_SETTINGS
         if _CALL in different:  # all ranks count anew
-            self._different_calls = True
+            self._apart = len(dict(everybodys)[_OUTER]) > 1
             self._calls = 0
             self._resets += 1
         raise ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")

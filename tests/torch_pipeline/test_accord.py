@@ -108,29 +108,42 @@ def test_calls_inside_of_another_are_told_from_the_same_ones_outside():
         ranks.each(body)
 
 
-def test_different_calls_are_known_until_the_next_comparison_or_block():
+def test_ranks_in_different_outermost_calls_are_known_until_the_next_comparison_or_block():
     def body(rank):
         accord = Accord(api.operations(), name="given")
-        with accord.several("fit") as known:
+        with accord.several(f"outer {rank}") as known:
             assert not known()
-            with pytest.raises(ArgumentError, match="what they call"), accord.several("evaluate"):
-                accord.check(f"call {rank}", {})
+            with pytest.raises(ArgumentError, match="what they call"):
+                accord.check("train_batch", {})
             with pytest.raises(TypeError), accord.several("evaluate"):
                 raise TypeError  # before anything is compared
             assert known()
-            accord.check("train_batch", {})
+        with accord.several("fit") as known:
+            assert not known()
+        with accord.several(f"outer {rank}") as known:
+            with pytest.raises(KeyError if rank else ArgumentError):
+                accord.check("train_batch", {} if rank == 0 else refuse)
+            assert known()
+
+    def refuse(_):
+        raise KeyError
+
+    with local_ranks(2) as ranks:
+        ranks.each(body)
+
+
+def test_other_errors_of_one_call_must_be_told():
+    """Also after ranks have made different calls in it."""
+
+    def body(rank):
+        accord = Accord(api.operations(), name="given")
+        with accord.several("fit") as known:
+            with pytest.raises(ArgumentError, match="what they call"):
+                accord.check(f"call {rank}", {})
             assert not known()
             with pytest.raises(ArgumentError, match="rows"):
                 accord.check("train_batch", {"rows": rank})
             assert not known()
-            with pytest.raises(KeyError if rank else ArgumentError):
-                accord.check(f"call {rank}", {} if rank == 0 else refuse)
-            assert known()
-        with accord.several("fit") as known:
-            assert not known()
-
-    def refuse(_):
-        raise KeyError
 
     with local_ranks(2) as ranks:
         ranks.each(body)
