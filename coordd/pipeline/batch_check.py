@@ -65,10 +65,10 @@ class Accord:
         self._name = name
         self._calls = 0
         self._resets = 0
-        self._inside: list[str] = []
+        self._open_calls: list[str] = []
         self._told_error = 0
-        self._apart = False
-        """Whether the last comparison has found that ranks are not in the same outermost call."""
+        self._outer_calls_differ = False
+        """As found by the last comparison; such as `fit` on one rank and `predict` on another."""
 
     @contextmanager
     def several(self, call: str) -> Iterator[Callable[[], bool]]:
@@ -84,17 +84,17 @@ class Accord:
             a function that returns whether all ranks have got an error because they were not all in this call, so that
             those in others need not hear of the error that ends it.
         """
-        if not self._inside:
-            self._apart = False
+        if not self._open_calls:
+            self._outer_calls_differ = False
         calls, resets = self._calls, self._resets
-        self._inside.append(call)
+        self._open_calls.append(call)
         try:
-            yield lambda: self._apart
+            yield lambda: self._outer_calls_differ
         except BaseException:
             self._calls = calls if resets == self._resets else 0
             raise
         finally:
-            self._inside.pop()
+            self._open_calls.pop()
 
     def check(
         self,
@@ -127,8 +127,8 @@ class Accord:
         """
         self._calls += 1
         self._told_error = 0
-        self._apart = False
-        outer = self._inside[0] if self._inside else ""
+        self._outer_calls_differ = False
+        outer = self._open_calls[0] if self._open_calls else ""
         inside = f" in {outer}" if outer not in {"", call} else ""
         found: dict[str, Any] = {_CALL: f"{call}{inside}, call {self._calls}", _OUTER: outer}
         try:
@@ -180,7 +180,7 @@ class Accord:
         told = "; ".join(_told(key, values) for key, values in different.items())
         remedy = advice if any(key in given for key in different) else _SAME_SETTINGS
         if _CALL in different:  # all ranks count anew
-            self._apart = len(dict(everybodys)[_OUTER]) > 1
+            self._outer_calls_differ = len(dict(everybodys)[_OUTER]) > 1
             self._calls = 0
             self._resets += 1
         raise ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")
