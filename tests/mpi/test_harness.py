@@ -42,8 +42,9 @@ def test_limits_are_reached_later_on_a_busy_machine(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("tests.scaled_timeout.time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr("tests.scaled_timeout.os", SimpleNamespace(sched_getaffinity=lambda _: {0, 1}))
-    monkeypatch.setattr("pathlib.Path.read_text", lambda _: f"0.5 0.5 0.5 {runnable}/100 4711")
+    load = f"0.5 0.5 0.5 {runnable}/100 4711".encode()
+    system = SimpleNamespace(sched_getaffinity=lambda _: {0, 1}, pread=lambda *_: load)
+    monkeypatch.setattr("tests.scaled_timeout.os", system)
     limit = ScaledTimeout(10)
     while wait := limit.next_wait():
         assert wait <= 1
@@ -78,6 +79,7 @@ def test_a_rank_left_waiting_is_shown_with_its_stack(session: Session) -> None:
 
 
 def test_a_hang_is_shown_with_the_stacks_of_all_ranks(session: Session) -> None:
+    assert not session.run(_PASSES)  # the second that the next case has is not for the start of MPI
     problem = session.run(_SPECIMENS["case_hangs"])
     assert problem.count("did not come back") == 2
     assert problem.count("in _wait_for_nobody") == 2
