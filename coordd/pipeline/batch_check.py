@@ -52,7 +52,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 class Accord:
-    """Compares the arguments of pipeline calls across ranks."""
+    """Compares the arguments of pipeline calls across ranks.
+
+    Attributes:
+        parts: number of values that some ranks share, in every comparison, so that different calls are comparable.
+    """
 
     def __init__(self, operations: Operations, *, name: str) -> None:
         """Prepares the comparison.
@@ -63,6 +67,7 @@ class Accord:
         """
         self._operations = operations
         self._name = name
+        self.parts = 0
         self._calls = 0
         self._resets = 0
         self._open_calls: list[str] = []
@@ -114,7 +119,7 @@ class Accord:
                 all ranks.
             advice: what the user should do if ranks differ.
             parts: values that some ranks share, equally many on all ranks; None for a part that this rank does not
-                have.
+                have, as by default all of them.
             changed: whether something has changed on this rank that may change on some ranks only; None if this rank
                 does not have it.
 
@@ -130,6 +135,7 @@ class Accord:
         self._outer_calls_differ = False
         outer = self._open_calls[0] if self._open_calls else ""
         inside = f" in {outer}" if outer not in {"", call} else ""
+        parts = parts or [None] * self.parts
         found: dict[str, Any] = {_CALL: f"{call}{inside}, call {self._calls}", _OUTER: outer}
         try:
             found.update(given) if isinstance(given, Mapping) else given(found)
@@ -161,6 +167,7 @@ class Accord:
         *,
         changed: bool | None = None,
     ) -> bool:
+        given = {key: str(value) for key, value in given.items()}  # 8 and np.int64(8) are alike
         numbers = [_number(given), *(_ABSENT if part is None else _number(part) for part in parts)]
         both = [numbers, [number if number == _ABSENT else -number for number in numbers]]
         found = np.array([[*both[0], changed is True], [*both[1], changed is False]], np.int64)
@@ -172,7 +179,7 @@ class Accord:
         largest, smallest = result[:, :-1]
         if all((largest == -smallest) | (largest == _ABSENT)):
             return bool(result[:, -1].all())
-        everybodys = self._everybodys({**given, **{key: text for part in parts if part for key, text in part.items()}})
+        everybodys = self._everybodys(given | {key: text for part in parts if part for key, text in part.items()})
         refused = {rank: reason for reason, ranks in dict(everybodys).get(_REFUSED, {}).items() for rank in ranks}
         different = {key: values for key, values in everybodys if len(values) > 1 and key not in _HIDDEN}
         if refused and not different:
@@ -185,22 +192,22 @@ class Accord:
             self._resets += 1
         raise ArgumentError(f"the ranks of a pipeline differ in {told}: {remedy}")
 
-    def _everybodys(self, given: Mapping[str, Any]) -> list[tuple[str, dict[Any, list[int]]]]:
+    def _everybodys(self, given: dict[str, str]) -> list[tuple[str, dict[str, list[int]]]]:
         """Returns, for each key, its values and the ranks that have each value."""
-        parts: list[Mapping[str, Any]] = allgather_object(dict(given), f"{self._name}.given")
-        found: dict[str, dict[Any, list[int]]] = {}
+        parts: list[dict[str, str]] = allgather_object(given, f"{self._name}.given")
+        found: dict[str, dict[str, list[int]]] = {}
         for rank, part in enumerate(parts):
             for key, value in part.items():
                 found.setdefault(key, {}).setdefault(value, []).append(rank)
         return list(found.items())
 
 
-def _number(values: Mapping[str, Any]) -> int:
+def _number(values: Mapping[str, str]) -> int:
     """Returns a checksum of values and their order."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest())
 
 
-def _told(key: str, everybodys: Mapping[Any, list[int]]) -> str:
+def _told(key: str, everybodys: Mapping[str, list[int]]) -> str:
     each = (f"{value} on rank{'s' * (len(ranks) > 1)} {spans(ranks)}" for value, ranks in everybodys.items())
     return f"{key} ({', '.join(each)})"
 

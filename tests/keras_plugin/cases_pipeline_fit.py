@@ -53,6 +53,80 @@ def case_averages_take_the_place_of_weights_at_the_end() -> None:
 
 
 @ranks(2, deadline=60)
+def case_no_rank_averages_weights_if_training_fails_on_one() -> None:
+    x, y = data("chain", 12)
+    details = {"use_ema": True, "ema_momentum": 0.5}
+    pipe = staged(seeded(chain), sgd(**details))
+    raw, model = plain(seeded(chain)), plain(seeded(chain), sgd(**details))
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None) -> None:
+            raise KeyError("the disk is full")
+
+    for each, failing in ((pipe, [Fails()] * cd.rank()), (model, [Fails()])):
+        with pytest.raises((KeyError, cd.RefusedError), match="the disk is full"):
+            each.fit(x, y, batch_size=12, shuffle=False, verbose=0, callbacks=failing)
+    raw.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+    same(pipe.whole(), raw, 1e-4)
+    same(pipe.whole(), model, 1e-4)
+    for each in (pipe, model):
+        each.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    same(pipe.whole(), model, 1e-4)
+
+
+@ranks(2, deadline=60)
+def case_rows_are_shuffled_alike_after_a_fit_that_fails_on_one_rank() -> None:
+    """Also if it fails there before its first step."""
+    x, y = data("chain", 12)
+
+    class Accuracy(keras.metrics.SparseCategoricalAccuracy):
+        def reset_state(self) -> None:
+            if armed and cd.rank():
+                raise KeyError("not now")
+            super().reset_state()
+
+    armed = False
+    pipe, other = (
+        cd.Pipeline(
+            seeded(chain),
+            cd.Config(microbatches=4, split="layers"),
+            optimizer=sgd(),
+            loss=cross_entropy(),
+            metrics=[Accuracy()],
+        )
+        for _ in range(2)
+    )
+    for each in (pipe, other):
+        each.fit(x, y, batch_size=4, verbose=0)
+    armed = True
+    with pytest.raises((KeyError, cd.RefusedError), match="not now"):
+        pipe.fit(x, y, batch_size=4, verbose=0)
+    armed = False
+    for each in (pipe, other):
+        each.fit(x, y, batch_size=4, verbose=0)
+    same(pipe.whole(), other.whole())
+
+
+@ranks(2, deadline=60)
+def case_an_evaluation_in_a_callback_leaves_the_metrics_of_training_alone() -> None:
+    x, y = data("chain", 12)
+    pipe, alone = staged(seeded(chain)), plain(seeded(chain))
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None) -> None:
+            results.append(pipe.evaluate(x, y, batch_size=4))
+            pipe.predict(x)
+
+    results: list[list[float]] = []
+    mine = pipe.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[Looks()])
+    expected = alone.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(mine.history[name], values, rtol=1e-4)
+    np.testing.assert_allclose(results[-1], alone.evaluate(x, y, batch_size=4, verbose=0), rtol=1e-4)
+    same(pipe.whole(), alone, 1e-4)
+
+
+@ranks(2, deadline=60)
 def case_averages_include_variables_without_gradients() -> None:
     """All variables of the first rank are behind `stop_gradient`, or were frozen in an earlier pipeline's steps."""
     x, y = data("chain", 12)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import tempfile
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -87,6 +89,34 @@ def case_training_goes_on_after_different_calls() -> None:
         losses.append(pipe.train_batch(x, y))
         assert_close(losses, in_one_piece(model, x, y, 4, len(losses)), rtol=1e-12, atol=1e-12)
         compare(pipe, model)
+
+
+@ranks(2, 4, deadline=60)
+def case_calls_are_comparable_that_compare_what_some_ranks_share() -> None:
+    """Tied parameters, and replicas, which `train_batch` compares, and `fit` does not."""
+    x, y = random(18, 6), torch.zeros(18, dtype=torch.long)
+    for name, replicas in (("tied", 1), ("plain", cd.size() // 2), ("tied", cd.size() // 2)):
+        pipe = pipeline(build(name), data_parallel=replicas, seed=1)
+        calls = [
+            functools.partial(pipe.train_batch, x, y),
+            functools.partial(pipe.fit, x, y, batch_size=18, verbose=False),
+            functools.partial(pipe.predict, x),
+            functools.partial(pipe.verify_parity, x, y),
+        ]
+        for mine, other in itertools.combinations(calls, 2):
+            with pytest.raises(cd.ArgumentError, match="the ranks of a pipeline differ in what they call"):
+                (other if cd.rank() else mine)()
+            for call in calls:
+                call()
+
+
+@ranks(2)
+def case_settings_of_other_types_are_told_by_their_texts() -> None:
+    x, y = random(18, 6), torch.zeros(18, dtype=torch.long)
+    pipe = pipeline(build("plain"))
+    pipe.fit(x, y, batch_size=np.int64(9) if cd.rank() else 9, verbose=False)
+    with pytest.raises(cd.ArgumentError, match=r"differ in shuffle \(True on rank 0, 1 on rank 1\): all of them must"):
+        pipe.fit(x, y, batch_size=9, shuffle=1 if cd.rank() else True, verbose=False)
 
 
 @ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -62,3 +63,27 @@ def case_a_loss_that_is_no_mean_over_rows_is_seen() -> None:
         assert parity(lambda output, y: functional.cross_entropy(output, y, reduction="sum")) > 0.1
         assert parity(functional.cross_entropy) > 0.01
         assert parity(functional.cross_entropy, lambda _, y: (y != -100).sum()) < 1e-12
+
+
+@ranks(2)
+def case_a_builder_that_fails_on_one_rank_is_reported_and_no_gradient_is_kept() -> None:
+    with doubles():
+        x, y = random(18, 6), torch.zeros(18, dtype=torch.long)
+        failing = False
+
+        def builder() -> torch.nn.Module:
+            if failing and cd.rank() == 1:
+                raise KeyError("no model")
+            return build("plain")
+
+        pipe, other = pipeline(builder), pipeline(build("plain"))
+        failing = True
+        with pytest.raises((KeyError, cd.RefusedError), match="no model"):
+            pipe.verify_parity(x, y)
+        failing = False
+        assert pipe.verify_parity(x, y) < 1e-12
+        failing = True
+        with pytest.raises((KeyError, cd.RefusedError), match="no model"):
+            pipe.verify_parity(x, y)
+        assert pipe.train_batch(x, y) == other.train_batch(x, y)
+        assert all(torch.equal(value, other.state_dict()[name]) for name, value in pipe.state_dict().items())

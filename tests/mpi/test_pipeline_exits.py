@@ -11,7 +11,7 @@ pytestmark = pytest.mark.mpi
 
 # Rank CULPRIT of PLACE does FAULT in its second step; the others tell what they hear, and when.
 _PROGRAM = """
-import os, signal, sys, time
+import os, signal, sys, tempfile, time
 import torch
 import coordd.torch as cd
 
@@ -59,6 +59,10 @@ class Optimizer(torch.optim.SGD):
         go_wrong(f"step {cd.rank()}")
         return super().step(closure)
 
+    def load_state_dict(self, state):
+        go_wrong(f"load {cd.rank()}")
+        super().load_state_dict(state)
+
 
 def loss(output, y):
     if fault == "tuple" and armed:
@@ -78,9 +82,11 @@ model = torch.nn.Sequential(*(Layer(number) for number in range(2 * cd.size())))
 pipe = cd.Pipeline(model, config, optimizer=lambda parameters: Optimizer(parameters, lr=0.1), loss=loss)
 x, y = torch.ones(12, 4), torch.zeros(12, dtype=torch.long)
 pipe.train_batch(x, y)
+folder = cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None)
+pipe.save(folder)
 armed = True
 try:
-    pipe.train_batch(x, y)
+    pipe.load(folder) if "load" in place else pipe.train_batch(x, y)
 except cd.PeerError as error:
     print(f"heard {time.monotonic()}", flush=True)
     print(f"{type(error).__name__} {error}", flush=True)
@@ -128,6 +134,14 @@ def test_what_a_stage_raises_is_raised_on_all_ranks(
     assert outcome.stdout.count("in go_wrong") == size - 1, str(outcome)  # where it was raised
     assert outcome.stderr.count("in go_wrong") == 1, str(outcome)
     assert f"in {action} of the pipeline, {told}, on rank" in outcome.stderr, str(outcome)
+
+
+def test_a_checkpoint_of_which_one_rank_has_loaded_a_part_ends_the_job() -> None:
+    """The other rank has loaded all of its own."""
+    outcome = _end("load 1", "raise", size=2)
+    _assert_all_heard(outcome, size=2)
+    heard = "rank 1 failed while a checkpoint was loaded, in part: ArithmeticError: an odd batch"
+    assert heard in outcome.stdout, str(outcome)
 
 
 def test_an_error_of_coordd_in_one_stage_is_no_secret_either() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import keras
@@ -257,6 +257,21 @@ class Assembly:
         every = [names[number] for number in sorted(names)]
         known = [name for kind in zip(*every, strict=True) for each in kind for name in each]
         return {name: found[name] for name in [*known, *sorted(found)] if name in found}
+
+    @contextmanager
+    def separate_metrics(self) -> Iterator[None]:
+        """Resets all metrics, and restores them after the block, such as an `evaluate` in a callback of a `fit`."""
+        kept = [
+            (metric, arrays_of(metric.variables)) for stage in self.stages.values() for metric in stage.part.metrics
+        ]
+        self.reset()
+        try:
+            yield
+        finally:
+            self.reset()
+            for metric, arrays in kept:
+                for variable, array in zip(metric.variables, arrays, strict=False):  # it may have been built since
+                    variable.assign(array)
 
     def reset(self) -> None:
         """Resets all metrics."""

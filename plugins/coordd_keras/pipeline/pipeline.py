@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,18 @@ __all__ = ["Pipeline"]
 
 def _several(call: str) -> Callable[[Pipeline], AbstractContextManager[Callable[[], bool]]]:
     return lambda pipeline: pipeline._accord.several(call)  # noqa: SLF001 - private to this module
+
+
+@contextmanager
+def _fitting(pipeline: Pipeline) -> Iterator[Callable[[], bool]]:
+    """Sets the number of calls of `fit`, which seeds the shuffle, back if one fails: it may have failed on one rank."""
+    fits = pipeline._fits  # noqa: SLF001 - private to this module
+    with pipeline._accord.several("fit") as known:  # noqa: SLF001 - as above
+        try:
+            yield known
+        except BaseException:
+            pipeline._fits = fits  # noqa: SLF001 - as above
+            raise
 
 
 class Pipeline:
@@ -119,7 +131,7 @@ class Pipeline:
         """
         return self._assembly.layout
 
-    @collective_method("fit", steady=True, around=_several("fit"))
+    @collective_method("fit", steady=True, around=_fitting)
     def fit(
         self,
         _: CollectiveCall,
@@ -191,23 +203,28 @@ class Pipeline:
         given = {"batch sizes": f"{batch_size}, {size}", "epochs": f"{initial_epoch} to {epochs}", "shuffle": shuffle}
         self._accord.check("fit", {**told(x, y), **given, "validation data": told(held_out, None)["inputs"]})
         self._assemble(taken(x, slice(0, batch_size)))
-        self._assembly.reset()
         self._fits += 1
-        return fit(
-            self,
-            (x, y),
-            train=self.train_on_batch,
-            conclude=self._assembly.metrics,
-            finalize=self._assembly.finalize,
-            evaluate=None if held_out is None else lambda: self._evaluated(held_out[0], held_out[1], size),
-            batch_size=batch_size,
-            least=self._plans.least,
-            epochs=range(initial_epoch, epochs),
-            shuffle=shuffle,
-            seed=(self.config.seed or 0, self._fits),
-            verbose=0 if self._rank else 1 if verbose == "auto" else int(verbose),
-            callbacks=callbacks,
-        )
+        with self._assembly.separate_metrics():
+            return fit(
+                self,
+                (x, y),
+                train=self.train_on_batch,
+                conclude=self._assembly.metrics,
+                finalize=self._finalize,
+                evaluate=None if held_out is None else lambda: self._evaluated(held_out[0], held_out[1], size),
+                batch_size=batch_size,
+                least=self._plans.least,
+                epochs=range(initial_epoch, epochs),
+                shuffle=shuffle,
+                seed=(self.config.seed or 0, self._fits),
+                verbose=0 if self._rank else 1 if verbose == "auto" else int(verbose),
+                callbacks=callbacks,
+            )
+
+    def _finalize(self) -> None:
+        """Finalizes the optimizer when all ranks have trained to the end; a callback may have failed on one of them."""
+        self._accord.check("the end of training", {})
+        self._assembly.finalize()
 
     def train_on_batch(self, x: Any, y: Any = None) -> float:
         """Takes one step; with a schedule whose weights are stale (``pipedream``), one step for each microbatch.
@@ -377,11 +394,11 @@ class Pipeline:
     def _evaluated(self, x: Any, y: Any, batch_size: int) -> dict[str, Any]:
         self._accord.check("evaluate", {**told(x, y), "batch size": batch_size})
         self._assemble(taken(x, slice(0, batch_size)))
-        self._assembly.reset()
         rows, total = rows_of((x, y)), 0.0
-        for part in batches(rows, batch_size, self.config.least, every=True):
-            total += self._run(taken(x, part), taken(y, part), "evaluate") * (part.stop - part.start)
-        return {"loss": total / rows, **self._assembly.metrics()}
+        with self._assembly.separate_metrics():
+            for part in batches(rows, batch_size, self.config.least, every=True):
+                total += self._run(taken(x, part), taken(y, part), "evaluate") * (part.stop - part.start)
+            return {"loss": total / rows, **self._assembly.metrics()}
 
 
 def _check_mean(loss: Any) -> None:

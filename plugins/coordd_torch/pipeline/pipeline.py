@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,10 @@ def _fitting(pipeline: Pipeline) -> Iterator[Callable[[], bool]]:
         except BaseException:
             pipeline.epochs = epochs
             raise
+
+
+def _verifying(pipeline: Pipeline) -> AbstractContextManager[Callable[[], bool]]:
+    return pipeline._accord.several("verify_parity")  # noqa: SLF001 - as above
 
 
 class Pipeline:
@@ -327,9 +331,12 @@ class Pipeline:
             optimizer: whether the optimizer state is loaded, too; the optimizers must then be of the same type.
 
         Raises:
-            ArgumentError: on all ranks: the checkpoint is incomplete, or of another model or optimizer.
+            ArgumentError: on all ranks: the checkpoint is incomplete, or of another model or optimizer. Any other
+                error, such as one of an optimizer's ``load_state_dict``, ends the job, because weights have changed.
         """
-        self.epochs = self._saving.load(Path(folder), optimizer=optimizer)
+        checkpoint = self._saving.read(Path(folder), optimizer=optimizer)
+        with self._engine.telling("while a checkpoint was loaded, in part", self._rank):
+            self.epochs = self._saving.apply(checkpoint)
         self._replica_values.forget()
 
     def record(self, path: str | Path | None = None) -> Recording:
@@ -352,8 +359,9 @@ class Pipeline:
         costs = None if self._profile is None else self._profile.costs(self.layout.spans)
         return record(path, self._ran, costs, self._operations, name=f"{self._name}.record")
 
+    @collective_method("verify_parity", steady=True, around=_verifying)
     @untouched()
-    def verify_parity(self, x: Any, y: Any) -> float:
+    def verify_parity(self, _: CollectiveCall, x: Any, y: Any) -> float:
         """Returns the largest difference between the stages' gradients and those of the unsplit model on all rows.
 
         Nothing is changed, but each rank temporarily holds the whole model in memory. Dropout should be off. A model
@@ -364,11 +372,20 @@ class Pipeline:
             y: as in `train_batch`.
         """
         mine: dict[str, torch.Tensor | None] = {}
-        with borrowed(copies(every(nn.ModuleList(stage.module for stage in self.stages.values())))):
-            self._run(x, y, training=True, step=False)
-            self._sharing.finish()
+        try:
+            with borrowed(copies(every(nn.ModuleList(stage.module for stage in self.stages.values())))):
+                self._run(x, y, training=True, step=False)
+                self._sharing.finish()
+                for stage in self.stages.values():
+                    mine |= stage.gradients
+            found = np.array([distance(mine, self._gradients_of_whole(x, y))], np.float64)
+        finally:
             for stage in self.stages.values():
-                mine |= stage.gradients
+                stage.forget()
+        return float(self._operations.allreduce(found, name=f"{self._name}.parity", op=ReduceOp.MAX).result()[0])
+
+    def _gradients_of_whole(self, x: Any, y: Any) -> Mapping[str, torch.Tensor | None]:
+        """Returns the gradients of the unsplit model with the weights of all ranks, on all rows."""
         weights: dict[str, torch.Tensor] = {}
         for part in allgather_object(self.state_dict(), f"{self._name}.weights"):
             weights |= part
@@ -376,11 +393,7 @@ class Pipeline:
         model.load_state_dict(weights, strict=False)
         microbatches = self.config.fitting(rows_of(x)) * self.config.widest
         shares = self._batch(x, y, microbatches, weigh=self._weigh).shares
-        wanted = gradients(model, x, y, run=self._captured.outcome, loss=self._criterion, shares=shares)
-        found = np.array([distance(mine, wanted)], np.float64)
-        for stage in self.stages.values():
-            stage.forget()
-        return float(self._operations.allreduce(found, name=f"{self._name}.parity", op=ReduceOp.MAX).result()[0])
+        return gradients(model, x, y, run=self._captured.outcome, loss=self._criterion, shares=shares)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers of this rank's stages, by their names in the model."""
@@ -412,7 +425,7 @@ class Pipeline:
                 self._replica_values.begin()
                 self._note_change(changed, on_some_ranks_only=apart)
             else:
-                self._accord.check(call, prepare, parts=settings.nothing)
+                self._accord.check(call, prepare)
             [(batch, plan)] = prepared
             self._settling.begin()
             for number, stage in self.stages.items():
@@ -486,8 +499,10 @@ class Pipeline:
             name=f"{self._name}.replicas",
             remedy="load(...) with a checkpoint of save(...)",
         )
-        if self._replica_settings.nothing:
-            self._accord.check("Pipeline", {}, parts=self._replica_settings.texts())
+        shared_parts = self._replica_settings.texts()
+        self._accord.parts = len(shared_parts)
+        if shared_parts:
+            self._accord.check("Pipeline", {}, parts=shared_parts)
         check_defaults(optimizers, self._operations, name=self._name)
         whose = {value: owners[key][0] for mine in held.values() for key, value in mine.items()}
         self._settling = Settling(

@@ -56,11 +56,6 @@ class ReplicaSettings:
         self._compared = False
         self._last: list[_Texts] = []
 
-    @property
-    def nothing(self) -> list[None]:
-        """As many None entries as `texts` has elements."""
-        return [None] * (len(self._replicated) + len(self._tied))
-
     def texts(self) -> list[_Texts | None]:
         """Returns the text for each stage with replicas and each tied parameter; None if this rank does not have it."""
         names = {id(value): name for mine in self._held.values() for name, value in mine.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,15 @@ from coordd_torch.pipeline.layout import Layout
 from coordd_torch.pipeline.optimizer_state import read_optimizer, save_optimizer
 from coordd_torch.pipeline.stage import TorchStage
 
-__all__ = ["Saving"]
+__all__ = ["Checkpoint", "Saving"]
+
+
+class Checkpoint(NamedTuple):
+    """What a rank has read of a checkpoint: the manifest's metadata, and weights and optimizer states by stage."""
+
+    metadata: dict[str, Any]
+    weights: dict[int, dict[str, torch.Tensor]]
+    optimizers: dict[int, dict[str, Any]]
 
 
 class Saving:
@@ -63,8 +71,8 @@ class Saving:
             write_manifest(folder, stages, optimizer=True, metadata={"steps": steps, "epochs": epochs})
         self._operations.barrier().result()
 
-    def load(self, folder: Path, *, optimizer: bool) -> int:
-        """Loads a checkpoint, and returns the number of epochs; nothing changes before all ranks have read their part.
+    def read(self, folder: Path, *, optimizer: bool) -> Checkpoint:
+        """Reads this rank's part of a checkpoint, and returns when all ranks have read theirs.
 
         Raises:
             ArgumentError: on all ranks, if one of them cannot load its part.
@@ -77,17 +85,18 @@ class Saving:
         problems = [each for each in allgather_object(problem, self._name) if each]
         if read is None or problems:
             raise ArgumentError(problems[0])
-        noted, weights, states = read
-        for number, stage in self._stages.items():
-            stage.module.load_state_dict(weights[number])
-            if number in states and stage.optimizer is not None:
-                stage.optimizer.load_state_dict(states[number])
-            stage.resume(noted.get("steps", 0))
-        return int(noted.get("epochs", 0))
+        return read
 
-    def _read(
-        self, folder: Path, *, optimizer: bool
-    ) -> tuple[dict[str, Any], dict[int, dict[str, torch.Tensor]], dict[int, dict[str, Any]]]:
+    def apply(self, checkpoint: Checkpoint) -> int:
+        """Takes over a checkpoint, and returns its number of epochs."""
+        for number, stage in self._stages.items():
+            stage.module.load_state_dict(checkpoint.weights[number])
+            if number in checkpoint.optimizers and stage.optimizer is not None:
+                stage.optimizer.load_state_dict(checkpoint.optimizers[number])
+            stage.resume(checkpoint.metadata.get("steps", 0))
+        return int(checkpoint.metadata.get("epochs", 0))
+
+    def _read(self, folder: Path, *, optimizer: bool) -> Checkpoint:
         noted = read_manifest(folder)["metadata"]
         check_names(folder, self._savers.keys(), self._aliases)
         weights = {number: load_like(folder, stage.module.state_dict()) for number, stage in self._stages.items()}
@@ -96,4 +105,4 @@ class Saving:
             for number, stage in self._stages.items()
             if optimizer and stage.optimizer is not None
         }
-        return noted, weights, states
+        return Checkpoint(noted, weights, states)
