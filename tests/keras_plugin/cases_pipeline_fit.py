@@ -65,8 +65,8 @@ def case_no_rank_averages_weights_if_training_fails_on_one() -> None:
 
     for each, failing in ((pipe, [Fails()] * cd.rank()), (model, [Fails()])):
         with pytest.raises((KeyError, cd.RefusedError), match="the disk is full"):
-            each.fit(x, y, batch_size=12, shuffle=False, verbose=0, callbacks=failing)
-    raw.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+            each.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=failing)
+    raw.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     same(pipe.whole(), raw, 1e-4)
     same(pipe.whole(), model, 1e-4)
     for each in (pipe, model):
