@@ -47,6 +47,7 @@ def fit(
     pipe: Trainable,
     data: tuple[Any, Any],
     *,
+    reset: Callable[[], None],
     train: Callable[[Any, Any], float],
     conclude: Callable[[], dict[str, Any]],
     evaluate: Callable[[], dict[str, Any]] | None,
@@ -64,6 +65,7 @@ def fit(
     Args:
         pipe: the callbacks' model.
         data: inputs and targets of all rows.
+        reset: resets the metrics; called before each epoch, because callbacks between epochs may have added to them.
         train: takes a step and returns the mean loss.
         conclude: returns the metrics since its last call.
         evaluate: returns loss and metrics of validation data; called after each epoch.
@@ -95,6 +97,7 @@ def fit(
     heard.on_train_begin()
     logs: dict[str, Any] = {}
     for epoch in epochs:
+        reset()
         heard.on_epoch_begin(epoch)
         order = np.random.default_rng([*seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
         total = count = 0.0

@@ -208,6 +208,7 @@ class Pipeline:
             return fit(
                 self,
                 (x, y),
+                reset=self._assembly.reset,
                 train=self.train_on_batch,
                 conclude=self._assembly.metrics,
                 finalize=self._finalize,
