@@ -391,7 +391,7 @@ def join(process_set: ProcessSet = global_process_set) -> Any:
     """Waits until all ranks have joined; meanwhile contributes placeholders to the operations of the other ranks.
 
     Returns:
-        the rank that joined last, which has run every operation: an integer, or in a graph a tensor.
+        the rank that joined last: an integer, or in a graph a tensor.
     """
     source = api.source()
 

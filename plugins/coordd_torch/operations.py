@@ -305,7 +305,7 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
         process_set: the ranks to wait for.
 
     Returns:
-        The rank that joined last, which has made all operations that any rank made.
+        The rank that joined last. If each rank waits for its operations before it joins, this one has made all of them.
     """
     return int(api.operations().join(process_set=process_set).result())
 
