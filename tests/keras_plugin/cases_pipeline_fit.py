@@ -282,6 +282,38 @@ def case_fit_is_that_of_keras() -> None:
     assert pipe.evaluate(x, y, return_dict=True).keys() == {"loss", "accuracy"}
 
 
+@ranks(2, deadline=60)
+def case_callbacks_know_whether_a_metric_should_be_large_or_small() -> None:
+    x, y = data("chain", 40)
+    x = x.astype("float32")
+    measures = {"loss": cross_entropy(), "metrics": ["accuracy", "sparse_categorical_crossentropy"]}
+
+    def fitted(of):
+        stopping = keras.callbacks.EarlyStopping("val_accuracy", patience=4)
+        crossed = keras.callbacks.EarlyStopping("val_sparse_categorical_crossentropy", patience=20)
+        slower = keras.callbacks.ReduceLROnPlateau("accuracy", factor=0.5, patience=1)
+        history = of.fit(
+            x,
+            y,
+            batch_size=8,
+            epochs=9,
+            shuffle=False,
+            verbose=0,
+            callbacks=[stopping, crossed, slower],
+            validation_data=(x[:10], y[:10]),
+        )
+        return history.history, [stopping.stopped_epoch, stopping.best, crossed.best, slower.best]
+
+    pipe = cd.Pipeline(seeded(chain), cd.Config(microbatches=4, split="layers"), optimizer=sgd(), **measures)
+    model = seeded(chain)
+    model.compile(sgd(), **measures)
+    (mine, found), (expected, looked) = fitted(pipe), fitted(model)
+    assert looked[0]  # training stops early, after epochs that were better than the first
+    np.testing.assert_allclose(found, looked, rtol=1e-3)
+    for name, values in expected.items():
+        np.testing.assert_allclose(mine[name], values, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
 class Stops(keras.callbacks.Callback):
     """Ends training in one of Keras's calls."""
 

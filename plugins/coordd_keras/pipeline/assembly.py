@@ -58,6 +58,7 @@ class Assembly:
     Attributes:
         layout: of all stages.
         stages: this rank's stages, by number.
+        directions: by name of a metric of the outputs, ``max`` or ``min``; known once metrics have been returned.
         ran: the last training run, or the last run if there was no training yet.
     """
 
@@ -152,6 +153,7 @@ class Assembly:
         )
         self.stages = {number: self._stage(number, part, computed[number]) for number, part in parts.items()}
         self._engine = Engine(self.stages, operations, name=name, fail=operations.daemon.fail)
+        self.directions: dict[str, str] = {}
         self.ran: Run | None = None
 
     def named(self, x: Any) -> dict[str, np.ndarray]:
@@ -238,21 +240,24 @@ class Assembly:
         heard = allgather_object(mine, name=f"{self._name}.metrics")
         found: dict[str, Any] = {}
         names: dict[int, tuple[list[str], list[str]]] = {}
+        directions: dict[str, str] = {}
         wrong = ""
         try:
             for number, stage in self.stages.items():
                 if self._rank == self._placed[number][0]:
                     found |= _results(stage.part, [heard[rank][number] for rank in self._placed[number]])
                     names[number] = _names(stage.part)
+                    directions |= _directions(stage.part)
         except Exception as error:  # noqa: BLE001 - a metric may raise any error, and the other ranks wait
             wrong = f"a metric has no result: {error!r}"
-        everybodys = allgather_object((found, names, wrong), name=f"{self._name}.results")
+        everybodys = allgather_object((found, names, directions, wrong), name=f"{self._name}.results")
         self.reset()
-        for results, others, wrong in everybodys:
+        for results, others, theirs, wrong in everybodys:
             if wrong:
                 raise ArgumentError(wrong)
             found |= results
             names |= others
+            self.directions |= theirs
         # Keras's order: metrics of the output, losses, metrics of layers; then, sorted, what has the name of no metric.
         every = [names[number] for number in sorted(names)]
         known = [name for kind in zip(*every, strict=True) for each in kind for name in each]
@@ -498,6 +503,13 @@ def _names(part: keras.Model) -> tuple[list[str], list[str]]:
         # Keras keeps the metrics of all outputs in one.
         found[id(metric) in of_layers].extend(each.name for each in getattr(metric, "metrics", [metric]))
     return found
+
+
+def _directions(part: keras.Model) -> dict[str, str]:
+    """Returns by name whether a metric of the outputs should be large or small, if Keras knows that."""
+    compiled = [each for metric in _metrics(part) for each in getattr(metric, "metrics", [])]
+    known = {each.name: getattr(each, "_direction", None) for each in compiled}
+    return {name: "max" if known[name] == "up" else "min" for name in known if known[name] is not None}
 
 
 def _metrics(part: keras.Model) -> list[Any]:

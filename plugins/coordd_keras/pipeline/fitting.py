@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -50,6 +50,7 @@ def fit(
     reset: Callable[[], None],
     train: Callable[[Any, Any], float],
     conclude: Callable[[], dict[str, Any]],
+    directions: Mapping[str, str],
     evaluate: Callable[[], dict[str, Any]] | None,
     finalize: Callable[[], None],
     batch_size: int,
@@ -68,6 +69,7 @@ def fit(
         reset: resets the metrics; called before each epoch, because callbacks between epochs may have added to them.
         train: takes a step and returns the mean loss.
         conclude: returns the metrics since its last call.
+        directions: by name of a metric, ``max`` or ``min``, for callbacks that monitor it; filled in by `conclude`.
         evaluate: returns loss and metrics of validation data; called after each epoch.
         finalize: called after the last step, before ``on_train_end`` of the callbacks.
         batch_size: rows of a step; the last step of an epoch has the remaining rows, unless there are too few.
@@ -115,6 +117,7 @@ def fit(
             results = evaluate()
             heard.on_test_end(results)
             logs |= {f"val_{name}": value for name, value in results.items()}
+        _set_modes(heard.callbacks, directions)
         heard.on_epoch_end(epoch, logs)
         if pipe.stop_training:
             break
@@ -122,3 +125,13 @@ def fit(
     heard.on_train_end(logs)
     found: keras.callbacks.History = next(each for each in heard.callbacks if isinstance(each, keras.callbacks.History))
     return found
+
+
+def _set_modes(callbacks: Iterable[Any], directions: Mapping[str, str]) -> None:
+    """Sets the mode of callbacks that monitor a metric, such as ``EarlyStopping("val_accuracy")``, where it is "auto".
+
+    Keras finds the direction in the metrics of the callback's model, which only the ranks with the last stage have.
+    """
+    for callback in callbacks:
+        if getattr(callback, "mode", None) == "auto" and isinstance(getattr(callback, "monitor", None), str):
+            callback.mode = directions.get(callback.monitor.removeprefix("val_"), "auto")

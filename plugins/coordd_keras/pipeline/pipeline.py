@@ -211,6 +211,7 @@ class Pipeline:
                 reset=self._assembly.reset,
                 train=self.train_on_batch,
                 conclude=self._assembly.metrics,
+                directions=self._assembly.directions,
                 finalize=self._finalize,
                 evaluate=None if held_out is None else lambda: self._evaluated(held_out[0], held_out[1], size),
                 batch_size=batch_size,
