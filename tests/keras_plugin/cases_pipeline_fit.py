@@ -209,7 +209,7 @@ def case_an_optimizer_serves_one_split() -> None:
         with pytest.raises(cd.MismatchError, match="call whole\\(\\) of an earlier pipeline of it"):
             staged(model, optimizer, layers_per_proc=[4, 4]).fit(x, y, batch_size=12, verbose=0)
         pipe.whole()
-    with pytest.raises(cd.CoorddError, match="has trained other layers on this rank in an earlier pipeline, and anoth"):
+    with pytest.raises(cd.CoorddError, match="has trained other layers on this rank in an earlier pipeline, and has"):
         staged(model, optimizer, layers_per_proc=[5, 3]).fit(x, y, batch_size=12, verbose=0)
     staged(model, keras.optimizers.Adam(0.01), layers_per_proc=[5, 3]).fit(x, y, batch_size=12, verbose=0)
 

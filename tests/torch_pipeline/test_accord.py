@@ -37,6 +37,13 @@ def test_the_same_is_not_remarked_upon():
         ranks.each(lambda rank: check(rank, given, given))
 
 
+def test_other_shapes_of_the_same_values_are_told():
+    x, y = torch.ones(4, 2), torch.zeros(4)
+    text = told(("train_batch", x, y), ("train_batch", x, y[:, None]))
+    assert "shapes ((4, 2), (4,) on rank 0, (4, 2), (4, 1) on ranks 1-2)" in text
+    assert "targets" not in text
+
+
 def test_other_rows_calls_and_scales_are_told_with_the_ranks():
     x, y = torch.ones(4, 2), torch.zeros(4)
     assert "rows (4 on rank 0, 3 on ranks 1-2)" in told(("train_batch", x, y), ("train_batch", x[:3], y[:3]))

@@ -76,8 +76,10 @@ def joined(parts: Sequence[tuple[int, Sequence[np.ndarray]]]) -> list[np.ndarray
 
 def told(x: Any, y: Any) -> dict[str, str]:
     """Returns the description of a batch that `coordd.pipeline.batch_check.Accord` compares between ranks."""
-    rows = ", ".join(str(len(leaf)) for leaf in _leaves((x, y)) if leaf.ndim)
-    return {"rows": rows, "inputs": _print(x), "targets": _print(y)}
+    leaves = _leaves((x, y))
+    rows = ", ".join(str(len(leaf)) for leaf in leaves if leaf.ndim)
+    shapes = ", ".join(str(leaf.shape) for leaf in leaves)
+    return {"rows": rows, "shapes": shapes, "inputs": _print(x), "targets": _print(y)}
 
 
 def _print(values: Any) -> str:

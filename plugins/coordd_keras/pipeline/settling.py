@@ -60,8 +60,8 @@ class Settling:
         before = _LAST_TRAINED.get(optimizer, self._own_ids)
         if new := [variable.path for variable in self._variables.values() if id(variable) not in before]:
             raise ArgumentError(
-                f"the optimizer has trained other layers on this rank in an earlier pipeline, and another rank has its "
-                f"state for {', '.join(new[:3])}: split the layers as before, or give a new optimizer"
+                "the optimizer has trained other layers on this rank in an earlier pipeline, and has no state for "
+                f"{', '.join(new[:3])}: give whole() of that pipeline, split as before, or a new optimizer"
             )
         self._statistics = statistics
         self._keys = {id(variable): key for key, variable in self._variables.items()}

@@ -16,7 +16,17 @@ __all__ = ["fingerprint", "told"]
 def told(inputs: Any, targets: Any) -> dict[str, str]:
     """Returns the properties of a batch that `coordd.pipeline.batch_check.Accord` compares."""
     rows = str(lengths((inputs, targets))).strip("[]")
-    return {"rows": rows, "inputs": fingerprint(inputs), "targets": fingerprint(targets)}
+    return {
+        "rows": rows,
+        "shapes": _shapes((inputs, targets)),
+        "inputs": fingerprint(inputs),
+        "targets": fingerprint(targets),
+    }
+
+
+def _shapes(values: Any) -> str:
+    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors if tensor.layout is torch.strided)
 
 
 def fingerprint(values: Any) -> str:
