@@ -566,6 +566,18 @@ def case_ranks_with_another_loss_weight_or_metric_are_told() -> None:
 
 
 @ranks(2, deadline=60)
+def case_targets_of_another_shape_are_told() -> None:
+    x, y = data("chain", 12)
+    pipe = staged(seeded(chain))
+    for _ in range(2):  # the second time in a pipeline that has trained
+        with pytest.raises(
+            cd.ArgumentError, match=r"shapes \(\(12, 2, 3\), \(12,\) on rank 0, .*\(12, 1\) on rank 1\)"
+        ):
+            pipe.train_on_batch(x, y[:, None] if cd.rank() else y)
+        pipe.train_on_batch(x, y)
+
+
+@ranks(2, deadline=60)
 def case_training_goes_on_after_different_calls() -> None:
     with doubles():
         x, y = data("chain", 12)
