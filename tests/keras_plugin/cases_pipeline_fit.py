@@ -575,6 +575,10 @@ def case_targets_of_another_shape_are_told() -> None:
         ):
             pipe.train_on_batch(x, y[:, None] if cd.rank() else y)
         pipe.train_on_batch(x, y)
+    with pytest.raises(
+        cd.ArgumentError, match=r"validation data \(.* \(12,\) \w+ on rank 0, .* \(12, 1\) \w+ on rank 1\)"
+    ):
+        pipe.fit(x, y, batch_size=12, verbose=0, validation_data=(x, y[:, None] if cd.rank() else y))
 
 
 @ranks(2, deadline=60)

@@ -120,6 +120,16 @@ def case_settings_of_other_types_are_told_by_their_texts() -> None:
 
 
 @ranks(2)
+def case_validation_data_of_another_shape_is_told() -> None:
+    x, y = random(18, 6), torch.zeros(18, dtype=torch.long)
+    held_out = (x, y[:, None] if cd.rank() else y)
+    with pytest.raises(
+        cd.ArgumentError, match=r"validation data \(\(18, 6\), \(18,\) \w+ on rank 0, .* \(18, 1\) \w+ on"
+    ):
+        pipeline(build("plain")).fit(x, y, batch_size=9, verbose=False, validation_data=held_out)
+
+
+@ranks(2)
 def case_epochs_of_a_fit_that_has_failed_do_not_count() -> None:
     """Ranks may have completed different numbers of them, and the rows of an epoch depend on its number."""
     x, y = random(18, 6), torch.zeros(18, dtype=torch.long)

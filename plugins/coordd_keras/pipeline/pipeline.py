@@ -201,7 +201,9 @@ class Pipeline:
         x, y, held_out = arrays(x), arrays(y), arrays(validation_data)
         size = validation_batch_size or batch_size
         given = {"batch sizes": f"{batch_size}, {size}", "epochs": f"{initial_epoch} to {epochs}", "shuffle": shuffle}
-        self._accord.check("fit", {**told(x, y), **given, "validation data": told(held_out, None)["inputs"]})
+        others = told(held_out, None)
+        given["validation data"] = f"{others['shapes']} {others['inputs']}"
+        self._accord.check("fit", {**told(x, y), **given})
         self._assemble(taken(x, slice(0, batch_size)))
         self._fits += 1
         with self._assembly.separate_metrics():

@@ -41,7 +41,7 @@ from coordd_torch.pipeline.build import outline
 from coordd_torch.pipeline.capture import capture
 from coordd_torch.pipeline.codec import TorchCodec
 from coordd_torch.pipeline.cpu_offload import Attic
-from coordd_torch.pipeline.fingerprint import fingerprint, told
+from coordd_torch.pipeline.fingerprint import told
 from coordd_torch.pipeline.fitting import History, fit, screen
 from coordd_torch.pipeline.gradient_finalisation import Settling
 from coordd_torch.pipeline.layout import Layout
@@ -293,8 +293,9 @@ class Pipeline:
         given = {"batch size": batch_size, "epochs": epochs, "shuffle": shuffle, "leave": leave}
 
         def compare() -> None:
-            found = {**told(x, y), **given, "validation data": fingerprint(validation_data)}
-            self._accord.check("fit", found)
+            held_out = told(validation_data, None)
+            validation = {"validation data": f"{held_out['shapes']} {held_out['inputs']}"}
+            self._accord.check("fit", {**told(x, y), **given, **validation})
 
         return fit(
             self,
