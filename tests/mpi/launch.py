@@ -16,13 +16,9 @@ from pathlib import Path
 
 from tests.mpi.job import Job, Outcome
 
-__all__ = ["command", "environment", "launch"]
+__all__ = ["command", "environment", "launch", "session_folder"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-
-# Open MPI, once in a thousand times on a busy machine, before it has started anything.
-_NOT_STARTED = "The PMIx server's listener thread failed to start"
-_ATTEMPTS = 3
 
 
 def launch(
@@ -51,12 +47,9 @@ def launch(
             text, script = script, Path(folder, "script.py")
             script.write_text(text)
         program = [*command(launcher, size), sys.executable, str(script), *arguments]
-        for _ in range(_ATTEMPTS):
-            with Job(program, environment(variables), timeout=timeout) as job:
-                outcome = job.wait(timeout)
-            if _NOT_STARTED not in outcome.stderr:
-                break
-        return outcome
+        own = session_folder(folder) if launcher == "mpirun" else {}
+        with Job(program, environment(own | dict(variables or {})), timeout=timeout) as job:
+            return job.wait(timeout)
 
 
 def command(launcher: str, size: int) -> list[str]:
@@ -81,6 +74,15 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         **(variables or {}),
     }
+
+
+def session_folder(base: str) -> dict[str, str]:
+    """The variables that make Open MPI create its session folder in ``base``.
+
+    Open MPI names the folder by the launcher's process id alone. A launcher that is killed leaves its folder, and a
+    later one with the same id finds it and ends: "The PMIx server's listener thread failed to start".
+    """
+    return {"PRTE_MCA_prte_tmpdir_base": base}
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.mpi.cases import Case
 from tests.mpi.job import HangError, Job
-from tests.mpi.launch import command, environment
+from tests.mpi.launch import command, environment, session_folder
 from tests.scaled_timeout import ScaledTimeout
 
 __all__ = ["Session", "Sessions"]
@@ -132,13 +132,15 @@ class _Crew:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(size)
-            self._job = Job(command("mpirun", size) + worker, {**environment(), **settings}, timeout=_LAST_SECONDS)
+            variables = environment() | session_folder(self._folder.name) | dict(settings)
+            self._job = Job(command("mpirun", size) + worker, variables, timeout=_LAST_SECONDS)
             listener.settimeout(_CONNECT_SECONDS)
             try:
                 links = [_Link(listener.accept()[0]) for _ in range(size)]
                 self._links = {link.receive()["rank"]: link for link in links}
             except (TimeoutError, EOFError):
                 self._job.abort()
+                self._folder.cleanup()
                 raise HangError(f"not all of {size} ranks came up; {self._job.outcome()}") from None
 
     def run(self, case: Case) -> str:

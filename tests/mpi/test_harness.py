@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,14 @@ def test_a_death_is_shown_with_the_words_of_the_launcher(session: Session) -> No
     problem = session.run(_SPECIMENS["case_dies_on_rank_1"])
     assert problem.index("rank 1 ended") < problem.index("rank 0 ")
     assert "signal 9" in problem
+    assert not session.run(_PASSES)
+
+
+def test_the_folder_of_a_killed_launcher_is_removed(session: Session) -> None:
+    """Else a later launcher with the same process id does not start."""
+    problem = session.run(_SPECIMENS["case_fails_and_tells_the_session_folder"])
+    (folder,) = set(re.findall(r"RuntimeError: (/.+/ompi\.\d+)$", problem, re.MULTILINE))
+    assert not Path(folder).exists()
     assert not session.run(_PASSES)
 
 

@@ -46,5 +46,11 @@ def case_dies_on_rank_1() -> None:
     MPI.COMM_WORLD.Barrier()
 
 
+@ranks(2)
+def case_fails_and_tells_the_session_folder() -> None:
+    """Fails on all ranks, so that the launcher is killed."""
+    raise RuntimeError(os.environ["PMIX_SERVER_TMPDIR"])
+
+
 def _wait_for_nobody() -> None:
     threading.Event().wait()
