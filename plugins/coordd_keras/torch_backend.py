@@ -27,7 +27,7 @@ from coordd.gradients.settings import Choices
 from coordd.ops.dtypes import dtype_of
 from coordd.ops.messages import ReduceOp
 from coordd_torch.backward_pass import BackwardPass
-from coordd_torch.tensors import borrow, from_array, values_at
+from coordd_torch.tensors import borrow, densify, from_array, values_at
 from coordd_torch.uncompiled import keep_uncompiled
 
 __all__ = ["TorchReduction"]
@@ -231,7 +231,7 @@ class TorchReduction:
     def _put(self, index: int, gradient: torch.Tensor) -> None:
         assert self._gradients is not None  # noqa: S101 - for the type checker
         if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
+            gradient = densify(gradient)
         small, self._contexts[index] = self._choices.compression.compress(gradient)
         self._gradients.put(index, borrow(small)[0])
 

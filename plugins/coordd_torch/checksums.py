@@ -6,6 +6,8 @@ import zlib
 
 import torch
 
+from coordd_torch.tensors import as_bytes
+
 __all__ = ["checksum"]
 
 _VALUES = 256
@@ -20,5 +22,4 @@ def checksum(tensor: torch.Tensor) -> str:
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return ""
     flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _VALUES)].contiguous().cpu()
-    return f"{zlib.crc32(some.view(torch.uint8).numpy().tobytes()):08x}"
+    return f"{zlib.crc32(as_bytes(flat[:: max(1, flat.numel() // _VALUES)]).numpy().tobytes()):08x}"

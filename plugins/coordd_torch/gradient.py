@@ -20,7 +20,7 @@ from coordd.negotiation.tensor_table import Entry
 from coordd.ops.messages import Request
 from coordd_torch.references import has_other_users, version_of, whereabouts, write
 from coordd_torch.sparse_gradient import Scattered
-from coordd_torch.tensors import check_dense, view
+from coordd_torch.tensors import check_dense, densify, view
 
 if TYPE_CHECKING:
     from coordd_torch.bucket import Bucket
@@ -276,7 +276,7 @@ class Gradient:
         if self.reducer.channel.as_horovod:
             self._sparse_dim = gradient.sparse_dim()
             self.reducer.made_dense += (self,)
-        self.parameter.grad = gradient.to_dense()
+        self.parameter.grad = densify(gradient)
         return self.parameter.grad
 
     def make_sparse(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coordd.ops.messages import Kind
 from coordd_torch.compression_stats import reduced
-from coordd_torch.tensors import borrow, from_array
+from coordd_torch.tensors import as_bytes, borrow, from_array
 
 __all__ = ["Deal", "Gather", "Mean", "Round", "Rounds"]
 
@@ -149,9 +149,9 @@ class Deal(Round):
 
 def _parcel(tensors: Sequence[Tensor], tail: Tensor | None) -> Tensor:
     """Returns bytes: the lengths of the parts in bytes, then the parts, with the tail last."""
-    parts = [_as_bytes(tensor) for tensor in (*tensors, torch.empty(0, device="cpu") if tail is None else tail)]
+    parts = [as_bytes(tensor) for tensor in (*tensors, torch.empty(0, device="cpu") if tail is None else tail)]
     lengths = torch.tensor([part.numel() for part in parts], dtype=_NUMBER, device="cpu")
-    return torch.cat([_as_bytes(lengths), *parts])
+    return torch.cat([as_bytes(lengths), *parts])
 
 
 def _unpacked(
@@ -168,8 +168,3 @@ def _unpacked(
         found.append([tensor.to(device) for tensor in tensors])
         tails.append(tail)
     return found, torch.stack(tails).sum(0) if tails[0].numel() else None
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Returns a tensor's elements as a flat byte tensor on the CPU."""
-    return tensor.detach().reshape(-1).cpu().view(torch.uint8)

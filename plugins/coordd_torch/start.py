@@ -17,6 +17,7 @@ from torch import Tensor
 from coordd.daemon.operations import Operations
 from coordd.ops.process_sets import ProcessSet
 from coordd.parallel.parameter_list import MARK, Inventory, different_values
+from coordd_torch.tensors import as_bytes
 from coordd_torch.wrappers import check_parallel
 
 __all__ = ["Start", "hyperparameters", "structure"]
@@ -135,5 +136,4 @@ def _checksum(value: Tensor) -> int:
     if value.layout is not torch.strided or not value.numel() or value.is_meta:
         return 0
     flat = value.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _VALUES)].contiguous().cpu()
-    return zlib.crc32(some.view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(as_bytes(flat[:: max(1, flat.numel() // _VALUES)]).numpy().tobytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from coordd.errors import ArgumentError
 from coordd.ops.arguments import name_of
 from coordd.ops.dtypes import dtype_of
 
-__all__ = ["borrow", "check_dense", "empty_common", "from_array", "values_at", "view"]
+__all__ = ["as_bytes", "borrow", "check_dense", "densify", "empty_common", "from_array", "values_at", "view"]
 
 # Dtypes that NumPy lacks: an integer dtype of equal size, and the name of the dtype.
 _FOREIGN: dict[torch.dtype, tuple[torch.dtype, str]] = {
@@ -89,6 +90,27 @@ def check_dense(tensor: torch.Tensor) -> None:
             f"a {tensor.layout} tensor cannot travel as it is: use to_dense(), or sparse_as_dense=True in an optimizer"
         )
         raise ArgumentError(text)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a strided tensor on any device as a flat byte tensor on the CPU."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride(0) != 1:  # `contiguous` keeps the stride of a single element, and `view` refuses it
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def densify(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a sparse tensor as a dense one.
+
+    PyTorch 2.13 loses the value of a tensor with one entry if that value is expanded, as in the gradient of a sum.
+    """
+    entries: Any = tensor
+    if tensor.layout is torch.sparse_coo and 0 in entries._values().stride():  # noqa: SLF001 - works on uncoalesced ones
+        values = entries._values().clone(memory_format=torch.contiguous_format)  # noqa: SLF001 - as above
+        indices = entries._indices()  # noqa: SLF001 - as above
+        tensor = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False)
+    return tensor.to_dense()
 
 
 def from_array(array: np.ndarray) -> torch.Tensor:

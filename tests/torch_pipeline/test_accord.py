@@ -167,6 +167,12 @@ def test_a_fingerprint_is_of_the_first_the_middle_and_the_last_row(dtype):
         assert fingerprint([other, None, torch.tensor(1.0), torch.zeros(0, 3)]) != plain
 
 
+def test_a_fingerprint_is_of_a_single_row_whatever_its_stride():
+    column = torch.arange(21.0).reshape(3, 7)[2:, 6]
+    assert column.stride() == (7,)
+    assert fingerprint([column]) == fingerprint([torch.tensor([20.0])]) != fingerprint([torch.tensor([19.0])])
+
+
 def test_a_fingerprint_is_of_what_is_no_tensor_too():
     plain = [3, 0.5, True, "text", None, np.int64(3), torch.float32]
     found = {

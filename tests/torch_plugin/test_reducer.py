@@ -275,6 +275,20 @@ def test_sparse_gradients_are_reduced_as_dense_ones():
     assert each_rank(2, lookup(sparse_as_dense=True)) == [[0.0, 0.0, -1.0, 1.0, 1.0]] * 2
 
 
+@pytest.mark.parametrize("sparse_as_dense", [True, False])
+def test_a_sparse_gradient_of_one_value_is_reduced(sparse_as_dense):
+    def body(rank):
+        table = nn.Embedding(5, 1, sparse=True)
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        optimizer = cd.DistributedOptimizer(optimizer, table.named_parameters(), sparse_as_dense=sparse_as_dense)
+        cd.broadcast_parameters(table.state_dict())
+        table(torch.tensor([rank])).sum().backward()
+        optimizer.synchronize()
+        return table.weight.grad.to_dense().flatten().tolist()
+
+    assert each_rank(2, body) == [[0.5, 0.5, 0.0, 0.0, 0.0]] * 2
+
+
 def test_sparse_gradients_are_reduced_as_they_are():
     assert each_rank(2, lookup(sparse_as_dense=False)) == [[0.0, 0.0, -1.0, 1.0, 1.0]] * 2
 

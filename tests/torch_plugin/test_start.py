@@ -60,6 +60,23 @@ def in_another_order_on_rank_1(rank):
     return [value.tolist() for value in model.parameters()]
 
 
+def test_a_parameter_of_one_value_may_have_a_stride():
+    def body(rank):
+        del rank
+        model = net()
+        model[0].scale = nn.Parameter(torch.ones(1, 7)[:, 3])
+        assert model[0].scale.stride() == (7,)
+        optimizer = distributed(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 2)).sum() * model[0].scale).sum().backward()
+            optimizer.step()
+        return model[0].scale.item()
+
+    first, second = each_rank(2, body)
+    assert first == second != 1.0
+
+
 def test_parameters_in_another_order_are_told_before_the_first_step():
     with local_ranks(3) as ranks:
         for error in ranks.errors(in_another_order_on_rank_1, cd.MismatchError):

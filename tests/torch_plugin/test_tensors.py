@@ -4,9 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import coordd.torch as cd
-from coordd_torch.tensors import borrow, from_array, view
+from coordd_torch.tensors import as_bytes, borrow, densify, from_array, view
 from tests.local_ranks import each_rank
 
 TYPES = [
@@ -29,6 +30,30 @@ def test_a_view_shares_memory_type_and_shape_both_ways(dtype, shape):
     back = from_array(array)
     assert (back.dtype, back.shape) == (dtype, tensor.shape)
     assert back.data_ptr() == tensor.data_ptr() or not tensor.numel()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [(1, 1), (1, 7), (7, 1), (3, 5), (0, 2)])
+def test_bytes_are_those_of_a_contiguous_copy_whatever_the_strides(dtype, size):
+    table = torch.arange(1, 36).reshape(5, 7).to(torch.uint8).to(dtype)
+    for each in (table[: size[0], : size[1]], table.t()[: size[0], : size[1]], table[:1, :1].expand(size)):
+        copy = torch.empty(each.shape, dtype=dtype).copy_(each)
+        assert as_bytes(each).tolist() == copy.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_bytes_of_a_conjugated_view_are_those_of_its_values():
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    assert as_bytes(values.conj()).tolist() == as_bytes(values.conj().resolve_conj().clone()).tolist()
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("rows", [[], [3], [3, 3], [3, 5]])
+def test_a_sparse_gradient_of_a_sum_becomes_dense(rows, dim):
+    """PyTorch's own conversion loses a single value that is expanded."""
+    table, same = nn.Embedding(9, dim, sparse=True), nn.Embedding(9, dim)
+    for each in (table, same):
+        each(torch.tensor(rows, dtype=torch.long)).sum().backward()
+    assert torch.equal(densify(table.weight.grad), same.weight.grad)
 
 
 def test_sixteen_bit_floats_keep_their_names():

@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from coordd.pipeline import batch_check
 from coordd_torch.pipeline.rows import lengths
+from coordd_torch.tensors import as_bytes
 
 __all__ = ["fingerprint", "told"]
 
@@ -43,4 +44,4 @@ def _some(leaf: Any) -> Any:
         return leaf
     if leaf.layout is not torch.strided or not leaf.numel():
         return ...
-    return batch_check.some(leaf.detach()).contiguous().cpu().view(torch.uint8).numpy()
+    return as_bytes(batch_check.some(leaf.detach())).numpy()
