@@ -7,7 +7,6 @@ gradients are reduced, because scripts may broadcast them before or after they c
 from __future__ import annotations
 
 import operator
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,13 +16,11 @@ from torch import Tensor
 from coordd.daemon.operations import Operations
 from coordd.ops.process_sets import ProcessSet
 from coordd.parallel.parameter_list import MARK, Inventory, different_values
-from coordd_torch.tensors import as_bytes
+from coordd_torch.checksums import checksum
 from coordd_torch.wrappers import check_parallel
 
 __all__ = ["Start", "hyperparameters", "structure"]
 
-_VALUES = 256
-"""About this many values of each parameter enter its checksum, spread evenly over it."""
 _PLAIN = (bool, int, float, str, type(None))
 _ADVICE = (
     "call broadcast_parameters(model.state_dict()) and broadcast_optimizer_state(optimizer) before the first step, and "
@@ -107,7 +104,7 @@ class Start:
         # Gradients match by name, so Horovod ignores the order; but state is broadcast and loaded by position.
         named = sorted(self._named, key=operator.itemgetter(0)) if self._operations.as_horovod else self._named
         for name, value in named:
-            yield f"{name}{MARK}{_checksum(value):08x}"
+            yield f"{name}{MARK}{checksum(value)}"
         for name, value in hyperparameters(self._optimizer.param_groups):
             key, _, group = name.partition(" ")
             yield f"{key}={value!r} {group}"
@@ -129,11 +126,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
-
-
-def _checksum(value: Tensor) -> int:
-    """Returns the CRC-32 of a sample of a parameter's values; 0 if it is sparse, empty or on the meta device."""
-    if value.layout is not torch.strided or not value.numel() or value.is_meta:
-        return 0
-    flat = value.detach().reshape(-1)
-    return zlib.crc32(as_bytes(flat[:: max(1, flat.numel() // _VALUES)]).numpy().tobytes())
