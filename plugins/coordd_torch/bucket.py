@@ -109,6 +109,13 @@ class _Memory:
             return True
         return self._parameters[0].device != self.flat.device
 
+    def note_present(self) -> None:
+        """Marks this rank and all gradients as present."""
+        if self.array is None or self.gone:
+            self.marks_and_present.fill_(1)
+        else:  # NumPy writes few values more quickly
+            self.array[self.values : self.values + len(self.order) + 1] = 1
+
     @property
     def gone(self) -> bool:
         """Whether the script has moved the whole storage, as `share_memory_` of a single gradient does."""
@@ -427,7 +434,7 @@ class Bucket:
 
     def _submit(self) -> None:
         self._move_small()
-        self._memory.marks_and_present.fill_(1.0)
+        self._memory.note_present()
         self._reducer.signal(self)
         for index, _, _ in self._absent:
             self._memory.marks[index] = 0.0

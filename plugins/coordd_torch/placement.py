@@ -253,11 +253,10 @@ class Placement:
 
         If none was cleared, they count as the reduced gradients, clipped, say.
         """
-        if not any(map(operator.is_, map(_GRADIENT, self._hooked), itertools.repeat(None))):  # the usual case, quickly
-            return False
         gradients = self._gradients()
-        had = [gradient for gradient in gradients if gradient.started]
-        given_up = all(gradient.changed for gradient in had) and any(gradient.cleared for gradient in had)
+        if any(gradient.started and not gradient.changed for gradient in gradients):  # usually the first one is
+            return False
+        given_up = any(gradient.started and gradient.cleared for gradient in gradients)
         beside = (gradient for gradient in gradients if gradient.started or not gradient.passes)
         return given_up and any(gradient.by_hand for gradient in beside)
 
