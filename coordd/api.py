@@ -90,7 +90,6 @@ class _Default:
         self.pid = os.getpid()
         self._child = _of_a_rank()
         self.operations = Operations(Daemon(config, meet(config, one_of_many=not self._child)))
-        self.operations.session = next(_sessions)
         self._desk = Desk(self.daemon, identity({} if config.alone else os.environ, turn=next(_turns)))
 
     def start(self) -> None:
@@ -100,6 +99,7 @@ class _Default:
         try:
             self.daemon.start()
             self._desk.settle()
+            self.operations.session = next(_sessions)  # only now, because an error may come before on one rank alone
         except BaseException as error:
             self.daemon.abandon()
             self._desk.close()
@@ -131,14 +131,22 @@ class _Default:
     def leave(self) -> None:
         """Stops the daemon in step with the other ranks or, after a failure, after the rank that caused it."""
         if self.operations.uneven and not (self.daemon.failing or self.daemon.half_done):
-            with contextlib.suppress(CoorddError):  # leaving reports the error
-                self.operations.join().result()
+            self._join()
         if not (self.daemon.failing or self.daemon.half_done):
             self.daemon.await_told(_TOLD_SECONDS)
         if self.daemon.failing or not self.daemon.stop():
             self._leave_the_wreck()
         self._desk.close()
         presence.tell(self._presence, present=False)
+
+    def _join(self) -> None:
+        """Contributes placeholders to the other ranks' steps until all members of all uneven sets have joined."""
+        joins: list[Handle[Any]] = []
+        with contextlib.suppress(CoorddError):  # leaving reports errors, here and below
+            joins += [self.operations.join(process_set=each) for each in self.operations.uneven.values()]
+        for join in joins:
+            with contextlib.suppress(CoorddError):
+                join.result()
 
     def _leave_the_wreck(self) -> None:
         """Lets the failed rank exit first, so that the launcher sees its exit code before those of the other ranks.

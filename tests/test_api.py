@@ -14,6 +14,7 @@ import torch
 import coordd
 import coordd.torch as cd
 from coordd import api
+from coordd.daemon.daemon import Daemon
 from tests.local_ranks import each_rank, local_ranks
 
 
@@ -302,3 +303,15 @@ def test_horovods_variables_that_are_read_are_told_once_the_log_is_there(caplog,
     coordd.shutdown()
     told = [message for message in caplog.messages if message.startswith("read: ")]
     assert told == ["read: HOROVOD_CYCLE_TIME as COORDD_CYCLE_MS, HOROVOD_LOG_LEVEL as COORDD_LOG_LEVEL"]
+
+
+def test_a_start_that_fails_is_no_session(monkeypatch):
+    coordd.init()
+    before = api.operations().session
+    coordd.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setattr(Daemon, "start", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            coordd.init()
+    coordd.init()
+    assert api.operations().session == before + 1

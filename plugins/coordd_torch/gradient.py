@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Gradient", "add_late_hook", "check_unreduced", "nested", "release"]
 
+_BACKWARD_OF_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
+"""What autograd calls to run the backward of a function that is written in Python."""
 _NOTHING = np.empty(0, np.uint8)
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - there is no public way; FSDP uses it, too
 
@@ -489,10 +491,16 @@ def _reduced(parameter: torch.Tensor) -> list[Gradient]:
 
 
 def nested() -> bool:
-    """Returns whether this backward pass runs inside another one, as in reentrant checkpointing."""
+    """Returns whether this backward pass runs inside another one, as in reentrant checkpointing.
+
+    The stack of one of autograd's threads for accelerators begins with the function whose backward runs the nested
+    pass; the call of the outer pass is on the stack of another thread.
+    """
     runs = 0
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the callers
+    code = None
     while frame is not None:
-        runs += frame.f_code.co_name == "_engine_run_backward"
+        code = frame.f_code
+        runs += code.co_name == "_engine_run_backward"
         frame = frame.f_back
-    return runs > 1
+    return runs > (0 if code is _BACKWARD_OF_FUNCTION else 1)

@@ -324,7 +324,6 @@ def _distributed(
     settings += [f"groups {grouping.choice(parameter for _, parameter in named)}"] if num_groups or groups else []
     others = beside(optimizer, given)
     call.lines += structure(optimizer, [*named, *others], settings)
-    operations.uneven |= uneven == "join"
     prefix = call.prefix
     alone = world.size == 1 or len(process_set.ranks) == 1
     reducer = None
@@ -351,6 +350,7 @@ def _distributed(
         _attach(optimizer, reducer)
     if takes_part:
         optimizer.register_step_post_hook(_count_step)
+        operations.uneven |= {process_set.ranks: process_set} if uneven == "join" else {}
     if operations.as_horovod:
         optimizer.register_step_pre_hook(as_horovod.prepare_step)
     optimizer.__class__ = _subclass(type(optimizer), own)

@@ -682,6 +682,27 @@ def case_a_run_is_recorded() -> None:
         assert re.match(r"1f1b: .* idle, predicted .*; \d+ ms to change the weights$", str(pipe.record(path)))
         assert cd.rank() or (path.read_text().startswith("<svg") and "backward" in path.read_text())
         cd.barrier()
+    with pytest.raises(cd.ArgumentError if cd.rank() == 0 else cd.RefusedError, match=r"let run\.txt end in"):
+        pipe.record("run.txt" if cd.rank() == 0 else None)
+    pipe.train_on_batch(x, y)
+
+
+@ranks(2, deadline=60)
+def case_a_whole_model_that_one_rank_cannot_make_is_told() -> None:
+    x, y = data("chain", 12)
+    broken = False
+
+    def made() -> keras.Model:
+        if broken:
+            raise ValueError("no second model")
+        return seeded(chain)
+
+    pipe = staged(made)
+    pipe.train_on_batch(x, y)
+    broken = cd.rank() == 0
+    with pytest.raises(ValueError if cd.rank() == 0 else cd.RefusedError, match="no second model"):
+        pipe.whole()
+    pipe.train_on_batch(x, y)
 
 
 @ranks(2, deadline=60)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import coordd.torch as cd
-from coordd.errors import ArgumentError
+from coordd.errors import ArgumentError, RefusedError
 from coordd.pipeline.action import Kind
 from coordd.pipeline.recording import Recording
 from tests.mpi.cases import ranks
@@ -34,6 +34,9 @@ def case_a_run_is_recorded_in_one_time() -> None:
         assert [len(mine) for mine in recording.predicted.spans] == [2 * 4] * cd.size()
     with pytest.raises(ArgumentError, match=r"let run\.txt end in"):
         pipe.record(folder / "run.txt")
+    with pytest.raises(ArgumentError if cd.rank() == 0 else RefusedError, match=r"let run\.txt end in"):
+        pipe.record(folder / "run.txt" if cd.rank() == 0 else None)
+    pipe.train_batch(x, y)
     cd.barrier()
     if cd.rank() == 0:
         for split, unit in (("layers", "activations"), ("time", "B")):

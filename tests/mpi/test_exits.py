@@ -46,6 +46,26 @@ for _ in range(20 + (cd.rank() == int(sys.argv[1]))):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 """
+# Two ranks train with uneven data, and a third one does something else and ends first.
+_UNEVEN_IN_A_SET = """
+import threading
+import torch
+import coordd.torch as cd
+
+cd.init()
+trainers = cd.ProcessSet([0, 1])
+if cd.rank() < 2:
+    model = torch.nn.Linear(4, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    cd.broadcast_parameters(model.state_dict(), process_set=trainers)
+    optimizer = cd.DistributedOptimizer(plain, model.named_parameters(), process_set=trainers, uneven="join")
+    for step in range(3 + 20 * cd.rank()):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        threading.Event().wait(0.05 * cd.rank())  # so that the other ranks are long at their end
+    print("steps", step + 1, flush=True)
+"""
 # One rank cannot make the last step, says so, and ends at once.
 _LAST = """
 import time
@@ -185,6 +205,13 @@ def test_a_rank_with_a_batch_too_few_is_the_cause(launcher: str, longer: int) ->
     if launcher == "coordd":
         last = outcome.stderr.splitlines()[-1]
         assert last.startswith(f"coordd: rank {1 - longer} exited with code 1: it {cause}"), str(outcome)
+
+
+def test_uneven_data_in_a_process_set_join_in_that_set() -> None:
+    outcome = launch(3, _UNEVEN_IN_A_SET, launcher="coordd")
+    assert outcome.returncode == 0, str(outcome)
+    assert "steps 3" in outcome.of_rank(0), str(outcome)
+    assert "steps 23" in outcome.of_rank(1), str(outcome)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "coordd"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import coordd.torch as cd
+from coordd_torch.gradient import nested
 from tests.local_ranks import each_rank, local_ranks
 from tests.torch_plugin.training import STEPS, alone, batch, model, same, together, trained
 
@@ -259,3 +263,27 @@ def test_a_layer_in_two_reentrant_checkpoints_is_refused_with_a_way_out(outside)
 
     with local_ranks(2) as ranks:
         same(ranks.each(body))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pass_is_nested_also_on_a_thread_of_an_accelerator(inside):
+    """Such a thread's stack begins with the Python function whose backward runs the pass."""
+    found, done = [], threading.Event()
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.register_post_accumulate_grad_hook(lambda _: found.append(nested()))
+
+    def run(*_):
+        (parameter * 2).sum().backward()
+        done.set()
+
+    class Checkpoint(torch.autograd.Function):
+        forward = staticmethod(lambda _, x: x)
+        backward = staticmethod(run)
+
+    if inside:
+        context = torch.ones(1, requires_grad=True)
+        _thread.start_new_thread(Checkpoint.apply(context).grad_fn.apply, (torch.ones(1),))
+    else:
+        _thread.start_new_thread(run, ())
+    assert done.wait(20)
+    assert found == [inside]

@@ -293,8 +293,9 @@ class Pipeline:
         whole, model = joined(found), self.layout.graph.model
         return whole[0] if isinstance(model, keras.Sequential) else keras.tree.pack_sequence_as(model.output, whole)
 
-    def whole(self) -> keras.Model:
-        """Returns the whole model with the weights that all ranks trained, on every rank.
+    @collective_method("whole")
+    def whole(self, _: CollectiveCall) -> keras.Model:
+        """Returns the whole model with the weights that all ranks trained, on every rank; all ranks call it.
 
         This is the model that the pipeline was given, to be saved or used; if it was given a function, a new model.
         """
@@ -314,7 +315,8 @@ class Pipeline:
         if self._rank == 0:
             whole.save_weights(filepath, **details)
 
-    def record(self, path: str | Path | None = None) -> Recording:
+    @collective_method("record")
+    def record(self, _: CollectiveCall, path: str | Path | None = None) -> Recording:
         """Gathers the times of all ranks' passes in the last training step, with the expected times; all ranks call it.
 
         If there was no training yet, it takes the last run of another kind.
@@ -324,6 +326,7 @@ class Pipeline:
 
         Raises:
             ArgumentError: there was no run yet, or the file has another suffix.
+            RefusedError: another rank has raised an error here.
         """
         return record(path, self._assembly.ran, None, self._operations, name=f"{self._name}.record")
 

@@ -340,7 +340,8 @@ class Pipeline:
             self.epochs = self._saving.apply(checkpoint)
         self._replica_values.forget()
 
-    def record(self, path: str | Path | None = None) -> Recording:
+    @collective_method("record")
+    def record(self, _: CollectiveCall, path: str | Path | None = None) -> Recording:
         """Gathers the actions of all ranks in the last training step, and a prediction; all ranks call it.
 
         If no training step was run yet, it takes the last run of another kind.
@@ -356,6 +357,7 @@ class Pipeline:
 
         Raises:
             ArgumentError: nothing was run yet, or the file has another suffix.
+            RefusedError: another rank has raised an error here.
         """
         costs = None if self._profile is None else self._profile.costs(self.layout.spans)
         return record(path, self._ran, costs, self._operations, name=f"{self._name}.record")
