@@ -99,13 +99,15 @@ class _Default:
         try:
             self.daemon.start()
             self._desk.settle()
-            self.operations.session = next(_sessions)  # only now, because an error may come before on one rank alone
         except BaseException as error:
             self.daemon.abandon()
             self._desk.close()
             if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt end the process inside `init`
                 presence.tell(place, present=False)
             raise
+        finally:
+            if self.daemon.met:  # otherwise the error may have come on one rank alone
+                self.operations.session = next(_sessions)
         several = self.daemon.world.size > 1
         self._presence = place if several else ""
         presence.tell(place, present=several)
@@ -140,10 +142,16 @@ class _Default:
         presence.tell(self._presence, present=False)
 
     def _join(self) -> None:
-        """Contributes placeholders to the other ranks' steps until all members of all uneven sets have joined."""
-        joins: list[Handle[Any]] = []
-        with contextlib.suppress(CoorddError):  # leaving reports errors, here and below
-            joins += [self.operations.join(process_set=each) for each in self.operations.uneven.values()]
+        """Contributes placeholders to the other ranks' operations until all of them have joined.
+
+        Ranks outside an uneven process set may leave without a join: then those of the world fail, and that of the set
+        counts.
+        """
+        world, joins = self.daemon.world, []
+        sets = {each.members(rank=world.rank, size=world.size): each for each in self.operations.uneven}
+        for each in ({(): global_process_set} | sets).values():
+            with contextlib.suppress(CoorddError):  # leaving reports errors, here and below
+                joins.append(self.operations.join(process_set=each))
         for join in joins:
             with contextlib.suppress(CoorddError):
                 join.result()

@@ -15,6 +15,7 @@ import coordd
 import coordd.torch as cd
 from coordd import api
 from coordd.daemon.daemon import Daemon
+from coordd.daemon.status_server import Desk
 from tests.local_ranks import each_rank, local_ranks
 
 
@@ -305,13 +306,14 @@ def test_horovods_variables_that_are_read_are_told_once_the_log_is_there(caplog,
     assert told == ["read: HOROVOD_CYCLE_TIME as COORDD_CYCLE_MS, HOROVOD_LOG_LEVEL as COORDD_LOG_LEVEL"]
 
 
-def test_a_start_that_fails_is_no_session(monkeypatch):
+def test_a_start_that_fails_before_the_ranks_have_met_is_no_session(monkeypatch):
     coordd.init()
     before = api.operations().session
     coordd.shutdown()
-    with monkeypatch.context() as patch:
-        patch.setattr(Daemon, "start", lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            coordd.init()
+    for part, name in ((Daemon, "start"), (Desk, "settle")):  # before and after the ranks have met
+        with monkeypatch.context() as patch:
+            patch.setattr(part, name, lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                coordd.init()
     coordd.init()
-    assert api.operations().session == before + 1
+    assert api.operations().session == before + 2

@@ -134,6 +134,11 @@ class Daemon:
             self.end(_END_SECONDS)  # or the interpreter would end MPI while the thread still uses it
             raise self._status.start_error
 
+    @property
+    def met(self) -> bool:
+        """Whether all ranks have met, on this rank and on the others."""
+        return self._status.started.is_set() and self._status.start_error is None
+
     def abandon(self) -> None:
         """Makes the thread end as soon as it can, without the other ranks: the script has given up the start."""
         self._status.abandoned = self._status.stopping = True

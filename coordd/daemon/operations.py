@@ -153,8 +153,8 @@ class Operations(Messages):
     def __init__(self, daemon: Daemon) -> None:
         super().__init__(daemon)
         self._joins: Counter[tuple[int, ...]] = Counter()
-        self.uneven: dict[tuple[int, ...], ProcessSet] = {}
-        """The process sets to join before leaving."""
+        self.uneven: set[ProcessSet] = set()
+        """The process sets to join before leaving, together with the world; empty if there is nothing to join."""
         self.raised_in_graph: Exception | None = None
         """The error with which the end of the job reached a graph; the framework wraps it in one of its own."""
         self.memo: dict[Any, Any] = {}

@@ -350,7 +350,7 @@ def _distributed(
         _attach(optimizer, reducer)
     if takes_part:
         optimizer.register_step_post_hook(_count_step)
-        operations.uneven |= {process_set.ranks: process_set} if uneven == "join" else {}
+    operations.uneven |= {process_set if takes_part else global_process_set} if uneven == "join" else set()
     if operations.as_horovod:
         optimizer.register_step_pre_hook(as_horovod.prepare_step)
     optimizer.__class__ = _subclass(type(optimizer), own)

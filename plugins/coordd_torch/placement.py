@@ -32,7 +32,6 @@ __all__ = ["Placement"]
 
 _BEHIND = operator.attrgetter("_cdata")
 """The C++ tensor of a Python tensor, whose hooks autograd calls; there is no public way to get it."""
-_GRADIENT = operator.attrgetter("grad")
 _LAST_BUCKET_BYTES = 1 << 20
 _UNUSED_STEPS = 16
 """A parameter in no group is released after this many steps in which no rank has its gradient."""

@@ -46,23 +46,35 @@ for _ in range(20 + (cd.rank() == int(sys.argv[1]))):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 """
-# Two ranks train with uneven data, and a third one does something else and ends first.
+# Two ranks of a set train with uneven data. A third rank does something else and ends first, or takes part in
+# operations of all ranks; or there is none, and another optimizer is of all ranks.
 _UNEVEN_IN_A_SET = """
+import sys
 import threading
 import torch
 import coordd.torch as cd
 
 cd.init()
+torch.manual_seed(1)
+other = sys.argv[1]
 trainers = cd.ProcessSet([0, 1])
-if cd.rank() < 2:
+
+
+def made(**details):
     model = torch.nn.Linear(4, 1)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    cd.broadcast_parameters(model.state_dict(), process_set=trainers)
-    optimizer = cd.DistributedOptimizer(plain, model.named_parameters(), process_set=trainers, uneven="join")
+    return model, cd.DistributedOptimizer(plain, model.named_parameters(), uneven="join", **details)
+
+
+if cd.rank() < 2 or other == "meets":
+    pairs = [made(process_set=trainers)] + ([made()] if other == "none" else [])
     for step in range(3 + 20 * cd.rank()):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        if other == "meets":
+            cd.allreduce(torch.ones(1), name="loss")
         threading.Event().wait(0.05 * cd.rank())  # so that the other ranks are long at their end
     print("steps", step + 1, flush=True)
 """
@@ -207,8 +219,9 @@ def test_a_rank_with_a_batch_too_few_is_the_cause(launcher: str, longer: int) ->
         assert last.startswith(f"coordd: rank {1 - longer} exited with code 1: it {cause}"), str(outcome)
 
 
-def test_uneven_data_in_a_process_set_join_in_that_set() -> None:
-    outcome = launch(3, _UNEVEN_IN_A_SET, launcher="coordd")
+@pytest.mark.parametrize(("count", "other"), [(3, "leaves"), (3, "meets"), (2, "none")])
+def test_ranks_with_uneven_data_join_in_their_process_set_too(count: int, other: str) -> None:
+    outcome = launch(count, _UNEVEN_IN_A_SET, other, launcher="coordd")
     assert outcome.returncode == 0, str(outcome)
     assert "steps 3" in outcome.of_rank(0), str(outcome)
     assert "steps 23" in outcome.of_rank(1), str(outcome)
