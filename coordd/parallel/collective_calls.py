@@ -45,6 +45,7 @@ class CollectiveCall:
         lines: facts that must be equal on all members, one per line; compared at the end of the block.
         advice: what to do if they differ, as the end of a sentence.
         prefix: prefix for the names of objects that the call creates, equal on all members and unique to this call.
+        agreed: functions without arguments that are called at the end of the block if no member has failed in it.
 
     Raises:
         NotInitializedError: `init` was not called.
@@ -81,6 +82,7 @@ class CollectiveCall:
         self.prefix = self._operations.namespace(ranks) if namespace else ""
         self._part: Part | None = None
         self.lines: list[str] = []
+        self.agreed: list[Callable[[], object]] = []
         self.advice = "give all ranks the same model, optimizer and arguments"
 
     def __enter__(self) -> Self:
@@ -93,11 +95,14 @@ class CollectiveCall:
         if self._part is None:
             if self._members is not None and error is None and self.lines:  # a nested block with facts of its own
                 self._compare()
+            if error is None:
+                self._agree()
             return
         try:
             if error is None:
                 self._operations.tell_refused_of_part()
                 self._compare()
+                self._agree()
         except BaseException as found:
             error = found
             raise
@@ -111,6 +116,10 @@ class CollectiveCall:
         Inventory(
             self._operations, self.lines, caller=self._what, name="agreement", process_set=chosen, tell=self._tell
         ).check()
+
+    def _agree(self) -> None:
+        for each in self.agreed:
+            each()
 
     def _tell(self, lists: Everybody) -> str:
         return f"the ranks have given different parameters to {self._what}: {differences(lists)}: {self.advice}"

@@ -19,7 +19,7 @@ import torch
 
 from coordd import api
 from coordd.daemon.operations import Operations
-from coordd.errors import ArgumentError
+from coordd.errors import ArgumentError, CoorddError, ranks_text
 from coordd.gradients.bucketing import Grouping
 from coordd.ops.arguments import check_op, read_groups
 from coordd.ops.checks import finite, whole
@@ -32,9 +32,10 @@ from coordd_torch.adasum import AdasumStep
 from coordd_torch.communication import Channel, check_combines
 from coordd_torch.compression import Compression, Compressor, made
 from coordd_torch.consistency import Consistency
+from coordd_torch.differentiable import allgather
 from coordd_torch.late_parameters import groups_of
 from coordd_torch.names import beside, listed, names_of
-from coordd_torch.operations import Average, allreduce_, join
+from coordd_torch.operations import Average, join
 from coordd_torch.reducer import Reducer
 from coordd_torch.scaler import forgets_scale
 from coordd_torch.start import Start, structure
@@ -179,12 +180,17 @@ class _Distributed(torch.optim.Optimizer):
 
         Returns:
             The rank that made the most steps, whose parameters and state were broadcast.
+
+        Raises:
+            CoorddError: a rank has joined in another way, as it does at the end of a script with ``uneven="join"``.
         """
         if self._coordd is not None:
             self._coordd.drop()
         join(process_set=self._process_set)
-        most = torch.tensor(self._steps * api.size() + api.rank(), device="cpu")
-        last = int(allreduce_(most, op=ReduceOp.MAX, process_set=self._process_set)) % api.size()
+        steps = torch.tensor([self._steps * api.size() + api.rank()], device="cpu")
+        found: list[int] = allgather(steps, process_set=self._process_set).tolist()
+        _check_all_join(self._process_set, [each % api.size() for each in found])
+        last = max(found) % api.size()
         self._steps = 0
         broadcast_parameters(_parameters(self), last, self._process_set)
         broadcast_optimizer_state(self, last, process_set=self._process_set)
@@ -350,7 +356,8 @@ def _distributed(
         _attach(optimizer, reducer)
     if takes_part:
         optimizer.register_step_post_hook(_count_step)
-    operations.uneven |= {process_set if takes_part else global_process_set} if uneven == "join" else set()
+    if uneven == "join":
+        call.agreed.append(lambda: operations.uneven.add(process_set if takes_part else global_process_set))
     if operations.as_horovod:
         optimizer.register_step_pre_hook(as_horovod.prepare_step)
     optimizer.__class__ = _subclass(type(optimizer), own)
@@ -464,6 +471,17 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     rest = {key: value for key, value in kwargs.items() if key != "closure"}
     return (optimizer, reduced, *args[2:]), rest
+
+
+def _check_all_join(process_set: ProcessSet, present: list[int]) -> None:
+    """Rejects ranks that have joined without their optimizer: their parameters may be those of the most steps."""
+    absent = sorted({*(process_set.ranks or range(api.size()))} - {*present})
+    if absent:
+        text = (
+            f"{ranks_text(absent)} joined without optimizer.join(), as at the end of a script with uneven='join', so "
+            "it is unknown which parameters are those of the most steps: call optimizer.join() on all ranks"
+        )
+        raise CoorddError(text)
 
 
 def _begin_closure(reducer: Reducer) -> None:

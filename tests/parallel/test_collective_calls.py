@@ -52,6 +52,21 @@ def test_a_rank_that_refuses_a_call_is_named_to_all_others_and_work_goes_on(sett
         assert found == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_is_to_be_done_once_all_ranks_agree_is_done_only_then(refused):
+    def body(rank):
+        found = []
+        try:
+            with CollectiveCall("Thing") as call:
+                call.agreed.append(lambda: found.append(rank))
+                refuse(wanted=rank == 1 and refused)
+        except (ValueError, cd.RefusedError):
+            assert refused
+        return found
+
+    assert each_rank(2, body) == ([[], []] if refused else [[0], [1]])
+
+
 def test_what_differs_is_listed_on_all_ranks_when_the_call_ends():
     def body(rank):
         with (

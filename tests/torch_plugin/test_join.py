@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 import coordd.torch as cd
+from coordd import api
+from coordd.errors import CoorddError
 from tests.local_ranks import each_rank, local_ranks
 from tests.torch_plugin.training import WAYS, model
 
@@ -153,6 +156,33 @@ def test_state_of_the_optimizer_is_that_of_the_last_rank():
     states = each(body)
     assert [state[0]["step"].item() for state in states] == [2.0 + COUNT - 1] * COUNT
     assert all(torch.equal(state[0]["exp_avg"], states[0][0]["exp_avg"]) for state in states)
+
+
+def test_a_rank_that_joins_without_its_optimizer_is_told():
+    """At the end of a script a rank joins all ranks, too, and then counts as absent in its sets."""
+    refused = threading.Event()
+
+    def body(rank):
+        some = cd.ProcessSet([0, 1])
+        if rank < 2:
+            mine = model()
+            plain = torch.optim.SGD(mine.parameters(), lr=0.1)
+            optimizer = cd.DistributedOptimizer(plain, mine.named_parameters(), process_set=some)
+        if rank == 0:
+            with pytest.raises(
+                CoorddError, match=r"rank 1 joined without optimizer\.join\(\), as at the end of a script"
+            ):
+                optimizer.join()
+            refused.set()
+            cd.join()
+        elif rank == 1:
+            for handle in [api.operations().join(), api.operations().join(process_set=some)]:
+                handle.result()
+        else:
+            assert refused.wait(30)
+            cd.join()
+
+    each(body)
 
 
 def test_uneven_is_join_or_nothing():

@@ -79,7 +79,8 @@ def told(x: Any, y: Any) -> dict[str, str]:
     leaves = _leaves((x, y))
     rows = ", ".join(str(len(leaf)) for leaf in leaves if leaf.ndim)
     shapes = ", ".join(str(leaf.shape) for leaf in leaves)
-    return {"rows": rows, "shapes": shapes, "inputs": _print(x), "targets": _print(y)}
+    dtypes = ", ".join(str(leaf.dtype) for leaf in leaves)
+    return {"rows": rows, "shapes": shapes, "dtypes": dtypes, "inputs": _print(x), "targets": _print(y)}
 
 
 def _print(values: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ def told(inputs: Any, targets: Any) -> dict[str, str]:
     rows = str(lengths((inputs, targets))).strip("[]")
     return {
         "rows": rows,
-        "shapes": _shapes((inputs, targets)),
+        "shapes": _texts((inputs, targets), lambda tensor: tuple(tensor.shape)),
+        "dtypes": _texts((inputs, targets), lambda tensor: tensor.dtype),
         "inputs": fingerprint(inputs),
         "targets": fingerprint(targets),
     }
 
 
-def _shapes(values: Any) -> str:
+def _texts(values: Any, of: Callable[[torch.Tensor], object]) -> str:
+    """Returns a property of all dense tensors."""
     tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors if tensor.layout is torch.strided)
+    return ", ".join(str(of(tensor)) for tensor in tensors if tensor.layout is torch.strided)
 
 
 def fingerprint(values: Any) -> str:
