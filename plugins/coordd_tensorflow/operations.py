@@ -396,7 +396,11 @@ def join(process_set: ProcessSet = global_process_set) -> Any:
     source = api.source()
 
     def wait() -> list[np.ndarray]:
-        return [source().join(process_set=process_set).result().astype(np.int32)]
+        operations = source()
+        with operations.daemon.unbroken(
+            "a join", series=("join",)
+        ):  # or it would stay in force while the script goes on
+            return [operations.join(process_set=process_set).result().astype(np.int32)]
 
     (last,) = call(wait, [], [tf.int32])
     last.set_shape([])

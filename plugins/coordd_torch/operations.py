@@ -307,7 +307,9 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
     Returns:
         The rank that joined last. If each rank waits for its operations before it joins, this one has made all of them.
     """
-    return int(api.operations().join(process_set=process_set).result())
+    operations = api.operations()
+    with operations.daemon.unbroken("a join", series=("join",)):  # or it would stay in force while the script goes on
+        return int(operations.join(process_set=process_set).result())
 
 
 def send_async(tensor: Tensor, destination: int, name: str) -> Handle[Tensor]:

@@ -271,8 +271,7 @@ class Placement:
     def _listen(self) -> None:
         """Reads the reduced signals of autotune, which are equal on all ranks in the same step."""
         if self._tuning is not None and self._buckets:
-            scale = self.channel.members if self.channel.op.averages else 1
-            self._change = self._tuning.hear((self._buckets[0].signals.double() * scale).tolist())
+            self._change = self._tuning.hear(self._buckets[0].signals.double().tolist())
 
     def _move_in(self) -> None:
         """Creates buckets for the gradients that were reduced on their own, in the order of the plans."""
@@ -334,6 +333,8 @@ class Placement:
                 gradient.leave_bucket()
                 self._loose.append(gradient)
             bucket.retire()
+        if self._tuning is not None:
+            self._tuning.close()
         self._buckets, self._moving, self._tuning, self._change = [], [], None, None
         self.open_buckets, self._row_major = 0, False
         if self._settings != self._first_settings:  # a joined rank does not know the later choices

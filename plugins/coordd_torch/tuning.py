@@ -56,6 +56,12 @@ class Tuning:
             self._session = Session(self._space, start, key, path=path, share=share, limit=limit, settle=_SETTLE)
             atexit.register(self._session.close)
 
+    def close(self) -> None:
+        """Ends the search and writes its record; a later search continues it."""
+        if self._session is not None:
+            atexit.unregister(self._session.close)
+            self._session.close()
+
     def step_done(self) -> None:
         """Records the duration of a training step; called after each step."""
         if self._session is None:
@@ -74,11 +80,15 @@ class Tuning:
         return [1.0, *map(float, places)]
 
     def hear(self, sums: Sequence[float]) -> Settings | None:
-        """Reads the sum of all ranks' signals; returns the new settings, if any."""
-        if round(sums[0]) != 1:
+        """Reads the reduced signals of all ranks; returns the new settings, if any.
+
+        Their scale depends on the reduction, and on how many ranks have joined; rank 0's first signal, 1, gives it.
+        """
+        scale = sums[0]
+        if not scale:
             return None
         knobs = zip(Settings.__struct_fields__, sums[1:], strict=True)
-        chosen = {knob: self._space.choices(knob)[round(place)] for knob, place in knobs}
+        chosen = {knob: self._space.choices(knob)[round(place / scale)] for knob, place in knobs}
         self._now = Settings(**chosen)  # type: ignore[arg-type]  # the space has the right type for each
         if self._session is not None:
             log.info("autotune: %s", ", ".join(f"{knob} {value}" for knob, value in chosen.items()))

@@ -13,7 +13,7 @@ from torch import nn
 
 import coordd.torch as cd
 from coordd import api
-from coordd.errors import CoorddError
+from coordd.errors import CoorddError, PeerError
 from tests.local_ranks import each_rank, local_ranks
 from tests.torch_plugin.training import WAYS, model
 
@@ -181,6 +181,31 @@ def test_a_rank_that_joins_without_its_optimizer_is_told():
         else:
             assert refused.wait(30)
             cd.join()
+
+    each(body)
+
+
+def test_a_join_that_a_signal_handler_interrupts_ends_the_job():
+    """It would stay in force while the script goes on, and the other ranks would go on without this one."""
+
+    def train_on():
+        while True:
+            cd.allreduce(torch.ones(1), name="sum")
+
+    def body(rank):
+        if rank == 0:
+            operations = api.operations()
+            join = operations.join
+
+            def interrupted(**details):
+                join(**details)
+                raise TimeoutError("time is up")
+
+            operations.join = interrupted
+            with pytest.raises(TimeoutError):
+                cd.join()
+        with pytest.raises(PeerError, match="TimeoutError: time is up during a join"):
+            train_on()
 
     each(body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 from pathlib import Path
@@ -90,8 +91,9 @@ def test_the_record_is_found_where_the_knob_says(config):
     assert json.loads(Path(config.autotune_log).read_text())
 
 
-def test_a_choice_survives_an_average_in_sixteen_bits(config):
-    """Small numbers are exact in bfloat16, and so is what rounding makes of their mean."""
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_choice_survives_an_average_in_sixteen_bits(config, count):
+    """Over however many ranks it is, of which some may have joined: small numbers are exact enough in bfloat16."""
     root = Tuning(config, world(0), [], START)
     other = Tuning(Config(), world(1), [], START)
     assert other.signals() == [0.0] * SIGNALS
@@ -100,5 +102,17 @@ def test_a_choice_survives_an_average_in_sixteen_bits(config):
     while not wanted[0]:
         root.step_done()
         wanted = root.signals()
-    mean = ((torch.tensor(wanted) + torch.tensor(other.signals())) / 2).bfloat16()
-    assert other.hear((mean.double() * 2).tolist()) == root.hear(wanted)
+    mean = ((torch.tensor(wanted) + torch.tensor(other.signals())) / count).bfloat16()
+    assert other.hear(mean.double().tolist()) == root.hear(wanted)
+
+
+def test_a_search_that_is_closed_before_the_end_does_not_write_its_record_again(config, monkeypatch):
+    """A later search, after all ranks have joined, continues the record, which an older state must not replace."""
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    search = Tuning(config, world(0), [], START)
+    assert len(at_exit) == 1
+    search.close()
+    assert not at_exit
+    assert Path(config.autotune_log).exists()
