@@ -171,9 +171,12 @@ class Engine:
     def _tell(self, error: BaseException, where: str, rank: int) -> None:
         """Reports an error to all ranks, unless they know of it already."""
         if error is not self._told and not isinstance(error, (PeerError, ShutdownError)):
-            self._told = error
             error.add_note(f"{where}, on rank {rank}")
-            self._fail(f"failed {where}: {brief(error)}", traceback.format_exc())
+            if isinstance(error, SystemExit):  # not kept: an exit that is alive does not end the process with its code
+                self._fail(f"called sys.exit({error.code!r}) {where}", "")
+            else:
+                self._told = error
+                self._fail(f"failed {where}: {brief(error)}", traceback.format_exc())
 
     def _do(self, plan: Plan, action: Action) -> None:
         stage, kind, microbatch, peer = action

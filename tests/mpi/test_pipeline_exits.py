@@ -26,6 +26,8 @@ def go_wrong(where):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "collective":
             cd.barrier()
+        if fault == "exit":
+            sys.exit(5)
         if fault == "refuse":
             raise cd.ArgumentError("an odd batch")
         raise ArithmeticError("an odd batch")
@@ -134,6 +136,15 @@ def test_what_a_stage_raises_is_raised_on_all_ranks(
     assert outcome.stdout.count("in go_wrong") == size - 1, str(outcome)  # where it was raised
     assert outcome.stderr.count("in go_wrong") == 1, str(outcome)
     assert f"in {action} of the pipeline, {told}, on rank" in outcome.stderr, str(outcome)
+
+
+@pytest.mark.parametrize(("place", "action"), [("forward 3", "1F0"), ("backward 3", "1B0"), ("step 1", "1STEP")])
+def test_an_exit_in_a_stage_keeps_its_code(place: str, action: str) -> None:
+    outcome = _end(place, "exit", size=2)
+    _assert_all_heard(outcome, size=2)
+    assert f"rank 1 called sys.exit(5) in {action} of the pipeline" in outcome.of_rank(0), str(outcome)
+    assert outcome.returncode == 5, str(outcome)
+    assert outcome.stderr.splitlines()[-1] == "coordd: rank 1 exited with code 5", str(outcome)
 
 
 def test_a_checkpoint_of_which_one_rank_has_loaded_a_part_ends_the_job() -> None:
