@@ -397,9 +397,7 @@ def join(process_set: ProcessSet = global_process_set) -> Any:
 
     def wait() -> list[np.ndarray]:
         operations = source()
-        with operations.daemon.unbroken(
-            "a join", series=("join",)
-        ):  # or it would stay in force while the script goes on
+        with operations.daemon.unbroken("a join", series=("join",)):  # as in the PyTorch plugin
             return [operations.join(process_set=process_set).result().astype(np.int32)]
 
     (last,) = call(wait, [], [tf.int32])

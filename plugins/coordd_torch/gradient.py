@@ -493,8 +493,8 @@ def _reduced(parameter: torch.Tensor) -> list[Gradient]:
 def nested() -> bool:
     """Returns whether this backward pass runs inside another one, as in reentrant checkpointing.
 
-    The stack of one of autograd's threads for accelerators begins with the function whose backward runs the nested
-    pass; the call of the outer pass is on the stack of another thread.
+    On an accelerator, autograd runs the outer pass from a thread without Python frames. Its stack begins with the
+    Python backward that runs the nested pass; the call of the outer pass is on the script's stack.
     """
     runs = 0
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the callers

@@ -308,7 +308,8 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
         The rank that joined last. If each rank waits for its operations before it joins, this one has made all of them.
     """
     operations = api.operations()
-    with operations.daemon.unbroken("a join", series=("join",)):  # or it would stay in force while the script goes on
+    # An interrupted join would stay in force: the other ranks would continue without this one while its script trains.
+    with operations.daemon.unbroken("a join", series=("join",)):
         return int(operations.join(process_set=process_set).result())
 
 

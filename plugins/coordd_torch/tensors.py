@@ -105,11 +105,12 @@ def densify(tensor: torch.Tensor) -> torch.Tensor:
 
     PyTorch 2.13 loses the value of a tensor with one entry if that value is expanded, as in the gradient of a sum.
     """
-    entries: Any = tensor
-    if tensor.layout is torch.sparse_coo and 0 in entries._values().stride():  # noqa: SLF001 - works on uncoalesced ones
-        values = entries._values().clone(memory_format=torch.contiguous_format)  # noqa: SLF001 - as above
-        indices = entries._indices()  # noqa: SLF001 - as above
-        tensor = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False)
+    if tensor.layout is torch.sparse_coo:
+        entries: Any = tensor
+        values, indices = entries._values(), entries._indices()  # noqa: SLF001 - `values()` rejects uncoalesced tensors
+        if 0 in values.stride():
+            values = values.clone(memory_format=torch.contiguous_format)
+            tensor = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False)
     return tensor.to_dense()
 
 

@@ -79,15 +79,15 @@ class Tuning:
         places = [self._space.choices(knob).index(getattr(wanted, knob)) for knob in Settings.__struct_fields__]
         return [1.0, *map(float, places)]
 
-    def hear(self, sums: Sequence[float]) -> Settings | None:
+    def hear(self, signals: Sequence[float]) -> Settings | None:
         """Reads the reduced signals of all ranks; returns the new settings, if any.
 
         Their scale depends on the reduction, and on how many ranks have joined; rank 0's first signal, 1, gives it.
         """
-        scale = sums[0]
+        scale = signals[0]
         if not scale:
             return None
-        knobs = zip(Settings.__struct_fields__, sums[1:], strict=True)
+        knobs = zip(Settings.__struct_fields__, signals[1:], strict=True)
         chosen = {knob: self._space.choices(knob)[round(place / scale)] for knob, place in knobs}
         self._now = Settings(**chosen)  # type: ignore[arg-type]  # the space has the right type for each
         if self._session is not None:

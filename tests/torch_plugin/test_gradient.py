@@ -267,7 +267,7 @@ def test_a_layer_in_two_reentrant_checkpoints_is_refused_with_a_way_out(outside)
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_pass_is_nested_also_on_a_thread_of_an_accelerator(inside):
-    """Such a thread's stack begins with the Python function whose backward runs the pass."""
+    """The stack of such a thread begins with the Python backward that runs the pass."""
     found, done = [], threading.Event()
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.register_post_accumulate_grad_hook(lambda _: found.append(nested()))
