@@ -269,9 +269,12 @@ class Placement:
         bucket.signal(None if tuning is None else tuning.signals(), repeated=self._repeated)
 
     def _listen(self) -> None:
-        """Reads the reduced signals of autotune, which are equal on all ranks in the same step."""
+        """Reads the reduced signals of autotune, which are equal on all ranks in the same step.
+
+        A choice waits for the end of the step, also when the step's gradients are reduced again, without a new choice.
+        """
         if self._tuning is not None and self._buckets:
-            self._change = self._tuning.hear(self._buckets[0].signals.double().tolist())
+            self._change = self._tuning.hear(self._buckets[0].signals.double().tolist()) or self._change
 
     def _move_in(self) -> None:
         """Creates buckets for the gradients that were reduced on their own, in the order of the plans."""

@@ -9,8 +9,8 @@ from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 
 
 class Numbers(BaseDataLoader):
-    def __init__(self, count, bad=None):
-        self.count, self.bad, self.read = count, bad, []
+    def __init__(self, count, bad=None, error=ValueError):
+        self.count, self.bad, self.error, self.read = count, bad, error, []
 
     def __len__(self):
         return self.count
@@ -18,7 +18,7 @@ class Numbers(BaseDataLoader):
     def _iterate(self):
         for number in range(self.count):
             if number == self.bad:
-                raise ValueError(f"cannot read {number}")
+                raise self.error(f"cannot read {number}")
             self.read.append(threading.current_thread().name)
             yield number
 
@@ -49,10 +49,11 @@ def test_a_plain_loader_iterates():
         len(BaseDataLoader())
 
 
-def test_what_goes_wrong_in_the_thread_is_raised_where_the_batches_are_used():
-    batches = iter(Ahead(count=5, bad=2))
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_what_goes_wrong_in_the_thread_is_raised_where_the_batches_are_used(error):
+    batches = iter(Ahead(count=5, bad=2, error=error))
     assert [next(batches)[0], next(batches)[0]] == [0, 1]
-    with pytest.raises(ValueError, match="cannot read 2"):
+    with pytest.raises(error, match="cannot read 2"):
         next(batches)
     assert readers() == []
 

@@ -34,7 +34,7 @@ def config(tmp_path):
     return Config(autotune=True, autotune_share=1.0, autotune_log=str(tmp_path / "record.json"))
 
 
-def train(config: Config) -> list[tuple[dict[str, torch.Tensor], set[Settings]]]:
+def train(config: Config, passes: int = 1) -> list[tuple[dict[str, torch.Tensor], set[Settings]]]:
     def body(rank: int) -> tuple[dict[str, torch.Tensor], set[Settings]]:
         net = model()
         optimizer = cd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net.named_parameters())
@@ -42,7 +42,8 @@ def train(config: Config) -> list[tuple[dict[str, torch.Tensor], set[Settings]]]
 
         def step(net: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> None:
             optimizer.zero_grad()
-            nn.functional.mse_loss(net(inputs), targets).backward()
+            for _ in range(passes):
+                nn.functional.mse_loss(net(inputs), targets).backward()
             optimizer.step()
             seen.add(optimizer._coordd._settings)
 
@@ -52,12 +53,13 @@ def train(config: Config) -> list[tuple[dict[str, torch.Tensor], set[Settings]]]
         return ranks.each(body)
 
 
-def test_what_is_tried_is_the_same_on_all_ranks_and_changes_no_result(config):
-    tuned = train(config)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_is_tried_is_the_same_on_all_ranks_and_changes_no_result(config, passes):
+    tuned = train(config, passes)
     assert len(tuned[0][1]) > 1
     assert tuned[0][1] == tuned[1][1]
     same([weights for weights, _ in tuned])
-    same([tuned[0][0], train(Config())[0][0]])
+    same([tuned[0][0], train(Config(), passes)[0][0]])
 
 
 def test_a_choice_is_forgotten_when_all_ranks_have_joined():

@@ -44,7 +44,7 @@ class BaseDataLoader:
 class _Last:
     """Comes after the last batch, with what went wrong."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
@@ -74,7 +74,7 @@ class _Reader:
             for batch in batches:
                 if not self._put(batch):
                     return
-        except Exception as error:  # noqa: BLE001 - it is raised where the batches are used
+        except BaseException as error:  # noqa: BLE001 - raised where the batches are used; sys.exit must end the job there
             last = _Last(error)
         self._put(last)
 
